@@ -1,0 +1,47 @@
+# One command per chore; `make` alone lists them. Each installs what it needs into .venv first.
+# Another interpreter: make test PYTHON=python3.12. More arguments: make test ARGS="-k plan".
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format bench clean
+
+help: ## List these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(INSTALLED) ## Train a small model from scratch on two local workers
+	$(BIN)/python examples/train_from_scratch/train.py $(ARGS)
+
+test: $(INSTALLED) ## Run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## Format the code and repair what ruff can repair
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## Run every benchmark
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+
+clean: ## Remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is touched last, so an install that was interrupted is taken up again by the next command.
+$(INSTALLED): pyproject.toml constraints.txt
+	@rm -f $@
+	@command -v $(PYTHON) >/dev/null || { echo "lightning-hetero needs Python 3.10 or newer; '$(PYTHON)' was not found." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit("lightning-hetero needs Python 3.10 or newer; $(PYTHON) is %d.%d. Name another with PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --no-input -c constraints.txt -e '.[dev,examples]'
+	@touch $@

@@ -1,0 +1,30 @@
+"""Train one model on devices that were never meant to work together.
+
+    errors.py        every exception, drawn as a tree
+    plan.py          Plan, StagePlan: who holds which layers
+    wire/            what is said: frames, tensors, messages, the rules of talking
+    model/           what is cut: finding layers, hollowing them, the recipe that rebuilds them
+    pipeline/        what is run: micro-batches, the rule, stages, the driver of training_step
+    planning/        what goes where: makes plans
+    runtime/         where it runs: channels, worker, coordinator, local worker processes
+    strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
+    cli.py           the command lightning-hetero
+
+Imports point one way: cli → strategy → runtime, planning → pipeline → model, wire → plan → errors.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from .plan import Plan, StagePlan
+from .strategy import HeteroPipelineStrategy
+
+__version__ = "0.1.0"
+
+__all__ = ["HeteroPipelineStrategy", "Plan", "StagePlan", "__version__"]
+
+StrategyRegistry.register(
+    "hetero_pipeline",
+    HeteroPipelineStrategy,
+    description=HeteroPipelineStrategy.__doc__ or "",
+    override=True,
+)

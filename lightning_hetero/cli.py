@@ -1,0 +1,99 @@
+"""The command `lightning-hetero`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import threading
+
+import torch
+
+from .errors import HeteroError
+from .runtime.address import Address
+from .runtime.worker import Worker, address_of, listen
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    options = _parser().parse_args()
+    try:
+        options.run(options)
+    except HeteroError as error:
+        sys.exit(f"lightning-hetero: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lightning-hetero", description="Train one model on mixed hardware."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    worker = commands.add_parser("worker", help="serve stages to one coordinator after the other")
+    worker.set_defaults(run=_run_worker)
+    worker.add_argument(
+        "--listen",
+        type=Address.parse,
+        default="127.0.0.1:9999",
+        metavar="HOST:PORT",
+        help="loopback only; port 0 takes a free one (default: %(default)s)",
+    )
+    worker.add_argument(
+        "--device", default="auto", help="a torch device such as cuda:0 (default: %(default)s)"
+    )
+    worker.add_argument(
+        "--threads", type=int, metavar="N", help="compute threads on the CPU (default: torch's)"
+    )
+    worker.add_argument(
+        "--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"]
+    )
+    # For the strategy's own local workers: a socket that it listens on, and its death.
+    worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
+    worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _run_worker(options: argparse.Namespace) -> None:
+    logging.basicConfig(
+        level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
+    )
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = _torch_device(options.device)
+    if options.listen_fd is None:
+        listener = listen(options.listen)
+    else:
+        listener = socket.socket(fileno=options.listen_fd)
+    if options.stop_with_stdin:
+        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+    logger.info("listening on %s, computing on %s", address_of(listener), device)
+    Worker(listener, device).serve_forever()
+
+
+def _exit_with_stdin() -> None:
+    sys.stdin.buffer.read()
+    # The coordinator is gone, so there is nothing to save and nobody to tell; compute threads may
+    # be deep inside torch, where an orderly end would have to wait for them.
+    os._exit(0)
+
+
+def _torch_device(name: str) -> torch.device:
+    """The device of that name, tried out.
+
+    Raises:
+        HeteroError: If this machine does not have it.
+    """
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise HeteroError(f"The device {name!r} cannot be used here: {error}.") from error
+    return device

@@ -1,0 +1,63 @@
+"""Every exception of this package.
+
+HeteroError
+├─ PlanError                 a plan that does not fit the model or the workers
+├─ ModelError                a model that cannot be cut as asked
+├─ BatchError                a batch or a result that cannot be split or merged
+├─ ProtocolError
+│  ├─ LocalProtocolError     we were about to say what the rules forbid
+│  └─ RemoteProtocolError    the peer said what the rules forbid
+├─ ChannelError              a connection ended or could not be used
+└─ WorkerError
+   ├─ WorkerUnreachable      nobody answered, or it refused us
+   ├─ WorkerLost             it was there and is gone
+   └─ StageFailed            its own code raised; carries the worker's traceback
+"""
+
+
+class HeteroError(Exception):
+    """Base of all exceptions that this package raises on purpose."""
+
+
+class PlanError(HeteroError, ValueError):
+    """A plan that does not fit the model or the workers."""
+
+
+class ModelError(HeteroError):
+    """A model that cannot be cut into stages as asked."""
+
+
+class BatchError(HeteroError):
+    """A batch that cannot be split, or results of micro-batches that cannot be merged."""
+
+
+class ProtocolError(HeteroError):
+    """A message that the rules of the conversation forbid."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We were about to say something that the rules forbid."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer said something that the rules forbid."""
+
+
+class ChannelError(HeteroError):
+    """A connection ended, or could not be used."""
+
+
+class WorkerError(HeteroError):
+    """Something went wrong with a worker."""
+
+
+class WorkerUnreachable(WorkerError):
+    """A worker did not answer, or refused the conversation."""
+
+
+class WorkerLost(WorkerError):
+    """A worker that took part in the run is gone."""
+
+
+class StageFailed(WorkerError):
+    """A worker's own code raised; the text carries the worker's traceback."""

@@ -1,0 +1,1 @@
+"""What is cut: finding the decoder layers, hollowing them, and the recipe that rebuilds them."""

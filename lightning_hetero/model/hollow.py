@@ -1,0 +1,263 @@
+"""Hollow layers: decoder layers that stay in the module tree while their weights live elsewhere.
+
+    hidden ─▶ layer 4 ─▶ layer 5 ─▶ layer 6 ─▶ hidden
+              record     record     record, then exchange(hidden, [call 4, call 5, call 6])
+
+A hollow layer is the very same object as before, with the same class, name and attributes; its
+parameters are ``meta`` tensors and its ``forward`` records how the model called it. The last one
+of the run exchanges the hidden states for those that come back. Nothing here knows who computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.utils import output_capturing
+
+from ..errors import ModelError
+from .calls import LayerCall
+from .layers import DecoderLayer
+from .tensors import empty_tensors, named_tensors, set_tensor
+
+Exchange = Callable[[Tensor, list[LayerCall]], Tensor]
+
+
+class RemoteTensors(Protocol):
+    """Where a hollow layer's weights are. Names are ``<layer number>.<name inside the layer>``."""
+
+    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Bring the content of tensors here."""
+
+    def store(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the content of tensors there."""
+
+
+class HollowLayers:
+    """A run of consecutive hollow layers.
+
+    Args:
+        layers: The layers with their numbers, in order.
+        exchange: Gets the hidden states and the recorded calls, returns the hidden states behind
+            the last layer.
+        remote: Where the weights are; asked by ``state_dict`` and ``load_state_dict``.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, DecoderLayer],
+        exchange: Exchange,
+        remote: RemoteTensors,
+    ) -> None:
+        self._layers = layers
+        self._modules = {number: layer.module for number, layer in layers.items()}
+        self._exchange = exchange
+        self._remote = remote
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._records = threading.local()
+        self._dropped_caches: WeakSet[Cache] = WeakSet()
+
+    def hollow(self) -> None:
+        """Empty the layers and divert their calls.
+
+        Raises:
+            ModelError: If a forward hook on a layer would never fire.
+        """
+        for decoder_layer in self._layers.values():
+            _check_no_hooks(decoder_layer)
+        empty_tensors(self._modules)
+        for number, layer in self._modules.items():
+            layer.forward = _HollowForward(self, number)
+            # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
+            layer._apply = _Unmoved(layer)  # type: ignore[method-assign]
+            self._hooks += [
+                layer.register_state_dict_post_hook(self._fill_state_dict(number)),
+                layer.register_load_state_dict_pre_hook(self._forward_state_dict(number)),
+            ]
+
+    def refill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the layers ordinary again, with this content for all their tensors."""
+        for name, content in tensors.items():
+            set_tensor(self._modules, name, content)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for layer in self._modules.values():
+            del layer.forward
+            del layer._apply
+
+    def forget_calls(self) -> None:
+        """Drop what an aborted forward left behind in this thread."""
+        self._records.calls = None
+
+    def check_finished(self) -> None:
+        """Refuse a forward that left the run before its last layer.
+
+        Raises:
+            ModelError: With the layers' numbers.
+        """
+        calls = getattr(self._records, "calls", None)
+        if calls:
+            self.forget_calls()
+            raise ModelError(
+                f"The forward pass left the decoder layers after layer {calls[-1].layer_index}; "
+                f"layers up to {max(self._modules)} live on workers and must all be called. Keep "
+                "the layers that may be skipped with the coordinator."
+            )
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What a hollow layer's ``forward`` does."""
+        hidden, args, kwargs = _take_hidden(number, args, kwargs)
+        caches = [value for value in kwargs.values() if isinstance(value, Cache)]
+        call = LayerCall(number, self._modules[number].training, args, _without_cache(kwargs))
+        if number == min(self._modules):
+            self.check_finished()
+            _check_captured_outputs()
+            self._check_new(caches)
+            self._records.calls = [call]
+            self._records.hidden = hidden
+        else:
+            self._check_continues(number, hidden)
+            self._records.calls.append(call)
+        if number != max(self._modules):
+            return hidden
+        calls, self._records.calls = self._records.calls, None
+        self._records.hidden = None
+        return self._exchange(hidden, calls)
+
+    def _check_new(self, caches: list[Cache]) -> None:
+        """Refuse a key-value cache that comes again: its reader would miss what was left out.
+
+        Training and evaluation hand an empty cache to every forward and never read it.
+        """
+        for cache in caches:
+            if cache in self._dropped_caches or cache.get_seq_length(min(self._modules)) > 0:
+                raise ModelError(
+                    "Generating with a key-value cache does not work through layers on workers in "
+                    "this version; pass `use_cache=False`, or generate after `fit`."
+                )
+            self._dropped_caches.add(cache)
+
+    def _check_continues(self, number: int, hidden: Tensor) -> None:
+        calls = getattr(self._records, "calls", None)
+        if not calls or calls[-1].layer_index != number - 1:
+            raise ModelError(
+                f"Layer {number} was called without layer {number - 1} before it; layers on "
+                "workers must be called one after the other, in their order."
+            )
+        if hidden is not self._records.hidden:
+            raise ModelError(
+                f"Something between layers {number - 1} and {number} changed the hidden states, "
+                "and both live on workers; put the layers before and after it into the "
+                "coordinator's stage."
+            )
+
+    def _fill_state_dict(self, number: int) -> Callable[..., None]:
+        """A hook that puts real tensors where ``state_dict`` found ``meta`` ones."""
+
+        def fill(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+            names = [
+                name for name, _ in named_tensors({number: layer}) if _key(prefix, name) in state
+            ]
+            for name, content in self._remote.fetch(names).items():
+                state[_key(prefix, name)] = content
+
+        return fill
+
+    def _forward_state_dict(self, number: int) -> Callable[..., None]:
+        """A hook that sends what ``load_state_dict`` would copy into ``meta`` tensors."""
+
+        def forward(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+            sent = {}
+            for name, tensor in named_tensors({number: layer}):
+                content = state.get(_key(prefix, name))
+                if content is not None and content.shape == tensor.shape:
+                    sent[name] = content.to(tensor.dtype)
+                    # A meta tensor in its place: torch checks the shape and copies nothing.
+                    state[_key(prefix, name)] = torch.empty_like(content, device="meta")
+            self._remote.store(sent)
+
+        return forward
+
+
+def _key(prefix: str, name: str) -> str:
+    """The state dict's key of a tensor ``<layer number>.<name inside the layer>``."""
+    return prefix + name.partition(".")[2]
+
+
+class _HollowForward:
+    """A hollow layer's ``forward``; copying or pickling it would make an alias to the worker."""
+
+    def __init__(self, run: HollowLayers, number: int) -> None:
+        self._run = run
+        self._number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._run.call(self._number, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ModelError(
+            f"Layer {self._number} lives on a worker while training runs, so the module cannot be "
+            "copied or pickled; copy it before `fit` or after it, or copy `module.state_dict()`."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+
+class _Unmoved:
+    """Stands in for ``Module._apply``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> nn.Module:
+        return self._layer
+
+
+def _take_hidden(
+    number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    if args and isinstance(args[0], Tensor):
+        return args[0], args[1:], kwargs
+    hidden = kwargs.get("hidden_states")
+    if not args and isinstance(hidden, Tensor):
+        return hidden, args, {k: v for k, v in kwargs.items() if k != "hidden_states"}
+    raise ModelError(
+        f"Layer {number} was called without hidden states: they must be the first argument or "
+        "`hidden_states`."
+    )
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with every key-value cache left out."""
+    kept = {k: None if isinstance(v, Cache) else v for k, v in kwargs.items()}
+    if "use_cache" in kept:
+        kept["use_cache"] = False
+    return kept
+
+
+def _check_no_hooks(layer: DecoderLayer) -> None:
+    for name, module in layer.module.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(hook.__module__ != output_capturing.__name__ for hook in hooks):
+            full_name = f"{layer.name}.{name}".rstrip(".")
+            raise ModelError(
+                f"{full_name} has a forward hook, which would not fire on a worker; remove it or "
+                "keep the layer with the coordinator."
+            )
+
+
+def _check_captured_outputs() -> None:
+    """Refuse ``output_hidden_states`` and its kin: what the hollow layers return is not theirs."""
+    wanted = output_capturing._active_collector.get()
+    if wanted:
+        raise ModelError(
+            f"The outputs {sorted(wanted)} cannot be collected from layers on workers; call the "
+            "model without asking for them."
+        )

@@ -1,0 +1,214 @@
+"""The driver: runs `training_step` once per micro-batch, in turns, with the stages at work between.
+
+The autograd graph of a micro-batch is cut at each hand-over, and the driver runs the pieces'
+backwards itself, so that nothing ever waits inside the autograd engine:
+
+    embedding ─▶ out │ away: stages │ leaf ─▶ head ─▶ loss
+              ◀─ 3.  │   2.         │ gradient  ◀─ 1. backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ModelError
+from .gradients import StepGradients
+from .handover import Request, Returned, Stages
+from .rule import Action, Key, choose
+from .seeds import seed_action
+from .turns import Finished, HandedOver, Turn
+
+COORDINATOR_STAGE = 0
+
+
+@dataclass
+class _Visit:
+    """One hand-over of a micro-batch: where its graph was left, and where it goes on."""
+
+    key: Key
+    out: Tensor
+    leaf: Tensor | None = None
+
+
+@dataclass
+class _Microbatch:
+    """A micro-batch on its way."""
+
+    turn: Turn
+    loss_factor: float
+    visits: list[_Visit] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MicrobatchStep:
+    """What the driver runs for one micro-batch.
+
+    Args:
+        run: Calls the user's ``training_step``; its result comes back from `Driver.run`.
+        loss_factor: What the loss is multiplied by before its backward; at 0 none is run, since
+            the loss of a micro-batch without counted labels is not a number.
+    """
+
+    run: Callable[[], Any]
+    loss_factor: float
+
+
+@dataclass
+class Driver:
+    """Runs the micro-batches of one step after the other.
+
+    Args:
+        stages: The remote stages.
+        gradients: The coordinator's own gradients.
+        loss_of: Takes the loss out of what ``training_step`` returned; None skips the backward.
+        seed: Start of the coordinator's dropout masks.
+    """
+
+    stages: Stages
+    gradients: StepGradients
+    loss_of: Callable[[Any], Tensor | None]
+    seed: int
+
+    def run(
+        self, step: int, work: Sequence[MicrobatchStep], max_in_flight: int, accumulate: bool
+    ) -> list[Any]:
+        """The results of all micro-batches; the gradients are in ``gradients``.
+
+        What a ``training_step`` raises is raised here, with every other micro-batch unwound.
+        """
+        random_state = torch.get_rng_state()
+        self.gradients.begin(accumulate)
+        self.stages.begin_step(max_in_flight, accumulate)
+        running = _RunningStep(self, step, work, max_in_flight)
+        try:
+            return running.run()
+        except BaseException:
+            self.stages.abort_step()
+            raise
+        finally:
+            running.abandon()
+            self.gradients.finish()
+            torch.set_rng_state(random_state)
+
+
+class _RunningStep:
+    """One step: the coordinator's actions that could run, and the micro-batches in flight."""
+
+    def __init__(
+        self, driver: Driver, step: int, work: Sequence[MicrobatchStep], max_in_flight: int
+    ) -> None:
+        self._driver = driver
+        self._step = step
+        self._work = work
+        self._max_in_flight = max_in_flight
+        self._in_flight: dict[int, _Microbatch] = {}
+        self._results: dict[int, Any] = {}
+        self._returned: dict[tuple[str, Key], Returned] = {}
+        self._not_started = set(range(len(work)))
+
+    def run(self) -> list[Any]:
+        while self._not_started or self._in_flight:
+            action = choose(self._ready(), self._in_flight, self._max_in_flight)
+            if action is None:
+                self._take(self._driver.stages.receive())
+            elif action.kind == "F":
+                self._forward(action.key)
+            else:
+                self._backward(action.key)
+        return [self._results[index] for index in range(len(self._work))]
+
+    def abandon(self) -> None:
+        """Unwind the micro-batches that an error left in flight."""
+        for microbatch in self._in_flight.values():
+            microbatch.turn.abandon()
+
+    def _ready(self) -> list[Action]:
+        ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in self._not_started]
+        for kind, key in self._returned:
+            ready.append(Action(COORDINATOR_STAGE, "B" if kind == "B" else "F", key))
+        return ready
+
+    def _take(self, returned: Returned) -> None:
+        self._returned["B" if returned.is_gradient else "F", returned.key] = returned
+
+    def _forward(self, key: Key) -> None:
+        """Run a micro-batch's `training_step` to its next hand-over or to its end."""
+        index = key.microbatch
+        if index in self._not_started:
+            self._not_started.remove(index)
+            work = self._work[index]
+            turn = Turn(work.run, name=f"micro-batch {index}")
+            self._in_flight[index] = _Microbatch(turn, work.loss_factor)
+            self._seed(key, 0)
+            self._go_on(index, turn.start())
+            return
+        visit = self._in_flight[index].visits[key.visit]
+        visit.leaf = _leaf(self._returned.pop(("F", key)), visit.out.device)
+        self._seed(key, 1)
+        self._go_on(index, self._in_flight[index].turn.resume(visit.leaf))
+
+    def _seed(self, key: Key, segment: int) -> None:
+        seed_action(self._driver.seed, self._step, COORDINATOR_STAGE, *key, segment)
+
+    def _go_on(self, index: int, report: HandedOver | Finished) -> None:
+        microbatch = self._in_flight[index]
+        if isinstance(report, Finished):
+            self._finish_forward(index, report.result)
+            return
+        request: Request = report.request
+        key = Key(index, len(microbatch.visits))
+        microbatch.visits.append(_Visit(key, request.hidden))
+        self._driver.stages.send_forward(key, request.hidden, request.surroundings)
+
+    def _finish_forward(self, index: int, result: Any) -> None:
+        """The loss is known: its backward starts at once."""
+        self._results[index] = result
+        microbatch = self._in_flight[index]
+        microbatch.visits = [
+            v for v in microbatch.visits if v.leaf is not None and v.leaf.requires_grad
+        ]
+        loss = self._driver.loss_of(result)
+        if loss is not None and loss.requires_grad and microbatch.loss_factor > 0:
+            factor = torch.full_like(loss, microbatch.loss_factor)
+            self._run_backward(index, loss, factor)
+        self._send_gradient(index)
+
+    def _backward(self, key: Key) -> None:
+        """The stages' gradient has come: run the backward of the piece before the hand-over."""
+        index = key.microbatch
+        gradient = self._returned.pop(("B", key)).tensor
+        visit = self._in_flight[index].visits.pop()
+        if gradient is not None and visit.out.requires_grad:
+            self._run_backward(index, visit.out, gradient.to(visit.out.device))
+        self._send_gradient(index)
+
+    def _run_backward(self, index: int, start: Tensor, gradient: Tensor) -> None:
+        """Run a piece's backward. Earlier pieces may share its graph, so it is kept for them; it
+        goes with its last tensor."""
+        has_more = bool(self._in_flight[index].visits)
+        with self._driver.gradients.of_microbatch(index):
+            torch.autograd.backward(start, gradient, retain_graph=has_more)
+
+    def _send_gradient(self, index: int) -> None:
+        """Send the gradient of the latest visit that is left, or end the micro-batch."""
+        visits = self._in_flight[index].visits
+        if not visits:
+            self._driver.gradients.finish_microbatch(index)
+            del self._in_flight[index]
+            return
+        leaf = visits[-1].leaf
+        gradient = None if leaf is None else leaf.grad
+        visits[-1].leaf = None
+        self._driver.stages.send_backward(visits[-1].key, gradient)
+
+
+def _leaf(returned: Returned, device: torch.device) -> Tensor:
+    """The new start of the micro-batch's graph."""
+    if returned.tensor is None:
+        raise ModelError(f"No activation came back for {returned.key}.")
+    return returned.tensor.to(device).detach().requires_grad_(returned.requires_grad)

@@ -1,0 +1,173 @@
+"""Cuts a batch into micro-batches, and says how much each one's loss counts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import BatchError
+
+# What Hugging Face and `torch.nn.functional.cross_entropy` leave out of a mean.
+IGNORED_LABEL = -100
+
+LossWeighting = Literal["auto", "samples", "labels"] | Callable[[Any], float]
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
+    """Cut a batch along the first dimension of its tensors into nearly equal micro-batches.
+
+    The containers keep their types. A batch of fewer samples gives fewer micro-batches. Tensors
+    without dimensions, numbers and texts go into every micro-batch.
+
+    Raises:
+        BatchError: If something in the batch cannot be cut; the text says what.
+    """
+    size = batch_size(batch)
+    return [_cut(batch, start, end, size) for start, end in spans(size, num_microbatches)]
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor.
+
+    Raises:
+        BatchError: If there is no tensor with a dimension.
+    """
+    for tensor in _tensors(batch):
+        if tensor.ndim > 0:
+            return tensor.shape[0]
+    raise BatchError(f"A batch of type {type(batch).__name__} holds no tensor to be cut.")
+
+
+def spans(size: int, num_pieces: int) -> list[tuple[int, int]]:
+    """Half-open ranges that cut ``size`` into at most ``num_pieces``, the longer ones first."""
+    num_pieces = max(1, min(size, num_pieces))
+    quotient, remainder = divmod(size, num_pieces)
+    ends = [(i + 1) * quotient + min(i + 1, remainder) for i in range(num_pieces)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def loss_weights(
+    microbatches: Sequence[Any], weighting: LossWeighting, sample_counts: Sequence[int]
+) -> list[float]:
+    """How much each micro-batch's loss counts in the batch's; the weights add up to 1.
+
+    ``"labels"`` counts the labels that a token mean counts, ``"samples"`` the samples; ``"auto"``
+    takes labels where the batch has them.
+
+    Raises:
+        BatchError: If labels are asked for and the batch has none, or a weight is negative.
+    """
+    counts = _counts(microbatches, weighting, sample_counts)
+    if any(not count >= 0 for count in counts):
+        raise BatchError(f"The loss weights {counts} of the micro-batches must not be negative.")
+    if sum(counts) == 0:
+        counts = list(sample_counts)
+    return [count / sum(counts) for count in counts]
+
+
+def _counts(
+    microbatches: Sequence[Any], weighting: LossWeighting, sample_counts: Sequence[int]
+) -> list[float]:
+    if callable(weighting):
+        return [float(weighting(microbatch)) for microbatch in microbatches]
+    if weighting == "samples" or (weighting == "auto" and _labels(microbatches[0]) is None):
+        return list(sample_counts)
+    return [counted_labels(microbatch) for microbatch in microbatches]
+
+
+def counted_labels(batch: Any) -> int:
+    """Labels that a token-mean loss counts: those that are not -100.
+
+    Labels that equal ``input_ids`` wherever they count are shifted by the loss itself, as every
+    Hugging Face causal language model does, so that the first one of each row is not counted.
+
+    Raises:
+        BatchError: If the batch has no labels.
+    """
+    labels = _labels(batch)
+    if labels is None:
+        raise BatchError(
+            "loss_weighting='labels' needs a batch with a `labels` entry; this one is a "
+            f"{type(batch).__name__} without it. Use 'samples' or pass a function."
+        )
+    counted = labels != IGNORED_LABEL
+    inputs = _entry(batch, "input_ids")
+    if (
+        labels.ndim == 2
+        and isinstance(inputs, Tensor)
+        and inputs.shape == labels.shape
+        and bool(torch.equal(labels[counted], inputs[counted]))
+    ):
+        counted = counted[:, 1:]
+    return int(counted.sum())
+
+
+def _labels(batch: Any) -> Tensor | None:
+    labels = _entry(batch, "labels")
+    is_counted = isinstance(labels, Tensor) and not labels.is_floating_point()
+    return labels if is_counted else None
+
+
+def _entry(batch: Any, name: str) -> Any:
+    if isinstance(batch, Mapping):
+        return batch.get(name)
+    return getattr(batch, name, None)
+
+
+def _cut(part: Any, start: int, end: int, size: int) -> Any:
+    if isinstance(part, Tensor):
+        return _cut_tensor(part, start, end, size)
+    if part is None or isinstance(part, (str, bytes, bool, int, float)):
+        return part
+    if isinstance(part, Mapping):
+        cut = copy.copy(part)
+        cut.update({key: _cut(value, start, end, size) for key, value in part.items()})  # type: ignore[attr-defined]
+        return cut
+    if isinstance(part, (list, tuple)):
+        return _cut_sequence(part, start, end, size)
+    if is_dataclass(part) and not isinstance(part, type):
+        values = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+        return replace(part, **{k: _cut(value, start, end, size) for k, value in values.items()})
+    raise BatchError(f"A {type(part).__name__} in the batch cannot be cut.")
+
+
+def _cut_tensor(tensor: Tensor, start: int, end: int, size: int) -> Tensor:
+    if tensor.ndim == 0:
+        return tensor
+    if tensor.shape[0] != size:
+        raise BatchError(
+            f"The batch has {size} samples and a tensor of shape {tuple(tensor.shape)}, whose "
+            "first dimension is not the samples."
+        )
+    return tensor[start:end]
+
+
+def _cut_sequence(part: Sequence[Any], start: int, end: int, size: int) -> Any:
+    """One entry per sample is cut; a container of batched things is cut inside."""
+    tensors = list(_tensors(part))
+    is_batched = bool(tensors) and all(t.ndim == 0 or t.shape[0] == size for t in tensors)
+    if len(part) == size and not is_batched:
+        return part[start:end]
+    cut = [_cut(value, start, end, size) for value in part]
+    if hasattr(part, "_fields"):
+        return type(part)(*cut)
+    return type(part)(cut)  # type: ignore[call-arg]
+
+
+def _tensors(part: Any) -> Iterator[Tensor]:
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, Mapping):
+        for value in part.values():
+            yield from _tensors(value)
+    elif isinstance(part, (list, tuple)):
+        for value in part:
+            yield from _tensors(value)
+    elif is_dataclass(part) and not isinstance(part, type):
+        for field in fields(part):
+            yield from _tensors(getattr(part, field.name))

@@ -1,0 +1,143 @@
+"""A stage's part of the optimizer: the same class and groups, for the stage's own parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import ModelError
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What happens to gradients before the step: multiplied by a factor, or cut at a value."""
+
+    factor: float | None = None
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """One parameter group: names of parameters, and all its options."""
+
+    parameters: Sequence[str]
+    options: Mapping[str, Any]
+
+
+def optimizer_class_name(optimizer: Optimizer) -> str:
+    """The name under which a worker finds the optimizer's class.
+
+    Raises:
+        ModelError: If it is none of ``torch.optim``, or needs all parameters in one place.
+    """
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is not kind or kind is torch.optim.LBFGS:
+        raise ModelError(
+            f"The optimizer {kind.__module__}.{kind.__qualname__} cannot be cut over stages; use "
+            "one of torch.optim other than LBFGS."
+        )
+    return str(kind.__name__)
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything of a parameter group but its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+class StageOptimizer:
+    """An optimizer over a stage's parameters.
+
+    Args:
+        class_name: A class of ``torch.optim``.
+        groups: All groups of the whole optimizer, each with the stage's parameters of it; their
+            number and order stay as they are, so that options can be sent by position.
+        parameters: The stage's parameters by name.
+
+    Raises:
+        ModelError: If the class or a parameter does not exist.
+    """
+
+    def __init__(
+        self, class_name: str, groups: Sequence[Group], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        kind: Any = getattr(torch.optim, class_name, None)
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+            raise ModelError(f"torch {torch.__version__} has no optimizer {class_name!r}.")
+        unknown = {name for group in groups for name in group.parameters} - set(parameters)
+        if unknown:
+            raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
+        self._parameters = parameters
+        build: Callable[[list[dict[str, Any]]], Optimizer] = kind
+        self.optimizer = build(
+            [
+                {**group.options, "params": [parameters[name] for name in group.parameters]}
+                for group in groups
+            ]
+        )
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of all gradients that the next step would use."""
+        gradients = self._gradients()
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def step(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
+        """Clip, then step with these options for each group."""
+        clip_gradients(self._gradients(), clipping)
+        for group, group_values in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(group_values)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The state of every parameter that has one, by its name."""
+        state = self.optimizer.state
+        return {name: state[p] for name, p in self._parameters.items() if state.get(p)}
+
+    def load_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Replace the state of one parameter.
+
+        Raises:
+            ModelError: If the stage has no such parameter.
+        """
+        if name not in self._parameters:
+            raise ModelError(f"The stage has no parameter {name!r} to load optimizer state for.")
+        parameter = self._parameters[name]
+        self.optimizer.state[parameter] = {k: _beside(parameter, k, v) for k, v in state.items()}
+
+    def _gradients(self) -> list[torch.Tensor]:
+        groups = self.optimizer.param_groups
+        return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+
+
+def _beside(parameter: nn.Parameter, key: str, value: Any) -> Any:
+    """A state value where and as the optimizer keeps it: step counts stay on the CPU in fp32."""
+    if not isinstance(value, torch.Tensor) or key == "step":
+        return value
+    dtype = parameter.dtype if value.is_floating_point() else value.dtype
+    return value.to(parameter.device, dtype)
+
+
+def clip_gradients(gradients: Sequence[torch.Tensor], clipping: Clipping) -> None:
+    """Apply the clipping in place."""
+    for gradient in gradients:
+        if clipping.factor is not None:
+            gradient.mul_(clipping.factor)
+        if clipping.value is not None:
+            gradient.clamp_(-clipping.value, clipping.value)
+
+
+def total_norm(norms: Sequence[float]) -> float:
+    """The norm of all stages' gradients together: the root of the sum of their squares."""
+    return math.sqrt(sum(norm * norm for norm in norms))
+
+
+def clipping_factor(max_norm: float, norm: float) -> float:
+    """By what every stage multiplies its gradients, as `torch.nn.utils.clip_grad_norm_` does."""
+    factor = max_norm / (norm + 1e-6)
+    # Not min(): a norm that is not a number must stay one on every stage.
+    return 1.0 if factor > 1.0 else factor

@@ -1,0 +1,122 @@
+"""Merges what the micro-batches of one batch returned and logged into the batch's own values."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import BatchError
+
+
+def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> Any:
+    """One value for the batch: scalars are averaged by weight, tensors and lists are joined.
+
+    Raises:
+        BatchError: For a kind of value that has no merged form.
+    """
+    first = values[0]
+    if len(values) == 1 or first is None:
+        return first
+    if isinstance(first, Tensor) and first.ndim > 0:
+        return torch.cat([value.detach() for value in values])
+    if isinstance(first, (bool, str)):
+        if all(value == first for value in values):
+            return first
+    elif isinstance(first, (Tensor, int, float)):
+        return weighted_mean(values, weights)
+    elif isinstance(first, (list, tuple)):
+        return type(first)(item for value in values for item in value)
+    elif isinstance(first, Mapping):
+        return {k: merge_values([v[k] for v in values], weights, f"{name}.{k}") for k in first}
+    raise BatchError(
+        f"training_step returned {name!r} as {type(first).__name__} {first!r} for one micro-batch, "
+        "and there is no telling what it is for the batch; leave it out, or use "
+        "micro_batching='boundary'."
+    )
+
+
+def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The mean of scalars by weight. A micro-batch of weight 0 has no say, not even a NaN."""
+    terms = [
+        (value.detach() if isinstance(value, Tensor) else value) * weight
+        for value, weight in zip(values, weights, strict=True)
+        if weight > 0
+    ]
+    return sum(terms[1:], start=terms[0])
+
+
+class LogFunction(Protocol):
+    """`LightningModule.log`."""
+
+    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+@dataclass
+class _Logged:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    values: list[Any] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+
+
+class StepLog:
+    """Stands in for `LightningModule.log` while micro-batches run, and logs once at their end.
+
+    A number is averaged with the loss's weights; with ``reduce_fx`` "sum", "max" or "min" it is
+    summed up, or the greatest or least is taken. A torchmetrics object has been updated by every
+    micro-batch by then and is logged as it is.
+    """
+
+    def __init__(self) -> None:
+        self._logged: dict[str, _Logged] = {}
+        self._here = threading.local()
+
+    def weigh(self, weight: float) -> None:
+        """Say how much the micro-batch counts that runs in this thread."""
+        self._here.weight = weight
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Note the value that this thread's micro-batch logs."""
+        entry = self._logged.setdefault(name, _Logged(args, kwargs))
+        entry.values.append(value.detach() if isinstance(value, Tensor) else value)
+        entry.weights.append(self._here.weight)
+        if kwargs.get("batch_size") is not None:
+            entry.batch_sizes.append(kwargs["batch_size"])
+
+    def publish(self, log: LogFunction) -> None:
+        """Log every name once, in the order of its first appearance."""
+        for name, entry in self._logged.items():
+            kwargs = dict(entry.kwargs)
+            if entry.batch_sizes:
+                kwargs["batch_size"] = sum(entry.batch_sizes)
+            log(name, _merge_logged(entry), *entry.args, **kwargs)
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+def _merge_logged(entry: _Logged) -> Any:
+    first = entry.values[0]
+    if not isinstance(first, (Tensor, int, float)):
+        return first
+    reduce = _REDUCTIONS.get(_reduction_name(entry.kwargs.get("reduce_fx", "mean")))
+    if reduce is not None:
+        return reduce(torch.stack([torch.as_tensor(value) for value in entry.values]))
+    total = sum(entry.weights)
+    if total == 0:
+        return first
+    return weighted_mean(entry.values, [weight / total for weight in entry.weights])
+
+
+def _reduction_name(reduce_fx: Any) -> str:
+    return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")

@@ -1,0 +1,119 @@
+"""What a worker does with what arrives: gathers inputs, asks the rule, runs one action at a time.
+
+Knows no socket. `StageRunner` is fed by method calls and answers with values, so a chain of
+runners in one process is a whole pipeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .rule import Action, Key, choose
+from .stage import Stage, Surroundings
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """An activation that came from upstream."""
+
+    hidden: Tensor
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an action made: an activation for downstream or a gradient for upstream."""
+
+    action: Action
+    tensor: Tensor | None
+
+
+@dataclass
+class StageRunner:
+    """Runs a stage's actions in the order of the rule, one step after the other."""
+
+    stage: Stage
+    step: int = 0
+    max_in_flight: int = 1
+    _surroundings: dict[Key, Surroundings] = field(default_factory=dict)
+    _activations: dict[Key, Incoming] = field(default_factory=dict)
+    _gradients: dict[Key, Tensor | None] = field(default_factory=dict)
+    _in_flight: set[int] = field(default_factory=set)
+    _is_aborted: bool = False
+    _early: list[tuple[int, Key, Incoming | Tensor | None]] = field(default_factory=list)
+
+    def begin(self, step: int, max_in_flight: int, accumulate: bool) -> None:
+        """Start a step; without ``accumulate`` the gradients of earlier steps are dropped."""
+        self._forget()
+        self._is_aborted = False
+        self.step = self.stage.step = step
+        self.max_in_flight = max_in_flight
+        if not accumulate:
+            self.stage.layers.zero_grad(set_to_none=True)
+        early, self._early = self._early, []
+        for arrived in early:
+            self._take(*arrived)
+
+    def abort(self) -> None:
+        """Forget the present step and the gradients gathered so far, and what still comes of it."""
+        self._forget()
+        self._is_aborted = True
+        self.stage.layers.zero_grad(set_to_none=True)
+
+    def take_arguments(self, key: Key, surroundings: Surroundings) -> None:
+        """What the coordinator's model passed to this stage's layers."""
+        if not self._is_aborted:
+            self._surroundings[key] = surroundings
+
+    def take_activation(self, step: int, key: Key, incoming: Incoming) -> None:
+        """Hidden states from upstream."""
+        self._take(step, key, incoming)
+
+    def take_gradient(self, step: int, key: Key, gradient: Tensor | None) -> None:
+        """A gradient from downstream; None where no gradient is needed."""
+        self._take(step, key, gradient)
+
+    def next_action(self) -> Action | None:
+        """The action that the rule takes among those whose inputs are there."""
+        index = self.stage.stage_index
+        ready = [Action(index, "B", key) for key in self._gradients]
+        ready += [Action(index, "F", key) for key in self._activations if key in self._surroundings]
+        return choose(ready, self._in_flight, self.max_in_flight)
+
+    def run(self, action: Action) -> Result:
+        """Carry out an action that `next_action` returned."""
+        run = self._run_forward if action.kind == "F" else self._run_backward
+        return Result(action, run(action.key))
+
+    def _run_forward(self, key: Key) -> Tensor:
+        incoming = self._activations.pop(key)
+        surroundings = self._surroundings.pop(key)
+        output = self.stage.forward(key, incoming.hidden, incoming.requires_grad, surroundings)
+        if output.requires_grad:
+            self._in_flight.add(key.microbatch)
+        return output
+
+    def _run_backward(self, key: Key) -> Tensor | None:
+        gradient = self.stage.backward(key, self._gradients.pop(key))
+        if not self.stage.has_saved(key.microbatch):
+            self._in_flight.discard(key.microbatch)
+        return gradient
+
+    def _take(self, step: int, key: Key, arrived: Incoming | Tensor | None) -> None:
+        """Neighbors may be one step ahead of the coordinator's word, or behind an abort."""
+        if step > self.step:
+            self._early.append((step, key, arrived))
+        elif step == self.step and not self._is_aborted:
+            if isinstance(arrived, Incoming):
+                self._activations[key] = arrived
+            else:
+                self._gradients[key] = arrived
+
+    def _forget(self) -> None:
+        self.stage.forget()
+        self._surroundings.clear()
+        self._activations.clear()
+        self._gradients.clear()
+        self._in_flight.clear()

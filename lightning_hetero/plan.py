@@ -1,0 +1,173 @@
+"""The plan: which worker holds which decoder layers. Plain data, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from .errors import PlanError
+
+COORDINATOR = "coordinator"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: consecutive decoder layers and who holds them.
+
+    Args:
+        workers: Names of the workers that serve the stage, or ``["coordinator"]``.
+        layers: Half-open range of decoder layers, ``(first, end)``.
+        recompute: Keep only the stage's inputs and run its forward again in the backward.
+    """
+
+    workers: list[str]
+    layers: tuple[int, int]
+    recompute: bool = False
+
+    @property
+    def worker(self) -> str:
+        """The worker that serves this stage."""
+        return self.workers[0]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the stage stays with the coordinator."""
+        return COORDINATOR in self.workers
+
+    @property
+    def layer_indices(self) -> range:
+        """The decoder layers of this stage."""
+        return range(*self.layers)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who computes what, and in how many pieces.
+
+    Args:
+        stages: The stages in the order of the layers. The coordinator may hold the first one.
+        micro_batches: Pieces into which a training batch is cut.
+        in_flight: Most micro-batches between their forward's start and their backward's end;
+            ``None`` for twice the number of stages, enough to hide the way there and back.
+    """
+
+    stages: list[StagePlan]
+    micro_batches: int = 8
+    in_flight: int | None = None
+
+    @property
+    def remote_stages(self) -> list[StagePlan]:
+        """The stages that live on workers."""
+        return [stage for stage in self.stages if not stage.is_local]
+
+    @property
+    def max_in_flight(self) -> int:
+        """The bound on micro-batches in flight, with its default filled in."""
+        return self.in_flight or 2 * (len(self.remote_stages) + 1)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Plan:
+        """Read a plan file.
+
+        Raises:
+            PlanError: If the file cannot be read or is not a plan; the text says where.
+        """
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise PlanError(f"The plan file {str(path)!r} cannot be read: {error}.") from error
+        try:
+            return cls.from_dict(content)
+        except PlanError as error:
+            raise PlanError(f"The plan file {str(path)!r} is not a plan. {error}") from error
+
+    @classmethod
+    def from_dict(cls, content: Any) -> Plan:
+        """Build a plan from what a YAML or JSON reader returns."""
+        _refuse_unknown_keys(content, cls, "the plan")
+        for index, stage in enumerate(content.get("stages") or []):
+            _refuse_unknown_keys(stage, StagePlan, f"stage {index}")
+        try:
+            return msgspec.convert(content, cls)
+        except msgspec.ValidationError as error:
+            raise PlanError(f"{error}.") from error
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write the plan as a file that a person can read and edit."""
+        content = asdict(self)
+        for stage in content["stages"]:
+            stage["layers"] = list(stage["layers"])
+        Path(path).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+    def check(self, num_layers: int, workers: Sequence[str]) -> None:
+        """Refuse a plan that does not fit a model of ``num_layers`` on these workers.
+
+        Raises:
+            PlanError: With the stage, the numbers and the remedy.
+        """
+        self._check_counts()
+        self._check_layers(num_layers)
+        self._check_workers(workers)
+
+    def _check_counts(self) -> None:
+        if self.micro_batches < 1:
+            raise PlanError(f"micro_batches is {self.micro_batches}; it must be 1 or more.")
+        if self.in_flight is not None and self.in_flight < 1:
+            raise PlanError(f"in_flight is {self.in_flight}; it must be 1 or more, or left out.")
+
+    def _check_layers(self, num_layers: int) -> None:
+        covered = 0
+        for index, stage in enumerate(self.stages):
+            first, end = stage.layers
+            if first >= end and not (stage.is_local and first == end):
+                raise PlanError(
+                    f"Stage {index} has layers [{first}, {end}], which is empty; "
+                    "the end must be above the first layer."
+                )
+            if first != covered:
+                fault = "overlap the stage before" if first < covered else "leave a gap"
+                raise PlanError(
+                    f"The layers [{first}, {end}] of stage {index} {fault}: "
+                    f"it must start at layer {covered}."
+                )
+            covered = end
+        if covered != num_layers:
+            raise PlanError(
+                f"The plan covers {covered} layers and the model has {num_layers}; "
+                f"let the last stage end at {num_layers}."
+            )
+
+    def _check_workers(self, workers: Sequence[str]) -> None:
+        seen: set[str] = set()
+        for index, stage in enumerate(self.stages):
+            if len(stage.workers) != 1:
+                raise PlanError(
+                    f"Stage {index} names {len(stage.workers)} workers {stage.workers}; "
+                    "a stage is served by exactly one in this version."
+                )
+            if stage.is_local and index > 0:
+                raise PlanError(
+                    f"Stage {index} is on the coordinator, which can only hold the first stage."
+                )
+            if not stage.is_local and stage.worker not in workers:
+                raise PlanError(
+                    f"Stage {index} is on {stage.worker!r}, which is none of the workers "
+                    f"{list(workers)}; name one of them or add it to `workers`."
+                )
+            if stage.worker in seen:
+                raise PlanError(f"{stage.worker!r} serves two stages; give it one range of layers.")
+            seen.add(stage.worker)
+
+
+def _refuse_unknown_keys(content: Any, kind: type, where: str) -> None:
+    if not isinstance(content, Mapping):
+        raise PlanError(f"Expected a mapping for {where}, found {content!r}.")
+    known = [field.name for field in fields(kind)]
+    for key in content:
+        if key not in known:
+            raise PlanError(f"Unknown key {key!r} in {where}; the keys are {', '.join(known)}.")

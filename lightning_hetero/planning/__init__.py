@@ -1,0 +1,1 @@
+"""What goes where: makes plans. Knows no worker and no torch."""

@@ -1,0 +1,1 @@
+"""Where it runs: channels, the worker, the coordinator, and local worker processes."""

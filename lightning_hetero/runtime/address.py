@@ -1,0 +1,45 @@
+"""Addresses: ``host:port`` as a person writes it."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from ..errors import PlanError
+
+MOST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host and a port; prints as ``host:port``, with brackets around an IPv6 host."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read ``host:port``, ``1.2.3.4:port`` or ``[::1]:port``.
+
+        Raises:
+            PlanError: If it is none of these.
+        """
+        host, separator, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not separator or not host or not port.isdecimal() or int(port) > MOST_PORT:
+            raise PlanError(f"{text!r} is no address; write host:port, such as strix.local:9999.")
+        return cls(host, int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"

@@ -1,0 +1,338 @@
+"""The coordinator's end of the conversations with its workers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
+from ..model.recipe import Recipe
+from ..model.tensors import named_tensors
+from ..pipeline.handover import Returned
+from ..pipeline.optimizer import Clipping, Group
+from ..pipeline.rule import Key
+from ..pipeline.stage import Surroundings
+from ..wire import messages as m
+from ..wire.frames import Frame
+from ..wire.session import coordinator_session
+from ..wire.tensors import TensorSpec, dtype_name
+from ..wire.values import Packer, unpack
+from .address import Address
+from .channel import Channel, Inbox
+from .deadlines import Deadlines
+from .handshake import dial
+
+logger = logging.getLogger(__name__)
+
+Wanted = TypeVar("Wanted", bound=m.Message)
+
+
+@dataclass(frozen=True)
+class RemoteStage:
+    """What the coordinator asks a worker to serve."""
+
+    recipe: Recipe
+    layers: Mapping[int, nn.Module]
+    recompute: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A connected worker. Its number is the number of its stage."""
+
+    number: int
+    name: str
+    address: Address
+    channel: Channel
+
+    def __str__(self) -> str:
+        return f"stage {self.number} on {self.name}" + (
+            "" if self.name == str(self.address) else f" ({self.address})"
+        )
+
+
+class Coordinator:
+    """Talks to the workers of a plan, one per remote stage, in the stages' order.
+
+    Implements `Stages` for the driver and `RemoteTensors` for the hollow layers. Not thread-safe:
+    only the thread that has the turn may use it.
+
+    Args:
+        workers: Name and address of each remote stage's worker.
+
+    Raises:
+        WorkerUnreachable: If one does not answer or refuses.
+    """
+
+    def __init__(
+        self, workers: Sequence[tuple[str, Address]], deadlines: Deadlines | None = None
+    ) -> None:
+        self._deadlines = deadlines or Deadlines()
+        self._inbox: Inbox = SimpleQueue()
+        self._workers: list[_Worker] = []
+        self._stages: Sequence[RemoteStage] = ()
+        self._owner_of: dict[str, _Worker] = {}
+        self._lost: WorkerError | None = None
+        self.step = 0
+        session_name = secrets.token_hex(16)
+        try:
+            for number, (name, address) in enumerate(workers, start=1):
+                rules = coordinator_session()
+                channel, welcome = dial(
+                    address, rules, "coordinator", session_name, self._deadlines
+                )
+                channel.start(self._inbox)
+                self._workers.append(_Worker(number, name, address, channel))
+                logger.debug("%s: %s", self._workers[-1], welcome)
+        except HeteroError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all conversations in good order. May be called twice."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.channel.close(m.Goodbye())
+        self._lost = self._lost or WorkerLost("The coordinator has ended the session.")
+
+    @property
+    def lost(self) -> WorkerError | None:
+        """Why the stages can no longer be used, or None while they can."""
+        return self._lost
+
+    # deploying
+
+    def deploy(self, stages: Sequence[RemoteStage]) -> Iterator[str]:
+        """Build the stages and send their weights, tensor by tensor; yields each tensor's name.
+
+        Iterate to the end: afterwards the stages are ready for steps.
+        """
+        self._stages = stages
+        for worker, stage in zip(self._workers, stages, strict=True):
+            worker.channel.send(self._deploy_message(worker, stage))
+        self._await_done(self._workers)
+        for worker, stage in zip(self._workers, stages, strict=True):
+            for name, tensor in named_tensors(stage.layers):
+                self._owner_of[name] = worker
+                worker.channel.send(m.LoadTensor(name), tensor)
+                yield name
+        # From the last to the first, so that nobody dials a neighbor that is not ready.
+        for worker in reversed(self._workers):
+            worker.channel.send(m.Launch())
+        self._await_done(self._workers)
+
+    def _deploy_message(self, worker: _Worker, stage: RemoteStage) -> m.Deploy:
+        is_last = worker.number == len(self._workers)
+        downstream = "" if is_last else str(self._workers[worker.number].address)
+        specs = [
+            m.ParameterSpec(name, TensorSpec.of(tensor), tensor.requires_grad)
+            for name, tensor in named_tensors(stage.layers)
+        ]
+        return m.Deploy(
+            worker.number, stage.recipe.to_json(), specs, stage.recompute, stage.seed, downstream
+        )
+
+    # steps
+
+    def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
+        """Start a step on every stage."""
+        self._check_usable()
+        self.step += 1
+        self._broadcast(m.BeginStep(self.step, max_in_flight, accumulate))
+
+    def abort_step(self) -> None:
+        """Make every stage forget the present step; never raises."""
+        with contextlib.suppress(HeteroError):
+            self._broadcast(m.AbortStep(self.step))
+
+    def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+        """Send hidden states to the first stage, and each stage its layers' arguments."""
+        for worker, stage in zip(self._workers, self._stages, strict=True):
+            message, tensors = self._arguments(key, stage, surroundings)
+            worker.channel.send(message, *tensors)
+        requires_grad = surroundings.grad_enabled and hidden.requires_grad
+        activation = m.Activation(self.step, *key, requires_grad)
+        self._workers[0].channel.send(activation, hidden)
+
+    def _arguments(
+        self, key: Key, stage: RemoteStage, surroundings: Surroundings
+    ) -> tuple[m.Arguments, list[Tensor]]:
+        packer = Packer()
+        calls = [
+            m.LayerArguments(
+                call.layer_index,
+                call.training,
+                packer.pack(call.args, f"An argument of layer {call.layer_index}: args"),
+                packer.pack(call.kwargs, f"An argument of layer {call.layer_index}: kwargs"),
+            )
+            for call in surroundings.calls
+            if call.layer_index in stage.layers
+        ]
+        autocast = surroundings.autocast_dtype
+        autocast_name = None if autocast is None else dtype_name(autocast)
+        message = m.Arguments(self.step, *key, surroundings.grad_enabled, autocast_name, calls)
+        return message, packer.tensors
+
+    def send_backward(self, key: Key, gradient: Tensor | None) -> None:
+        """Send the gradient of a returned activation to the last stage."""
+        tensors = () if gradient is None else (gradient,)
+        self._workers[-1].channel.send(m.Gradient(self.step, *key), *tensors)
+
+    def receive(self) -> Returned:
+        """Wait for the next activation or gradient of the present step."""
+        while True:
+            frame = self._receive(self._deadlines.progress_seconds)[1]
+            message = frame.message
+            if not isinstance(message, (m.Activation, m.Gradient)) or message.step != self.step:
+                continue  # left over from an aborted step
+            key = Key(message.microbatch, message.visit)
+            tensor = frame.tensors[0] if frame.tensors else None
+            if isinstance(message, m.Gradient):
+                return Returned(key, is_gradient=True, tensor=tensor)
+            return Returned(key, False, tensor, message.requires_grad)
+
+    # optimizer
+
+    def build_optimizer(self, class_name: str, groups: Sequence[Group]) -> None:
+        """Give every stage its part of the optimizer."""
+        for worker in self._workers:
+            packer = Packer()
+            specs = [
+                m.GroupSpec(
+                    [name for name in group.parameters if self._owner_of.get(name) is worker],
+                    packer.pack(dict(group.options), "An optimizer option"),
+                )
+                for group in groups
+            ]
+            worker.channel.send(m.BuildOptimizer(class_name, specs), *packer.tensors)
+        self._await_done(self._workers)
+
+    def gradient_norms(self) -> list[float]:
+        """Each stage's gradient norm."""
+        self._broadcast(m.MeasureNorm(self.step))
+        norms = [frame.message for _, frame in self._collect(m.Norm, len(self._workers))]
+        return [message.norm for message in norms if isinstance(message, m.Norm)]
+
+    def apply_optimizer(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
+        """Let every stage clip and step; does not wait for it."""
+        packer = Packer()
+        values = [packer.pack(dict(group), "An optimizer option") for group in options]
+        message = m.ApplyOptimizer(self.step, values, clipping.factor, clipping.value)
+        self._broadcast(message, *packer.tensors)
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state of all remote parameters, by tensor name."""
+        found = {}
+        for worker in self._workers:
+            worker.channel.send(m.FetchOptimizerState())
+            for frame in self._until_done(worker, m.OptimizerState):
+                message = frame.message
+                if isinstance(message, m.OptimizerState):
+                    copies = tuple(tensor.clone() for tensor in frame.tensors)
+                    found[message.parameter] = unpack(message.state, copies)
+        return found
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the optimizer's state of remote parameters."""
+        for name, values in state.items():
+            packer = Packer()
+            value = packer.pack(dict(values), f"the optimizer state of {name}")
+            message = m.LoadOptimizerState(name, value)
+            self._owner_of[name].channel.send(message, *packer.tensors)
+
+    # tensors
+
+    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Bring the content of tensors here, as new CPU tensors."""
+        self._check_usable()
+        found = {}
+        for worker in self._workers:
+            wanted = [name for name in names if self._owner_of[name] is worker]
+            if wanted:
+                worker.channel.send(m.FetchTensors(wanted))
+                for frame in self._until_done(worker, m.TensorContent):
+                    if isinstance(frame.message, m.TensorContent):
+                        found[frame.message.name] = frame.tensors[0].clone()
+        return found
+
+    def store(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the content of remote tensors."""
+        self._check_usable()
+        for name, content in tensors.items():
+            self._owner_of[name].channel.send(m.LoadTensor(name), content)
+
+    # talking
+
+    def _broadcast(self, message: m.Message, *tensors: Tensor) -> None:
+        for worker in self._workers:
+            worker.channel.send(message, *tensors)
+
+    def _await_done(self, workers: Iterable[_Worker]) -> None:
+        self._collect(m.Done, len(list(workers)))
+
+    def _collect(self, kind: type[Wanted], count: int) -> list[tuple[_Worker, Frame]]:
+        """The next ``count`` messages of a kind, from whichever workers."""
+        found: list[tuple[_Worker, Frame]] = []
+        while len(found) < count:
+            worker, frame = self._receive(self._deadlines.request_seconds)
+            if isinstance(frame.message, kind):
+                found.append((worker, frame))
+        return found
+
+    def _until_done(self, worker: _Worker, kind: type[m.Message]) -> Iterator[Frame]:
+        while True:
+            _, frame = self._receive(self._deadlines.request_seconds)
+            if isinstance(frame.message, m.Done):
+                return
+            if isinstance(frame.message, kind):
+                yield frame
+
+    def _receive(self, patience_seconds: float) -> tuple[_Worker, Frame]:
+        """The next thing that any worker says.
+
+        Raises:
+            StageFailed: If a worker's code raised.
+            WorkerLost: If a worker is gone, or says nothing for too long.
+        """
+        self._check_usable()
+        try:
+            arrival = self._inbox.get(timeout=patience_seconds)
+        except Empty:
+            self._lost = WorkerLost(
+                f"No worker has said anything for {patience_seconds:.0f} s in step {self.step}, "
+                "although their machines are alive."
+            )
+            raise self._lost from None
+        worker = next(w for w in self._workers if w.channel is arrival.channel)
+        if isinstance(arrival.content, HeteroError):
+            raise self._note_lost(worker, arrival.content)
+        message = arrival.content.message
+        if isinstance(message, m.Failure):
+            raise StageFailed(
+                f"{worker} failed in step {self.step}: {message.reason}\n\n"
+                f"The worker's traceback:\n{message.traceback}"
+            )
+        if isinstance(message, m.NeighborLost):
+            lost = self._workers[message.stage_index - 1]
+            raise self._note_lost(lost, WorkerError(f"{worker} lost it: {message.reason}"))
+        return worker, arrival.content
+
+    def _note_lost(self, worker: _Worker, cause: HeteroError) -> WorkerError:
+        if isinstance(cause, ProtocolError):
+            self._lost = WorkerLost(f"{worker} broke the rules in step {self.step}: {cause}")
+        else:
+            self._lost = WorkerLost(f"{worker} was lost in step {self.step}. {cause}")
+        self._lost.__cause__ = cause
+        return self._lost
+
+    def _check_usable(self) -> None:
+        if self._lost is not None:
+            raise self._lost

@@ -1,0 +1,203 @@
+"""A model deployed over workers: its hollow layers, and the conversations behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import BatchError, HeteroError
+from ..model.calls import LayerCall
+from ..model.hollow import HollowLayers
+from ..model.layers import DecoderLayer, check_layers_stand_alone
+from ..model.recipe import write_recipe
+from ..model.tensors import named_tensors
+from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
+from ..pipeline.pieces import cut_request
+from ..pipeline.turns import current_turn
+from ..plan import Plan, StagePlan
+from .coordinator import Coordinator, RemoteStage
+
+logger = logging.getLogger(__name__)
+
+# Below this nobody needs a progress bar to watch weights travel.
+_PROGRESS_FROM_BYTES = 256 * 2**20
+
+
+class Deployment:
+    """Some layers of a model live on workers from construction until `bring_back`.
+
+    Args:
+        root: The LightningModule.
+        layers: All its decoder layers.
+        plan: A plan that fits them.
+        coordinator: Connected to the workers of the plan's remote stages, in their order.
+        seed: Start of all dropout masks.
+
+    Raises:
+        ModelError: If the layers cannot live apart.
+        WorkerError: If a worker cannot build them.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Sequence[DecoderLayer],
+        plan: Plan,
+        coordinator: Coordinator,
+        seed: int,
+    ) -> None:
+        self.plan = plan
+        self.coordinator = coordinator
+        stages = [_numbered(layers, stage) for stage in plan.remote_stages]
+        check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
+        away = {number: layer for stage in stages for number, layer in stage.items()}
+        self._away = {number: layer.module for number, layer in away.items()}
+        self.names_of = {parameter: name for name, parameter in named_tensors(self._away)}
+        self._recomputed = _recompute_locally(layers, plan)
+        self._visits: int | None = None
+        self._send(root, stages, seed)
+        self._hollow = HollowLayers(away, self._exchange, coordinator)
+        self._hollow.hollow()
+
+    def _send(self, root: nn.Module, stages: Sequence[dict[int, DecoderLayer]], seed: int) -> None:
+        remote = [
+            RemoteStage(
+                recipe=write_recipe(root, list(layers.items())),
+                layers={number: layer.module for number, layer in layers.items()},
+                recompute=stage.recompute or _checkpoints_gradients(layers),
+                seed=seed,
+            )
+            for stage, layers in zip(self.plan.remote_stages, stages, strict=True)
+        ]
+        tensors = list(named_tensors(self._away))
+        num_bytes = sum(tensor.nbytes for _, tensor in tensors)
+        sending = track(
+            self.coordinator.deploy(remote),
+            description="Sending layers to the workers",
+            total=len(tensors),
+            disable=num_bytes < _PROGRESS_FROM_BYTES,
+        )
+        for _name in sending:
+            pass
+
+    @contextmanager
+    def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
+        """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
+        self.coordinator.begin_step(num_pieces, accumulate)
+        self._visits = 0
+        try:
+            yield
+        finally:
+            self._visits = None
+
+    def abort(self) -> None:
+        """Make everyone forget the present step, after an exception in it."""
+        self._visits = None
+        self._hollow.forget_calls()
+        if self.coordinator.lost is None:
+            self.coordinator.abort_step()
+
+    def check_forward_finished(self) -> None:
+        """Refuse a ``training_step`` that left the decoder layers half-way."""
+        self._hollow.check_finished()
+
+    def bring_back(self) -> bool:
+        """Make the layers ordinary again with their present weights, and end the conversations.
+
+        Returns:
+            Whether the weights came back. If not, the layers stay hollow and say so when used.
+        """
+        for layer in self._recomputed:
+            del layer.forward
+        try:
+            names = [name for name, _ in named_tensors(self._away)]
+            tensors = self.coordinator.fetch(names)
+        except HeteroError as error:
+            layers = f"{min(self._away)} to {max(self._away)}"
+            logger.error(
+                "The weights of the decoder layers %s could not be brought back: %s Continue from "
+                "the last checkpoint.",
+                layers,
+                error,
+            )
+            return False
+        else:
+            self._hollow.refill(tensors)
+            return True
+
+    def close(self) -> None:
+        """End the conversations with the workers."""
+        self.coordinator.close()
+
+    def _exchange(self, hidden: Tensor, calls: list[LayerCall]) -> Tensor:
+        """What the last hollow layer of the run does with the hidden states."""
+        request = Request(hidden, surroundings_here(hidden, calls))
+        turn = current_turn()
+        if turn is not None:
+            returned: Tensor = turn.hand_over(request)
+            return returned
+        with contextlib.ExitStack() as stack:
+            if self._visits is None:
+                # An evaluation, or a user's own call of the model: a step by itself.
+                in_flight = self.plan.micro_batches
+                stack.enter_context(self.whole_batch_step(in_flight, accumulate=True))
+            return self._exchange_whole(request)
+
+    def _exchange_whole(self, request: Request) -> Tensor:
+        visit, self._visits = self._visits or 0, (self._visits or 0) + 1
+        pieces = _pieces(request, self.plan.micro_batches)
+        if not request.surroundings.grad_enabled:
+            returned = exchange_pieces(self.coordinator, pieces, visit)
+            return torch.cat(returned).to(request.hidden.device)
+        anchor = torch.zeros((), requires_grad=True)
+        output: Tensor = Boundary.apply(request.hidden, anchor, self.coordinator, pieces, visit)
+        return output
+
+
+def _pieces(request: Request, num_pieces: int) -> list[Request]:
+    try:
+        return cut_request(request, num_pieces)
+    except BatchError as error:
+        warnings.warn(f"The batch goes through the stages in one piece. {error}", stacklevel=2)
+        return [request]
+
+
+def _numbered(layers: Sequence[DecoderLayer], stage: StagePlan) -> dict[int, DecoderLayer]:
+    return {number: layers[number] for number in stage.layer_indices}
+
+
+def _checkpoints_gradients(layers: dict[int, DecoderLayer]) -> bool:
+    """Whether the user switched on Hugging Face's gradient checkpointing for these layers."""
+    return any(getattr(layer.module, "gradient_checkpointing", False) for layer in layers.values())
+
+
+def _recompute_locally(layers: Sequence[DecoderLayer], plan: Plan) -> list[nn.Module]:
+    """Let the coordinator's own layers run again in the backward, if the plan wants it."""
+    chosen = [
+        layers[number].module
+        for stage in plan.stages
+        if stage.is_local and stage.recompute
+        for number in stage.layer_indices
+    ]
+    for layer in chosen:
+        layer.forward = _Recomputed(layer.forward)
+    return chosen
+
+
+class _Recomputed:
+    """A layer's ``forward`` that keeps its inputs only."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,123 @@
+"""The user's optimizer, with the stages' parts behind it.
+
+The optimizer object stays the user's own; it holds all parameters, and steps those with a
+gradient here. The stages step theirs when told, with the options the groups have at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..pipeline.optimizer import (
+    Clipping,
+    Group,
+    clip_gradients,
+    clipping_factor,
+    group_options,
+    optimizer_class_name,
+    total_norm,
+)
+from .coordinator import Coordinator
+
+
+class RemoteOptimizer:
+    """Ties an optimizer to its parts on the stages, until `detach`.
+
+    Args:
+        optimizer: Holds all parameters, those of hollow layers too.
+        coordinator: Knows the stages.
+        names_of: Names of the hollow layers' parameters.
+
+    Raises:
+        ModelError: If the optimizer's class cannot be cut over stages.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, coordinator: Coordinator, names_of: Mapping[Tensor, str]
+    ) -> None:
+        self._optimizer = optimizer
+        self._coordinator = coordinator
+        self._names_of = names_of
+        self._clipping = Clipping()
+        self._build()
+        for parameter in names_of:
+            # Some optimizers make state at once; that of meta parameters would be meta.
+            optimizer.state.pop(parameter, None)
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._add_remote_state),
+            optimizer.register_load_state_dict_pre_hook(self._send_remote_state),
+        ]
+
+    def clip_by_norm(self, max_norm: float) -> None:
+        """Scale all gradients, here now and remotely with the step, to a global norm."""
+        gradients = self._local_gradients()
+        local_norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        norm = total_norm([local_norm, *self._coordinator.gradient_norms()])
+        self._clip(gradients, Clipping(factor=clipping_factor(max_norm, norm)))
+
+    def clip_by_value(self, value: float) -> None:
+        """Cut all gradients, here now and remotely with the step."""
+        self._clip(self._local_gradients(), Clipping(value=value))
+
+    def step(self) -> None:
+        """Let the stages step; to be called just before the optimizer itself steps."""
+        options = [group_options(group) for group in self._optimizer.param_groups]
+        self._coordinator.apply_optimizer(options, self._clipping)
+        self._clipping = Clipping()
+
+    def bring_back(self) -> None:
+        """Move the stages' optimizer state into the optimizer."""
+        parameters = {name: parameter for parameter, name in self._names_of.items()}
+        for name, state in self._coordinator.optimizer_state().items():
+            self._optimizer.state[parameters[name]] = state
+
+    def detach(self) -> None:
+        """Leave the optimizer an ordinary one."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _build(self) -> None:
+        groups = [
+            Group(
+                [self._names_of[p] for p in group["params"] if p in self._names_of],
+                group_options(group),
+            )
+            for group in self._optimizer.param_groups
+        ]
+        self._coordinator.build_optimizer(optimizer_class_name(self._optimizer), groups)
+
+    def _clip(self, gradients: list[Tensor], clipping: Clipping) -> None:
+        clip_gradients(gradients, clipping)
+        self._clipping = clipping
+
+    def _local_gradients(self) -> list[Tensor]:
+        groups = self._optimizer.param_groups
+        return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+
+    def _indexed(self) -> Iterator[tuple[int, str]]:
+        """Position in a state dict, and name, of every remote parameter."""
+        groups = self._optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        for index, parameter in enumerate(parameters):
+            if parameter in self._names_of:
+                yield index, self._names_of[parameter]
+
+    def _add_remote_state(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        remote = self._coordinator.optimizer_state()
+        state = state_dict["state"]
+        state.update({index: remote[name] for index, name in self._indexed() if name in remote})
+        # In the order of the parameters, as in a checkpoint written on one device.
+        state_dict["state"] = {index: state[index] for index in sorted(state)}
+
+    def _send_remote_state(
+        self, _optimizer: Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        local = dict(state_dict["state"])
+        remote = {name: local.pop(index) for index, name in self._indexed() if index in local}
+        self._coordinator.load_optimizer_state(remote)
+        return {**state_dict, "state": local}

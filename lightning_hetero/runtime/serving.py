@@ -1,0 +1,283 @@
+"""A worker's session: one coordinator's stage, from Deploy to Goodbye."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import HeteroError, LocalProtocolError, ModelError
+from ..model.calls import LayerCall
+from ..model.recipe import Recipe, build_layers
+from ..model.tensors import named_tensors, set_tensor
+from ..pipeline.optimizer import Clipping, Group, StageOptimizer
+from ..pipeline.rule import Action, Key
+from ..pipeline.runner import Incoming, Result, StageRunner
+from ..pipeline.stage import Stage, Surroundings
+from ..wire import messages as m
+from ..wire.session import upstream_session
+from ..wire.tensors import DTYPES, TensorSpec
+from ..wire.values import Packer, unpack
+from .address import Address
+from .channel import Arrival, Channel, Inbox
+from .deadlines import Deadlines
+from .handshake import dial
+
+logger = logging.getLogger(__name__)
+
+
+class SessionOver(Exception):
+    """Ends a session's loop."""
+
+
+class StageSession:
+    """Serves one coordinator. Everything happens in the thread that calls `run`.
+
+    Args:
+        name: The session's name, which its neighbors know.
+        coordinator: The channel to the coordinator, not started yet.
+        device: Where the stage computes.
+    """
+
+    def __init__(
+        self, name: str, coordinator: Channel, device: torch.device, deadlines: Deadlines
+    ) -> None:
+        self.name = name
+        self._coordinator = coordinator
+        self._upstream = coordinator
+        self._downstream = coordinator
+        self._device = device
+        self._deadlines = deadlines
+        self._inbox: Inbox = SimpleQueue()
+        self._numbered: dict[int, nn.Module] = {}
+        self._downstream_address = ""
+        self._specs: dict[str, m.ParameterSpec] = {}
+        self._missing: set[str] = set()
+        self._runner = StageRunner(Stage(nn.ModuleDict(), device, 0))
+        self._optimizer: StageOptimizer | None = None
+        self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
+            m.Deploy: self._on_deploy,
+            m.LoadTensor: self._on_load_tensor,
+            m.Launch: self._on_launch,
+            m.BuildOptimizer: self._on_build_optimizer,
+            m.LoadOptimizerState: self._on_load_optimizer_state,
+            m.BeginStep: self._on_begin_step,
+            m.Arguments: self._on_arguments,
+            m.Activation: self._on_activation,
+            m.Gradient: self._on_gradient,
+            m.AbortStep: self._on_abort_step,
+            m.MeasureNorm: self._on_measure_norm,
+            m.ApplyOptimizer: self._on_apply_optimizer,
+            m.FetchTensors: self._on_fetch_tensors,
+            m.FetchOptimizerState: self._on_fetch_optimizer_state,
+        }
+
+    def attach_upstream(self, channel: Channel) -> None:
+        """Take the channel that the upstream neighbor opened."""
+        self._upstream = channel
+        channel.start(self._inbox)
+
+    def run(self) -> None:
+        """Serve until the coordinator says goodbye or is gone."""
+        self._coordinator.start(self._inbox)
+        try:
+            while True:
+                self._take_what_arrived()
+                action = self._runner.next_action()
+                if action is not None:
+                    self._guarded(self._perform, action)
+                else:
+                    self._take(self._inbox.get())
+        except SessionOver as end:
+            logger.info("session with %s is over: %s", self._coordinator.peer, end)
+        finally:
+            self._close_channels()
+
+    def _take_what_arrived(self) -> None:
+        while not self._inbox.empty():
+            self._take(self._inbox.get())
+
+    def _take(self, arrival: Arrival) -> None:
+        content, is_coordinator = arrival.content, arrival.channel is self._coordinator
+        if isinstance(content, HeteroError):
+            self._on_end(arrival.channel, str(content))
+        elif isinstance(content.message, m.Failure):
+            self._on_end(arrival.channel, content.message.reason)
+        elif isinstance(content.message, m.Goodbye):
+            if is_coordinator:
+                raise SessionOver("goodbye")
+        else:
+            handler = self._handlers[type(content.message)]
+            self._guarded(handler, content.message, content.tensors)
+
+    def _on_end(self, channel: Channel, reason: str) -> None:
+        """Without its coordinator a stage has nothing to do; a lost neighbor is reported."""
+        if channel is self._coordinator:
+            raise SessionOver(reason)
+        lost = self._stage_index + (1 if channel is self._downstream else -1)
+        with contextlib.suppress(LocalProtocolError):
+            self._coordinator.send(m.NeighborLost(lost, reason))
+
+    def _guarded(self, act: Callable[..., None], *args: Any) -> None:
+        """Run a piece of work; what it raises is the coordinator's to know."""
+        try:
+            act(*args)
+        except SessionOver:
+            raise
+        except Exception as error:
+            logger.warning("stage %d failed: %s", self._stage_index, error)
+            self._runner.abort()
+            reason = f"{type(error).__name__}: {error}"
+            self._coordinator.send(m.Failure(reason, traceback.format_exc()))
+
+    def _close_channels(self) -> None:
+        for channel in {self._upstream, self._downstream, self._coordinator}:
+            channel.close(m.Goodbye())
+
+    @property
+    def _stage_index(self) -> int:
+        return self._runner.stage.stage_index
+
+    def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
+        layers = build_layers(Recipe.from_json(message.recipe))
+        self._numbered = {int(number): layer for number, layer in layers.items()}
+        self._specs = {spec.name: spec for spec in message.parameters}
+        _check_parameters(self._numbered, message.parameters)
+        self._missing = set(self._specs)
+        for name, tensor in named_tensors(self._numbered):
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(self._specs[name].requires_grad)
+        self._downstream_address = message.downstream_address
+        stage = Stage(layers, self._device, message.stage_index, message.recompute, message.seed)
+        self._runner = StageRunner(stage)
+        self._optimizer = None
+        self._coordinator.send(m.Done())
+
+    def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
+        # A copy: the received tensor lives in a buffer that would otherwise never be free again.
+        content = _only(tensors, message).to(self._device, copy=True)
+        spec = self._specs.get(message.name)
+        if spec is not None and spec.tensor != TensorSpec.of(content):
+            raise ModelError(
+                f"The tensor {message.name!r} should be {spec.tensor} and is "
+                f"{TensorSpec.of(content)}."
+            )
+        set_tensor(self._numbered, message.name, content)
+        self._missing.discard(message.name)
+
+    def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
+        if self._missing:
+            raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
+        if self._downstream_address:
+            address = Address.parse(self._downstream_address)
+            rules = upstream_session()
+            channel, _ = dial(address, rules, "neighbor", self.name, self._deadlines)
+            self._downstream = channel
+            channel.start(self._inbox)
+        self._coordinator.send(m.Done())
+
+    def _on_build_optimizer(self, message: m.BuildOptimizer, tensors: tuple[Tensor, ...]) -> None:
+        groups = [Group(g.parameters, unpack(g.options, tensors)) for g in message.groups]
+        parameters = {n: p for n, p in named_tensors(self._numbered) if isinstance(p, nn.Parameter)}
+        self._optimizer = StageOptimizer(message.class_name, groups, parameters)
+        self._coordinator.send(m.Done())
+
+    def _on_load_optimizer_state(
+        self, message: m.LoadOptimizerState, tensors: tuple[Tensor, ...]
+    ) -> None:
+        copies = tuple(tensor.clone() for tensor in tensors)
+        self._built_optimizer().load_state(message.parameter, unpack(message.state, copies))
+
+    def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
+        self._runner.begin(message.step, message.in_flight, message.accumulate)
+
+    def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
+        here = tuple(tensor.to(self._device) for tensor in tensors)
+        calls = [
+            LayerCall(c.layer_index, c.training, unpack(c.args, here), unpack(c.kwargs, here))
+            for c in message.calls
+        ]
+        autocast = None if message.autocast_dtype is None else DTYPES[message.autocast_dtype]
+        key = Key(message.microbatch, message.visit)
+        self._runner.take_arguments(key, Surroundings(message.grad_enabled, autocast, calls))
+
+    def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
+        incoming = Incoming(_only(tensors, message), message.requires_grad)
+        key = Key(message.microbatch, message.visit)
+        self._runner.take_activation(message.step, key, incoming)
+
+    def _on_gradient(self, message: m.Gradient, tensors: tuple[Tensor, ...]) -> None:
+        gradient = _only(tensors, message) if tensors else None
+        key = Key(message.microbatch, message.visit)
+        self._runner.take_gradient(message.step, key, gradient)
+
+    def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
+        self._runner.abort()
+
+    def _on_measure_norm(self, message: m.MeasureNorm, _tensors: tuple[Tensor, ...]) -> None:
+        norm = self._built_optimizer().gradient_norm()
+        self._coordinator.send(m.Norm(message.step, norm))
+
+    def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
+        options = [unpack(value, tensors) for value in message.options]
+        clipping = Clipping(message.gradient_factor, message.clip_value)
+        self._built_optimizer().step(options, clipping)
+
+    def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
+        found = dict(named_tensors(self._numbered))
+        for name in message.names:
+            self._coordinator.send(m.TensorContent(name), found[name])
+        self._coordinator.send(m.Done())
+
+    def _on_fetch_optimizer_state(
+        self, _message: m.FetchOptimizerState, _tensors: tuple[Tensor, ...]
+    ) -> None:
+        for name, state in self._built_optimizer().state().items():
+            packer = Packer()
+            value = packer.pack(state, f"the optimizer state of {name}")
+            self._coordinator.send(m.OptimizerState(name, value), *packer.tensors)
+        self._coordinator.send(m.Done())
+
+    def _perform(self, action: Action) -> None:
+        self._route(self._runner.run(action))
+
+    def _route(self, result: Result) -> None:
+        step, (microbatch, visit) = self._runner.step, result.action.key
+        if result.action.kind == "F" and result.tensor is not None:
+            requires_grad = result.tensor.requires_grad
+            message = m.Activation(step, microbatch, visit, requires_grad)
+            self._downstream.send(message, result.tensor)
+        else:
+            tensors = () if result.tensor is None else (result.tensor,)
+            self._upstream.send(m.Gradient(step, microbatch, visit), *tensors)
+
+    def _built_optimizer(self) -> StageOptimizer:
+        if self._optimizer is None:
+            raise ModelError(f"Stage {self._stage_index} has no optimizer yet.")
+        return self._optimizer
+
+
+def _only(tensors: tuple[Tensor, ...], message: m.Message) -> Tensor:
+    if len(tensors) != 1:
+        raise ModelError(f"{message} carries {len(tensors)} tensors and needs one.")
+    return tensors[0]
+
+
+def _check_parameters(layers: dict[int, nn.Module], specs: list[m.ParameterSpec]) -> None:
+    """Refuse layers that are not those of the coordinator, before any weight comes."""
+    built = {name: TensorSpec.of(tensor).shape for name, tensor in named_tensors(layers)}
+    wanted = {spec.name: spec.tensor.shape for spec in specs}
+    names = built.keys() | wanted.keys()
+    differing = sorted(name for name in names if built.get(name) != wanted.get(name))
+    if differing:
+        raise ModelError(
+            f"The layers built here differ from the coordinator's in {differing[:5]}; install the "
+            "same transformers version on both, and see whether the model was changed after it "
+            "was built."
+        )

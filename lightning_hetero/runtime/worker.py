@@ -1,0 +1,155 @@
+"""The worker: listens, greets whoever connects, and serves one coordinator at a time.
+
+A connection that breaks a rule is told which one and ended; the worker lives on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+
+import torch
+
+from ..errors import ChannelError, HeteroError, ProtocolError, WorkerError
+from ..wire import messages as m
+from ..wire.frames import Frame, FrameReader
+from ..wire.session import Session, downstream_session, worker_session
+from .address import Address
+from .channel import Channel, prepare_socket, send_frame
+from .deadlines import Deadlines
+from .handshake import receive_hello
+from .serving import StageSession
+
+logger = logging.getLogger(__name__)
+
+# Connections that may be in their handshake at once; more have to wait in the socket's backlog.
+_MOST_GREETINGS = 16
+
+
+def listen(address: Address) -> socket.socket:
+    """A listening socket on a loopback address; port 0 takes a free one.
+
+    Raises:
+        WorkerError: If the address is not loopback, or cannot be listened on.
+    """
+    if not address.is_loopback:
+        raise WorkerError(
+            f"A worker listens on loopback only, and {address} is not: connections are not "
+            "authenticated in this version. Listen on 127.0.0.1 and reach it through an SSH "
+            "tunnel."
+        )
+    try:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        return socket.create_server((address.host, address.port), family=family)
+    except OSError as error:
+        raise WorkerError(f"Cannot listen on {address}: {error}.") from error
+
+
+def address_of(listener: socket.socket) -> Address:
+    """Where a socket listens."""
+    host, port = listener.getsockname()[:2]
+    return Address(host, port)
+
+
+class Worker:
+    """A process that can serve a stage.
+
+    Args:
+        listener: A listening socket; the worker closes it.
+        device: Where stages compute.
+    """
+
+    def __init__(
+        self, listener: socket.socket, device: torch.device, deadlines: Deadlines | None = None
+    ) -> None:
+        self._listener = listener
+        self._device = device
+        self._deadlines = deadlines or Deadlines()
+        self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
+        self._lock = threading.Lock()
+        self._session: StageSession | None = None
+        self._threads: set[threading.Thread] = set()
+
+    def serve_forever(self) -> None:
+        """Take connections until `stop` is called."""
+        while True:
+            self._greetings.acquire()
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                break
+            name = f"{peer[0]}:{peer[1]}"
+            thread = threading.Thread(target=self._greet, args=(connection, name), daemon=True)
+            thread.start()
+
+    def stop(self) -> None:
+        """Take no more connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _greet(self, connection: socket.socket, peer: str) -> None:
+        """The life of one connection until its conversation is agreed on."""
+        session: StageSession | None = None
+        try:
+            prepare_socket(connection)
+            hello, reader = receive_hello(connection, self._deadlines)
+            session = self._welcome(connection, hello, reader, peer)
+        except (OSError, HeteroError) as error:
+            logger.warning("connection from %s refused: %s", peer, error)
+            if isinstance(error, (ProtocolError, WorkerError)):
+                _refuse(connection, str(error))
+            connection.close()
+        finally:
+            self._greetings.release()
+        if session is not None:
+            self._serve(session)
+
+    def _welcome(
+        self, connection: socket.socket, hello: m.Hello, reader: FrameReader, peer: str
+    ) -> StageSession | None:
+        """Answer a Hello; the session to be served, if it opens one."""
+        rules = worker_session() if hello.role == "coordinator" else downstream_session()
+        rules.received(hello)
+        channel = Channel(connection, rules, reader, peer, self._deadlines)
+        with self._lock:
+            if hello.role == "neighbor":
+                self._session_named(hello.session)
+            elif self._session is not None:
+                raise WorkerError(
+                    "this worker is busy with another coordinator; wait for its run to end, or "
+                    "use another worker."
+                )
+            self._say_welcome(connection, rules)
+            if hello.role == "neighbor":
+                self._session_named(hello.session).attach_upstream(channel)
+                return None
+            self._session = StageSession(hello.session, channel, self._device, self._deadlines)
+            return self._session
+
+    def _session_named(self, name: str) -> StageSession:
+        if self._session is None or self._session.name != name:
+            raise WorkerError(f"this worker does not serve the session {name!r}.")
+        return self._session
+
+    def _say_welcome(self, connection: socket.socket, rules: Session) -> None:
+        welcome = m.Welcome(str(self._device), str(torch.__version__))
+        rules.sent(welcome)
+        send_frame(connection, Frame(welcome), self._deadlines.connect_seconds)
+
+    def _serve(self, session: StageSession) -> None:
+        logger.info("session %s begins", session.name)
+        try:
+            session.run()
+        except Exception:
+            logger.exception("session %s ended badly", session.name)
+        finally:
+            with self._lock:
+                self._session = None
+
+
+def _refuse(connection: socket.socket, reason: str) -> None:
+    with contextlib.suppress(OSError, ChannelError):
+        send_frame(connection, Frame(m.Failure(reason)), patience_seconds=1.0)

@@ -1,0 +1,166 @@
+"""One training step of a LightningModule, cut into micro-batches for the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from .errors import BatchError, ModelError
+from .pipeline.driver import Driver, MicrobatchStep
+from .pipeline.gradients import StepGradients
+from .pipeline.microbatch import LossWeighting, batch_size, loss_weights, split_batch
+from .pipeline.results import StepLog, merge_values, weighted_mean
+from .runtime.deployment import Deployment
+
+
+class MicrobatchedStep:
+    """Runs ``training_step`` once per micro-batch and returns what it would have returned at once.
+
+    Args:
+        module: The LightningModule, attached to its trainer.
+        deployment: Where its layers are.
+        loss_weighting: How micro-batch losses combine.
+        seed: Start of all dropout masks.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        deployment: Deployment,
+        loss_weighting: LossWeighting,
+        seed: int,
+    ) -> None:
+        self._module = module
+        self._deployment = deployment
+        self._loss_weighting = loss_weighting
+        self._gradients = StepGradients(*_local_parameters(module))
+        self._driver = Driver(deployment.coordinator, self._gradients, loss_of, seed)
+
+    def run(self, batch: Any, rest: Sequence[Any], accumulate: bool) -> Any:
+        """The batch's loss, or a dict with it, or None, as ``training_step`` returned them.
+
+        The gradients are already computed; the loss's ``backward`` puts them into ``.grad``.
+        """
+        microbatches, weights = self._cut(batch)
+        normalize = self._module.trainer.accumulate_grad_batches
+        log = StepLog()
+        work = [
+            MicrobatchStep(
+                partial(self._run_one, microbatch, rest, log, weight), weight / normalize
+            )
+            for microbatch, weight in zip(microbatches, weights, strict=True)
+        ]
+        step = self._deployment.coordinator.step + 1
+        with _logging_to(self._module, log):
+            in_flight = self._deployment.plan.max_in_flight
+            results = self._driver.run(step, work, in_flight, accumulate)
+        log.publish(self._module.log)
+        return self._merge(results, weights, 1 / normalize)
+
+    def _cut(self, batch: Any) -> tuple[list[Any], list[float]]:
+        try:
+            microbatches = split_batch(batch, self._deployment.plan.micro_batches)
+            counts = [batch_size(microbatch) for microbatch in microbatches]
+        except BatchError as error:
+            rank_zero_warn(
+                f"The batch runs in one piece, so the stages work one after the other. {error}"
+            )
+            return [batch], [1.0]
+        return microbatches, loss_weights(microbatches, self._loss_weighting, counts)
+
+    def _run_one(self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: float) -> Any:
+        """What runs in a micro-batch's turn."""
+        log.weigh(weight)
+        with torch.enable_grad(), self._module.trainer.precision_plugin.train_step_context():
+            result = self._module.training_step(microbatch, *rest)
+        self._deployment.check_forward_finished()
+        return result
+
+    def _merge(self, results: list[Any], weights: list[float], loss_scale: float) -> Any:
+        kept = [(r, w) for r, w in zip(results, weights, strict=True) if loss_of(r) is not None]
+        if not kept:
+            return None
+        losses = [loss_of(result) for result, _ in kept]
+        combined = weighted_mean(losses, [weight for _, weight in kept])
+        loss = _as_computed(combined, self._gradients.publish, loss_scale)
+        first = kept[0][0]
+        if not isinstance(first, Mapping):
+            return loss
+        values = [{k: v for k, v in result.items() if k != "loss"} for result, _ in kept]
+        total = sum(weight for _, weight in kept)
+        merged = {
+            key: merge_values([v[key] for v in values], [w / total for _, w in kept], key)
+            for key in values[0]
+        }
+        return {"loss": loss, **merged}
+
+
+def loss_of(result: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned; None where it asks to skip the batch.
+
+    Raises:
+        BatchError: If there is no loss where one must be.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if loss is None and result is None:
+        return None
+    if not isinstance(loss, Tensor):
+        raise BatchError(
+            f"training_step returned {type(result).__name__} without a loss tensor; return the "
+            "loss, a dict with a 'loss' entry, or None to skip the batch."
+        )
+    return loss
+
+
+def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters that are here, and those of them that several modules share."""
+    local = [parameter for parameter in module.parameters() if not parameter.is_meta]
+    uses: dict[int, int] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    return local, [parameter for parameter in local if uses[id(parameter)] > 1]
+
+
+@contextmanager
+def _logging_to(module: pl.LightningModule, log: StepLog) -> Iterator[None]:
+    module.log = log.log  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.log
+
+
+def _as_computed(loss: Tensor, publish: Callable[[], None], scale: float) -> Tensor:
+    anchor = torch.zeros((), requires_grad=True)
+    result: Tensor = _ComputedLoss.apply(anchor, loss, publish, scale)
+    return result
+
+
+class _ComputedLoss(torch.autograd.Function):
+    """A loss whose gradients exist already: its backward only shows them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _anchor: Tensor, loss: Tensor, publish: Callable[[], None], scale: float
+    ) -> Tensor:
+        ctx.publish, ctx.scale = publish, scale
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        found = float(gradient)
+        if abs(found - ctx.scale) > 1e-3 * ctx.scale:
+            raise ModelError(
+                f"The loss was scaled by {found:g} on its way to backward, and its gradients were "
+                f"computed for {ctx.scale:g}; scale it inside training_step, or use "
+                "micro_batching='boundary'."
+            )
+        ctx.publish()
+        return None, None, None, None

@@ -1,0 +1,287 @@
+"""HeteroPipelineStrategy: Lightning's hooks, each a few lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from .errors import HeteroError, ModelError
+from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
+from .pipeline.microbatch import LossWeighting
+from .plan import Plan
+from .planning.even import even_plan
+from .precision import RemoteSteps
+from .runtime.address import Address
+from .runtime.coordinator import Coordinator
+from .runtime.deadlines import Deadlines
+from .runtime.deployment import Deployment
+from .runtime.local import (
+    LocalWorker,
+    start_local_workers,
+    stop_local_workers,
+    threads_per_process,
+)
+from .runtime.remote_optimizer import RemoteOptimizer
+from .stepping import MicrobatchedStep
+
+logger = logging.getLogger(__name__)
+
+
+class HeteroPipelineStrategy(SingleDeviceStrategy):
+    """Trains one model on this process and on workers, each holding some of its decoder layers.
+
+    Args:
+        workers: That many local worker processes, started and stopped by the strategy; or a list
+            of ``"host:port"`` of workers that are already listening.
+        plan: Who holds which layers: ``"auto"`` (as ``"even"`` until devices are measured),
+            ``"even"``, the path of a YAML file, or a Plan. Local workers are called ``local-1``,
+            ``local-2``, …; others are called by their ``"host:port"``.
+        layers: Where the decoder layers are in the LightningModule: the dotted path of a
+            ModuleList or of one layer, a list of paths, or a callable from the module to the
+            layers. None finds them in a Hugging Face model. A model with none runs here alone.
+        micro_batches: Pieces of each training batch; None takes the plan's number.
+        micro_batching: ``"step"`` runs ``training_step`` once per micro-batch, so that the head
+            and the loss overlap with the workers. ``"boundary"`` runs it once for the whole batch
+            and cuts only the hidden states, for losses that couple the samples of a batch.
+        loss_weighting: How micro-batch losses combine: ``"samples"``, ``"labels"`` (those that
+            are not -100), ``"auto"`` (labels where the batch has them), or a function from a
+            micro-batch to its weight.
+        accelerator: As for every Lightning strategy.
+        checkpoint_io: As for every Lightning strategy.
+        precision_plugin: As for every Lightning strategy.
+    """
+
+    strategy_name = "hetero_pipeline"
+    deadlines = Deadlines()
+
+    def __init__(
+        self,
+        workers: int | list[str] = 2,
+        plan: str | Path | Plan = "auto",
+        layers: str | list[str] | Callable[[nn.Module], Any] | None = None,
+        micro_batches: int | None = None,
+        micro_batching: Literal["step", "boundary"] = "step",
+        loss_weighting: LossWeighting = "auto",
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
+        self._workers = workers
+        self._plan = plan
+        self._layers: LayerChoice = layers
+        self._micro_batches = micro_batches
+        self._micro_batching = micro_batching
+        self._loss_weighting = loss_weighting
+        # Lightning's connector fills this in; the coordinator computes on the first of them.
+        self.parallel_devices: list[torch.device] | None = None
+        self._local_workers: list[LocalWorker] = []
+        self._threads_before: int | None = None
+        self._deployment: Deployment | None = None
+        self._microbatched: MicrobatchedStep | None = None
+        self._remote_steps: RemoteSteps | None = None
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0] if self.parallel_devices else self._root_device
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if isinstance(self._workers, int) and not self._local_workers:
+            threads = threads_per_process(self._workers + 1)
+            self._local_workers = start_local_workers(self._workers, threads)
+            if "OMP_NUM_THREADS" not in os.environ:
+                self._threads_before = torch.get_num_threads()
+                torch.set_num_threads(threads)
+
+    @override
+    def model_to_device(self) -> None:
+        module = self._module()
+        layers = find_decoder_layers(module, self._layers)
+        if layers:
+            self._deploy(module, layers)
+        else:
+            rank_zero_warn(
+                f"{type(module).__name__} has no decoder layers that could be found, so it runs on "
+                "this process alone; name them with `layers=`."
+            )
+        super().model_to_device()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        _check_supported(self._module(), self.precision_plugin, self._micro_batching)
+        super().setup(trainer)
+        if self._deployment is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if len(self.optimizers) != 1:
+            raise MisconfigurationException(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers; "
+                "HeteroPipelineStrategy works with exactly one in this version."
+            )
+        optimizer = RemoteOptimizer(
+            self.optimizers[0], self._deployment.coordinator, self._deployment.names_of
+        )
+        self._remote_steps = RemoteSteps(self.precision_plugin, optimizer)
+        if self._micro_batching == "step":
+            self._microbatched = MicrobatchedStep(
+                self._module(), self._deployment, self._loss_weighting, _seed()
+            )
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._deployment is None:
+            return super().training_step(*args, **kwargs)
+        accumulate = not self._is_first_of_window()
+        if self._microbatched is not None:
+            batch, *rest = (*args, *kwargs.values())
+            return self._microbatched.run(batch, rest, accumulate)
+        with self._deployment.whole_batch_step(self._deployment.plan.micro_batches, accumulate):
+            result = super().training_step(*args, **kwargs)
+        self._deployment.check_forward_finished()
+        return result
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        missing = [k for k, v in checkpoint.get("state_dict", {}).items() if _is_meta(v)]
+        if missing:
+            raise ModelError(f"The checkpoint {str(filepath)!r} would lack the weights {missing}.")
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._deployment is not None:
+            self._deployment.abort()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        deployment, self._deployment = self._deployment, None
+        remote_steps, self._remote_steps = self._remote_steps, None
+        self._microbatched = None
+        try:
+            if deployment is not None:
+                _bring_back(deployment, remote_steps)
+            super().teardown()
+        finally:
+            local_workers, self._local_workers = self._local_workers, []
+            stop_local_workers(local_workers, self.deadlines)
+            if self._threads_before is not None:
+                torch.set_num_threads(self._threads_before)
+                self._threads_before = None
+
+    def _deploy(self, module: pl.LightningModule, layers: list[DecoderLayer]) -> None:
+        addresses = self._addresses()
+        plan = self._make_plan(len(layers), list(addresses))
+        plan.check(len(layers), list(addresses))
+        if not plan.remote_stages:
+            rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
+            return
+        used = [(stage.worker, addresses[stage.worker]) for stage in plan.remote_stages]
+        coordinator = Coordinator(used, self.deadlines)
+        try:
+            self._deployment = Deployment(module, layers, plan, coordinator, _seed())
+        except BaseException:
+            coordinator.close()
+            raise
+        self._announce(plan)
+
+    def _addresses(self) -> Mapping[str, Address]:
+        """The workers by the names that plans use."""
+        if isinstance(self._workers, int):
+            return {worker.name: worker.address for worker in self._local_workers}
+        return {text: Address.parse(text) for text in self._workers}
+
+    def _make_plan(self, num_layers: int, workers: list[str]) -> Plan:
+        plan = self._plan
+        if plan == "auto":
+            rank_zero_info("plan='auto' means 'even' until measured planning exists.")
+        if plan in ("auto", "even"):
+            plan = even_plan(num_layers, workers)
+        elif not isinstance(plan, Plan):
+            plan = Plan.from_yaml(plan)
+        if self._micro_batches is not None:
+            plan = dataclasses.replace(plan, micro_batches=self._micro_batches)
+        return plan
+
+    def _announce(self, plan: Plan) -> None:
+        for number, stage in enumerate(plan.remote_stages, start=1):
+            first, end = stage.layers
+            rank_zero_info(f"stage {number}: layers {first} to {end - 1} on {stage.worker}")
+        what = "training_step runs on each" if self._micro_batching == "step" else "boundary only"
+        rank_zero_info(
+            f"each batch is cut into {plan.micro_batches} micro-batches ({what}), "
+            f"at most {plan.max_in_flight} in flight"
+        )
+
+    def _is_first_of_window(self) -> bool:
+        """Lightning's own rule for calling `zero_grad` in this batch."""
+        trainer = self._module().trainer
+        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+    def _module(self) -> pl.LightningModule:
+        if self.lightning_module is None:
+            raise MisconfigurationException("The strategy has no LightningModule yet.")
+        return self.lightning_module
+
+
+def _bring_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> None:
+    """Weights and optimizer state come home; if they cannot, the log has said so."""
+    try:
+        if deployment.bring_back() and remote_steps is not None:
+            remote_steps.optimizer.bring_back()
+    except HeteroError as error:
+        logger.error("The optimizer state on the workers could not be brought back: %s", error)
+    finally:
+        if remote_steps is not None:
+            remote_steps.detach()
+        deployment.close()
+
+
+def _check_supported(module: pl.LightningModule, precision: Precision, micro_batching: str) -> None:
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "HeteroPipelineStrategy does not support manual optimization in this version; set "
+            "`automatic_optimization = True`."
+        )
+    if getattr(precision, "scaler", None) is not None:
+        raise MisconfigurationException(
+            "HeteroPipelineStrategy does not support precision '16-mixed' in this version; use "
+            "'bf16-mixed' or '32-true'."
+        )
+    if micro_batching == "step" and any(isinstance(m, _BatchNorm) for m in module.modules()):
+        rank_zero_warn(
+            f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
+            "micro-batch; use micro_batching='boundary' for those of the batch."
+        )
+
+
+def _seed() -> int:
+    """Where dropout masks start: the seed of `seed_everything`, or torch's own."""
+    return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta

@@ -1,0 +1,52 @@
+"""Receive buffers that are used again once no tensor lives in them any more."""
+
+from __future__ import annotations
+
+import sys
+
+# A fresh 64 MiB buffer costs more in page faults than its bytes cost on a loopback socket, so
+# big ones are kept. Small ones come cheap from the allocator.
+SMALLEST_KEPT_BYTES = 64 * 2**10
+MOST_KEPT = 64
+
+# What getrefcount reports of a buffer that only the pool holds: the list and its own argument.
+_UNUSED_REFERENCES = 2
+
+
+class BufferPool:
+    """Hands out byte buffers; one is free again when its last tensor is gone.
+
+    `torch.frombuffer` makes a tensor hold a reference to the buffer it lives in, so the buffer's
+    reference count says whether it is in use: nobody has to give anything back. Not thread-safe:
+    a pool belongs to one reader.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[bytearray] = []
+
+    def take(self, num_bytes: int) -> bytearray:
+        """A buffer of at least ``num_bytes``; its content is undefined."""
+        if num_bytes < SMALLEST_KEPT_BYTES:
+            return bytearray(num_bytes)
+        size = _rounded(num_bytes)
+        for index in range(len(self._buffers)):
+            if len(self._buffers[index]) == size and self._is_unused(index):
+                return self._buffers[index]
+        self._forget_one()
+        self._buffers.append(bytearray(size))
+        return self._buffers[-1]
+
+    def _is_unused(self, index: int) -> bool:
+        return sys.getrefcount(self._buffers[index]) <= _UNUSED_REFERENCES
+
+    def _forget_one(self) -> None:
+        """Make room by dropping the oldest buffer; tensors in it keep it alive by themselves."""
+        if len(self._buffers) >= MOST_KEPT:
+            unused = (i for i in range(len(self._buffers)) if self._is_unused(i))
+            self._buffers.pop(next(unused, 0))
+
+
+def _rounded(num_bytes: int) -> int:
+    """Round up by at most an eighth, so that batches of slightly different length share buffers."""
+    step = max(SMALLEST_KEPT_BYTES, 1 << (num_bytes.bit_length() - 4))
+    return -(-num_bytes // step) * step

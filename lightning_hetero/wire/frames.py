@@ -1,0 +1,181 @@
+r"""Frames: a message and its tensors as bytes.
+
+    prefix (20 bytes)          header (msgpack)              body
+    magic version lengths  |   message, tensor specs   |   tensor 0 . . tensor 1 . . …
+
+Lengths, shapes and dtypes are checked before memory is taken. Tensors are neither copied into a
+frame nor out of one: `encode_frame` names their memory, `FrameReader` says where bytes belong.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from ..errors import LocalProtocolError, RemoteProtocolError
+from .buffers import BufferPool
+from .messages import Message
+from .tensors import TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
+
+MAGIC = b"LHET"
+FRAME_VERSION = 1
+_PREFIX = struct.Struct(">4sIIQ")
+
+
+@dataclass(frozen=True)
+class FrameLimits:
+    """The most that a peer may send in one frame."""
+
+    header_bytes: int = 16 * 2**20
+    body_bytes: int = 8 * 2**30
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One thing said: a message and the tensors that belong to it."""
+
+    message: Message
+    tensors: tuple[Tensor, ...] = ()
+
+    def __str__(self) -> str:
+        tensors = " ".join(str(TensorSpec.of(tensor)) for tensor in self.tensors)
+        return f"{self.message} {tensors}".rstrip()
+
+
+class _Header(msgspec.Struct, frozen=True):
+    message: Message
+    tensors: list[TensorSpec]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+def encode_frame(frame: Frame, limits: FrameLimits | None = None) -> list[memoryview]:
+    """The frame's bytes as buffers to be sent one after the other.
+
+    Raises:
+        LocalProtocolError: If the frame is longer than the limits.
+    """
+    limits = limits or FrameLimits()
+    specs = [TensorSpec.of(tensor) for tensor in frame.tensors]
+    offsets, body_bytes = body_layout(specs)
+    header = _encoder.encode(_Header(frame.message, specs))
+    if len(header) > limits.header_bytes or body_bytes > limits.body_bytes:
+        raise LocalProtocolError(
+            f"{type(frame.message).__name__} with {len(header)} + {body_bytes} bytes is over the "
+            f"limit of {limits.header_bytes} + {limits.body_bytes} bytes."
+        )
+    prefix = _PREFIX.pack(MAGIC, FRAME_VERSION, len(header), body_bytes)
+    buffers = [memoryview(prefix + header)]
+    end = 0
+    for tensor, spec, offset in zip(frame.tensors, specs, offsets, strict=True):
+        if offset > end:
+            buffers.append(memoryview(bytes(offset - end)))
+        buffers.append(tensor_bytes(tensor))
+        end = offset + spec.num_bytes
+    return buffers
+
+
+class FrameReader:
+    """Turns bytes into frames without knowing where they come from.
+
+    Fill `buffer()` from the front with what arrived, call `advance()` with the number of bytes,
+    and repeat; whenever a frame is complete, `advance()` returns it.
+    """
+
+    def __init__(self, limits: FrameLimits | None = None) -> None:
+        self._limits = limits or FrameLimits()
+        self._pool = BufferPool()
+        self._body_bytes: int | None = None
+        self._header: _Header | None = None
+        self._part = bytearray(_PREFIX.size)
+        self._missing = memoryview(self._part)
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes belong; never empty."""
+        return self._missing
+
+    def advance(self, num_bytes: int) -> Frame | None:
+        """Note that the first ``num_bytes`` of `buffer()` are filled.
+
+        Raises:
+            RemoteProtocolError: If the bytes are no frame; the reader is then of no further use.
+        """
+        self._missing = self._missing[num_bytes:]
+        while not self._missing:
+            if self._header is not None:
+                return self._finish_frame(self._header)
+            if self._body_bytes is None:
+                self._begin_header()
+            else:
+                self._begin_body(self._body_bytes)
+        return None
+
+    def close(self) -> None:
+        """Say that no more bytes come.
+
+        Raises:
+            RemoteProtocolError: If that is in the middle of a frame.
+        """
+        if self._body_bytes is not None or len(self._missing) < _PREFIX.size:
+            raise RemoteProtocolError(
+                f"The connection ended inside a frame, {len(self._missing)} bytes before the end "
+                "of its current part."
+            )
+
+    def _begin_frame(self) -> None:
+        self._body_bytes = None
+        self._header = None
+        self._part = bytearray(_PREFIX.size)
+        self._missing = memoryview(self._part)
+
+    def _begin_header(self) -> None:
+        magic, version, header_bytes, body_bytes = _PREFIX.unpack(self._part)
+        if magic != MAGIC:
+            raise RemoteProtocolError(
+                f"The bytes {magic!r} do not start a frame; is the peer lightning-hetero?"
+            )
+        if version != FRAME_VERSION:
+            raise RemoteProtocolError(
+                f"The peer speaks frame version {version}, we speak {FRAME_VERSION}; "
+                "install the same version of lightning-hetero on both."
+            )
+        limits = self._limits
+        if not 0 < header_bytes <= limits.header_bytes or body_bytes > limits.body_bytes:
+            raise RemoteProtocolError(
+                f"A frame of {header_bytes} + {body_bytes} bytes is over the limit of "
+                f"{limits.header_bytes} + {limits.body_bytes} bytes."
+            )
+        self._body_bytes = body_bytes
+        self._part = bytearray(header_bytes)
+        self._missing = memoryview(self._part)
+
+    def _begin_body(self, body_bytes: int) -> None:
+        try:
+            self._header = _decoder.decode(self._part)
+        except msgspec.MsgspecError as error:
+            raise RemoteProtocolError(f"The frame's header is not a known message: {error}.") from (
+                error
+            )
+        _, expected_bytes = body_layout(self._header.tensors)
+        if expected_bytes != body_bytes:
+            specs = ", ".join(map(str, self._header.tensors)) or "no tensors"
+            raise RemoteProtocolError(
+                f"{type(self._header.message).__name__} announces {specs}, {expected_bytes} bytes, "
+                f"and the frame carries {body_bytes}."
+            )
+        self._part = self._pool.take(body_bytes)
+        self._missing = memoryview(self._part)[:body_bytes]
+
+    def _finish_frame(self, header: _Header) -> Frame:
+        offsets, _ = body_layout(header.tensors)
+        tensors = tuple(
+            tensor_from_bytes(spec, self._part, offset)
+            for spec, offset in zip(header.tensors, offsets, strict=True)
+        )
+        self._begin_frame()
+        return Frame(header.message, tensors)

@@ -1,0 +1,246 @@
+"""Every message, as a typed value. Decoding checks each field against these classes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from .tensors import TensorSpec
+from .values import Value
+
+PROTOCOL_VERSION = 1
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+Text = Annotated[str, msgspec.Meta(max_length=2**20)]
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag on the wire is the class's name."""
+
+    def __str__(self) -> str:
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        fields = " ".join(f"{name}={str(value)[:60]}" for name, value in shown.items())
+        return f"{type(self).__name__} {fields}".rstrip()
+
+
+class Hello(_Message, frozen=True, tag=True):
+    """Opens a conversation."""
+
+    protocol: int
+    role: Literal["coordinator", "neighbor"]
+    session: Name
+    torch_version: Name
+
+
+class Welcome(_Message, frozen=True, tag=True):
+    """The worker takes the conversation."""
+
+    device: Name
+    torch_version: Name
+
+
+class Ping(_Message, frozen=True, tag=True):
+    """Asks for a sign of life."""
+
+
+class Pong(_Message, frozen=True, tag=True):
+    """A sign of life."""
+
+
+class Goodbye(_Message, frozen=True, tag=True):
+    """Ends a conversation in good order."""
+
+
+class Failure(_Message, frozen=True, tag=True):
+    """Something went wrong on the sender's side, or the receiver broke a rule."""
+
+    reason: Text
+    traceback: Text = ""
+
+
+class NeighborLost(_Message, frozen=True, tag=True):
+    """A stage's channel to another stage ended."""
+
+    stage_index: Count
+    reason: Text
+
+
+class Done(_Message, frozen=True, tag=True):
+    """The last request is carried out."""
+
+
+class ParameterSpec(msgspec.Struct, frozen=True):
+    """One parameter or buffer of a stage, ``<layer index>.<name inside the layer>``."""
+
+    name: Name
+    tensor: TensorSpec
+    requires_grad: bool
+
+
+class Deploy(_Message, frozen=True, tag=True):
+    """Build a stage's layers; their tensors follow. ``recipe`` is JSON for the model folder."""
+
+    stage_index: Count
+    recipe: Text
+    parameters: list[ParameterSpec]
+    recompute: bool
+    seed: int
+    downstream_address: Name
+
+
+class LoadTensor(_Message, frozen=True, tag=True):
+    """One parameter's or buffer's content."""
+
+    name: Name
+
+
+class Launch(_Message, frozen=True, tag=True):
+    """All tensors are there: connect to the downstream neighbor and get ready for steps."""
+
+
+class GroupSpec(msgspec.Struct, frozen=True):
+    """One parameter group of an optimizer; ``options`` is everything but the parameters."""
+
+    parameters: list[Name]
+    options: Value
+
+
+class BuildOptimizer(_Message, frozen=True, tag=True):
+    """Build the stage's part of the optimizer ``torch.optim.<class_name>``."""
+
+    class_name: Name
+    groups: list[GroupSpec]
+
+
+class LoadOptimizerState(_Message, frozen=True, tag=True):
+    """The optimizer's state of one parameter."""
+
+    parameter: Name
+    state: Value
+
+
+class BeginStep(_Message, frozen=True, tag=True):
+    """A new step; without ``accumulate`` the gradients of the steps before are dropped."""
+
+    step: Count
+    in_flight: Annotated[int, msgspec.Meta(ge=1)]
+    accumulate: bool
+
+
+class LayerArguments(msgspec.Struct, frozen=True):
+    """How the model called one layer, its hidden states left out."""
+
+    layer_index: Count
+    training: bool
+    args: Value
+    kwargs: Value
+
+
+class Arguments(_Message, frozen=True, tag=True):
+    """What a stage's layers are called with for one micro-batch."""
+
+    step: Count
+    microbatch: Count
+    visit: Count
+    grad_enabled: bool
+    autocast_dtype: str | None
+    calls: list[LayerArguments]
+
+
+class Activation(_Message, frozen=True, tag=True):
+    """Hidden states on their way downstream."""
+
+    step: Count
+    microbatch: Count
+    visit: Count
+    requires_grad: bool
+
+
+class Gradient(_Message, frozen=True, tag=True):
+    """The gradient of an activation on its way upstream; no tensor where none is needed."""
+
+    step: Count
+    microbatch: Count
+    visit: Count
+
+
+class AbortStep(_Message, frozen=True, tag=True):
+    """Forget the step: saved activations, gradients and pending actions."""
+
+    step: Count
+
+
+class MeasureNorm(_Message, frozen=True, tag=True):
+    """Asks for the norm of the gradients that the optimizer would use."""
+
+    step: Count
+
+
+class Norm(_Message, frozen=True, tag=True):
+    """The stage's gradient norm."""
+
+    step: Count
+    norm: float
+
+
+class ApplyOptimizer(_Message, frozen=True, tag=True):
+    """Clip, then step the optimizer with these group options."""
+
+    step: Count
+    options: list[Value]
+    gradient_factor: float | None
+    clip_value: float | None
+
+
+class FetchTensors(_Message, frozen=True, tag=True):
+    """Asks for the content of parameters and buffers."""
+
+    names: list[Name]
+
+
+class TensorContent(_Message, frozen=True, tag=True):
+    """One tensor that was asked for."""
+
+    name: Name
+
+
+class FetchOptimizerState(_Message, frozen=True, tag=True):
+    """Asks for the optimizer's state of every parameter of the stage."""
+
+
+class OptimizerState(_Message, frozen=True, tag=True):
+    """The optimizer's state of one parameter."""
+
+    parameter: Name
+    state: Value
+
+
+Message = (
+    Hello
+    | Welcome
+    | Ping
+    | Pong
+    | Goodbye
+    | Failure
+    | NeighborLost
+    | Done
+    | Deploy
+    | LoadTensor
+    | Launch
+    | BuildOptimizer
+    | LoadOptimizerState
+    | BeginStep
+    | Arguments
+    | Activation
+    | Gradient
+    | AbortStep
+    | MeasureNorm
+    | Norm
+    | ApplyOptimizer
+    | FetchTensors
+    | TensorContent
+    | FetchOptimizerState
+    | OptimizerState
+)

@@ -1,0 +1,95 @@
+"""Tensors as bytes: what a frame says of each, and views between the two without a copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..errors import RemoteProtocolError
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+# Every tensor of a frame starts at a multiple of this, so that vector loads are aligned.
+ALIGNMENT_BYTES = 64
+
+Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """What a frame's header says of one tensor in its body."""
+
+    dtype: str
+    shape: Annotated[list[Dimension], msgspec.Meta(max_length=16)]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The description of a tensor."""
+        return cls(dtype_name(tensor.dtype), list(tensor.shape))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's content."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype, refused with a sentence when it is none of ours."""
+        try:
+            return DTYPES[self.dtype]
+        except KeyError:
+            known = ", ".join(DTYPES)
+            raise RemoteProtocolError(
+                f"The dtype {self.dtype!r} cannot be sent; the dtypes are {known}."
+            ) from None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{self.shape}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name on the wire."""
+    return str(dtype).removeprefix("torch.")
+
+
+def body_layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
+    """Offset of each tensor in the body, and the body's length in bytes."""
+    offsets, end = [], 0
+    for spec in specs:
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offsets.append(start)
+        end = start + spec.num_bytes
+    return offsets, end
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor: its own memory if it is contiguous and on the CPU, else a copy's."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def tensor_from_bytes(spec: TensorSpec, body: bytearray, offset: int) -> Tensor:
+    """A tensor that lives in ``body``; it keeps the buffer alive."""
+    if spec.num_bytes == 0:
+        return torch.empty(spec.shape, dtype=spec.torch_dtype)
+    count = math.prod(spec.shape)
+    flat = torch.frombuffer(body, dtype=spec.torch_dtype, count=count, offset=offset)
+    return flat.view(spec.shape)

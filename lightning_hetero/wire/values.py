@@ -1,0 +1,97 @@
+"""Argument trees on the wire: nested tuples, lists and dicts of numbers, texts and tensors.
+
+A tree is split into a `Value`, which goes into a message, and a list of tensors, which goes into
+the frame's body. A tensor that occurs several times is sent once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from ..errors import LocalProtocolError, RemoteProtocolError
+
+
+class TensorNode(msgspec.Struct, frozen=True, tag="tensor"):
+    """The place of the frame's tensor number ``index``."""
+
+    index: int
+
+
+class TupleNode(msgspec.Struct, frozen=True, tag="tuple"):
+    """A tuple."""
+
+    items: list[Value]
+
+
+class ListNode(msgspec.Struct, frozen=True, tag="list"):
+    """A list."""
+
+    items: list[Value]
+
+
+class DictNode(msgspec.Struct, frozen=True, tag="dict"):
+    """A dictionary with text keys."""
+
+    items: dict[str, Value]
+
+
+Value = None | bool | int | float | str | TensorNode | TupleNode | ListNode | DictNode
+
+
+class Packer:
+    """Turns trees into values and gathers their tensors, each once."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._index_of: dict[int, int] = {}
+
+    def pack(self, tree: Any, where: str = "value") -> Value:
+        """The value of a tree.
+
+        Raises:
+            LocalProtocolError: If something in it cannot be sent; the text says what and where.
+        """
+        if tree is None or isinstance(tree, (bool, int, float, str)):
+            return tree
+        if isinstance(tree, Tensor):
+            return self._pack_tensor(tree)
+        if isinstance(tree, tuple):
+            return TupleNode([self.pack(item, f"{where}[{i}]") for i, item in enumerate(tree)])
+        if isinstance(tree, list):
+            return ListNode([self.pack(item, f"{where}[{i}]") for i, item in enumerate(tree)])
+        if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+            return DictNode({k: self.pack(item, f"{where}[{k!r}]") for k, item in tree.items()})
+        raise LocalProtocolError(
+            f"{where} is a {type(tree).__name__}, which cannot be sent to a worker; "
+            "only numbers, texts, tensors, and tuples, lists and dicts of them can."
+        )
+
+    def _pack_tensor(self, tensor: Tensor) -> TensorNode:
+        index = self._index_of.setdefault(id(tensor), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(tensor)
+        return TensorNode(index)
+
+
+def unpack(value: Value, tensors: tuple[Tensor, ...]) -> Any:
+    """The tree of a value.
+
+    Raises:
+        RemoteProtocolError: If the value names a tensor that the frame does not carry.
+    """
+    if isinstance(value, TensorNode):
+        if not 0 <= value.index < len(tensors):
+            raise RemoteProtocolError(
+                f"A value names tensor {value.index} and the frame carries {len(tensors)}."
+            )
+        return tensors[value.index]
+    if isinstance(value, TupleNode):
+        return tuple(unpack(item, tensors) for item in value.items)
+    if isinstance(value, ListNode):
+        return [unpack(item, tensors) for item in value.items]
+    if isinstance(value, DictNode):
+        return {key: unpack(item, tensors) for key, item in value.items.items()}
+    return value
