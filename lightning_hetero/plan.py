@@ -53,7 +53,7 @@ class Plan:
         stages: The stages in the order of the layers. The coordinator may hold the first one.
         micro_batches: Pieces into which a training batch is cut.
         in_flight: Most micro-batches between their forward's start and their backward's end;
-            ``None`` for twice the number of stages, enough to hide the way there and back.
+            ``None`` for two per process, which is enough to hide the way there and back.
     """
 
     stages: list[StagePlan]
@@ -79,7 +79,7 @@ class Plan:
         """
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise PlanError(f"The plan file {str(path)!r} cannot be read: {error}.") from error
         try:
             return cls.from_dict(content)
@@ -90,7 +90,8 @@ class Plan:
     def from_dict(cls, content: Any) -> Plan:
         """Build a plan from what a YAML or JSON reader returns."""
         _refuse_unknown_keys(content, cls, "the plan")
-        for index, stage in enumerate(content.get("stages") or []):
+        stages = content.get("stages")
+        for index, stage in enumerate(stages if isinstance(stages, list) else []):
             _refuse_unknown_keys(stage, StagePlan, f"stage {index}")
         try:
             return msgspec.convert(content, cls)

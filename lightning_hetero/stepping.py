@@ -139,7 +139,9 @@ def _logging_to(module: pl.LightningModule, log: StepLog) -> Iterator[None]:
 
 def _as_computed(loss: Tensor, publish: Callable[[], None], scale: float) -> Tensor:
     anchor = torch.zeros((), requires_grad=True)
-    result: Tensor = _ComputedLoss.apply(anchor, loss, publish, scale)
+    result: Tensor = _ComputedLoss.apply(  # type: ignore[no-untyped-call]
+        anchor, loss, publish, scale
+    )
     return result
 
 

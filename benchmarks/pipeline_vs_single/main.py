@@ -34,7 +34,7 @@ CONFIG = LlamaConfig(
     intermediate_size=1536,
     num_hidden_layers=8,
     num_attention_heads=8,
-    vocab_size=4096,
+    vocab_size=10_000,
     use_cache=False,
 )
 SEQUENCE_LENGTH = 256

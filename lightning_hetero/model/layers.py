@@ -54,7 +54,7 @@ def _layers_of_list(root: nn.Module, name: str | None) -> list[DecoderLayer]:
 def _name_of(root: nn.Module, wanted: nn.Module) -> str:
     for name, module in root.named_modules():
         if module is wanted:
-            return name
+            return str(name)
     raise ModelError(
         f"The callable given as `layers` returned a {type(wanted).__name__} that is not part of "
         "the LightningModule."

@@ -81,19 +81,19 @@ class Driver:
 
         What a ``training_step`` raises is raised here, with every other micro-batch unwound.
         """
-        random_state = torch.get_rng_state()
         self.gradients.begin(accumulate)
         self.stages.begin_step(max_in_flight, accumulate)
         running = _RunningStep(self, step, work, max_in_flight)
-        try:
-            return running.run()
-        except BaseException:
-            self.stages.abort_step()
-            raise
-        finally:
-            running.abandon()
-            self.gradients.finish()
-            torch.set_rng_state(random_state)
+        # Micro-batches draw from streams of their own; the user's stream stays where it is.
+        with torch.random.fork_rng(_initialized_cuda_devices()):
+            try:
+                return running.run()
+            except BaseException:
+                self.stages.abort_step()
+                raise
+            finally:
+                running.abandon()
+                self.gradients.finish()
 
 
 class _RunningStep:
@@ -205,6 +205,10 @@ class _RunningStep:
         gradient = None if leaf is None else leaf.grad
         visits[-1].leaf = None
         self._driver.stages.send_backward(visits[-1].key, gradient)
+
+
+def _initialized_cuda_devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
 def _leaf(returned: Returned, device: torch.device) -> Tensor:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from ..errors import PlanError
 
 MOST_PORT = 65535
+
+_HOST_AND_PORT = re.compile(
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%a-z]+)\]|(?P<name>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})"
+)
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,10 @@ class Address:
         Raises:
             PlanError: If it is none of these.
         """
-        host, separator, port = text.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not separator or not host or not port.isdecimal() or int(port) > MOST_PORT:
+        found = _HOST_AND_PORT.fullmatch(text)
+        if found is None or int(found["port"]) > MOST_PORT:
             raise PlanError(f"{text!r} is no address; write host:port, such as strix.local:9999.")
-        return cls(host, int(port))
+        return cls(found["ipv6"] or found["name"], int(found["port"]))
 
     @property
     def is_loopback(self) -> bool:

@@ -65,7 +65,7 @@ class Channel:
         self._reader = reader
         self._deadlines = deadlines
         self._lock = threading.Lock()
-        self._outgoing: SimpleQueue[Frame | None] = SimpleQueue()
+        self._outgoing: SimpleQueue[list[memoryview] | None] = SimpleQueue()
         self._is_closing = False
         self._last_heard = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -85,11 +85,14 @@ class Channel:
         """Queue a frame. Its tensors must not change until they are sent.
 
         Raises:
-            LocalProtocolError: If the rules forbid the message.
+            LocalProtocolError: If the rules forbid the message, or it cannot be encoded.
         """
+        frame = Frame(message, tensors)
+        buffers = encode_frame(frame)
+        logger.debug("> %s %s", self.peer, frame)
         with self._lock:
             self._session.sent(message)
-            self._outgoing.put(Frame(message, tensors))
+            self._outgoing.put(buffers)
 
     def close(self, last_word: m.Message | None = None) -> None:
         """Send what is queued and a last word, then end the channel and its threads."""
@@ -122,7 +125,11 @@ class Channel:
 
     def _next_frame(self) -> Frame:
         while True:
-            frame = receive_some(self._connection, self._reader, self._on_silence)
+            try:
+                frame = receive_some(self._connection, self._reader)
+            except TimeoutError:
+                self._on_silence()
+                continue
             self._last_heard = time.monotonic()
             if frame is None:
                 continue
@@ -152,10 +159,9 @@ class Channel:
 
     def _write(self) -> None:
         try:
-            while (frame := self._outgoing.get()) is not None:
-                send_frame(self._connection, frame, self._deadlines.silence_seconds)
-                logger.debug("> %s %s", self.peer, frame)
-                del frame  # the next wait must not keep its tensors alive
+            while (buffers := self._outgoing.get()) is not None:
+                send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
+                del buffers  # the next wait must not keep their tensors alive
         except (OSError, HeteroError) as error:
             logger.debug("writing to %s ended: %s", self.peer, error)
             self._hang_up()
@@ -168,35 +174,29 @@ def prepare_socket(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
 
 
-def receive_some(
-    connection: socket.socket, reader: FrameReader, on_silence: object = None
-) -> Frame | None:
+def receive_some(connection: socket.socket, reader: FrameReader) -> Frame | None:
     """Take what has arrived; the frame, if that completes one.
 
     Raises:
+        TimeoutError: If nothing arrives within the socket's timeout.
         ChannelError: If the peer has ended the connection.
         RemoteProtocolError: If what arrived is no frame, or ends inside one.
     """
-    try:
-        num_bytes = connection.recv_into(reader.buffer())
-    except TimeoutError:
-        if not callable(on_silence):
-            raise
-        on_silence()
-        return None
+    num_bytes = connection.recv_into(reader.buffer())
     if num_bytes == 0:
         reader.close()
         raise ChannelError("The peer ended the connection.")
     return reader.advance(num_bytes)
 
 
-def send_frame(connection: socket.socket, frame: Frame, patience_seconds: float) -> None:
-    """Send a frame from its own memory.
+def send_buffers(
+    connection: socket.socket, buffers: list[memoryview], patience_seconds: float
+) -> None:
+    """Send buffers one after the other, from where they are; the list is used up.
 
     Raises:
         ChannelError: If the peer takes nothing for ``patience_seconds``.
     """
-    buffers = encode_frame(frame)
     last_progress = time.monotonic()
     while buffers:
         try:

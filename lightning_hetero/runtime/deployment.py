@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import BatchError, HeteroError
+from ..errors import BatchError, HeteroError, ModelError
 from ..model.calls import LayerCall
 from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer, check_layers_stand_alone
@@ -61,6 +61,7 @@ class Deployment:
         check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._away = {number: layer.module for number, layer in away.items()}
+        _check_weights_are_here(self._away)
         self.names_of = {parameter: name for name, parameter in named_tensors(self._away)}
         self._recomputed = _recompute_locally(layers, plan)
         self._visits: int | None = None
@@ -159,8 +160,19 @@ class Deployment:
             returned = exchange_pieces(self.coordinator, pieces, visit)
             return torch.cat(returned).to(request.hidden.device)
         anchor = torch.zeros((), requires_grad=True)
-        output: Tensor = Boundary.apply(request.hidden, anchor, self.coordinator, pieces, visit)
+        output: Tensor = Boundary.apply(  # type: ignore[no-untyped-call]
+            request.hidden, anchor, self.coordinator, pieces, visit
+        )
         return output
+
+
+def _check_weights_are_here(layers: Mapping[int, nn.Module]) -> None:
+    for name, tensor in named_tensors(layers):
+        if tensor.is_meta:
+            raise ModelError(
+                f"The decoder layers have no weights: {name} is on `meta`. If a worker was lost in "
+                "the run before, build the module anew and continue with `ckpt_path`."
+            )
 
 
 def _pieces(request: Request, num_pieces: int) -> list[Request]:

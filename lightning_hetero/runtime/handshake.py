@@ -10,10 +10,10 @@ import torch
 
 from ..errors import ChannelError, RemoteProtocolError, WorkerUnreachable
 from ..wire import messages as m
-from ..wire.frames import Frame, FrameLimits, FrameReader
+from ..wire.frames import Frame, FrameLimits, FrameReader, encode_frame
 from ..wire.session import Session
 from .address import Address
-from .channel import Channel, prepare_socket, receive_some, send_frame
+from .channel import Channel, prepare_socket, receive_some, send_buffers
 from .deadlines import Deadlines
 
 # A stranger's first frame is small: nobody may make us take memory before we know the role.
@@ -44,7 +44,7 @@ def dial(
         prepare_socket(connection)
         hello = m.Hello(m.PROTOCOL_VERSION, role, session_name, str(torch.__version__))
         session.sent(hello)
-        send_frame(connection, Frame(hello), deadlines.connect_seconds)
+        send_buffers(connection, encode_frame(Frame(hello)), deadlines.connect_seconds)
         reader = FrameReader()
         answer = _receive_one(connection, reader, deadlines.connect_seconds)
         session.received(answer)

@@ -31,6 +31,9 @@ from .handshake import dial
 
 logger = logging.getLogger(__name__)
 
+# Of an error's text and traceback each; more helps nobody.
+_MOST_TEXT = 2**16
+
 
 class SessionOver(Exception):
     """Ends a session's loop."""
@@ -133,8 +136,8 @@ class StageSession:
         except Exception as error:
             logger.warning("stage %d failed: %s", self._stage_index, error)
             self._runner.abort()
-            reason = f"{type(error).__name__}: {error}"
-            self._coordinator.send(m.Failure(reason, traceback.format_exc()))
+            reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+            self._coordinator.send(m.Failure(reason, traceback.format_exc()[-_MOST_TEXT:]))
 
     def _close_channels(self) -> None:
         for channel in {self._upstream, self._downstream, self._coordinator}:

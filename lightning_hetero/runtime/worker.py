@@ -14,10 +14,10 @@ import torch
 
 from ..errors import ChannelError, HeteroError, ProtocolError, WorkerError
 from ..wire import messages as m
-from ..wire.frames import Frame, FrameReader
+from ..wire.frames import Frame, FrameReader, encode_frame
 from ..wire.session import Session, downstream_session, worker_session
 from .address import Address
-from .channel import Channel, prepare_socket, send_frame
+from .channel import Channel, prepare_socket, send_buffers
 from .deadlines import Deadlines
 from .handshake import receive_hello
 from .serving import StageSession
@@ -137,7 +137,7 @@ class Worker:
     def _say_welcome(self, connection: socket.socket, rules: Session) -> None:
         welcome = m.Welcome(str(self._device), str(torch.__version__))
         rules.sent(welcome)
-        send_frame(connection, Frame(welcome), self._deadlines.connect_seconds)
+        send_buffers(connection, encode_frame(Frame(welcome)), self._deadlines.connect_seconds)
 
     def _serve(self, session: StageSession) -> None:
         logger.info("session %s begins", session.name)
@@ -152,4 +152,4 @@ class Worker:
 
 def _refuse(connection: socket.socket, reason: str) -> None:
     with contextlib.suppress(OSError, ChannelError):
-        send_frame(connection, Frame(m.Failure(reason)), patience_seconds=1.0)
+        send_buffers(connection, encode_frame(Frame(m.Failure(reason))), patience_seconds=1.0)

@@ -9,8 +9,14 @@ import sys
 SMALLEST_KEPT_BYTES = 64 * 2**10
 MOST_KEPT = 64
 
-# What getrefcount reports of a buffer that only the pool holds: the list and its own argument.
-_UNUSED_REFERENCES = 2
+
+def _references_of_unused() -> int:
+    """What `getrefcount` reports of a buffer that only a list holds; Pythons differ in it."""
+    buffers = [bytearray(1)]
+    return sys.getrefcount(buffers[0])
+
+
+_UNUSED_REFERENCES = _references_of_unused()
 
 
 class BufferPool:
@@ -47,6 +53,6 @@ class BufferPool:
 
 
 def _rounded(num_bytes: int) -> int:
-    """Round up by at most an eighth, so that batches of slightly different length share buffers."""
+    """Round up to 64 KiB, or by an eighth, so that batches of similar length share buffers."""
     step = max(SMALLEST_KEPT_BYTES, 1 << (num_bytes.bit_length() - 4))
     return -(-num_bytes // step) * step

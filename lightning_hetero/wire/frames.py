@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 from torch import Tensor
@@ -45,9 +46,9 @@ class Frame:
         return f"{self.message} {tensors}".rstrip()
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     message: Message
-    tensors: list[TensorSpec]
+    tensors: Annotated[list[TensorSpec], msgspec.Meta(max_length=2**16)]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -157,7 +158,7 @@ class FrameReader:
     def _begin_body(self, body_bytes: int) -> None:
         try:
             self._header = _decoder.decode(self._part)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RemoteProtocolError(f"The frame's header is not a known message: {error}.") from (
                 error
             )

@@ -71,7 +71,7 @@ class Done(_Message, frozen=True, tag=True):
     """The last request is carried out."""
 
 
-class ParameterSpec(msgspec.Struct, frozen=True):
+class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One parameter or buffer of a stage, ``<layer index>.<name inside the layer>``."""
 
     name: Name
@@ -100,7 +100,7 @@ class Launch(_Message, frozen=True, tag=True):
     """All tensors are there: connect to the downstream neighbor and get ready for steps."""
 
 
-class GroupSpec(msgspec.Struct, frozen=True):
+class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One parameter group of an optimizer; ``options`` is everything but the parameters."""
 
     parameters: list[Name]
@@ -129,7 +129,7 @@ class BeginStep(_Message, frozen=True, tag=True):
     accumulate: bool
 
 
-class LayerArguments(msgspec.Struct, frozen=True):
+class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the model called one layer, its hidden states left out."""
 
     layer_index: Count

@@ -144,7 +144,7 @@ class Session:
         if step is None or self._theirs is not COORDINATOR_SAYS:
             return
         expected = self._step + 1 if isinstance(message, m.BeginStep) else self._step
-        if step != expected:
+        if step != expected or step == 0:
             raise RemoteProtocolError(
                 f"{type(message).__name__} is for step {step}, out of order: "
                 f"step {expected} was expected."

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..errors import RemoteProtocolError
+from ..errors import LocalProtocolError, RemoteProtocolError
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -34,7 +34,11 @@ ALIGNMENT_BYTES = 64
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+# The product of a shape's dimensions; more is not a tensor, even if one of them is 0.
+MOST_ELEMENTS = 2**48
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a frame's header says of one tensor in its body."""
 
     dtype: str
@@ -42,12 +46,23 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The description of a tensor."""
-        return cls(dtype_name(tensor.dtype), list(tensor.shape))
+        """The description of a tensor.
+
+        Raises:
+            LocalProtocolError: If its dtype cannot be sent.
+        """
+        name = dtype_name(tensor.dtype)
+        if name not in DTYPES:
+            raise LocalProtocolError(
+                f"A tensor of dtype {name} cannot be sent; the dtypes are {', '.join(DTYPES)}."
+            )
+        return cls(name, list(tensor.shape))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor's content."""
+        if math.prod(max(dimension, 1) for dimension in self.shape) > MOST_ELEMENTS:
+            raise RemoteProtocolError(f"A tensor of shape {self.shape} is too large to exist.")
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property
@@ -82,7 +97,9 @@ def body_layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor: its own memory if it is contiguous and on the CPU, else a copy's."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    dense = tensor.detach().to("cpu").contiguous()
+    # Not reshape(-1): a tensor of one element may have any stride and still count as contiguous.
+    flat = dense.as_strided((dense.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 

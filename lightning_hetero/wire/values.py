@@ -14,25 +14,25 @@ from torch import Tensor
 from ..errors import LocalProtocolError, RemoteProtocolError
 
 
-class TensorNode(msgspec.Struct, frozen=True, tag="tensor"):
+class TensorNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tensor"):
     """The place of the frame's tensor number ``index``."""
 
     index: int
 
 
-class TupleNode(msgspec.Struct, frozen=True, tag="tuple"):
+class TupleNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tuple"):
     """A tuple."""
 
     items: list[Value]
 
 
-class ListNode(msgspec.Struct, frozen=True, tag="list"):
+class ListNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list"):
     """A list."""
 
     items: list[Value]
 
 
-class DictNode(msgspec.Struct, frozen=True, tag="dict"):
+class DictNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dict"):
     """A dictionary with text keys."""
 
     items: dict[str, Value]
@@ -54,8 +54,12 @@ class Packer:
         Raises:
             LocalProtocolError: If something in it cannot be sent; the text says what and where.
         """
-        if tree is None or isinstance(tree, (bool, int, float, str)):
+        if tree is None or isinstance(tree, bool):
             return tree
+        # Subclasses such as numpy's float or an enum's members go as what they are at heart.
+        for plain in (int, float, str):
+            if isinstance(tree, plain) and _fits(tree):
+                return plain(tree)
         if isinstance(tree, Tensor):
             return self._pack_tensor(tree)
         if isinstance(tree, tuple):
@@ -65,8 +69,8 @@ class Packer:
         if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
             return DictNode({k: self.pack(item, f"{where}[{k!r}]") for k, item in tree.items()})
         raise LocalProtocolError(
-            f"{where} is a {type(tree).__name__}, which cannot be sent to a worker; "
-            "only numbers, texts, tensors, and tuples, lists and dicts of them can."
+            f"{where} is a {type(tree).__name__}, which cannot be sent to a worker; only numbers "
+            "of 64 bits, texts, tensors, and tuples, lists and dicts of them can."
         )
 
     def _pack_tensor(self, tensor: Tensor) -> TensorNode:
@@ -74,6 +78,11 @@ class Packer:
         if index == len(self.tensors):
             self.tensors.append(tensor)
         return TensorNode(index)
+
+
+def _fits(plain: float | str) -> bool:
+    """Whether a number is no longer than the 64 bits that the wire has for it."""
+    return not isinstance(plain, int) or -(2**63) <= plain < 2**64
 
 
 def unpack(value: Value, tensors: tuple[Tensor, ...]) -> Any:

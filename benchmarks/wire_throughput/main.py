@@ -1,0 +1,142 @@
+"""One large boundary tensor over loopback: a channel against bare `sendall` and `recv_into`.
+
+Sender and receiver are two processes on two cores. Rounds are interleaved: each times a burst of
+tensors over the bare sockets, then over the channel. The medians of the rounds' ratios count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import time
+from queue import SimpleQueue
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lightning_hetero.runtime.address import Address
+from lightning_hetero.runtime.channel import Channel, Inbox, prepare_socket, send_buffers
+from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.runtime.handshake import dial, receive_hello
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.frames import Frame, encode_frame
+from lightning_hetero.wire.session import downstream_session, upstream_session
+
+DEADLINES = Deadlines()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mebibytes", type=int, default=64)
+    parser.add_argument("--burst", type=int, default=8, help="tensors per timed burst")
+    parser.add_argument("--rounds", type=int, default=11)
+    options = parser.parse_args()
+
+    first_core, second_core = sorted(os.sched_getaffinity(0))[:2]
+    tensor = torch.randn(options.mebibytes * 2**18)
+    listener = socket.create_server(("127.0.0.1", 0))
+    context = multiprocessing.get_context("spawn")
+    arguments = (listener, second_core, tensor.nbytes, options.burst, options.rounds)
+    receiver = context.Process(target=receive_all, args=arguments)
+    receiver.start()
+    os.sched_setaffinity(0, {first_core})
+    seconds = send_all(Address(*listener.getsockname()), tensor, options.burst, options.rounds)
+    receiver.join()
+    report(seconds, tensor.nbytes * options.burst)
+
+
+def send_all(
+    address: Address, tensor: torch.Tensor, burst: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of every round, each way. The first round of each warms up and is left out."""
+    bare = socket.create_connection((address.host, address.port))
+    prepare_socket(bare)
+    channel, _ = dial(address, upstream_session(), "neighbor", "benchmark", DEADLINES)
+    inbox: Inbox = SimpleQueue()
+    channel.start(inbox)
+    seconds: dict[str, list[float]] = {"bare sockets": [], "channel": []}
+    for _ in range(rounds + 1):
+        seconds["bare sockets"].append(send_bare(bare, tensor, burst))
+        seconds["channel"].append(send_over_channel(channel, inbox, tensor, burst))
+    channel.close(m.Goodbye())
+    bare.close()
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def send_bare(connection: socket.socket, tensor: torch.Tensor, burst: int) -> float:
+    """Seconds until the receiver has said that the burst is there."""
+    start = time.perf_counter()
+    for _ in range(burst):
+        connection.sendall(tensor.numpy().data)
+    connection.recv(1)
+    return time.perf_counter() - start
+
+
+def send_over_channel(channel: Channel, inbox: Inbox, tensor: torch.Tensor, burst: int) -> float:
+    """The same with frames."""
+    start = time.perf_counter()
+    for index in range(burst):
+        channel.send(m.Activation(1, index, 0, requires_grad=False), tensor)
+    inbox.get()
+    return time.perf_counter() - start
+
+
+def receive_all(
+    listener: socket.socket, core: int, num_bytes: int, burst: int, rounds: int
+) -> None:
+    """The receiving process."""
+    os.sched_setaffinity(0, {core})
+    bare, _ = listener.accept()
+    prepare_socket(bare)
+    channel, inbox = accept_channel(listener)
+    buffer = memoryview(bytearray(num_bytes))
+    for _ in range(rounds + 1):
+        for _ in range(burst):
+            missing = buffer
+            while missing:
+                missing = missing[bare.recv_into(missing) :]
+        bare.sendall(b"!")
+        for _ in range(burst):
+            inbox.get()
+        channel.send(m.Gradient(1, 0, 0))
+    channel.close()
+    bare.close()
+
+
+def accept_channel(listener: socket.socket) -> tuple[Channel, Inbox]:
+    """Take the sender's channel, as a worker takes its neighbor's."""
+    connection, _ = listener.accept()
+    prepare_socket(connection)
+    hello, reader = receive_hello(connection, DEADLINES)
+    session = downstream_session()
+    session.received(hello)
+    welcome = m.Welcome("cpu", "")
+    session.sent(welcome)
+    send_buffers(connection, encode_frame(Frame(welcome)), DEADLINES.connect_seconds)
+    channel = Channel(connection, session, reader, "sender", DEADLINES)
+    inbox: Inbox = SimpleQueue()
+    channel.start(inbox)
+    return channel, inbox
+
+
+def report(seconds: dict[str, list[float]], num_bytes: int) -> None:
+    """Print throughput, and the medians of the rounds' ratios."""
+    table = Table(title=f"{num_bytes // 2**20} MiB per burst over loopback, two pinned cores")
+    for column in ("way", "GB/s (median)", "× bare sockets"):
+        table.add_column(column, justify="right")
+    for name, values in seconds.items():
+        ratios = [b / v for b, v in zip(seconds["bare sockets"], values, strict=True)]
+        speed = num_bytes / statistics.median(values) / 1e9
+        table.add_row(name, f"{speed:.2f}", f"{statistics.median(ratios):.2f}")
+    console = Console()
+    console.print(table)
+    console.print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Workers that many tests share, and one compute thread for all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import hypothesis
+import pytest
+import torch
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("steady", deadline=None)
+hypothesis.settings.load_profile("steady")
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """A worker started by its command."""
+
+    address: str
+    process: subprocess.Popen[str]
+
+
+@contextmanager
+def worker_process() -> Iterator[WorkerProcess]:
+    """A worker on a free loopback port; it ends with the block."""
+    command = [sys.executable, "-m", "lightning_hetero", "worker"]
+    command += ["--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "listening on" in line:
+                yield WorkerProcess(line.split("listening on ")[1].split(",")[0], process)
+                break
+        else:
+            pytest.fail("the worker did not start: " + "".join(lines))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Sums come in the same order everywhere, and two cores are enough for all processes."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def worker_processes() -> Iterator[list[WorkerProcess]]:
+    """Three workers that serve one test after the other, as long-lived workers do."""
+    with worker_process() as first, worker_process() as second, worker_process() as third:
+        yield [first, second, third]
+
+
+@pytest.fixture
+def workers(worker_processes: list[WorkerProcess]) -> list[str]:
+    """Their addresses; all of them must be alive."""
+    assert all(worker.process.poll() is None for worker in worker_processes)
+    return [worker.address for worker in worker_processes]

@@ -1,0 +1,194 @@
+"""The crown: training over workers equals plain Lightning on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+
+from ..models import TinyModule, loader, trainer
+
+NUM_LAYERS = 5
+BATCH_SIZE = 12
+NUM_STEPS = 20
+TOLERANCE = 1e-5
+
+
+def plan_over(workers: list[str], num_stages: int, on_coordinator: int, pieces: int) -> Plan:
+    """Some layers on the coordinator, the others in nearly equal shares on its workers."""
+    used = workers[: num_stages - 1]
+    stages = [StagePlan(["coordinator"], (0, on_coordinator))] if on_coordinator else []
+    left = NUM_LAYERS - on_coordinator
+    ends = [on_coordinator + left * (i + 1) // len(used) for i in range(len(used))]
+    starts = [on_coordinator, *ends[:-1]]
+    stages += [StagePlan([w], (s, e)) for w, s, e in zip(used, starts, ends, strict=True)]
+    return Plan(stages, micro_batches=pieces)
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Every tensor is within the tolerance, relative to its norm."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = float((found[name] - tensor).norm() / tensor.norm())
+        assert error <= TOLERANCE, f"{name} is off by {error:.1e}"
+
+
+@cache
+def plain_run(accumulate: int, clip: tuple[str, float] | None, padded: bool) -> TinyModule:
+    """The same training by Lightning alone."""
+    module = TinyModule(NUM_LAYERS)
+    fit(module, "auto", accumulate, clip, padded)
+    return module
+
+
+def fit(
+    module: TinyModule,
+    strategy: Any,
+    accumulate: int = 1,
+    clip: tuple[str, float] | None = None,
+    padded: bool = True,
+    **options: Any,
+) -> None:
+    algorithm, value = clip or (None, None)
+    run = trainer(
+        strategy,
+        max_steps=NUM_STEPS,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=value,
+        gradient_clip_algorithm=algorithm,
+        **options,
+    )
+    run.fit(module, loader(BATCH_SIZE * NUM_STEPS * accumulate, BATCH_SIZE, padded))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
+    workers: list[str], num_stages: int, tied: bool
+) -> None:
+    pieces, size = 4, 3
+    plain = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
+    run = trainer(max_steps=10, accumulate_grad_batches=pieces)
+    run.fit(plain, loader(10 * pieces * size, size))
+    piped = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
+    plan = plan_over(workers, num_stages, 1, pieces)
+    run = trainer(HeteroPipelineStrategy(workers, plan), max_steps=10)
+    run.fit(piped, loader(10 * pieces * size, pieces * size))
+    differing = [
+        name
+        for name, tensor in plain.state_dict().items()
+        if not torch.equal(tensor, piped.state_dict()[name])
+    ]
+    assert differing == []
+
+
+@pytest.mark.parametrize("clip", [None, ("norm", 0.05), ("value", 1e-3)], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("pieces", [1, 3, 4])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_losses_and_weights_equal_one_device(
+    workers: list[str],
+    num_stages: int,
+    pieces: int,
+    accumulate: int,
+    clip: tuple[str, float] | None,
+) -> None:
+    # Two of the three stage counts keep layers with the coordinator, one keeps none.
+    on_coordinator = {2: 2, 3: 0, 4: 1}[num_stages]
+    module = TinyModule(NUM_LAYERS)
+    plan = plan_over(workers, num_stages, on_coordinator, pieces)
+    fit(module, HeteroPipelineStrategy(workers, plan), accumulate, clip)
+    plain = plain_run(accumulate, clip, padded=True)
+    torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
+    assert_close(weights_of(module), weights_of(plain))
+
+
+@pytest.mark.parametrize("clip", [None, ("norm", 0.05)], ids=str)
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_cutting_at_the_boundary_equals_one_device(
+    workers: list[str], num_stages: int, clip: tuple[str, float] | None
+) -> None:
+    module = TinyModule(NUM_LAYERS)
+    plan = plan_over(workers, num_stages, 1, 4)
+    fit(module, HeteroPipelineStrategy(workers, plan, micro_batching="boundary"), 3, clip)
+    plain = plain_run(3, clip, padded=True)
+    torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
+    assert_close(weights_of(module), weights_of(plain))
+
+
+def test_recomputing_stages_equal_one_device(workers: list[str]) -> None:
+    module = TinyModule(NUM_LAYERS)
+    stages = [
+        StagePlan(["coordinator"], (0, 2), recompute=True),
+        StagePlan([workers[0]], (2, NUM_LAYERS), recompute=True),
+    ]
+    fit(module, HeteroPipelineStrategy(workers, Plan(stages, micro_batches=3)))
+    assert_close(weights_of(module), weights_of(plain_run(1, None, padded=True)))
+
+
+@pytest.mark.parametrize("frozen", ["embed_tokens", "layers.0", "layers.3", "layers", "lm_head"])
+def test_frozen_parts_equal_one_device(workers: list[str], frozen: str) -> None:
+    def freeze(module: TinyModule) -> TinyModule:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+        return module
+
+    plain, piped = freeze(TinyModule(NUM_LAYERS)), freeze(TinyModule(NUM_LAYERS))
+    fit(plain, "auto")
+    fit(piped, HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 4)))
+    assert_close(weights_of(piped), weights_of(plain))
+
+
+class TwiceModule(TinyModule):
+    """Runs its decoder twice per step, and once more without a gradient."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        first = self.model(**batch)
+        with torch.no_grad():
+            target = self.model(**batch).logits
+        second = self.model(inputs_embeds=self.model.model.embed_tokens(batch["input_ids"]) * 1.5)
+        return first.loss + (second.logits - target).square().mean()
+
+
+@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
+def test_a_model_that_is_called_several_times_equals_one_device(
+    workers: list[str], micro_batching: Any
+) -> None:
+    plain, piped = TwiceModule(NUM_LAYERS), TwiceModule(NUM_LAYERS)
+    fit(plain, "auto", padded=False)
+    plan = plan_over(workers, 3, 1, 4)
+    strategy = HeteroPipelineStrategy(workers, plan, micro_batching=micro_batching)
+    fit(piped, strategy, padded=False)
+    assert_close(weights_of(piped), weights_of(plain))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_equal_one_device(workers: list[str], name: str) -> None:
+    class Module(TinyModule):
+        def configure_optimizers(self) -> Any:
+            return OPTIMIZERS[name](self.parameters())
+
+    plain, piped = Module(NUM_LAYERS), Module(NUM_LAYERS)
+    fit(plain, "auto")
+    fit(piped, HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 4)))
+    assert_close(weights_of(piped), weights_of(plain))

@@ -1,0 +1,317 @@
+"""What goes wrong is said clearly, and the workers stay free for the next run."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import PlanError, StageFailed, WorkerLost, WorkerUnreachable
+from lightning_hetero.runtime.address import Address
+from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.frames import Frame, FrameReader, encode_frame
+
+from ..conftest import worker_process
+from ..models import TinyModule, loader, trainer
+
+DEADLINE_SECONDS = 20.0
+
+
+def even(workers: list[str]) -> HeteroPipelineStrategy:
+    return HeteroPipelineStrategy(workers, "even", micro_batches=4)
+
+
+def fit(strategy: HeteroPipelineStrategy, module: TinyModule | None = None) -> TinyModule:
+    module = module or TinyModule()
+    trainer(strategy, max_steps=3).fit(module, loader(36, 12))
+    return module
+
+
+def assert_serves(workers: list[str]) -> None:
+    """The worker takes the next coordinator and trains."""
+    assert len(fit(even(workers)).losses) == 3
+
+
+def connect(address: str) -> socket.socket:
+    where = Address.parse(address)
+    connection = socket.create_connection((where.host, where.port), DEADLINE_SECONDS)
+    connection.settimeout(DEADLINE_SECONDS)
+    return connection
+
+
+def answer(connection: socket.socket) -> m.Message:
+    """The next thing that the worker says, or an assertion that it says nothing more."""
+    reader = FrameReader()
+    while True:
+        count = connection.recv_into(reader.buffer())
+        assert count, "the worker ended the connection without a word"
+        frame = reader.advance(count)
+        if frame is not None:
+            return frame.message
+
+
+def say(connection: socket.socket, message: m.Message, *tensors: torch.Tensor) -> None:
+    for buffer in encode_frame(Frame(message, tensors)):
+        connection.sendall(buffer)
+
+
+def hello(version: int = m.PROTOCOL_VERSION) -> m.Hello:
+    return m.Hello(version, "coordinator", "session", "0")
+
+
+GREETING = b"".join(encode_frame(Frame(hello())))
+# The frame's version, the header's length and the body's length stand in the prefix.
+BAD_OPENINGS = {
+    "garbage bytes": (b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n", "do not start a frame"),
+    "a frame longer than the limit": (
+        GREETING[:8] + b"\xff\xff\xff\xff" + GREETING[12:],
+        "over the limit",
+    ),
+    "a body for a stranger": (GREETING[:12] + b"\0\0\0\0\0\0\x10\0" + GREETING[20:], "limit"),
+    "an unknown message": (GREETING.replace(b"Hello", b"Hullo"), "not a known message"),
+    "another frame version": (GREETING[:7] + b"\x63" + GREETING[8:], "frame version"),
+    "another protocol": (b"".join(encode_frame(Frame(hello(99)))), "protocol 99"),
+    "a message before Hello": (b"".join(encode_frame(Frame(m.Launch()))), "opens with Hello"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPENINGS)
+def test_a_bad_opening_is_told_why_and_the_worker_lives_on(workers: list[str], name: str) -> None:
+    sent, expected = BAD_OPENINGS[name]
+    with connect(workers[0]) as connection:
+        connection.sendall(sent)
+        failure = answer(connection)
+    assert isinstance(failure, m.Failure)
+    assert expected in failure.reason
+    assert_serves(workers[:1])
+
+
+def test_a_truncated_frame_harms_nobody(workers: list[str]) -> None:
+    for length in (1, 10, len(GREETING) - 1):
+        with connect(workers[0]) as connection:
+            connection.sendall(GREETING[:length])
+    assert_serves(workers[:1])
+
+
+BAD_MESSAGES = {
+    "a message out of place": ([(m.BeginStep(1, 1, False), ())], "must not come while idle"),
+    "a worker's own word": ([(m.Done(), ())], "must not come while idle"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MESSAGES)
+def test_a_broken_rule_ends_the_connection_with_its_name(workers: list[str], name: str) -> None:
+    messages, expected = BAD_MESSAGES[name]
+    with connect(workers[0]) as connection:
+        connection.sendall(GREETING)
+        assert isinstance(answer(connection), m.Welcome)
+        for message, tensors in messages:
+            say(connection, message, *tensors)
+        failure = answer(connection)
+    assert isinstance(failure, m.Failure)
+    assert expected in failure.reason
+    assert_serves(workers[:1])
+
+
+def test_a_tensor_that_does_not_match_its_header_is_refused(workers: list[str]) -> None:
+    [frame] = encode_frame(Frame(m.LoadTensor("0.weight"), (torch.ones(0, 3),)))
+    with connect(workers[0]) as connection:
+        connection.sendall(GREETING)
+        answer(connection)
+        announced = frame.tobytes().replace(b"\x92\x00\x03", b"\x92\x02\x03")
+        connection.sendall(announced)
+        failure = answer(connection)
+    assert isinstance(failure, m.Failure)
+    assert "announces float32[2, 3], 24 bytes" in failure.reason
+    assert_serves(workers[:1])
+
+
+def test_a_plan_that_leaves_layers_out_is_an_error_before_anything_is_sent(
+    workers: list[str],
+) -> None:
+    plan = Plan([StagePlan(["coordinator"], (0, 2)), StagePlan([workers[0]], (2, 4))])
+    with pytest.raises(PlanError, match="covers 4 layers and the model has 5"):
+        fit(HeteroPipelineStrategy(workers, plan))
+    assert_serves(workers[:1])
+
+
+def test_an_unreachable_worker_is_named_with_the_remedy(workers: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(WorkerUnreachable, match=f"{free}.*--listen"):
+        fit(even([workers[0], free]))
+    assert_serves(workers[:1])
+
+
+def test_a_listener_that_never_answers_is_given_up(workers: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        strategy = even([workers[0], f"127.0.0.1:{silent.getsockname()[1]}"])
+        strategy.deadlines = Deadlines(connect_seconds=0.3)
+        with pytest.raises(WorkerUnreachable, match="Nothing came within"):
+            fit(strategy)
+    assert_serves(workers[:1])
+
+
+def test_a_busy_worker_says_so(workers: list[str]) -> None:
+    with connect(workers[0]) as connection:
+        connection.sendall(GREETING)
+        assert isinstance(answer(connection), m.Welcome)
+        with pytest.raises(WorkerUnreachable, match="busy with another coordinator"):
+            fit(even(workers[:1]))
+    assert_serves(workers[:1])
+
+
+class Raising(TinyModule):
+    """Raises in one micro-batch of its second step."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and batch["input_ids"][0, 0] == self.stop_at:
+            raise ZeroDivisionError("the user's own mistake")
+        return loss
+
+
+@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
+def test_the_users_exception_arrives_with_its_own_traceback(
+    workers: list[str], micro_batching: Any
+) -> None:
+    threads = threading.active_count()
+    module = Raising()
+    which = 12 + 3 if micro_batching == "step" else 12
+    module.stop_at = loader(36, 36).dataset[which]["input_ids"][0]  # type: ignore[index,assignment]
+    strategy = HeteroPipelineStrategy(
+        workers, "even", micro_batches=4, micro_batching=micro_batching
+    )
+    with pytest.raises(ZeroDivisionError, match="own mistake") as caught:
+        fit(strategy, module)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert frames[-1].filename == __file__
+    assert threading.active_count() == threads
+    # The weights of the last whole step are back.
+    assert not any(tensor.is_meta for tensor in module.state_dict().values())
+    assert_serves(workers)
+
+
+def test_a_workers_own_failure_arrives_with_its_traceback(workers: list[str]) -> None:
+    class Module(TinyModule):
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            embedded = self.model.model.embed_tokens(batch["input_ids"])
+            wrong = torch.ones(1, 1, 7, 7, dtype=torch.bool)
+            return self.model(inputs_embeds=embedded, attention_mask=wrong).logits.mean()
+
+    with pytest.raises(StageFailed, match=r"stage 1 on .* failed in step 1(.|\n)*traceback"):
+        fit(HeteroPipelineStrategy(workers, zero_on_coordinator(workers[:1])), Module())
+    assert_serves(workers[:1])
+
+
+def zero_on_coordinator(workers: list[str]) -> Plan:
+    return Plan([StagePlan([workers[0]], (0, 5))], micro_batches=2)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_worker_that_dies_in_mid_step_is_named(which: int) -> None:
+    with worker_process() as first, worker_process() as second:
+        victim = (first, second)[which]
+
+        class Module(TinyModule):
+            def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+                loss = super().training_step(batch, batch_idx)
+                if batch_idx == 1:
+                    victim.process.kill()
+                return loss
+
+        module = Module()
+        expected = f"stage {which + 1} on {victim.address} was lost in step 2"
+        with pytest.raises(WorkerLost, match=expected):
+            fit(even([first.address, second.address]), module)
+        # What is lost says so instead of giving something else.
+        with pytest.raises(WorkerLost):
+            module.state_dict()
+        survivor = (second, first)[which]
+        assert_serves([survivor.address])
+
+
+def test_a_worker_that_falls_silent_is_given_up() -> None:
+    with worker_process() as worker:
+
+        class Module(TinyModule):
+            def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+                if batch_idx == 1:
+                    os.kill(worker.process.pid, signal.SIGSTOP)
+                return super().training_step(batch, batch_idx)
+
+        strategy = even([worker.address])
+        strategy.deadlines = Deadlines(heartbeat_seconds=0.1, silence_seconds=0.5, stop_seconds=0.5)
+        with pytest.raises(WorkerLost, match="No sign of life"):
+            fit(strategy, Module())
+
+
+def test_a_worker_listens_on_loopback_only() -> None:
+    command = [sys.executable, "-m", "lightning_hetero", "worker", "--listen", "0.0.0.0:0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "loopback only" in ended.stderr
+
+
+COORDINATOR = """
+import sys, torch
+from lightning_hetero import HeteroPipelineStrategy
+from tests.models import TinyModule, loader, trainer
+
+class Module(TinyModule):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        processes = [w.process.pid for w in self.trainer.strategy._local_workers]
+        print(*processes, flush=True)
+        sys.stdin.readline()
+
+trainer(HeteroPipelineStrategy(workers=2, plan="even"), max_steps=2).fit(Module(), loader(24, 12))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, None], ids=["kill -9", "^C", "end"])
+def test_no_local_worker_is_left_behind(how: signal.Signals | None) -> None:
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", COORDINATOR],
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 2
+    if how is None:
+        process.stdin.write("\n\n")
+        process.stdin.flush()
+    else:
+        process.send_signal(how)
+    process.communicate(timeout=60)
+    for pid in pids:
+        wait_for_end(pid)
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until a process that is not our child has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    ended = poll.poll(DEADLINE_SECONDS * 1000)
+    os.close(descriptor)
+    assert ended, f"the worker {pid} is still there"

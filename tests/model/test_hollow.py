@@ -1,0 +1,523 @@
+"""A hollow layer looks like itself, hands its work over, and refuses what would go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    Cache,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.hollow import Exchange, HollowLayers
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.tensors import named_tensors, set_tensor
+
+from ..models import VOCABULARY, tiny_llama
+
+AWAY = range(1, 4)
+
+
+class Elsewhere:
+    """Copies of the layers in this process: computes for them, and keeps their tensors."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        self.layers = copy.deepcopy(dict(layers))
+        self.calls: list[list[LayerCall]] = []
+
+    def exchange(self, hidden: Tensor, calls: list[LayerCall]) -> Tensor:
+        self.calls.append(calls)
+        for call in calls:
+            layer = self.layers[call.layer_index].train(call.training)
+            hidden = layer(hidden, *call.args, **call.kwargs)
+        return hidden
+
+    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        tensors = dict(named_tensors(self.layers))
+        return {name: tensors[name].detach().clone() for name in names}
+
+    def store(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, content in tensors.items():
+            set_tensor(self.layers, name, content.clone())
+
+    def everything(self) -> dict[str, Tensor]:
+        return self.fetch([name for name, _ in named_tensors(self.layers)])
+
+
+class Hollowed:
+    """A model whose layers 1 to 3 are hollow, and where they went."""
+
+    def __init__(self, model: PreTrainedModel, exchange: Exchange | None = None) -> None:
+        self.model = model
+        chosen = {number: find_decoder_layers(model)[number] for number in AWAY}
+        self.layers = {number: layer.module for number, layer in chosen.items()}
+        self.elsewhere = Elsewhere(self.layers)
+        self.run = HollowLayers(chosen, exchange or self.elsewhere.exchange, self.elsewhere)
+        self.run.hollow()
+
+    def refill(self) -> None:
+        self.run.refill(self.elsewhere.everything())
+
+    def is_away(self, name: str) -> bool:
+        return any(f"layers.{number}." in name for number in AWAY)
+
+
+@pytest.fixture
+def hollowed() -> Hollowed:
+    return Hollowed(tiny_llama(5))
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(2))
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": VOCABULARY,
+}
+
+
+def gpt2() -> PreTrainedModel:
+    config = GPT2Config(n_embd=16, n_layer=5, n_head=2, vocab_size=VOCABULARY)
+    return GPT2LMHeadModel(config)
+
+
+def mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=3))
+
+
+def qwen2() -> PreTrainedModel:
+    config = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=3, max_window_layers=2)
+    return Qwen2ForCausalLM(config)
+
+
+FAMILIES = [lambda: tiny_llama(5), gpt2, mistral, qwen2]
+FAMILY_NAMES = ["llama", "gpt2", "mistral", "qwen2"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_NAMES)
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_computes_as_before(family: Callable[[], Any], training: bool) -> None:
+    model = family().eval()
+    mask = torch.ones_like(tokens())
+    mask[1, 4:] = 0
+    options = {"input_ids": tokens(), "attention_mask": mask, "labels": tokens()}
+    expected = model(**options).loss.detach()
+    hollow = Hollowed(model)
+    with torch.set_grad_enabled(training):
+        found = model(**options).loss
+    assert torch.equal(found, expected)
+    assert [call.layer_index for call in hollow.elsewhere.calls[0]] == list(AWAY)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_NAMES)
+def test_no_cache_is_handed_over(family: Callable[[], Any]) -> None:
+    hollow = Hollowed(family())
+    hollow.model(tokens(), use_cache=True)
+    [calls] = hollow.elsewhere.calls
+    for call in calls:
+        assert not any(isinstance(value, Cache) for value in [*call.args, *call.kwargs.values()])
+        assert not call.kwargs.get("use_cache")
+
+
+def test_a_hollow_layer_keeps_its_identity_class_names_and_attributes() -> None:
+    model = tiny_llama(5)
+    before = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
+    index = model.model.layers[2].self_attn.layer_idx
+    Hollowed(model)
+    after = dict(model.named_modules())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert type(after["model.layers.2"]) is type(tiny_llama(1).model.layers[0])
+    assert after["model.layers.2"].self_attn.layer_idx == index
+    assert {n: id(p) for n, p in model.named_parameters()} == {
+        n: id(p) for n, p in parameters.items()
+    }
+
+
+def test_only_hollow_layers_are_without_memory(hollowed: Hollowed) -> None:
+    for name, tensor in [*hollowed.model.named_parameters(), *hollowed.model.named_buffers()]:
+        assert tensor.is_meta == hollowed.is_away(name), name
+
+
+def test_flags_and_shapes_of_parameters_stay() -> None:
+    model = tiny_llama(5)
+    model.model.layers[2].mlp.requires_grad_(False)
+    before = {n: (p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()}
+    hollow = Hollowed(model)
+    flags = {n: (p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()}
+    assert flags == before
+    hollow.refill()
+    flags = {n: (p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()}
+    assert flags == before
+
+
+def test_an_optimizer_made_before_still_holds_the_models_parameters() -> None:
+    model = tiny_llama(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hollow = Hollowed(model)
+    held = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    hollow.refill()
+    before = model.model.layers[2].mlp.up_proj.weight.detach().clone()
+    model(tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    assert not torch.equal(model.model.layers[2].mlp.up_proj.weight, before)
+
+
+def test_state_dict_has_the_same_keys_and_real_tensors(hollowed: Hollowed) -> None:
+    expected = tiny_llama(5).state_dict()
+    found = hollowed.model.state_dict()
+    assert list(found) == list(expected)
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
+
+
+def test_a_layers_own_state_dict_is_real_too(hollowed: Hollowed) -> None:
+    found = hollowed.layers[2].state_dict(prefix="x.")
+    expected = tiny_llama(5).model.layers[2].state_dict(prefix="x.")
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
+
+
+def test_a_part_of_a_layer_gives_no_meta_tensors_either(hollowed: Hollowed) -> None:
+    found = hollowed.layers[2].mlp.state_dict()
+    assert not any(tensor.is_meta for tensor in found.values())
+
+
+def other_weights() -> dict[str, Tensor]:
+    return {name: tensor + 1 for name, tensor in tiny_llama(5).state_dict().items()}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_pushes_without_a_warning(hollowed: Hollowed, assign: bool) -> None:
+    state = other_weights()
+    held = {id(layer.mlp.up_proj.weight) for layer in hollowed.layers.values()}  # type: ignore[union-attr]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hollowed.model.load_state_dict(state, assign=assign)
+    torch.testing.assert_close(dict(hollowed.model.state_dict()), state, rtol=0, atol=0)
+    assert {id(layer.mlp.up_proj.weight) for layer in hollowed.layers.values()} == held  # type: ignore[union-attr]
+    assert all(tensor.is_meta for _, tensor in named_tensors(hollowed.layers))
+
+
+def test_load_state_dict_leaves_the_users_dict_alone(hollowed: Hollowed) -> None:
+    state = other_weights()
+    hollowed.model.load_state_dict(state)
+    torch.testing.assert_close(state, other_weights(), rtol=0, atol=0)
+
+
+def test_load_state_dict_converts_to_the_layers_dtype(hollowed: Hollowed) -> None:
+    state = {name: tensor.double() for name, tensor in other_weights().items()}
+    hollowed.model.load_state_dict(state)
+    assert hollowed.model.state_dict()["model.layers.2.mlp.up_proj.weight"].dtype == torch.float32
+
+
+def test_load_state_dict_still_finds_what_is_missing_unknown_or_misshapen(
+    hollowed: Hollowed,
+) -> None:
+    name = "model.layers.2.mlp.up_proj.weight"
+    state = other_weights()
+    misshapen = {**state, name: torch.zeros(1, 1)}
+    with pytest.raises(RuntimeError, match=rf"size mismatch for {name}"):
+        hollowed.model.load_state_dict(misshapen)
+    missing = {key: tensor for key, tensor in state.items() if key != name}
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{name}"'):
+        hollowed.model.load_state_dict(missing)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        hollowed.model.load_state_dict({**state, "model.layers.2.mlp.extra": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.to(torch.float64),
+        lambda model: model.double(),
+        lambda model: model.half().double(),
+        lambda model: model.to("cpu", torch.float64),
+    ],
+)
+def test_moving_the_model_passes_hollow_layers_by(
+    hollowed: Hollowed, move: Callable[[nn.Module], nn.Module]
+) -> None:
+    assert move(hollowed.model) is hollowed.model
+    for name, parameter in hollowed.model.named_parameters():
+        is_away = hollowed.is_away(name)
+        assert parameter.dtype == (torch.float32 if is_away else torch.float64), name
+        assert parameter.is_meta == is_away, name
+
+
+@pytest.mark.parametrize("move", ["cpu", "float", "eval", "train", "zero_grad"])
+def test_everyday_calls_on_a_hollow_model_just_work(hollowed: Hollowed, move: str) -> None:
+    expected = hollowed.model(tokens()).logits
+    getattr(hollowed.model, move)()
+    assert torch.equal(hollowed.model(tokens()).logits, expected)
+
+
+@pytest.mark.parametrize("part", ["model", "model.model.layers", "model.model.layers.2"])
+def test_a_copy_is_refused_with_what_to_do_instead(hollowed: Hollowed, part: str) -> None:
+    module = hollowed.model.get_submodule(part.removeprefix("model").removeprefix("."))
+    with pytest.raises(ModelError, match="cannot be copied or pickled; copy it before"):
+        copy.deepcopy(module)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [pickle.dumps, lambda module: torch.save(module, io.BytesIO())],
+    ids=["pickle", "torch.save"],
+)
+def test_pickling_is_refused_with_what_to_do_instead(
+    hollowed: Hollowed, write: Callable[[nn.Module], object]
+) -> None:
+    with pytest.raises(ModelError, match="cannot be copied or pickled; copy it before"):
+        write(hollowed.layers[2])
+
+
+def observe(*_args: Any, **_kwargs: Any) -> None:
+    """A user's hook."""
+
+
+HOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "forward": lambda m: m.register_forward_hook(observe),
+    "forward pre": lambda m: m.register_forward_pre_hook(observe),
+    "backward": lambda m: m.register_full_backward_hook(observe),
+    "backward pre": lambda m: m.register_full_backward_pre_hook(observe),
+    "parameter": lambda m: next(m.parameters()).register_hook(observe),
+    "accumulated": lambda m: next(m.parameters()).register_post_accumulate_grad_hook(observe),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("part", ["", ".mlp.up_proj"])
+def test_a_hook_that_would_not_fire_is_refused_by_name(part: str, hook: str) -> None:
+    model = tiny_llama(5)
+    HOOKS[hook](model.get_submodule(f"model.layers.2{part}"))
+    with pytest.raises(ModelError, match=rf"model\.layers\.2{part}.* hook"):
+        Hollowed(model)
+
+
+def test_a_refused_hook_leaves_the_model_as_it_was() -> None:
+    model = tiny_llama(5)
+    expected = model(tokens()).logits.detach()
+    HOOKS["forward"](model.model.layers[3])
+    with pytest.raises(ModelError):
+        Hollowed(model)
+    assert torch.equal(model(tokens()).logits, expected)
+
+
+def test_hooks_outside_of_hollow_layers_fire() -> None:
+    model = tiny_llama(5)
+    fired: list[nn.Module] = []
+    for layer in (model.model.layers[0], model.model.layers[4]):
+        layer.register_forward_hook(lambda module, *_: fired.append(module))
+    Hollowed(model)
+    model(tokens())
+    assert fired == [model.model.layers[0], model.model.layers[4]]
+
+
+def test_the_hooks_of_transformers_own_output_capturing_do_no_harm() -> None:
+    model = tiny_llama(5)
+    expected = model(tokens(), output_hidden_states=True).logits.detach()
+    Hollowed(model)
+    assert torch.equal(model(tokens()).logits, expected)
+
+
+@pytest.mark.parametrize("wanted", ["output_hidden_states", "output_attentions"])
+def test_outputs_that_cannot_be_collected_are_refused(hollowed: Hollowed, wanted: str) -> None:
+    hollowed.model.set_attn_implementation("eager")
+    with pytest.raises(ModelError, match=wanted.removeprefix("output_")):
+        hollowed.model(tokens(), **{wanted: True})
+
+
+def hidden_states() -> Tensor:
+    return torch.ones(1, 2, 16)
+
+
+def call_in_order(hollowed: Hollowed, numbers: Sequence[int]) -> Tensor:
+    hidden = hidden_states()
+    for number in numbers:
+        hidden = hollowed.layers[number](hidden)
+    return hidden
+
+
+@pytest.mark.parametrize("numbers", [[2], [1, 3], [1, 1], [1, 2, 2], [3, 2, 1]], ids=str)
+def test_layers_called_out_of_their_order_are_refused(
+    hollowed: Hollowed, numbers: list[int]
+) -> None:
+    with pytest.raises(ModelError, match=r"[Ll]ayer"):
+        call_in_order(hollowed, numbers)
+    assert hollowed.elsewhere.calls == []
+
+
+def test_hidden_states_changed_between_layers_are_refused(hollowed: Hollowed) -> None:
+    hidden = hollowed.layers[1](hidden_states())
+    with pytest.raises(ModelError, match="between layers 1 and 2 changed the hidden states"):
+        hollowed.layers[2](hidden + 1)
+
+
+def test_hidden_states_changed_in_place_between_layers_are_refused(hollowed: Hollowed) -> None:
+    hidden = hollowed.layers[1](hidden_states())
+    hidden.add_(1)
+    with pytest.raises(ModelError, match="between layers 1 and 2 changed the hidden states"):
+        hollowed.layers[2](hidden)
+
+
+def test_an_early_exit_is_refused_at_the_end_of_the_forward(hollowed: Hollowed) -> None:
+    call_in_order(hollowed, [1, 2])
+    with pytest.raises(ModelError, match="left the decoder layers after layer 2"):
+        hollowed.run.check_finished()
+    hollowed.run.check_finished()
+
+
+def test_an_early_exit_is_refused_at_the_next_forward(hollowed: Hollowed) -> None:
+    call_in_order(hollowed, [1])
+    with pytest.raises(ModelError, match="left the decoder layers after layer 1"):
+        hollowed.layers[1](hidden_states())
+
+
+def test_a_finished_or_forgotten_forward_is_no_early_exit(hollowed: Hollowed) -> None:
+    hollowed.model(tokens(), use_cache=False)
+    hollowed.run.check_finished()
+    call_in_order(hollowed, [1, 2])
+    hollowed.run.forget_calls()
+    hollowed.run.check_finished()
+
+
+def test_threads_do_not_see_each_others_half_finished_forwards() -> None:
+    hollowed = Hollowed(tiny_llama(5), lambda hidden, calls: hidden * len(calls))
+    hidden = hollowed.layers[1](hidden_states())
+    other = threading.Thread(target=lambda: call_in_order(hollowed, [1]))
+    other.start()
+    other.join()
+    hidden = hollowed.layers[3](hollowed.layers[2](hidden))
+    assert torch.equal(hidden, hidden_states() * 3)
+
+
+def test_hidden_states_may_come_by_name(hollowed: Hollowed) -> None:
+    position_embeddings = hollowed.model.model.rotary_emb(hidden_states(), torch.arange(2)[None])
+    hidden = hidden_states()
+    for layer in hollowed.layers.values():
+        hidden = layer(hidden_states=hidden, position_embeddings=position_embeddings)
+    expected = hidden_states()
+    for layer in hollowed.elsewhere.layers.values():
+        expected = layer(expected, position_embeddings=position_embeddings)
+    assert torch.equal(hidden, expected)
+    assert "hidden_states" not in hollowed.elsewhere.calls[0][0].kwargs
+
+
+def test_a_call_without_hidden_states_is_refused(hollowed: Hollowed) -> None:
+    with pytest.raises(ModelError, match="Layer 1 was called without hidden states"):
+        hollowed.layers[1](attention_mask=None)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_each_call_says_the_layers_mode_and_arguments(hollowed: Hollowed, training: bool) -> None:
+    hollowed.model.train(training)
+    hollowed.layers[2].train(not training)
+    hollowed.model(tokens())
+    [calls] = hollowed.elsewhere.calls
+    assert [call.training for call in calls] == [training, not training, training]
+    assert all("position_embeddings" in call.kwargs for call in calls)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_NAMES)
+def test_a_cache_is_left_out_once_and_refused_when_it_comes_again(
+    family: Callable[[], Any],
+) -> None:
+    hollow = Hollowed(family().eval())
+    cache = DynamicCache(config=hollow.model.config)
+    hollow.model(tokens(), past_key_values=cache)
+    with pytest.raises(ModelError, match="pass `use_cache=False`"):
+        hollow.model(tokens()[:, :1], past_key_values=cache)
+
+
+def test_a_cache_that_was_filled_before_is_refused() -> None:
+    model = tiny_llama(5).eval()
+    with torch.no_grad():
+        cache = model(tokens(), use_cache=True).past_key_values
+    Hollowed(model)
+    with pytest.raises(ModelError, match="key-value cache"):
+        model(tokens()[:, :1], past_key_values=cache)
+
+
+def test_generation_works_without_a_cache_and_is_refused_with_one(hollowed: Hollowed) -> None:
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    expected = tiny_llama(5).generate(tokens(), use_cache=False, **options)
+    assert torch.equal(hollowed.model.generate(tokens(), use_cache=False, **options), expected)
+    with pytest.raises(ModelError, match="pass `use_cache=False`"):
+        hollowed.model.generate(tokens(), use_cache=True, **options)
+
+
+def test_refilled_layers_are_ordinary_again() -> None:
+    model = tiny_llama(5)
+    expected = model(tokens()).logits.detach()
+    hollow = Hollowed(model)
+    hollow.refill()
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    assert torch.equal(model(tokens()).logits, expected)
+    assert hollow.elsewhere.calls == []
+    assert model.double().model.layers[2].mlp.up_proj.weight.dtype == torch.float64
+    assert torch.equal(copy.deepcopy(model)(tokens()).logits, model(tokens()).logits)
+    pickle.dumps(model.model.layers[2])
+    assert vars(model.model.layers[2]).keys() == vars(tiny_llama(5).model.layers[2]).keys()
+
+
+def test_refilled_layers_have_the_content_from_elsewhere(hollowed: Hollowed) -> None:
+    hollowed.model.load_state_dict(other_weights())
+    hollowed.refill()
+    torch.testing.assert_close(dict(hollowed.model.state_dict()), other_weights())
+
+
+def test_refilled_layers_are_severed_from_what_was_elsewhere(hollowed: Hollowed) -> None:
+    hollowed.refill()
+    hollowed.model.load_state_dict(other_weights())
+    theirs = hollowed.elsewhere.fetch(["2.mlp.up_proj.weight"])["2.mlp.up_proj.weight"]
+    assert torch.equal(theirs, tiny_llama(5).model.layers[2].mlp.up_proj.weight.detach())
+
+
+def test_layers_can_be_hollowed_again_after_a_refill(hollowed: Hollowed) -> None:
+    hollowed.refill()
+    expected = hollowed.model(tokens()).logits.detach()
+    again = Hollowed(hollowed.model)
+    assert torch.equal(again.model(tokens()).logits, expected)
+    assert len(again.elsewhere.calls) == 1
+
+
+def test_layers_that_have_taken_part_in_a_backward_can_be_hollowed() -> None:
+    model = tiny_llama(5)
+    model(tokens(), labels=tokens()).loss.backward()
+    hollow = Hollowed(model)
+    assert all(p.grad is None for p in hollow.layers[2].parameters())
+
+
+@pytest.mark.parametrize("held", [1, 3])
+def test_a_graph_that_the_user_still_holds_never_costs_weights(held: int) -> None:
+    model = tiny_llama(5)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    output = model.model.layers[held].mlp(hidden_states())
+    with contextlib.suppress(ModelError):
+        Hollowed(model)
+    assert output.requires_grad
+    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)

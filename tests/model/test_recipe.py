@@ -1,0 +1,212 @@
+"""What a worker builds from a recipe is what the coordinator has, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
+from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
+
+from ..models import tiny_llama
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 31,
+}
+
+
+def llama() -> PreTrainedModel:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+    return LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope, attention_bias=True))
+
+
+def qwen2() -> PreTrainedModel:
+    config = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    return Qwen2ForCausalLM(config)
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=3, n_head=4, vocab_size=31))
+
+
+def mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4))
+
+
+FAMILIES = [llama, qwen2, gpt2, mistral]
+
+
+class Module(nn.Module):
+    """Stands in for the LightningModule around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.net = model
+
+
+def numbered(root: nn.Module, start: int = 1, end: int = 3) -> list[tuple[int, DecoderLayer]]:
+    return list(enumerate(find_decoder_layers(root)))[start:end]
+
+
+def recipe(**changes: Any) -> Recipe:
+    root = Module(tiny_llama(3))
+    return replace(write_recipe(root, numbered(root)), **changes)
+
+
+def with_config(**changes: Any) -> Recipe:
+    return recipe(config={**recipe().config, **changes})
+
+
+def tensors(layer: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    named = [*layer.named_parameters(), *layer.named_buffers()]
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in named}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layers_built_are_those_of_the_original(family: Any) -> None:
+    root = Module(family())
+    originals = numbered(root)
+    built = build_layers(Recipe.from_json(write_recipe(root, originals).to_json()))
+    assert list(built) == ["1", "2"]
+    for number, layer in originals:
+        found = built[str(number)]
+        assert type(found) is type(layer.module)
+        assert tensors(found) == tensors(layer.module)
+        assert str(found) == str(layer.module)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_built_layers_compute_as_the_originals_do(family: Any, attention: str) -> None:
+    model = family().eval()
+    model.set_attn_implementation(attention)
+    tokens = torch.arange(20).reshape(2, 10)
+    expected = model(tokens, use_cache=False).logits
+    originals = numbered(model)
+    built = build_layers(write_recipe(model, originals))
+    for number, layer in originals:
+        found = built[str(number)].to_empty(device="cpu").eval()
+        found.load_state_dict(layer.module.state_dict())
+        parent, _, name = layer.name.rpartition(".")
+        model.get_submodule(parent)[int(name)] = found
+    torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=0, atol=0)
+
+
+def test_building_takes_no_memory_for_weights() -> None:
+    built = build_layers(with_config(hidden_size=2**17, intermediate_size=2**18))
+    assert all(parameter.is_meta for parameter in built.parameters())
+
+
+def test_paths_are_those_inside_the_model_wherever_it_is() -> None:
+    root = Module(Module(tiny_llama(3)))
+    found = write_recipe(root, numbered(root))
+    assert found.model_class == "LlamaForCausalLM"
+    assert found.layers == {1: "model.layers.1", 2: "model.layers.2"}
+    bare = tiny_llama(3)
+    assert write_recipe(bare, numbered(bare)) == found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recipe_survives_its_way_as_json(family: Any) -> None:
+    root = Module(family())
+    written = write_recipe(root, numbered(root))
+    assert Recipe.from_json(written.to_json()) == written
+    assert json.loads(written.to_json())["model_class"] == type(root.net).__name__
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no json",
+        "[]",
+        "{}",
+        '{"model_class": 1, "config": {}, "attention": "sdpa", "layers": {}}',
+        '{"model_class": "X", "config": [], "attention": "sdpa", "layers": {}}',
+        '{"model_class": "X", "config": {}, "attention": "sdpa", "layers": {"a": "b"}}',
+    ],
+)
+def test_text_that_is_no_recipe_is_refused(text: str) -> None:
+    with pytest.raises(ModelError, match="recipe cannot be read"):
+        Recipe.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NoSuchModel", "LlamaConfig", "AutoModelForCausalLM", "pipeline", "torch", "__doc__", ""],
+)
+def test_what_is_no_model_class_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match="no model class"):
+        build_layers(recipe(model_class=name))
+
+
+@pytest.mark.parametrize(
+    "attention", ["kernels-community/flash-attn3", "someone/evil", "paged|sdpa", "", "other"]
+)
+def test_an_attention_that_would_fetch_a_kernel_is_refused(attention: str) -> None:
+    with pytest.raises(ModelError, match="not allowed on a worker"):
+        build_layers(recipe(attention=attention))
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_an_attention_hidden_in_the_config_is_ignored(key: str) -> None:
+    built = build_layers(with_config(**{key: "someone/evil"}))
+    assert built["1"].self_attn.config._attn_implementation == recipe().attention
+
+
+@pytest.mark.parametrize("number", [0, -1, 1025, 10**9, "3", None, 2.0])
+def test_an_absurd_number_of_layers_is_refused(number: Any) -> None:
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        build_layers(with_config(num_hidden_layers=number))
+
+
+def test_an_absurd_number_of_layers_is_refused_under_a_familys_own_name() -> None:
+    root = gpt2()
+    written = write_recipe(root, numbered(root))
+    with pytest.raises(ModelError, match="layer"):
+        build_layers(replace(written, config={**written.config, "n_layer": 5000}))
+
+
+def test_a_path_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(ModelError, match="LlamaForCausalLM has no such layer"):
+        build_layers(recipe(layers={0: "model.layers.17"}))
+
+
+def test_a_layer_outside_of_hugging_face_models_cannot_be_written_down() -> None:
+    root = nn.Module()
+    root.blocks = nn.ModuleList([nn.Linear(2, 2)])
+    layers = list(enumerate(find_decoder_layers(root, "blocks")))
+    with pytest.raises(ModelError, match=r"'blocks\.0' \(Linear\)"):
+        write_recipe(root, layers)
+
+
+class MyLlama(LlamaForCausalLM):
+    """A user's subclass, which no worker has."""
+
+
+def test_a_users_own_model_class_cannot_be_written_down() -> None:
+    root = Module(MyLlama(tiny_llama(2).config))
+    with pytest.raises(ModelError, match="not part of a model class of the transformers library"):
+        write_recipe(root, numbered(root, 0, 1))

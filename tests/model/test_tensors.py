@@ -1,0 +1,123 @@
+"""Naming a layer's tensors, emptying them and filling them with their identity kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.tensors import empty_tensors, named_tensors, set_tensor
+
+
+class Layer(nn.Module):
+    """Parameters, one frozen and one absent, and buffers, one of them not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("table", torch.arange(4))
+        self.register_buffer("cache", torch.zeros(2, dtype=torch.float64), persistent=False)
+        self.register_buffer("absent", None)
+
+
+NAMES = ["scale", "inner.weight", "table", "cache"]
+
+
+def test_all_tensors_are_named_by_layer_number_and_path() -> None:
+    layers = {3: Layer(), 12: Layer()}
+    found = dict(named_tensors(layers))
+    assert list(found) == [f"{number}.{name}" for number in (3, 12) for name in NAMES]
+    assert found["12.inner.weight"] is layers[12].inner.weight
+    assert found["3.table"] is layers[3].table
+
+
+def test_a_tensor_with_two_names_comes_under_both() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    layer[1].weight = layer[0].weight
+    assert [name for name, _ in named_tensors({0: layer})] == ["0.0.weight", "0.1.weight"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_takes_new_content(name: str) -> None:
+    layer = Layer()
+    old = dict(named_tensors({1: layer}))[f"1.{name}"]
+    content = (torch.ones_like(old) * 7).detach()
+    set_tensor({1: layer}, f"1.{name}", content)
+    found = dict(named_tensors({1: layer}))[f"1.{name}"]
+    assert torch.equal(found, content)
+    assert (found.dtype, found.requires_grad) == (old.dtype, name == "inner.weight")
+
+
+def test_a_parameter_stays_the_same_object_for_whoever_holds_it() -> None:
+    layer = Layer()
+    held = layer.inner.weight
+    optimizer = torch.optim.SGD([held], lr=1.0)
+    set_tensor({0: layer}, "0.inner.weight", torch.zeros(3, 2))
+    assert layer.inner.weight is held
+    layer.inner(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert torch.equal(layer.inner.weight.detach(), -torch.ones(3, 2))
+
+
+def test_buffers_keep_out_of_the_state_dict_if_they_did() -> None:
+    layer = Layer()
+    set_tensor({0: layer}, "0.cache", torch.ones(2, dtype=torch.float64))
+    set_tensor({0: layer}, "0.table", torch.ones(4, dtype=torch.long))
+    assert set(layer.state_dict()) == {"scale", "inner.weight", "table"}
+
+
+def test_content_of_another_shape_is_refused_with_both_shapes() -> None:
+    layer = Layer()
+    with pytest.raises(ModelError, match=r"'0\.table' .* \(4,\) and has \(5,\)"):
+        set_tensor({0: layer}, "0.table", torch.zeros(5))
+    assert torch.equal(layer.table, torch.arange(4))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["1.scale", "0.nothing", "0.inner.bias", "0.absent", "0.no.scale", "x.scale", "scale", ""],
+)
+def test_an_unknown_name_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match="no tensor"):
+        set_tensor({0: Layer()}, name, torch.ones(3))
+
+
+def test_emptied_tensors_keep_all_but_their_content() -> None:
+    layer = Layer()
+    before = [(name, t.shape, t.dtype, t.requires_grad) for name, t in named_tensors({0: layer})]
+    held = layer.inner.weight
+    empty_tensors({0: layer})
+    assert all(tensor.is_meta for _, tensor in named_tensors({0: layer}))
+    after = [(name, t.shape, t.dtype, t.requires_grad) for name, t in named_tensors({0: layer})]
+    assert after == before
+    assert layer.inner.weight is held
+    assert isinstance(held, nn.Parameter)
+
+
+def test_emptying_twice_is_emptying_once() -> None:
+    layer = Layer()
+    empty_tensors({0: layer})
+    empty_tensors({0: layer})
+    assert layer.scale.is_meta
+
+
+def test_tied_parameters_are_still_tied_when_emptied_and_filled() -> None:
+    first, second = Layer(), Layer()
+    second.inner.weight = first.inner.weight
+    layers = {0: first, 1: second}
+    empty_tensors(layers)
+    assert second.inner.weight is first.inner.weight
+    for name in ("0.inner.weight", "1.inner.weight"):
+        set_tensor(layers, name, torch.full((3, 2), 5.0))
+    assert second.inner.weight is first.inner.weight
+    assert torch.equal(first.inner.weight.detach(), torch.full((3, 2), 5.0))
+
+
+def test_a_buffer_that_two_modules_share_is_emptied_in_both() -> None:
+    first, second = Layer(), Layer()
+    second.table = first.table
+    empty_tensors({0: first, 1: second})
+    tensors: list[Tensor] = [first.table, second.table]
+    assert all(tensor.is_meta for tensor in tensors)

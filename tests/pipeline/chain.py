@@ -1,0 +1,186 @@
+"""A pipeline in one process: `Stages` over a chain of `StageRunner`s, with queues for sockets.
+
+    coordinator (0) ──▶ runner 1 ──▶ runner 2 ──▶ … ──▶ coordinator
+
+Every arrow is a link of its own, and the coordinator has one to each runner for arguments. A link
+keeps its order; which link delivers next and which runner acts next is a matter of timing, and a
+`seed` makes that timing a random one. Things happen only while the coordinator waits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
+from lightning_hetero.pipeline.rule import Action, Key
+from lightning_hetero.pipeline.runner import Incoming, StageRunner
+from lightning_hetero.pipeline.stage import Stage, Surroundings
+
+COORDINATOR = 0
+Event = Callable[[], None]
+
+
+class Chain:
+    """Implements `Stages`.
+
+    Args:
+        stages: Stages 1, 2, … in their order.
+        seed: Start of a random timing; None delivers everything at once and lets the runners act
+            in their order.
+
+    ``actions`` is what all runners did, in time, and ``most_in_flight`` the greatest number of
+    micro-batches that each stage ever held.
+    """
+
+    def __init__(self, stages: Sequence[Stage], seed: int | None = None) -> None:
+        self.runners = [StageRunner(stage) for stage in stages]
+        self.step = 0
+        self.actions: list[Action] = []
+        self.most_in_flight: Counter[int] = Counter()
+        self._timing = None if seed is None else random.Random(seed)
+        self._links: defaultdict[tuple[int, int], deque[Event]] = defaultdict(deque)
+        self._arrived: deque[tuple[int, Returned]] = deque()
+        self._unfinished: defaultdict[int, Counter[int]] = defaultdict(Counter)
+
+    # what the coordinator says
+
+    def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
+        self.step += 1
+        self._unfinished.clear()
+        for runner in self.runners:
+            self._post(
+                COORDINATOR, runner, partial(runner.begin, self.step, max_in_flight, accumulate)
+            )
+
+    def abort_step(self) -> None:
+        self._unfinished.clear()
+        for runner in self.runners:
+            self._post(COORDINATOR, runner, runner.abort)
+
+    def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+        for runner in self.runners:
+            calls = [c for c in surroundings.calls if str(c.layer_index) in runner.stage.layers]
+            own = replace(surroundings, calls=calls)
+            self._post(COORDINATOR, runner, partial(runner.take_arguments, key, own))
+        requires_grad = surroundings.grad_enabled and hidden.requires_grad
+        incoming = Incoming(hidden.detach().clone(), requires_grad)
+        first = self.runners[0]
+        self._post(COORDINATOR, first, partial(first.take_activation, self.step, key, incoming))
+
+    def send_backward(self, key: Key, gradient: Tensor | None) -> None:
+        last = self.runners[-1]
+        copy = None if gradient is None else gradient.clone()
+        self._post(COORDINATOR, last, partial(last.take_gradient, self.step, key, copy))
+
+    def receive(self) -> Returned:
+        self._let_time_pass()
+        while True:
+            while self._arrived:
+                step, returned = self._arrived.popleft()
+                if step == self.step:
+                    return returned
+            self._let_something_happen()
+
+    # what happens meanwhile
+
+    def _post(self, source: int, target: StageRunner, event: Event) -> None:
+        self._links[source, target.stage.stage_index].append(event)
+
+    def _let_time_pass(self) -> None:
+        """The coordinator was busy for a while."""
+        if self._timing is not None:
+            for _ in range(self._timing.randrange(6)):
+                if self._possible_events():
+                    self._let_something_happen()
+
+    def _let_something_happen(self) -> None:
+        events = self._possible_events()
+        assert events, f"Nothing can happen any more in step {self.step}: {self.actions}"
+        event = events[0] if self._timing is None else self._timing.choice(events)
+        event()
+
+    def _possible_events(self) -> list[Event]:
+        deliveries = [partial(self._deliver, link) for link in self._links.values() if link]
+        acts = [partial(self._act, r) for r in self.runners if r.next_action() is not None]
+        return [*deliveries, *acts]
+
+    def _deliver(self, link: deque[Event]) -> None:
+        link.popleft()()
+
+    def _act(self, runner: StageRunner) -> None:
+        action = runner.next_action()
+        assert action is not None
+        # A worker's random numbers are not the coordinator's.
+        with torch.random.fork_rng(devices=[]):
+            result = runner.run(action)
+        self._note(action, result.tensor)
+        if action.kind == "F":
+            assert result.tensor is not None
+            self._send_on(runner, action.key, result.tensor)
+        else:
+            self._send_back(runner, action.key, result.tensor)
+
+    def _note(self, action: Action, tensor: Tensor | None) -> None:
+        self.actions.append(action)
+        held = self._unfinished[action.stage_index]
+        if action.kind == "B":
+            held[action.key.microbatch] -= 1
+        elif tensor is not None and tensor.requires_grad:
+            held[action.key.microbatch] += 1
+        number = sum(count > 0 for count in held.values())
+        self.most_in_flight[action.stage_index] = max(
+            number, self.most_in_flight[action.stage_index]
+        )
+
+    def _send_on(self, runner: StageRunner, key: Key, output: Tensor) -> None:
+        index, step = runner.stage.stage_index, runner.step
+        if runner is self.runners[-1]:
+            returned = Returned(key, False, output.detach(), output.requires_grad)
+            self._return(index, step, returned)
+        else:
+            target = self.runners[index]
+            incoming = Incoming(output.detach(), output.requires_grad)
+            self._post(index, target, partial(target.take_activation, step, key, incoming))
+
+    def _send_back(self, runner: StageRunner, key: Key, gradient: Tensor | None) -> None:
+        index, step = runner.stage.stage_index, runner.step
+        if runner is self.runners[0]:
+            self._return(index, step, Returned(key, True, gradient))
+        else:
+            target = self.runners[index - 2]
+            self._post(index, target, partial(target.take_gradient, step, key, gradient))
+
+    def _return(self, source: int, step: int, returned: Returned) -> None:
+        self._links[source, COORDINATOR].append(partial(self._arrived.append, (step, returned)))
+
+
+def cut_into_stages(
+    layers: Mapping[int, nn.Module], num_stages: int, recompute: bool = False, seed: int = 0
+) -> list[Stage]:
+    """Stages 1, 2, … with nearly equal runs of the layers."""
+    numbers = sorted(layers)
+    ends = [len(numbers) * i // num_stages for i in range(num_stages + 1)]
+    return [
+        Stage(
+            nn.ModuleDict({str(n): layers[n] for n in numbers[start:end]}),
+            torch.device("cpu"),
+            stage_index,
+            recompute,
+            seed,
+        )
+        for stage_index, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True), start=1)
+    ]
+
+
+def request_for(hidden: Tensor, layers: Mapping[int, nn.Module], training: bool = True) -> Request:
+    """What a model asks for whose layers take nothing but hidden states."""
+    calls = [LayerCall(number, training, (), {}) for number in sorted(layers)]
+    return Request(hidden, surroundings_here(hidden, calls))

@@ -1,0 +1,497 @@
+"""The driver gives what the micro-batches one after the other would give, whatever the timing."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_hetero.pipeline.driver import Driver, MicrobatchStep
+from lightning_hetero.pipeline.gradients import StepGradients
+from lightning_hetero.pipeline.handover import Returned
+from lightning_hetero.pipeline.turns import current_turn
+
+from .chain import Chain, cut_into_stages, request_for
+
+NUM_LAYERS = 4
+Layers = dict[int, nn.Module]
+Through = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+class Block(nn.Module):
+    """A decoder layer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.dropout(torch.tanh(self.linear(hidden)))
+
+
+class Model(nn.Module):
+    """What the coordinator keeps: a body that is elsewhere goes between its two ends."""
+
+    def __init__(self, tied: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(6, 9, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.dropout(self.embedding(tokens))
+        return hidden
+
+    def loss(self, hidden: Tensor) -> Tensor:
+        return self.head(self.dropout(hidden)).logsumexp(-1).square().mean()
+
+    def forward(self, tokens: Tensor, through: Through) -> Tensor:
+        return self.loss(through(self.embed(tokens)))
+
+
+def microbatches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(9, (2, 5), generator=generator) for _ in range(count)]
+
+
+Step = Callable[[Model, Through, Tensor], Any]
+
+
+def ordinary_step(model: Model, through: Through, tokens: Tensor) -> Any:
+    return model(tokens, through)
+
+
+@dataclass
+class Pipeline:
+    """A model whose layers are behind a chain, and its driver.
+
+    Args:
+        num_stages: Remote stages.
+        timing: Seed of the chain's timing.
+        training_step: What runs for each micro-batch.
+    """
+
+    num_stages: int = 2
+    timing: int | None = None
+    training_step: Step = ordinary_step
+    tied: bool = False
+    dropout: float = 0.0
+    recompute: bool = False
+    model: Model = field(init=False)
+    layers: Layers = field(init=False)
+    chain: Chain = field(init=False)
+    driver: Driver = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Model(self.tied, self.dropout)
+        self.layers = {number: Block(self.dropout) for number in range(NUM_LAYERS)}
+        stages = cut_into_stages(self.layers, self.num_stages, self.recompute, seed=11)
+        self.chain = Chain(stages, self.timing)
+        local = list(self.model.parameters())
+        shared = [self.model.embedding.weight] if self.tied else []
+        gradients = StepGradients(local, shared)
+        self.driver = Driver(self.chain, gradients, lambda loss: loss, seed=12)
+
+    def twin(self) -> Pipeline:
+        """Another one with the same weights and flags, and no history."""
+        twin = replace(self)
+        twin.model, twin.layers = copy.deepcopy((self.model, self.layers))
+        for module in (twin.model, *twin.layers.values()):
+            module.zero_grad()
+        return twin
+
+    def hand_over(self, hidden: Tensor) -> Tensor:
+        turn = current_turn()
+        assert turn is not None
+        returned: Tensor = turn.hand_over(request_for(hidden, self.layers))
+        return returned
+
+    def run(
+        self,
+        inputs: list[Tensor],
+        limit: int,
+        factors: list[float] | None = None,
+        accumulate: bool = False,
+    ) -> list[Any]:
+        """One step, with its gradients in ``.grad`` at the end."""
+        factors = factors or [1 / len(inputs)] * len(inputs)
+        work = [
+            MicrobatchStep(
+                lambda tokens=tokens: self.training_step(self.model, self.hand_over, tokens),  # type: ignore[misc]
+                factor,
+            )
+            for tokens, factor in zip(inputs, factors, strict=True)
+        ]
+        results = self.driver.run(self.chain.step + 1, work, limit, accumulate)
+        if not accumulate:
+            self.model.zero_grad()
+        self.driver.gradients.publish()
+        return results
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        named = list(self.model.named_parameters())
+        for number, layer in self.layers.items():
+            named += [(f"{number}.{name}", p) for name, p in layer.named_parameters()]
+        return {name: None if p.grad is None else p.grad.clone() for name, p in named}
+
+
+def sequential(plain: Pipeline, inputs: list[Tensor], factors: list[float]) -> list[Tensor]:
+    """The losses micro-batch by micro-batch, without driver and stages; it keeps the gradients."""
+
+    def body(hidden: Tensor) -> Tensor:
+        for number in range(NUM_LAYERS):
+            hidden = plain.layers[number](hidden)
+        return hidden
+
+    losses = []
+    for tokens, factor in zip(inputs, factors, strict=True):
+        loss = plain.training_step(plain.model, body, tokens)
+        if factor > 0:
+            loss.backward(torch.full_like(loss, factor))
+        losses.append(loss)
+    return losses
+
+
+def assert_equals_sequential(
+    pipeline: Pipeline, count: int, limit: int, factors: list[float] | None = None, **near: float
+) -> None:
+    """One step of the pipeline gives what its twin gives without driver and stages."""
+    plain = pipeline.twin()
+    inputs, factors = microbatches(count), factors or [1 / count] * count
+    found = pipeline.run(inputs, limit, factors)
+    expected = sequential(plain, inputs, factors)
+    tolerance = near or {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(found, expected, equal_nan=True, **tolerance)
+    torch.testing.assert_close(pipeline.gradients(), plain.gradients(), **tolerance)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("count", "limit"), [(1, 1), (2, 1), (3, 2), (5, 1), (5, 2), (5, 3), (5, 5), (4, 8)]
+)
+def test_losses_and_gradients_are_bit_equal_to_sequential_microbatches(
+    num_stages: int, count: int, limit: int
+) -> None:
+    assert_equals_sequential(Pipeline(num_stages), count, limit)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6))
+def test_timing_changes_neither_losses_nor_gradients_nor_the_bound(
+    num_stages: int, count: int, limit: int, timing: int
+) -> None:
+    pipeline = Pipeline(num_stages, timing)
+    assert_equals_sequential(pipeline, count, limit)
+    assert max(pipeline.chain.most_in_flight.values()) <= limit
+
+
+@pytest.mark.parametrize("timing", range(5))
+def test_tied_parameters_sums_are_bit_equal(timing: int) -> None:
+    assert_equals_sequential(Pipeline(timing=timing, tied=True), count=5, limit=3)
+
+
+@pytest.mark.parametrize("timing", range(5))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputed_layers_give_the_same(timing: int, recompute: bool) -> None:
+    assert_equals_sequential(Pipeline(3, timing, recompute=recompute), count=4, limit=3)
+
+
+@pytest.mark.parametrize("timing", range(5))
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_no_stage_and_not_the_coordinator_holds_more_than_the_bound(
+    limit: int, timing: int
+) -> None:
+    started: list[int] = []
+    ended: list[int] = []
+
+    def step(model: Model, through: Through, tokens: Tensor) -> Tensor:
+        started.append(1)
+        assert len(started) - len(ended) <= limit
+        return model(tokens, through)
+
+    pipeline = Pipeline(3, timing, step)
+    receive = pipeline.chain.receive
+
+    def counting_receive() -> Returned:
+        returned = receive()
+        ended.extend([1] * returned.is_gradient)
+        return returned
+
+    pipeline.chain.receive = counting_receive  # type: ignore[method-assign]
+    pipeline.run(microbatches(7), limit)
+    assert len(ended) == 7
+    assert all(0 < held <= limit for held in pipeline.chain.most_in_flight.values())
+
+
+def test_one_forward_one_backward_follows_from_the_rule() -> None:
+    pipeline = Pipeline(num_stages=1)
+    pipeline.run(microbatches(5), limit=2)
+    names = [str(action) for action in pipeline.chain.actions]
+    assert names == ["1F0", "1F1", "1B0", "1F2", "1B1", "1F3", "1B2", "1F4", "1B3", "1B4"]
+
+
+def test_a_second_step_starts_from_its_own_gradients() -> None:
+    pipeline = Pipeline()
+    pipeline.run(microbatches(3), limit=2)
+    first = pipeline.gradients()
+    pipeline.run(microbatches(3), limit=2)
+    torch.testing.assert_close(pipeline.gradients(), first, rtol=0, atol=0)
+
+
+def test_an_accumulating_step_adds_its_gradients_in_order() -> None:
+    pipeline = Pipeline(timing=1)
+    plain = pipeline.twin()
+    inputs = microbatches(4)
+    pipeline.run(inputs[:2], 2, [0.25] * 2)
+    pipeline.run(inputs[2:], 2, [0.25] * 2, accumulate=True)
+    sequential(plain, inputs, [0.25] * 4)
+    torch.testing.assert_close(pipeline.gradients(), plain.gradients(), rtol=0, atol=0)
+
+
+def nan_at_the_second(model: Model, through: Through, tokens: Tensor) -> Tensor:
+    loss = model(tokens, through)
+    return loss * torch.nan if torch.equal(tokens, microbatches(2)[1]) else loss
+
+
+@pytest.mark.parametrize("timing", range(4))
+def test_a_nan_loss_of_weight_zero_contributes_nothing(timing: int) -> None:
+    pipeline = Pipeline(2, timing, nan_at_the_second)
+    assert_equals_sequential(pipeline, count=4, limit=2, factors=[0.5, 0.0, 0.25, 0.25])
+    gradients = pipeline.gradients().values()
+    assert all(g is not None and bool(g.isfinite().all()) for g in gradients)
+
+
+def test_a_microbatch_that_returns_no_loss_contributes_nothing() -> None:
+    def step(model: Model, through: Through, tokens: Tensor) -> Tensor | None:
+        loss = model(tokens, through)
+        return None if torch.equal(tokens, microbatches(2)[1]) else loss
+
+    pipeline, without = Pipeline(training_step=step), Pipeline()
+    found = pipeline.run(microbatches(3), 2, [0.5, 0.25, 0.25])
+    assert [loss is None for loss in found] == [False, True, False]
+    first, _, third = microbatches(3)
+    without.run([first, third], 2, [0.5, 0.25])
+    torch.testing.assert_close(pipeline.gradients(), without.gradients(), rtol=0, atol=0)
+
+
+def visit_twice(model: Model, through: Through, tokens: Tensor) -> Tensor:
+    hidden = model.embed(tokens)
+    return model.loss(through(through(hidden) * 0.5 + hidden))
+
+
+@pytest.mark.parametrize("timing", range(5))
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_model_may_visit_the_stages_twice(limit: int, timing: int) -> None:
+    pipeline = Pipeline(2, timing, visit_twice)
+    assert_equals_sequential(pipeline, 3, limit, rtol=1e-5, atol=1e-6)
+    assert max(pipeline.chain.most_in_flight.values()) <= limit
+
+
+def separate_visits(model: Model, through: Through, tokens: Tensor) -> Tensor:
+    """Two branches, of which one is left out of the loss."""
+    through(model.embed(tokens))
+    return model(tokens.flip(0), through)
+
+
+def visit_without_gradient(model: Model, through: Through, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = through(model.embed(tokens.flip(1)))
+    return model(tokens, through) + model.loss(target)
+
+
+@pytest.mark.parametrize("timing", range(4))
+@pytest.mark.parametrize("training_step", [separate_visits, visit_without_gradient])
+def test_a_visit_that_the_loss_does_not_learn_from_teaches_nothing(
+    training_step: Step, timing: int
+) -> None:
+    pipeline = Pipeline(2, timing, training_step)
+    assert_equals_sequential(pipeline, 3, 2, rtol=1e-5, atol=1e-6)
+    assert max(pipeline.chain.most_in_flight.values()) <= 2
+
+
+def test_a_frozen_embedding_leaves_the_stages_learning() -> None:
+    pipeline = Pipeline()
+    pipeline.model.embedding.requires_grad_(False)
+    assert_equals_sequential(pipeline, count=3, limit=2)
+    assert pipeline.gradients()["0.linear.weight"] is not None
+
+
+def test_frozen_layers_pass_the_gradient_to_the_embedding() -> None:
+    pipeline = Pipeline()
+    for layer in pipeline.layers.values():
+        layer.requires_grad_(False)
+    assert_equals_sequential(pipeline, count=3, limit=2)
+
+
+def test_a_training_step_without_the_model_runs_too() -> None:
+    pipeline = Pipeline(training_step=lambda model, _, tokens: model.loss(model.embed(tokens)))
+    assert_equals_sequential(pipeline, count=3, limit=2)
+
+
+@pytest.mark.parametrize("timing", [None, 0, 1, 2])
+def test_a_replayed_step_draws_the_same_dropout_masks(timing: int | None) -> None:
+    expected = Pipeline(dropout=0.5)
+    losses = expected.run(microbatches(3), limit=1)
+    # Masks are seeded by stage, so the replay has the same stages.
+    replayed = Pipeline(2, timing, dropout=0.5, recompute=True)
+    torch.rand(5)
+    torch.testing.assert_close(replayed.run(microbatches(3), limit=3), losses, rtol=0, atol=0)
+    torch.testing.assert_close(replayed.gradients(), expected.gradients(), rtol=0, atol=0)
+
+
+def without_dropout(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+
+
+@pytest.mark.parametrize("place", ["coordinator", "stages"])
+def test_every_step_and_microbatch_draws_its_own_dropout_mask(place: str) -> None:
+    pipeline = Pipeline(dropout=0.5)
+    layers = nn.ModuleList(pipeline.layers.values())
+    without_dropout(pipeline.model if place == "stages" else layers)
+    same = [microbatches(1)[0]] * 3
+    losses = [*pipeline.run(same, 2), *pipeline.run(same, 2)]
+    assert len({float(loss.detach()) for loss in losses}) == 6
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_global_random_state_is_as_it_was_after_a_step(fails: bool) -> None:
+    def step(model: Model, through: Through, tokens: Tensor) -> Tensor:
+        loss = model(tokens, through)
+        if fails:
+            raise ZeroDivisionError
+        return loss
+
+    pipeline = Pipeline(training_step=step, dropout=0.5)
+    torch.manual_seed(77)
+    before = torch.get_rng_state()
+    try:
+        pipeline.run(microbatches(3), limit=2)
+    except ZeroDivisionError:
+        assert fails
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class UserError(Exception):
+    """Raised by a training_step."""
+
+
+@dataclass
+class FailingStep:
+    """A training_step that raises in one micro-batch, before or behind the hand-over."""
+
+    failing: int
+    is_before: bool
+    unwound: list[str] = field(default_factory=list)
+
+    def __call__(self, model: Model, through: Through, tokens: Tensor) -> Tensor:
+        is_failing = torch.equal(tokens, microbatches(self.failing + 1)[-1])
+        try:
+            if is_failing and self.is_before:
+                raise_deep_inside()
+            loss = model(tokens, through)
+            if is_failing:
+                raise_deep_inside()
+            return loss
+        finally:
+            self.unwound.append(threading.current_thread().name)
+
+
+def raise_deep_inside() -> None:
+    raise UserError("mine")
+
+
+@pytest.mark.parametrize("timing", [None, 0, 1])
+@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_an_exception_arrives_with_the_users_traceback_and_unwinds_all(
+    failing: int, is_before: bool, timing: int | None
+) -> None:
+    step = FailingStep(failing, is_before)
+    pipeline = Pipeline(2, timing, step)
+    with pytest.raises(UserError, match="mine") as caught:
+        pipeline.run(microbatches(5), limit=3)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-2:] == ["__call__", "raise_deep_inside"]
+    assert f"micro-batch {failing}" in step.unwound
+    assert len(step.unwound) == len(set(step.unwound))
+
+
+@pytest.mark.parametrize("timing", [None, 0, 1, 2])
+@pytest.mark.parametrize("is_before", [False, True])
+def test_the_step_after_an_exception_is_as_if_nothing_had_been(
+    is_before: bool, timing: int | None
+) -> None:
+    pipeline = Pipeline(3, timing, FailingStep(2, is_before))
+    with pytest.raises(UserError):
+        pipeline.run(microbatches(5), limit=3)
+    pipeline.training_step = ordinary_step
+    assert_equals_sequential(pipeline, count=4, limit=2)
+
+
+def test_the_stages_drop_what_they_gathered_in_a_step_that_failed() -> None:
+    pipeline = Pipeline(training_step=FailingStep(4, is_before=False))
+    plain = pipeline.twin()
+    with pytest.raises(UserError):
+        pipeline.run(microbatches(5), limit=2)
+    pipeline.training_step = plain.training_step = ordinary_step
+    pipeline.run(microbatches(2), 2, [0.5, 0.5], accumulate=True)
+    sequential(plain, microbatches(2), [0.5, 0.5])
+    found, expected = pipeline.gradients(), plain.gradients()
+    torch.testing.assert_close(found["0.linear.weight"], expected["0.linear.weight"])
+
+
+def test_gradients_from_before_are_back_after_an_exception() -> None:
+    pipeline = Pipeline()
+    pipeline.run(microbatches(2), limit=2)
+    before = pipeline.gradients()
+    pipeline.training_step = FailingStep(1, is_before=False)
+    with pytest.raises(UserError):
+        pipeline.run(microbatches(3), limit=2)
+    here = [name for name, _ in pipeline.model.named_parameters()]
+    found = pipeline.gradients()
+    torch.testing.assert_close([found[n] for n in here], [before[n] for n in here])
+
+
+def test_a_failing_stage_unwinds_every_microbatch() -> None:
+    step = FailingStep(failing=9, is_before=False)
+    pipeline = Pipeline(training_step=step)
+
+    def fail() -> Returned:
+        raise ConnectionError("stage 1 is gone")
+
+    pipeline.chain.receive = fail  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError, match="gone"):
+        pipeline.run(microbatches(4), limit=3)
+    assert sorted(step.unwound) == ["micro-batch 0", "micro-batch 1", "micro-batch 2"]
+
+
+def test_results_come_in_the_order_of_the_microbatches() -> None:
+    def step(model: Model, through: Through, tokens: Tensor) -> dict[str, Any]:
+        return {"loss": model(tokens, through), "tokens": tokens}
+
+    pipeline = Pipeline(3, timing=4, training_step=step)
+    pipeline.driver.loss_of = lambda result: result["loss"]
+    found = pipeline.run(microbatches(5), limit=3)
+    torch.testing.assert_close([result["tokens"] for result in found], microbatches(5))

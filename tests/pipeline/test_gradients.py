@@ -1,0 +1,127 @@
+"""Gradients of a running step, and what Lightning sees of them and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.pipeline.gradients import StepGradients
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(3))
+
+
+def step_of(gradients: StepGradients, owner: nn.Parameter, value: Tensor) -> None:
+    """A step of one micro-batch whose backward gives this gradient."""
+    with gradients.of_microbatch(0):
+        owner.backward(value)
+    gradients.finish_microbatch(0)
+
+
+def test_a_steps_gradients_survive_the_zero_grad_between_forward_and_backward() -> None:
+    owner, value = parameter(), torch.tensor([1.0, 2.0, 3.0])
+    gradients = StepGradients([owner], [])
+    gradients.begin(accumulate=False)
+    step_of(gradients, owner, value)
+    gradients.finish()
+    torch.optim.SGD([owner]).zero_grad()
+    gradients.publish()
+    assert owner.grad is not None
+    assert torch.equal(owner.grad, value)
+
+
+def test_before_publish_the_earlier_gradients_are_seen() -> None:
+    owner = parameter()
+    owner.grad = earlier = torch.ones(3)
+    gradients = StepGradients([owner], [])
+    gradients.begin(accumulate=False)
+    step_of(gradients, owner, torch.full((3,), 5.0))
+    gradients.finish()
+    assert owner.grad is earlier
+    assert torch.equal(earlier, torch.ones(3))
+
+
+def test_an_accumulating_step_adds_to_what_is_there() -> None:
+    owner = parameter()
+    owner.grad = torch.ones(3)
+    gradients = StepGradients([owner], [])
+    gradients.begin(accumulate=True)
+    step_of(gradients, owner, torch.full((3,), 5.0))
+    gradients.finish()
+    gradients.publish()
+    assert torch.equal(owner.grad, torch.full((3,), 6.0))
+
+
+def test_a_step_is_published_once() -> None:
+    owner = parameter()
+    gradients = StepGradients([owner], [])
+    gradients.publish()
+    assert owner.grad is None
+    gradients.begin(accumulate=False)
+    step_of(gradients, owner, torch.ones(3))
+    gradients.finish()
+    gradients.publish()
+    gradients.publish()
+    assert torch.equal(owner.grad, torch.ones(3))
+
+
+def test_a_step_that_was_not_published_leaves_nothing_to_the_next() -> None:
+    owner = parameter()
+    gradients = StepGradients([owner], [owner])
+    gradients.begin(accumulate=False)
+    with gradients.of_microbatch(0):
+        owner.backward(torch.ones(3))
+    gradients.finish()
+    gradients.begin(accumulate=False)
+    step_of(gradients, owner, torch.full((3,), 2.0))
+    gradients.finish()
+    gradients.publish()
+    assert owner.grad is not None
+    assert torch.equal(owner.grad, torch.full((3,), 2.0))
+
+
+def test_a_parameter_without_a_gradient_keeps_none() -> None:
+    used, unused = parameter(), parameter()
+    gradients = StepGradients([used, unused], [unused])
+    gradients.begin(accumulate=False)
+    step_of(gradients, used, torch.ones(3))
+    gradients.finish()
+    gradients.publish()
+    assert unused.grad is None
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_from_before_survive_a_backward_that_raises(accumulate: bool) -> None:
+    owner = parameter()
+    owner.grad = torch.ones(3)
+    gradients = StepGradients([owner], [owner])
+    gradients.begin(accumulate)
+    with pytest.raises(ZeroDivisionError), gradients.of_microbatch(0):  # noqa: PT012
+        owner.backward(torch.ones(3))
+        raise ZeroDivisionError
+    gradients.finish()
+    assert owner.grad is not None
+    assert torch.equal(owner.grad, torch.ones(3))
+
+
+def test_a_tied_parameters_sum_is_that_of_one_backward_per_microbatch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(4, 2, 3, generator=generator)
+    tied, plain = parameter(), parameter()
+    gradients = StepGradients([tied], [tied])
+    gradients.begin(accumulate=False)
+    # As in a pipeline: the head of the next micro-batch comes before the embedding of this one.
+    for microbatch, part in [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (3, 0), (2, 1), (3, 1)]:
+        with gradients.of_microbatch(microbatch):
+            tied.backward(parts[microbatch, part])
+        if part == 1:
+            gradients.finish_microbatch(microbatch)
+    gradients.finish()
+    gradients.publish()
+    for head, embedding in parts:
+        (plain @ head + plain @ embedding).backward()
+    assert tied.grad is not None
+    assert plain.grad is not None
+    assert torch.equal(tied.grad, plain.grad)

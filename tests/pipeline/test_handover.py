@@ -1,0 +1,172 @@
+"""The hand-over of a whole batch: a function of the hidden states, and differentiable."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.pipeline.handover import (
+    Boundary,
+    exchange_gradients,
+    exchange_pieces,
+    surroundings_here,
+)
+from lightning_hetero.pipeline.pieces import cut_request
+
+from .chain import Chain, cut_into_stages, request_for
+
+Layers = dict[int, nn.Module]
+
+
+def layers(count: int = 4) -> Layers:
+    torch.manual_seed(0)
+    return {n: nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for n in range(count)}
+
+
+def run(modules: Layers, hidden: Tensor) -> Tensor:
+    for number in sorted(modules):
+        hidden = modules[number](hidden)
+    return hidden
+
+
+def batch(size: int = 5) -> Tensor:
+    return torch.randn(size, 3, 4, generator=torch.Generator().manual_seed(1))
+
+
+def through(chain: Chain, modules: Layers, hidden: Tensor, num_pieces: int, visit: int = 0) -> Any:
+    pieces = cut_request(request_for(hidden, modules), num_pieces)
+    anchor = torch.zeros((), requires_grad=True)
+    return Boundary.apply(hidden, anchor, chain, pieces, visit)
+
+
+def gradients(modules: Layers) -> list[Tensor | None]:
+    return [p.grad for n in sorted(modules) for p in modules[n].parameters()]
+
+
+def calls_with(*args: Any, **kwargs: Any) -> list[LayerCall]:
+    return [LayerCall(7, True, args, kwargs)]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("grad_enabled", [False, True])
+def test_surroundings_are_those_of_the_calling_thread(
+    grad_enabled: bool, dtype: torch.dtype | None
+) -> None:
+    calls = calls_with()
+    with (
+        torch.set_grad_enabled(grad_enabled),
+        torch.autocast("cpu", dtype=dtype, enabled=dtype is not None),
+    ):
+        found = surroundings_here(batch(), calls)
+    assert (found.grad_enabled, found.autocast_dtype) == (grad_enabled, dtype)
+    assert found.calls == calls
+
+
+def wanting() -> Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        calls_with(wanting()),
+        calls_with(bias=wanting()),
+        calls_with(rotary=(wanting(), wanting())),
+        calls_with({"tables": [wanting()]}),
+    ],
+    ids=["position", "name", "inside a tuple", "inside a dict"],
+)
+def test_an_argument_that_wants_a_gradient_is_refused(calls: list[LayerCall]) -> None:
+    with pytest.raises(ModelError, match="layer 7 requires a gradient"):
+        surroundings_here(batch(), calls)
+
+
+def test_without_grad_mode_any_argument_may_go() -> None:
+    with torch.no_grad():
+        assert not surroundings_here(batch(), calls_with(wanting())).grad_enabled
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_pieces", [1, 2, 5])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_pieces_come_back_in_their_order_with_the_layers_results(
+    num_stages: int, num_pieces: int, seed: int | None
+) -> None:
+    modules = layers()
+    chain = Chain(cut_into_stages(modules, num_stages), seed)
+    chain.begin_step(num_pieces, accumulate=True)
+    with torch.no_grad():
+        pieces = cut_request(request_for(batch(), modules), num_pieces)
+        expected = [run(modules, piece.hidden) for piece in pieces]
+        found = exchange_pieces(chain, pieces, visit=0)
+    assert len(found) == num_pieces
+    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+
+
+def sequential(modules: Layers, hidden: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The plain model's input gradient, piece by piece; its weights gather theirs."""
+    found = []
+    for piece in hidden.detach().split(list(sizes)):
+        leaf = piece.clone().requires_grad_()
+        run(modules, leaf).square().sum().backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize(("num_pieces", "sizes"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1])])
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_gradients_are_bit_equal_to_those_of_the_pieces_one_by_one(
+    num_stages: int, num_pieces: int, sizes: list[int], seed: int | None
+) -> None:
+    modules = layers()
+    plain = copy.deepcopy(modules)
+    chain = Chain(cut_into_stages(modules, num_stages), seed)
+    chain.begin_step(num_pieces, accumulate=False)
+    hidden = batch().requires_grad_()
+    through(chain, modules, hidden, num_pieces).square().sum().backward()
+    assert torch.equal(hidden.grad, sequential(plain, batch(), sizes))  # type: ignore[arg-type]
+    torch.testing.assert_close(gradients(modules), gradients(plain), rtol=0, atol=0)
+
+
+def test_the_stages_learn_even_if_all_before_them_is_frozen() -> None:
+    modules = layers()
+    plain = copy.deepcopy(modules)
+    chain = Chain(cut_into_stages(modules, 2))
+    chain.begin_step(2, accumulate=False)
+    through(chain, modules, batch(), 2).square().sum().backward()
+    sequential(plain, batch(), [3, 2])
+    torch.testing.assert_close(gradients(modules), gradients(plain), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_batch_that_visits_twice_learns_from_both_visits(seed: int | None) -> None:
+    modules = layers()
+    plain = copy.deepcopy(modules)
+    chain = Chain(cut_into_stages(modules, 2), seed)
+    chain.begin_step(2, accumulate=False)
+    hidden, leaf = batch().requires_grad_(), batch().requires_grad_()
+    halfway = through(chain, modules, hidden, 2, visit=0) * 2
+    through(chain, modules, halfway, 2, visit=1).square().sum().backward()
+    run(plain, run(plain, leaf) * 2).square().sum().backward()
+    torch.testing.assert_close(hidden.grad, leaf.grad)
+    torch.testing.assert_close(gradients(modules), gradients(plain))
+
+
+def test_gradients_of_pieces_come_back_in_their_order() -> None:
+    modules: Layers = {0: nn.Identity()}
+    chain = Chain(cut_into_stages(modules, 1), seed=3)
+    chain.begin_step(3, accumulate=False)
+    pieces = cut_request(request_for(batch(3).requires_grad_(), modules), 3)
+    exchange_pieces(chain, pieces, visit=0)
+    sent = [torch.full((1, 3, 4), float(number)) for number in range(3)]
+    found = exchange_gradients(chain, sent, visit=0)
+    assert all(torch.equal(mine, its) for mine, its in zip(found, sent, strict=True))

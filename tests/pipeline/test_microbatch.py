@@ -1,0 +1,255 @@
+"""Cutting batches of every common kind, and weighing the pieces' losses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+from transformers import BatchEncoding
+
+from lightning_hetero.errors import BatchError
+from lightning_hetero.pipeline.microbatch import (
+    batch_size,
+    counted_labels,
+    loss_weights,
+    spans,
+    split_batch,
+)
+
+from ..models import sequences, tiny_llama
+
+
+class Sample(NamedTuple):
+    image: Tensor
+    label: Tensor
+
+
+@dataclass(frozen=True)
+class Graph:
+    nodes: Tensor
+    name: str
+    size: int = field(init=False, default=0)
+
+
+def rows(count: int = 5) -> Tensor:
+    return torch.arange(count * 2).reshape(count, 2)
+
+
+def padded_batch(count: int = 6) -> dict[str, Tensor]:
+    samples = sequences(count, padded=True)
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+@given(st.integers(0, 40), st.integers(1, 12))
+def test_spans_cover_everything_once_and_nearly_evenly(size: int, num_pieces: int) -> None:
+    found = spans(size, num_pieces)
+    assert [i for start, end in found for i in range(start, end)] == list(range(size))
+    lengths = [end - start for start, end in found]
+    assert len(found) == max(1, min(size, num_pieces))
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+
+
+@given(st.integers(1, 12), st.integers(1, 6))
+def test_a_cut_tensor_joins_to_itself(size: int, num_microbatches: int) -> None:
+    microbatches = split_batch(rows(size), num_microbatches)
+    assert len(microbatches) == min(size, num_microbatches)
+    assert torch.equal(torch.cat(microbatches), rows(size))
+
+
+@pytest.mark.parametrize("container", [dict, OrderedDict, BatchEncoding])
+def test_mappings_keep_their_type_and_order(container: Any) -> None:
+    batch = container({"b": rows(), "a": rows() + 1})
+    first, second = split_batch(batch, 2)
+    assert type(first) is type(second) is container
+    assert list(first) == list(batch)
+    assert torch.equal(torch.cat([first["a"], second["a"]]), batch["a"])
+    assert batch_size(batch) == 5
+
+
+def test_named_tuples_keep_their_type() -> None:
+    first, second = split_batch(Sample(rows(), torch.arange(5)), 2)
+    assert isinstance(second, Sample)
+    assert torch.equal(first.label, torch.arange(3))
+    assert torch.equal(second.image, rows()[3:])
+
+
+@pytest.mark.parametrize("container", [tuple, list])
+@pytest.mark.parametrize("size", [2, 5])
+def test_pairs_of_tensors_are_cut_inside_whatever_the_batch_size(container: Any, size: int) -> None:
+    batch = container([rows(size), torch.arange(size)])
+    first, second = split_batch(batch, 2)
+    assert type(first) is container
+    assert torch.equal(torch.cat([first[0], second[0]]), batch[0])
+    assert torch.equal(torch.cat([first[1], second[1]]), batch[1])
+
+
+def test_dataclasses_keep_their_type() -> None:
+    first, second = split_batch(Graph(rows(), "molecule"), 2)
+    assert isinstance(first, Graph)
+    assert torch.equal(second.nodes, rows()[3:])
+    assert second.name == "molecule"
+
+
+def test_a_list_with_one_text_per_sample_is_cut_like_the_tensors() -> None:
+    first, second = split_batch({"x": rows(), "text": list("abcde")}, 2)
+    assert (first["text"], second["text"]) == (list("abc"), list("de"))
+
+
+def test_a_list_with_one_tensor_per_sample_is_cut_like_the_tensors() -> None:
+    boxes = [torch.zeros(count, 4) for count in (3, 1, 4, 1, 2)]
+    first, second = split_batch({"x": rows(), "boxes": boxes}, 2)
+    assert [len(found) for found in first["boxes"]] == [3, 1, 4]
+    assert [len(found) for found in second["boxes"]] == [1, 2]
+
+
+def test_what_has_no_samples_goes_into_every_microbatch() -> None:
+    constants = {"scale": torch.tensor(2.0), "epoch": 3, "rate": 0.5, "name": "x", "none": None}
+    for microbatch in split_batch({"x": rows(), **constants}, 3):
+        assert {key: microbatch[key] for key in constants} == constants
+
+
+def test_nested_containers_are_cut_at_every_depth() -> None:
+    batch = {"inputs": {"ids": rows(), "pair": (rows(), [rows()])}}
+    second = split_batch(batch, 2)[1]["inputs"]
+    found = [second["ids"], second["pair"][0], second["pair"][1][0]]
+    assert all(torch.equal(tensor, rows()[3:]) for tensor in found)
+
+
+def test_fewer_samples_than_microbatches_give_one_each() -> None:
+    microbatches = split_batch({"x": rows(2)}, 8)
+    assert [microbatch["x"].tolist() for microbatch in microbatches] == [[[0, 1]], [[2, 3]]]
+
+
+def test_the_batch_itself_is_left_as_it_was() -> None:
+    batch = {"x": rows(), "text": list("abcde")}
+    split_batch(batch, 2)
+    assert torch.equal(batch["x"], rows())  # type: ignore[arg-type]
+    assert batch["text"] == list("abcde")
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        ({"x": rows(), "mask": torch.zeros(3, 3)}, r"5 samples .* shape \(3, 3\)"),
+        ({"x": rows(), "thing": object()}, "object"),
+        ({"x": rows(), "array": rows().numpy()}, "ndarray"),
+        ({"scale": torch.tensor(1.0)}, "no tensor"),
+        (["a", "b"], "no tensor"),
+        (object(), "object holds no tensor"),
+        ({"x": rows(), "labels": {1, 2}}, "set"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(batch: Any, reason: str) -> None:
+    with pytest.raises(BatchError, match=reason):
+        split_batch(batch, 2)
+
+
+def counted_by_llama(batch: dict[str, Tensor]) -> int:
+    """How many labels the mean inside LlamaForCausalLM runs over, from its own numbers."""
+    with torch.no_grad():
+        output = tiny_llama(1)(**batch)
+    shifted = functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    total = functional.cross_entropy(
+        output.logits.flatten(0, 1), shifted.flatten(), reduction="sum"
+    )
+    return round(float(total / output.loss))
+
+
+def with_prompt(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The labels of the first three tokens left out, as for a prompt."""
+    labels = batch["labels"].clone()
+    labels[:, :3] = -100
+    return {**batch, "labels": labels}
+
+
+def left_padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor.flip(1) for key, tensor in batch.items()}
+
+
+@pytest.mark.parametrize(
+    "change", [dict, with_prompt, left_padded], ids=["padding", "prompt", "left padding"]
+)
+@pytest.mark.parametrize("container", [dict, BatchEncoding])
+def test_counted_labels_are_those_that_llamas_loss_averages(change: Any, container: Any) -> None:
+    batch = change(padded_batch())
+    assert counted_labels(container(batch)) == counted_by_llama(batch)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 6])
+def test_losses_weighed_by_labels_add_up_to_llamas_loss_of_the_batch(
+    num_microbatches: int,
+) -> None:
+    batch, model = padded_batch(), tiny_llama(1)
+    microbatches = split_batch(batch, num_microbatches)
+    weights = loss_weights(microbatches, "auto", [batch_size(m) for m in microbatches])
+    with torch.no_grad():
+        losses = [float(model(**microbatch).loss) for microbatch in microbatches]
+        expected = float(model(**batch).loss)
+    combined = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+    assert combined == pytest.approx(expected, rel=1e-5)
+
+
+def test_labels_that_the_user_shifted_are_all_counted() -> None:
+    batch = padded_batch()
+    shifted = functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    found = counted_labels({"input_ids": batch["input_ids"], "labels": shifted})
+    assert found == int((shifted != -100).sum())
+
+
+def test_class_labels_are_counted_one_per_sample() -> None:
+    labels = torch.tensor([1, -100, 0])
+    assert counted_labels({"input_ids": rows(3), "labels": labels}) == 2
+
+
+def test_labels_of_an_object_are_its_attribute() -> None:
+    batch = Sample(rows(3), torch.zeros(3))
+    assert loss_weights([batch, batch], "auto", [3, 1]) == [0.75, 0.25]
+
+
+@pytest.mark.parametrize("weighting", ["samples", "auto"])
+def test_without_labels_samples_count(weighting: Any) -> None:
+    assert loss_weights([{"x": rows(3)}, {"x": rows(1)}], weighting, [3, 1]) == [0.75, 0.25]
+
+
+def test_real_valued_targets_are_no_token_labels() -> None:
+    microbatches = [{"labels": torch.zeros(3)}, {"labels": torch.zeros(1)}]
+    assert loss_weights(microbatches, "auto", [3, 1]) == [0.75, 0.25]
+
+
+def test_samples_count_when_asked_for_even_with_labels() -> None:
+    microbatches = split_batch(padded_batch(4), 2)
+    assert loss_weights(microbatches, "samples", [2, 2]) == [0.5, 0.5]
+
+
+def test_a_users_own_weights_are_normalized() -> None:
+    assert loss_weights([1.0, 3.0], lambda microbatch: microbatch, [1, 1]) == [0.25, 0.75]
+
+
+def test_a_microbatch_without_counted_labels_weighs_nothing() -> None:
+    labels = torch.tensor([[-100, -100], [-100, 1]])
+    microbatches = split_batch({"input_ids": rows(2) + 7, "labels": labels}, 2)
+    assert loss_weights(microbatches, "labels", [1, 1]) == [0.0, 1.0]
+
+
+def test_where_nothing_counts_the_samples_do() -> None:
+    microbatches = split_batch({"labels": torch.full((4, 2), -100)}, 2)
+    assert loss_weights(microbatches, "labels", [2, 2]) == [0.5, 0.5]
+
+
+def test_asking_for_labels_that_are_not_there_is_refused() -> None:
+    with pytest.raises(BatchError, match="loss_weighting='labels'"):
+        loss_weights([{"x": rows()}], "labels", [5])
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_a_weight_below_zero_or_not_a_number_is_refused(weight: float) -> None:
+    with pytest.raises(BatchError, match="negative"):
+        loss_weights([1.0, weight], lambda microbatch: microbatch, [1, 1])

@@ -1,0 +1,271 @@
+"""A stage's optimizer does to its parameters what the whole one would do."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.pipeline.optimizer import (
+    Clipping,
+    Group,
+    StageOptimizer,
+    clip_gradients,
+    clipping_factor,
+    group_options,
+    optimizer_class_name,
+    total_norm,
+)
+
+NAN = float("nan")
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("SGD", {"lr": 0.1}),
+    ("Adam", {"lr": 0.1, "betas": (0.8, 0.9)}),
+    ("AdamW", {"lr": 0.1, "amsgrad": True}),
+    ("Adagrad", {"lr": 0.1, "lr_decay": 0.1}),
+    ("Adagrad", {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    ("Adadelta", {"lr": 0.1}),
+    ("Adamax", {"lr": 0.1}),
+    ("NAdam", {"lr": 0.1}),
+    ("RAdam", {"lr": 0.1}),
+    ("RMSprop", {"lr": 0.1, "centered": True}),
+    ("Rprop", {"lr": 0.1}),
+    ("ASGD", {"lr": 0.1}),
+    ("Adafactor", {"lr": 0.1}),
+]
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    torch.manual_seed(0)
+    return {name: nn.Parameter(torch.randn(3, 2)) for name in ("1.a", "1.b", "2.a")}
+
+
+def give_gradients(owners: dict[str, nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in owners.values():
+        parameter.grad = torch.randn(3, 2, generator=generator)
+
+
+def two_groups(owners: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": [owners["1.a"], owners["2.a"]]},
+        {"params": [owners["1.b"]], "lr": 0.02, "weight_decay": 0.1},
+    ]
+
+
+def whole(kind: str, options: dict[str, Any], owners: dict[str, nn.Parameter]) -> Optimizer:
+    optimizer: Optimizer = getattr(torch.optim, kind)(two_groups(owners), **options)
+    return optimizer
+
+
+def part_of(optimizer: Optimizer, owners: dict[str, nn.Parameter]) -> StageOptimizer:
+    """The stage's part of the optimizer, as the coordinator describes it."""
+    names = [["1.a", "2.a"], ["1.b"]]
+    groups = [
+        Group(found, group_options(group))
+        for found, group in zip(names, optimizer.param_groups, strict=True)
+    ]
+    return StageOptimizer(optimizer_class_name(optimizer), groups, owners)
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [group_options(group) for group in optimizer.param_groups]
+
+
+def values(owners: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in owners.items()}
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
+def test_steps_are_bit_equal_to_the_plain_optimizers(kind: str, options: dict[str, Any]) -> None:
+    mine, theirs = parameters(), parameters()
+    plain = whole(kind, options, theirs)
+    stage = part_of(plain, mine)
+    for step in range(4):
+        give_gradients(mine, step)
+        give_gradients(theirs, step)
+        for group in plain.param_groups:
+            group["lr"] *= 0.5
+        stage.step(options_of(plain), Clipping())
+        plain.step()
+    assert all(not torch.equal(theirs[name], value) for name, value in parameters().items())
+    torch.testing.assert_close(values(mine), values(theirs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
+def test_state_that_was_carried_over_continues_bit_equally(
+    kind: str, options: dict[str, Any]
+) -> None:
+    mine, theirs = parameters(), parameters()
+    plain = whole(kind, options, theirs)
+    old = part_of(plain, mine)
+    give_gradients(mine, 0)
+    give_gradients(theirs, 0)
+    old.step(options_of(plain), Clipping())
+    plain.step()
+    new = part_of(plain, mine)
+    for name, state in old.state().items():
+        new.load_state(name, copy.deepcopy(state))
+    give_gradients(mine, 1)
+    give_gradients(theirs, 1)
+    new.step(options_of(plain), Clipping())
+    plain.step()
+    torch.testing.assert_close(values(mine), values(theirs), rtol=0, atol=0)
+
+
+def test_options_are_sent_by_position_also_past_a_group_that_is_elsewhere() -> None:
+    owners = parameters()
+    before = values(owners)
+    groups = [Group([], {"lr": 1.0}), Group(["1.b"], {"lr": 1.0})]
+    stage = StageOptimizer("SGD", groups, owners)
+    owners["1.b"].grad = torch.ones(3, 2)
+    stage.step([{"lr": 100.0}, {"lr": 0.5}], Clipping())
+    torch.testing.assert_close(owners["1.b"].detach(), before["1.b"] - 0.5)
+
+
+def test_options_for_another_number_of_groups_are_refused() -> None:
+    stage = StageOptimizer("SGD", [Group(["1.a"], {"lr": 1.0})], parameters())
+    with pytest.raises(ValueError, match="zip"):
+        stage.step([{"lr": 1.0}, {"lr": 2.0}], Clipping())
+
+
+def test_parameters_of_no_group_stay_as_they_are() -> None:
+    owners = parameters()
+    before = values(owners)
+    stage = StageOptimizer("SGD", [Group(["1.a"], {"lr": 1.0})], owners)
+    give_gradients(owners, 0)
+    stage.step([{"lr": 1.0}], Clipping())
+    found = values(owners)
+    assert [name for name in found if not torch.equal(found[name], before[name])] == ["1.a"]
+
+
+def test_a_parameter_without_a_gradient_is_not_stepped() -> None:
+    owners = parameters()
+    before = values(owners)
+    groups = [Group(list(owners), {"lr": 1.0, "weight_decay": 0.5})]
+    stage = StageOptimizer("AdamW", groups, owners)
+    stage.step([{"lr": 1.0}], Clipping(factor=0.5, value=1.0))
+    torch.testing.assert_close(values(owners), before, rtol=0, atol=0)
+    assert stage.state() == {}
+    assert stage.gradient_norm() == 0.0
+
+
+@pytest.mark.parametrize("name", ["NoSuchOptimizer", "lr_scheduler", "__name__", "Tensor"])
+def test_a_class_that_is_no_optimizer_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=f"no optimizer '{name}'"):
+        StageOptimizer(name, [Group(["1.a"], {})], parameters())
+
+
+def test_unknown_parameters_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"no parameters \['9\.a', '9\.b'\]"):
+        StageOptimizer("SGD", [Group(["1.a", "9.b", "9.a"], {"lr": 1.0})], parameters())
+    stage = StageOptimizer("SGD", [Group(["1.a"], {"lr": 1.0})], parameters())
+    with pytest.raises(ModelError, match=r"'9\.a'"):
+        stage.load_state("9.a", {})
+
+
+class MyAdam(torch.optim.Adam):
+    """An optimizer that no worker has."""
+
+
+@pytest.mark.parametrize("kind", [MyAdam, torch.optim.LBFGS])
+def test_an_optimizer_that_workers_cannot_have_is_refused(kind: type[Optimizer]) -> None:
+    with pytest.raises(ModelError, match=kind.__name__):
+        optimizer_class_name(kind([nn.Parameter(torch.ones(1))]))  # type: ignore[call-arg]
+
+
+def test_a_groups_options_are_all_but_its_parameters() -> None:
+    optimizer = torch.optim.SGD([("weight", nn.Parameter(torch.ones(1)))], lr=0.5, momentum=0.25)
+    options = group_options(optimizer.param_groups[0])
+    assert options.keys() == optimizer.defaults.keys()
+    assert (options["lr"], options["momentum"]) == (0.5, 0.25)
+
+
+def test_clipping_by_factor_and_by_value_is_torchs() -> None:
+    owners = parameters()
+    give_gradients(owners, 0)
+    expected = copy.deepcopy(owners)
+    give_gradients(expected, 0)
+    clip_gradients([p.grad for p in owners.values() if p.grad is not None], Clipping(value=0.3))
+    torch.nn.utils.clip_grad_value_(list(expected.values()), 0.3)
+    for name, parameter in owners.items():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=0, atol=0)
+    gradient = torch.tensor([1.0, -4.0])
+    clip_gradients([gradient], Clipping(factor=0.5))
+    assert gradient.tolist() == [0.5, -2.0]
+
+
+@pytest.mark.parametrize("clipping", [Clipping(factor=0.25), Clipping(value=0.1)], ids=str)
+def test_a_step_uses_the_clipped_gradients(clipping: Clipping) -> None:
+    owners = parameters()
+    before = values(owners)
+    give_gradients(owners, 0)
+    gradients = {name: p.grad.clone() for name, p in owners.items() if p.grad is not None}
+    stage = StageOptimizer("SGD", [Group(list(owners), {"lr": 1.0})], owners)
+    stage.step([{"lr": 1.0}], clipping)
+    clip_gradients(list(gradients.values()), clipping)
+    for name, parameter in owners.items():
+        torch.testing.assert_close(parameter.detach(), before[name] - gradients[name])
+
+
+finite = st.floats(-1e3, 1e3, width=32)
+
+
+stages_gradients = st.lists(st.lists(finite, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@given(stages_gradients, st.floats(0.01, 50))
+def test_norm_and_factor_over_stages_are_those_of_torch_over_all(
+    gradients: list[list[float]], max_norm: float
+) -> None:
+    owners = [nn.Parameter(torch.zeros(len(gradient))) for gradient in gradients]
+    for owner, gradient in zip(owners, gradients, strict=True):
+        owner.grad = torch.tensor(gradient)
+    norms = [float(torch.linalg.vector_norm(torch.tensor(gradient))) for gradient in gradients]
+    norm = total_norm(norms)
+    factor = clipping_factor(max_norm, norm)
+    expected = torch.nn.utils.clip_grad_norm_(owners, max_norm)
+    assert norm == pytest.approx(float(expected), rel=1e-5)
+    for owner, gradient in zip(owners, gradients, strict=True):
+        torch.testing.assert_close(owner.grad, torch.tensor(gradient) * factor)
+
+
+def test_a_stages_norm_is_torchs_over_its_groups() -> None:
+    owners = parameters()
+    give_gradients(owners, 0)
+    groups = [Group(["1.a"], {"lr": 1.0}), Group(["1.b", "2.a"], {"lr": 1.0})]
+    found = StageOptimizer("SGD", groups, owners).gradient_norm()
+    gradients = [p.grad for p in owners.values() if p.grad is not None]
+    assert found == float(torch.nn.utils.get_total_norm(gradients))
+
+
+@pytest.mark.parametrize("norms", [[1.0, NAN], [NAN], [NAN, math.inf]])
+def test_a_norm_that_is_not_a_number_stays_one_for_every_stage(norms: list[float]) -> None:
+    factor = clipping_factor(1.0, total_norm(norms))
+    gradient = torch.ones(2)
+    clip_gradients([gradient], Clipping(factor=factor))
+    assert bool(gradient.isnan().all())
+
+
+def test_an_infinite_norm_leaves_what_torch_leaves() -> None:
+    owner = nn.Parameter(torch.zeros(2))
+    owner.grad = torch.tensor([math.inf, 1.0])
+    torch.nn.utils.clip_grad_norm_([owner], 1.0)
+    gradient = torch.tensor([math.inf, 1.0])
+    clip_gradients([gradient], Clipping(factor=clipping_factor(1.0, total_norm([math.inf]))))
+    torch.testing.assert_close(gradient, owner.grad, equal_nan=True)
+
+
+def test_a_gradient_that_is_not_a_number_survives_clipping_by_value() -> None:
+    gradient = torch.tensor([NAN, 5.0])
+    clip_gradients([gradient], Clipping(value=1.0))
+    torch.testing.assert_close(gradient, torch.tensor([NAN, 1.0]), equal_nan=True)

@@ -1,0 +1,195 @@
+"""What micro-batches returned and logged becomes the batch's own, once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torchmetrics import MeanMetric
+
+from lightning_hetero.errors import BatchError
+from lightning_hetero.pipeline.results import StepLog, merge_values, weighted_mean
+
+NAN = float("nan")
+
+
+class Pair(NamedTuple):
+    left: list[int]
+    right: list[int]
+
+
+@pytest.mark.parametrize(
+    ("values", "merged"),
+    [
+        ([1.0, 5.0], 4.0),
+        ([1, 5], 4.0),
+        ([torch.tensor(1.0), torch.tensor(5.0)], torch.tensor(4.0)),
+        ([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], torch.tensor([1.0, 2.0, 3.0])),
+        ([torch.zeros(1, 2), torch.ones(3, 2)], torch.cat([torch.zeros(1, 2), torch.ones(3, 2)])),
+        ([["a"], ["b", "c"]], ["a", "b", "c"]),
+        ([("a",), ("b", "c")], ("a", "b", "c")),
+        (["train", "train"], "train"),
+        ([True, True], True),
+        ([None, None], None),
+        ([{"a": 1.0, "b": [1]}, {"a": 5.0, "b": [2]}], {"a": 4.0, "b": [1, 2]}),
+    ],
+)
+def test_two_microbatches_values_merge_by_their_kind(values: list[Any], merged: Any) -> None:
+    found = merge_values(values, [0.25, 0.75], "value")
+    assert type(found) is type(merged)
+    if isinstance(merged, torch.Tensor):
+        assert torch.equal(found, merged)
+    else:
+        assert found == merged
+
+
+def test_the_one_value_of_an_unsplit_batch_stays_as_it_is() -> None:
+    value = object()
+    assert merge_values([value], [1.0], "value") is value
+
+
+def test_merged_tensors_hold_no_graph() -> None:
+    scalar, vector = torch.ones((), requires_grad=True), torch.ones(1, requires_grad=True)
+    assert not merge_values([scalar * 2, scalar * 2], [0.5, 0.5], "scalar").requires_grad
+    assert not merge_values([vector * 2, vector * 2], [0.5, 0.5], "vector").requires_grad
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [True, False], [object(), object()]])
+def test_values_without_a_merged_form_are_refused_by_name(values: list[Any]) -> None:
+    with pytest.raises(BatchError, match=r"'outer\.inner'"):
+        merge_values([{"inner": value} for value in values], [0.5, 0.5], "outer")
+
+
+@pytest.mark.parametrize("values", [[{"a": 1.0}, {}], [{}, {"a": 1.0}]], ids=str)
+def test_an_entry_that_only_some_microbatches_have_is_refused(values: list[Any]) -> None:
+    with pytest.raises(BatchError):
+        merge_values(values, [0.5, 0.5], "result")
+
+
+@pytest.mark.parametrize("values", [[None, torch.ones(2)], [torch.ones(2), None]], ids=str)
+def test_none_from_only_some_microbatches_is_refused(values: list[Any]) -> None:
+    with pytest.raises(BatchError):
+        merge_values(values, [0.5, 0.5], "result")
+
+
+def test_named_tuples_keep_their_type() -> None:
+    first, second = Pair([1], [2]), Pair([3], [4])
+    assert merge_values([first, second], [0.5, 0.5], "pair") == Pair([1, 3], [2, 4])
+
+
+def test_a_microbatch_of_weight_zero_has_no_say() -> None:
+    assert weighted_mean([NAN, 2.0, 4.0], [0.0, 0.5, 0.5]) == 3.0
+    assert merge_values([2.0, NAN], [1.0, 0.0], "loss") == 2.0
+
+
+class Logged:
+    """Collects what reaches `LightningModule.log`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.calls.append((name, value, args, kwargs))
+
+
+def publish_one(
+    values: Sequence[Any], weights: Sequence[float] = (0.25, 0.75), **kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
+    """What one name's values, one per micro-batch, become."""
+    log, logged = StepLog(), Logged()
+    for value, weight in zip(values, weights, strict=True):
+        log.weigh(weight)
+        log.log("name", value, **kwargs)
+    log.publish(logged)
+    [(name, value, args, found)] = logged.calls
+    assert (name, args) == ("name", ())
+    return value, found
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"),
+    [
+        ("mean", 4.0),
+        (torch.mean, 4.0),
+        ("sum", 6.0),
+        (torch.sum, 6.0),
+        (sum, 6.0),
+        ("max", 5.0),
+        (torch.max, 5.0),
+        (max, 5.0),
+        ("min", 1.0),
+        (min, 1.0),
+    ],
+)
+def test_a_name_is_logged_once_with_the_reduced_value(
+    kind: Any, reduce_fx: Any, expected: float
+) -> None:
+    value, kwargs = publish_one([kind(1.0), kind(5.0)], reduce_fx=reduce_fx)
+    assert float(value) == expected
+    assert kwargs == {"reduce_fx": reduce_fx}
+
+
+def test_without_reduce_fx_the_mean_by_weight_is_logged() -> None:
+    assert publish_one([1.0, 5.0])[0] == 4.0
+
+
+def test_a_name_that_some_microbatches_do_not_log_is_their_mean_alone() -> None:
+    assert publish_one([1.0, 5.0], weights=[0.1, 0.3])[0] == pytest.approx(4.0)
+
+
+def test_a_logged_nan_of_a_microbatch_without_weight_is_left_out() -> None:
+    assert publish_one([NAN, 5.0], weights=[0.0, 1.0])[0] == 5.0
+
+
+def test_a_name_logged_only_without_weight_is_still_logged() -> None:
+    assert publish_one([2.0], weights=[0.0])[0] == 2.0
+
+
+def test_batch_sizes_add_up_to_the_batchs() -> None:
+    log, logged = StepLog(), Logged()
+    for batch_size in (3, 2):
+        log.weigh(0.5)
+        log.log("name", 1.0, batch_size=batch_size, prog_bar=True)
+    log.publish(logged)
+    assert logged.calls[0][3] == {"batch_size": 5, "prog_bar": True}
+
+
+def test_a_metric_object_is_logged_once_as_itself() -> None:
+    metric = MeanMetric()
+    value, kwargs = publish_one([metric, metric], on_epoch=True)
+    assert value is metric
+    assert kwargs == {"on_epoch": True}
+
+
+def test_names_are_logged_in_the_order_of_their_first_appearance() -> None:
+    log, logged = StepLog(), Logged()
+    log.weigh(0.5)
+    for name in ("b", "a", "b", "c"):
+        log.log(name, 1.0)
+    log.publish(logged)
+    assert [call[0] for call in logged.calls] == ["b", "a", "c"]
+
+
+def test_a_logged_tensor_keeps_no_graph() -> None:
+    value, _ = publish_one([torch.ones((), requires_grad=True) * 2] * 2)
+    assert not value.requires_grad
+
+
+def test_each_threads_microbatch_has_its_own_weight() -> None:
+    log, logged = StepLog(), Logged()
+    log.weigh(0.75)
+
+    def other_microbatch() -> None:
+        log.weigh(0.25)
+        log.log("name", 1.0)
+
+    thread = threading.Thread(target=other_microbatch)
+    thread.start()
+    thread.join()
+    log.log("name", 5.0)
+    log.publish(logged)
+    assert logged.calls[0][1] == 4.0

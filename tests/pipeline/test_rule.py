@@ -1,0 +1,212 @@
+"""The rule: which action goes first, and never more in flight than allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.pipeline.rule import Action, Key, choose
+
+keys = st.builds(Key, st.integers(0, 5), st.integers(0, 2))
+
+
+def actions_of(stage_index: int) -> st.SearchStrategy[list[Action]]:
+    actions = st.builds(Action, st.just(stage_index), st.sampled_from("FB"), keys)
+    return st.lists(actions, unique=True, max_size=10)
+
+
+coordinators_actions, workers_actions = actions_of(0), actions_of(1)
+ready_actions = coordinators_actions | workers_actions
+in_flight_sets = st.sets(st.integers(0, 5))
+limits = st.integers(1, 4)
+
+
+def may_start(action: Action, in_flight: Collection[int], limit: int) -> bool:
+    return action.key.microbatch in in_flight or len(in_flight) < limit
+
+
+def all_is_here(ready: list[Action], in_flight: set[int]) -> bool:
+    """Whether nothing of what is in flight is downstream."""
+    return in_flight <= {action.key.microbatch for action in ready}
+
+
+@given(coordinators_actions, in_flight_sets, limits)
+def test_the_coordinator_takes_every_backward_before_any_forward(
+    ready: list[Action], in_flight: set[int], limit: int
+) -> None:
+    backwards = [action for action in ready if action.kind == "B"]
+    chosen = choose(ready, in_flight, limit)
+    assert chosen is None or chosen in (backwards or ready)
+    assert chosen is not None or not backwards
+
+
+@given(workers_actions, in_flight_sets, limits)
+def test_a_worker_takes_backwards_first_while_something_is_downstream(
+    ready: list[Action], in_flight: set[int], limit: int
+) -> None:
+    backwards = [action for action in ready if action.kind == "B"]
+    if backwards and not all_is_here(ready, in_flight):
+        assert choose(ready, in_flight, limit) in backwards
+
+
+@given(workers_actions, in_flight_sets, limits)
+def test_a_worker_with_nothing_downstream_feeds_it_first(
+    ready: list[Action], in_flight: set[int], limit: int
+) -> None:
+    startable = [a for a in ready if a.kind == "F" and may_start(a, in_flight, limit)]
+    if startable and all_is_here(ready, in_flight):
+        assert choose(ready, in_flight, limit) in startable
+
+
+@given(ready_actions, in_flight_sets, limits)
+def test_there_is_always_an_action_while_a_backward_is_ready(
+    ready: list[Action], in_flight: set[int], limit: int
+) -> None:
+    if any(action.kind == "B" for action in ready):
+        assert choose(ready, in_flight, limit) is not None
+
+
+@given(ready_actions, in_flight_sets, limits)
+def test_the_backward_taken_is_the_oldest_microbatchs_latest_visit(
+    ready: list[Action], in_flight: set[int], limit: int
+) -> None:
+    backwards = [action for action in ready if action.kind == "B"]
+    chosen = choose(ready, in_flight, limit)
+    if chosen in backwards:
+        assert chosen == min(backwards, key=lambda a: (a.key.microbatch, -a.key.visit))
+
+
+@given(ready_actions, in_flight_sets, limits)
+def test_the_forward_taken_is_the_oldest_that_may_start(
+    ready: list[Action], in_flight: set[int], limit: int
+) -> None:
+    forwards = [action for action in ready if action.kind == "F"]
+    startable = [action for action in forwards if may_start(action, in_flight, limit)]
+    chosen = choose(ready, in_flight, limit)
+    if chosen is not None and chosen.kind == "F":
+        assert chosen == min(startable, key=lambda a: a.key)
+    if not startable:
+        assert choose(forwards, in_flight, limit) is None
+
+
+@given(ready_actions, in_flight_sets, limits)
+def test_a_forward_never_exceeds_the_bound(
+    ready: list[Action], in_flight: set[int], limit: int
+) -> None:
+    chosen = choose(ready, in_flight, limit)
+    if chosen is not None and chosen.kind == "F":
+        assert len(in_flight | {chosen.key.microbatch}) <= max(limit, len(in_flight))
+
+
+@given(ready_actions, in_flight_sets, limits, st.randoms())
+def test_the_order_of_arrival_does_not_matter(
+    ready: list[Action], in_flight: set[int], limit: int, random: object
+) -> None:
+    shuffled = list(ready)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert choose(shuffled, in_flight, limit) == choose(ready, in_flight, limit)
+
+
+def test_there_is_no_action_when_nothing_is_ready() -> None:
+    assert choose([], {0}, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (Action(2, "F", Key(0)), "2F0"),
+        (Action(0, "B", Key(13)), "0B13"),
+        (Action(1, "B", Key(3, 1)), "1B3.1"),
+    ],
+)
+def test_an_action_prints_as_stage_kind_and_microbatch(action: Action, text: str) -> None:
+    assert str(action) == text
+
+
+FORWARD, HEAD, BACKWARD = "01234", "LLLLL", "⁰¹²³⁴"
+
+
+@dataclass
+class Line:
+    """One stage of a simulated pipeline in which every action takes one unit of time."""
+
+    ready: set[Action] = field(default_factory=set)
+    in_flight: set[int] = field(default_factory=set)
+    drawing: str = ""
+
+
+def draw_schedule(num_stages: int, num_microbatches: int, limit: int) -> list[str]:
+    """One line per stage. Stage 0 starts micro-batches, and has the head and the loss.
+
+    A digit is a forward, a superscript a backward, and L the head and the loss with its backward.
+    """
+    lines = [Line() for _ in range(num_stages)]
+    # Visit 1 of stage 0 is the micro-batch's return from the last stage.
+    lines[0].ready = {Action(0, "F", Key(i)) for i in range(num_microbatches)}
+    done = 0
+    while done < num_microbatches:
+        assert len(lines[0].drawing) < 500, "the pipeline stands still"
+        sent: list[Action] = []
+        for line in lines:
+            action = choose(line.ready, line.in_flight, limit)
+            line.drawing += f"{_symbol(action)} "
+            if action is None:
+                continue
+            line.ready.remove(action)
+            sent.append(_what_follows(action, num_stages))
+            if action.kind == "F":
+                line.in_flight.add(action.key.microbatch)
+            else:
+                line.in_flight.discard(action.key.microbatch)
+                done += action.stage_index == 0
+        for action in sent:
+            if action.stage_index >= 0:
+                lines[action.stage_index].ready.add(action)
+    return [line.drawing.rstrip() for line in lines]
+
+
+def _symbol(action: Action | None) -> str:
+    if action is None:
+        return " "
+    symbols = BACKWARD if action.kind == "B" else (HEAD if action.key.visit else FORWARD)
+    return symbols[action.key.microbatch]
+
+
+def _what_follows(action: Action, num_stages: int) -> Action:
+    """The action that becomes ready one unit later; stage -1 is nowhere."""
+    stage, microbatch = action.stage_index, action.key.microbatch
+    if action.kind == "B":
+        return Action(stage - 1, "B", Key(microbatch))
+    if action.key.visit:
+        return Action(num_stages - 1, "B", Key(microbatch))
+    if stage == num_stages - 1:
+        return Action(0, "F", Key(microbatch, 1))
+    return Action(stage + 1, "F", Key(microbatch))
+
+
+def test_the_drawing_of_the_rule_is_what_the_rule_does() -> None:
+    assert draw_schedule(num_stages=3, num_microbatches=5, limit=4) == [
+        "0 1 2 L L 3 ⁰ L ¹ L ² 4 ³   L     ⁴",
+        "  0 1 2   ⁰ 3 ¹   ²   ³ 4       ⁴",
+        "    0 1 ⁰ 2 ¹ 3 ²   ³     4   ⁴",
+    ]
+
+
+def test_one_in_flight_is_one_microbatch_after_the_other() -> None:
+    assert draw_schedule(num_stages=2, num_microbatches=3, limit=1) == [
+        "0   L   ⁰ 1   L   ¹ 2   L   ²",
+        "  0   ⁰     1   ¹     2   ²",
+    ]
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6))
+def test_every_schedule_ends_with_each_action_done_once(
+    num_stages: int, num_microbatches: int, limit: int
+) -> None:
+    for line in draw_schedule(num_stages, num_microbatches, limit)[1:]:
+        done = sorted(line.replace(" ", ""))
+        assert done == sorted(FORWARD[:num_microbatches] + BACKWARD[:num_microbatches])

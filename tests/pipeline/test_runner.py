@@ -1,0 +1,215 @@
+"""A runner gathers what arrives in any order and acts by the rule, one step after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.runner import Incoming, Result, StageRunner
+from lightning_hetero.pipeline.stage import Stage, Surroundings
+
+ONES = torch.ones(1, 2)
+CALLS = [LayerCall(0, True, (), {})]
+TRAINING = Surroundings(True, None, CALLS)
+EVALUATION = Surroundings(False, None, CALLS)
+
+
+def begun(limit: int = 2, step: int = 1, bias: bool = True) -> StageRunner:
+    layers = nn.ModuleDict({"0": nn.Linear(2, 2, bias=bias)})
+    runner = StageRunner(Stage(layers, torch.device("cpu"), stage_index=1))
+    runner.begin(step, limit, accumulate=False)
+    return runner
+
+
+def weight_gradient(runner: StageRunner) -> torch.Tensor | None:
+    gradient: torch.Tensor | None = runner.stage.layers.get_parameter("0.weight").grad
+    return gradient
+
+
+def give_forward(runner: StageRunner, key: Key, step: int = 1) -> None:
+    runner.take_arguments(key, TRAINING)
+    runner.take_activation(step, key, Incoming(ONES, True))
+
+
+def next_name(runner: StageRunner) -> str | None:
+    action = runner.next_action()
+    return None if action is None else str(action)
+
+
+def run_next(runner: StageRunner) -> Result:
+    action = runner.next_action()
+    assert action is not None
+    return runner.run(action)
+
+
+def run_all(runner: StageRunner) -> list[str]:
+    """The actions until there is none."""
+    done = []
+    while (action := runner.next_action()) is not None:
+        runner.run(action)
+        done.append(str(action))
+    return done
+
+
+def test_a_forward_waits_for_its_activation_and_its_arguments_in_any_order() -> None:
+    def arguments(runner: StageRunner) -> None:
+        runner.take_arguments(Key(0), TRAINING)
+
+    def activation(runner: StageRunner) -> None:
+        runner.take_activation(1, Key(0), Incoming(ONES, True))
+
+    arrivals: tuple[Callable[[StageRunner], None], ...] = (arguments, activation)
+    for first, second in itertools.permutations(arrivals):
+        runner = begun()
+        first(runner)
+        assert runner.next_action() is None
+        second(runner)
+        assert next_name(runner) == "1F0"
+
+
+def test_a_backward_goes_first_while_another_microbatch_is_downstream() -> None:
+    runner = begun(limit=3)
+    for microbatch in range(2):
+        give_forward(runner, Key(microbatch))
+        run_next(runner)
+    give_forward(runner, Key(2))
+    runner.take_gradient(1, Key(0), ONES)
+    assert run_all(runner) == ["1B0", "1F2"]
+
+
+def test_a_forward_goes_first_when_nothing_is_downstream() -> None:
+    runner = begun(limit=2)
+    give_forward(runner, Key(0))
+    run_next(runner)
+    give_forward(runner, Key(1))
+    runner.take_gradient(1, Key(0), ONES)
+    assert run_all(runner) == ["1F1", "1B0"]
+
+
+def test_a_forward_beyond_the_bound_waits_for_a_backward() -> None:
+    runner = begun(limit=2)
+    for microbatch in range(3):
+        give_forward(runner, Key(microbatch))
+    assert run_all(runner) == ["1F0", "1F1"]
+    runner.take_gradient(1, Key(0), ONES)
+    assert run_all(runner) == ["1B0", "1F2"]
+
+
+def test_a_second_visit_of_a_microbatch_in_flight_is_not_held_back() -> None:
+    runner = begun(limit=1)
+    give_forward(runner, Key(0))
+    give_forward(runner, Key(1))
+    assert run_all(runner) == ["1F0"]
+    give_forward(runner, Key(0, 1))
+    assert run_all(runner) == ["1F0.1"]
+    runner.take_gradient(1, Key(0, 1), ONES)
+    assert run_all(runner) == ["1B0.1"]
+    runner.take_gradient(1, Key(0), ONES)
+    assert run_all(runner) == ["1B0", "1F1"]
+
+
+def test_forwards_without_a_backward_never_wait() -> None:
+    runner = begun(limit=1)
+    for microbatch in range(3):
+        runner.take_arguments(Key(microbatch), EVALUATION)
+        runner.take_activation(1, Key(microbatch), Incoming(ONES, False))
+    assert run_all(runner) == ["1F0", "1F1", "1F2"]
+
+
+def test_results_say_what_they_are_of() -> None:
+    runner = begun()
+    give_forward(runner, Key(0))
+    forward = run_next(runner)
+    assert forward.tensor is not None
+    assert str(forward.action) == "1F0"
+    runner.take_gradient(1, Key(0), ONES)
+    backward = run_next(runner)
+    assert str(backward.action) == "1B0"
+    assert backward.tensor is not None
+    assert torch.equal(backward.tensor, ONES @ runner.stage.layers.get_parameter("0.weight"))
+
+
+def test_a_missing_gradient_passes_on_as_missing_and_ends_the_microbatch() -> None:
+    runner = begun(limit=1)
+    give_forward(runner, Key(0))
+    give_forward(runner, Key(1))
+    run_next(runner)
+    runner.take_gradient(1, Key(0), None)
+    assert run_next(runner).tensor is None
+    assert next_name(runner) == "1F1"
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_of_the_last_step_stay_only_for_an_accumulating_one(accumulate: bool) -> None:
+    runner = begun()
+    for step in (1, 2):
+        if step == 2:
+            runner.begin(2, 2, accumulate)
+        give_forward(runner, Key(0), step)
+        run_next(runner)
+        runner.take_gradient(step, Key(0), ONES)
+        run_next(runner)
+    found = weight_gradient(runner)
+    assert found is not None
+    assert torch.equal(found, torch.full((2, 2), 2.0 if accumulate else 1.0))
+
+
+def test_a_neighbor_may_be_a_step_ahead_of_the_coordinators_word() -> None:
+    runner = begun()
+    runner.take_activation(2, Key(0), Incoming(ONES, True))
+    runner.take_arguments(Key(0), TRAINING)
+    assert runner.next_action() is None
+    runner.begin(2, 2, accumulate=False)
+    assert runner.next_action() is None
+    runner.take_arguments(Key(0), TRAINING)
+    assert next_name(runner) == "1F0"
+
+
+def test_what_came_early_survives_an_abort_of_the_step_before() -> None:
+    runner = begun()
+    runner.take_activation(2, Key(0), Incoming(ONES, True))
+    runner.abort()
+    runner.begin(2, 2, accumulate=False)
+    runner.take_arguments(Key(0), TRAINING)
+    assert next_name(runner) == "1F0"
+
+
+def test_an_aborted_step_is_forgotten_with_all_that_still_comes_of_it() -> None:
+    runner = begun()
+    give_forward(runner, Key(0))
+    run_next(runner)
+    give_forward(runner, Key(1))
+    runner.abort()
+    runner.take_gradient(1, Key(0), ONES)
+    give_forward(runner, Key(2))
+    assert runner.next_action() is None
+    assert weight_gradient(runner) is None
+    runner.begin(2, 2, accumulate=True)
+    runner.take_gradient(1, Key(0), ONES)
+    runner.take_activation(1, Key(1), Incoming(ONES, True))
+    assert runner.next_action() is None
+
+
+def test_an_abort_drops_the_gradients_gathered_so_far() -> None:
+    runner = begun()
+    give_forward(runner, Key(0))
+    run_next(runner)
+    runner.take_gradient(1, Key(0), ONES)
+    run_next(runner)
+    runner.abort()
+    assert weight_gradient(runner) is None
+
+
+def test_a_new_step_has_its_whole_bound_again() -> None:
+    runner = begun(limit=1)
+    give_forward(runner, Key(0))
+    run_next(runner)
+    runner.begin(2, 1, accumulate=False)
+    give_forward(runner, Key(1), step=2)
+    assert next_name(runner) == "1F1"

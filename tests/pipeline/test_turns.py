@@ -1,0 +1,147 @@
+"""A turn: a function that runs on its own thread, and only while the driver waits for it."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetero.pipeline.turns import Finished, HandedOver, Turn, current_turn
+
+user_value: ContextVar[str] = ContextVar("user_value", default="unset")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def ask(request: Any) -> Any:
+    """Hand over from inside a turn."""
+    turn = current_turn()
+    assert turn is not None
+    return turn.hand_over(request)
+
+
+def test_a_function_that_hands_nothing_over_finishes_at_once() -> None:
+    assert Turn(lambda: 7, "quick").start() == Finished(7)
+
+
+def test_requests_come_out_and_answers_go_in() -> None:
+    def double_twice() -> int:
+        return int(ask(ask(1) + 1) + 1)
+
+    turn = Turn(double_twice, "asking")
+    assert turn.start() == HandedOver(1)
+    assert turn.resume(10) == HandedOver(11)
+    assert turn.resume(20) == Finished(21)
+
+
+def test_turns_run_only_while_the_driver_waits_for_them() -> None:
+    said: list[str] = []
+
+    def speak(name: str) -> None:
+        for number in range(2):
+            said.append(f"{name}{number}")
+            ask(None)
+
+    first, second = (Turn(lambda name=name: speak(name), name) for name in "ab")  # type: ignore[misc]
+    first.start()
+    said.append("driver")
+    second.start()
+    second.resume(None)
+    first.resume(None)
+    assert said == ["a0", "driver", "b0", "b1", "a1"]
+    assert [turn.resume(None) for turn in (first, second)] == [Finished(None)] * 2
+
+
+def test_what_the_function_raises_reaches_the_driver_with_its_traceback() -> None:
+    error = ValueError("mine")
+
+    def deep_inside() -> None:
+        raise error
+
+    def training_step() -> None:
+        ask(None)
+        deep_inside()
+
+    turn = Turn(training_step, "raising")
+    turn.start()
+    with pytest.raises(ValueError, match="mine") as caught:
+        turn.resume(None)
+    assert caught.value is error
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-2:] == ["training_step", "deep_inside"]
+
+
+def test_the_thread_sees_the_drivers_context_variables() -> None:
+    token = user_value.set("mine")
+    try:
+        assert Turn(user_value.get, "reader").start() == Finished("mine")
+    finally:
+        user_value.reset(token)
+
+
+def test_grad_mode_and_autocast_stay_the_threads_own() -> None:
+    def step() -> bool:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            ask(None)
+            return torch.is_grad_enabled() or not torch.is_autocast_enabled("cpu")
+
+    turn = Turn(step, "modes")
+    turn.start()
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert turn.resume(None) == Finished(False)
+
+
+def test_only_the_turns_own_thread_is_in_a_turn() -> None:
+    turn = Turn(lambda: ask(current_turn()), "who")
+    assert turn.start() == HandedOver(turn)
+    assert current_turn() is None
+    turn.abandon()
+
+
+def test_an_abandoned_function_is_unwound_before_abandon_returns() -> None:
+    unwound: list[str] = []
+
+    def step() -> None:
+        try:
+            ask(None)
+        except Exception:
+            unwound.append("caught as an error of its own")
+        finally:
+            unwound.append("finally")
+
+    turn = Turn(step, "abandoned")
+    turn.start()
+    turn.abandon()
+    assert unwound == ["finally"]
+
+
+def test_a_finished_turn_can_be_abandoned() -> None:
+    turn = Turn(lambda: None, "finished")
+    turn.start()
+    turn.abandon()
+
+
+def test_a_function_that_hands_over_while_it_is_unwound_ends_too() -> None:
+    def step() -> None:
+        try:
+            ask("forward")
+        finally:
+            ask("another forward, in the user's clean-up")
+
+    turn = Turn(step, "clean-up")
+    turn.start()
+    abandoning = threading.Thread(target=turn.abandon, daemon=True)
+    abandoning.start()
+    abandoning.join(timeout=2)
+    assert not abandoning.is_alive(), "abandon() waits for ever"

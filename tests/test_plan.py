@@ -1,0 +1,215 @@
+"""Plans: what they say, what files they make, and which ones are refused with which numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.errors import PlanError
+from lightning_hetero.plan import Plan, StagePlan
+
+WORKERS = ["strix.local:9999", "old-tower:9999"]
+
+FILE_OF_THE_DESIGN = """
+micro_batches: 8
+in_flight: 4
+stages:
+  - workers: [coordinator]
+    layers: [0, 12]
+  - workers: ["strix.local:9999"]
+    layers: [12, 32]
+    recompute: true
+"""
+
+any_stage = st.builds(
+    StagePlan,
+    workers=st.lists(st.text(), max_size=3),
+    layers=st.tuples(st.integers(-(2**63), 2**63), st.integers()),
+    recompute=st.booleans(),
+)
+any_plan = st.builds(
+    Plan,
+    stages=st.lists(any_stage, max_size=4),
+    micro_batches=st.integers(),
+    in_flight=st.none() | st.integers(),
+)
+
+
+def stage(worker: str, first: int, end: int) -> StagePlan:
+    return StagePlan([worker], (first, end))
+
+
+HERE = stage("coordinator", 0, 2)
+THERE = stage("strix.local:9999", 2, 6)
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    path = folder / "plan.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_the_file_that_the_design_shows_is_read_as_meant(tmp_path: Path) -> None:
+    stages = [
+        StagePlan(["coordinator"], (0, 12)),
+        StagePlan(["strix.local:9999"], (12, 32), recompute=True),
+    ]
+    expected = Plan(stages, micro_batches=8, in_flight=4)
+    assert Plan.from_yaml(written(tmp_path, FILE_OF_THE_DESIGN)) == expected
+
+
+@given(plan=any_plan)
+def test_a_written_plan_is_read_back_equal(plan: Plan) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.yaml"
+        plan.to_yaml(path)
+        assert Plan.from_yaml(path) == plan
+
+
+def test_a_written_plan_is_plain_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    Plan([HERE, THERE]).to_yaml(path)
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert list(content) == ["stages", "micro_batches", "in_flight"]
+    expected = {"workers": ["strix.local:9999"], "layers": [2, 6], "recompute": False}
+    assert content["stages"][1] == expected
+
+
+def test_only_stages_are_required() -> None:
+    plan = Plan.from_dict({"stages": [{"workers": ["a:1"], "layers": [0, 3]}]})
+    assert plan == Plan([StagePlan(["a:1"], (0, 3), recompute=False)], 8, None)
+
+
+def test_a_stage_knows_its_layers_its_worker_and_its_place() -> None:
+    assert list(THERE.layer_indices) == [2, 3, 4, 5]
+    assert THERE.worker == "strix.local:9999"
+    assert (HERE.is_local, THERE.is_local) == (True, False)
+    assert Plan([HERE, THERE]).remote_stages == [THERE]
+
+
+@pytest.mark.parametrize(
+    ("stages", "in_flight", "expected"),
+    [
+        ([HERE], None, 2),
+        ([HERE, THERE], None, 4),
+        ([THERE], None, 4),
+        ([HERE, THERE, stage("old-tower:9999", 6, 8)], None, 6),
+        ([HERE, THERE], 3, 3),
+    ],
+)
+def test_micro_batches_in_flight_are_bounded_by_the_number_of_stages_unless_said(
+    stages: list[StagePlan], in_flight: int | None, expected: int
+) -> None:
+    assert Plan(stages, in_flight=in_flight).max_in_flight == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("stages: [", ["cannot be read", "plan.yaml", "line 1"]),
+        (b"stages: \xff\xfe", ["plan.yaml"]),
+        ("micro_batches: 2024-13-45", ["plan.yaml"]),
+        ("", ["is not a plan", "plan.yaml", "None"]),
+        ("- 1\n- 2", ["is not a plan", "mapping", "[1, 2]"]),
+        ("micro_batches: 8", ["is not a plan", "stages"]),
+        ("stages: []\nlayers: 3", ["'layers'", "stages, micro_batches, in_flight"]),
+        (
+            "stages: [{workers: [a], layers: [0, 1], wokers: 1}]",
+            ["'wokers' in stage 0", "workers, layers, recompute"],
+        ),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused_by_name_and_reason(
+    tmp_path: Path, text: str | bytes, fragments: list[str]
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(PlanError) as caught:
+        Plan.from_yaml(path)
+    assert [fragment for fragment in fragments if fragment not in str(caught.value)] == []
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"absent\.yaml.*cannot be read"):
+        Plan.from_yaml(tmp_path / "absent.yaml")
+
+
+def with_stage(**changes: Any) -> dict[str, Any]:
+    return {"stages": [{"workers": ["a:1"], "layers": [0, 3], **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        ({"stages": 5}, "stages"),
+        ({"stages": True}, "stages"),
+        ({"stages": "abc"}, "stage"),
+        ({"stages": {"workers": ["a:1"]}}, "stage"),
+        ({"stages": [7]}, "stage 0"),
+        ({"stages": [], "micro_batches": "many"}, "micro_batches"),
+        ({"stages": [], "micro_batches": True}, "micro_batches"),
+        ({"stages": [], "in_flight": [1]}, "in_flight"),
+        (with_stage(workers="a:1"), "stages[0].workers"),
+        (with_stage(workers=[1]), "stages[0].workers[0]"),
+        (with_stage(layers=[0]), "stages[0].layers"),
+        (with_stage(layers=[0, 1, 2]), "stages[0].layers"),
+        (with_stage(layers="0, 3"), "stages[0].layers"),
+        (with_stage(layers=[0, "end"]), "stages[0].layers[1]"),
+        (with_stage(recompute="maybe"), "stages[0].recompute"),
+        ({"stages": [], 1: 2}, "Unknown key 1"),
+    ],
+)
+def test_a_wrong_type_is_refused_by_its_place(content: Any, fragment: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_dict(content)
+    assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan([HERE, THERE]),
+        Plan([stage("strix.local:9999", 0, 6)], micro_batches=1, in_flight=1),
+        Plan([stage("coordinator", 0, 0), stage("strix.local:9999", 0, 6)]),
+        Plan([stage("old-tower:9999", 0, 1), stage("strix.local:9999", 1, 6)]),
+        Plan([stage("coordinator", 0, 6)]),
+    ],
+)
+def test_a_plan_that_fits_passes(plan: Plan) -> None:
+    plan.check(6, WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "fragments"),
+    [
+        (Plan([HERE, THERE], micro_batches=0), ["micro_batches is 0", "1 or more"]),
+        (Plan([HERE, THERE], micro_batches=-3), ["micro_batches is -3"]),
+        (Plan([HERE, THERE], in_flight=0), ["in_flight is 0", "1 or more"]),
+        (Plan([]), ["covers 0 layers", "has 6", "end at 6"]),
+        (Plan([HERE]), ["covers 2 layers", "has 6", "end at 6"]),
+        (Plan([HERE, stage(WORKERS[0], 2, 8)]), ["covers 8 layers", "has 6"]),
+        (Plan([HERE, stage(WORKERS[0], 3, 6)]), ["[3, 6]", "stage 1", "gap", "at layer 2"]),
+        (Plan([HERE, stage(WORKERS[0], 1, 6)]), ["[1, 6]", "stage 1", "overlap", "at layer 2"]),
+        (Plan([stage(WORKERS[0], 1, 6)]), ["[1, 6]", "stage 0", "gap", "at layer 0"]),
+        (Plan([stage(WORKERS[0], -1, 6)]), ["[-1, 6]", "stage 0", "at layer 0"]),
+        (Plan([HERE, stage(WORKERS[0], 2, 2)]), ["Stage 1", "[2, 2]", "empty"]),
+        (Plan([HERE, stage(WORKERS[0], 5, 2)]), ["Stage 1", "[5, 2]", "empty"]),
+        (Plan([stage("coordinator", 0, -1)]), ["Stage 0", "[0, -1]", "empty"]),
+        (Plan([stage("gone:1", 0, 6)]), ["Stage 0", "'gone:1'", *WORKERS]),
+        (Plan([StagePlan(WORKERS, (0, 6))]), ["Stage 0", "2 workers", *WORKERS]),
+        (Plan([StagePlan([], (0, 6))]), ["Stage 0", "0 workers"]),
+        (Plan([stage(WORKERS[0], 0, 2), stage("coordinator", 2, 6)]), ["Stage 1", "coordinator"]),
+        (Plan([stage(WORKERS[0], 0, 2), THERE]), [f"{WORKERS[0]!r}", "two stages"]),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_with_its_numbers(
+    plan: Plan, fragments: list[str]
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan.check(6, WORKERS)
+    assert [fragment for fragment in fragments if fragment not in str(caught.value)] == []

@@ -1,0 +1,153 @@
+"""Messages: any of them survives the wire, and a field out of bounds makes it no message."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args
+
+import msgspec
+import msgspec.inspect as mi
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.values import DictNode, ListNode, TensorNode, TupleNode
+
+KINDS = {kind.__name__: kind for kind in get_args(m.Message)}
+
+texts = st.text(max_size=20)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False)
+    | texts
+    | st.builds(TensorNode, st.integers(-1, 5)),
+    lambda inner: (
+        st.builds(TupleNode, st.lists(inner, max_size=3))
+        | st.builds(ListNode, st.lists(inner, max_size=3))
+        | st.builds(DictNode, st.dictionaries(texts, inner, max_size=3))
+    ),
+    max_leaves=5,
+)
+
+
+def anything(kind: mi.Type) -> st.SearchStrategy[Any]:
+    """What a field of this type may hold, so that new messages are tested unasked."""
+    match kind:
+        case mi.UnionType(types=types) if mi.type_info(TensorNode) in types:
+            return values
+        case mi.UnionType(types=types):
+            return st.one_of(map(anything, types))
+        case mi.StructType(cls=cls, fields=fields):
+            return st.builds(cls, **{field.name: anything(field.type) for field in fields})
+        case mi.ListType(item_type=item_type):
+            return st.lists(anything(item_type), max_size=3)
+        case mi.LiteralType(values=choices):
+            return st.sampled_from(choices)
+        case mi.IntType(ge=least, le=most):
+            return st.integers(
+                -(2**63) if least is None else least, 2**63 if most is None else most
+            )
+    return {
+        mi.NoneType: st.none(),
+        mi.BoolType: st.booleans(),
+        mi.FloatType: st.floats(allow_nan=False),
+        mi.StrType: texts,
+    }[type(kind)]
+
+
+any_message: st.SearchStrategy[m.Message] = anything(mi.type_info(m.Message))
+
+
+def decoded(content: object) -> m.Message:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(content), type=m.Message)
+
+
+def test_every_message_of_the_module_can_be_said() -> None:
+    structs = [
+        kind
+        for _, kind in inspect.getmembers(m, inspect.isclass)
+        if issubclass(kind, msgspec.Struct)
+    ]
+    tagged = {kind for kind in structs if kind.__struct_config__.tag is not None}
+    assert tagged - {TensorNode, TupleNode, ListNode, DictNode} == set(KINDS.values())
+
+
+@given(message=any_message)
+def test_any_message_survives_the_wire(message: m.Message) -> None:
+    arrived = decoded(message)
+    assert type(arrived) is type(message)
+    assert arrived == message
+
+
+@given(message=any_message)
+def test_a_message_carries_its_class_name(message: m.Message) -> None:
+    assert msgspec.to_builtins(message)["type"] == type(message).__name__
+
+
+@given(message=any_message)
+def test_a_message_prints_its_name_and_all_its_fields(message: m.Message) -> None:
+    text = str(message)
+    assert text.startswith(type(message).__name__)
+    assert all(f" {name}=" in text for name in message.__struct_fields__)
+    assert len(text) < 700
+
+
+def test_a_long_field_is_cut_in_print_and_not_on_the_wire() -> None:
+    message = m.Failure("x" * 5000)
+    assert len(str(message)) < 200
+    assert decoded(message) == message
+
+
+def test_a_message_cannot_be_changed() -> None:
+    message = m.AbortStep(3)
+    with pytest.raises(AttributeError):
+        message.step = 4  # type: ignore[misc]
+
+
+GRADIENT = {"type": "Gradient", "step": 1, "microbatch": 2, "visit": 0}
+BEGIN_STEP = {"type": "BeginStep", "step": 1, "in_flight": 1, "accumulate": False}
+HELLO = {"type": "Hello", "protocol": 1, "role": "neighbor", "session": "s", "torch_version": "2"}
+ARGUMENTS = GRADIENT | {"type": "Arguments", "grad_enabled": True, "autocast_dtype": None}
+CALL = {"layer_index": 0, "training": True, "args": None, "kwargs": None}
+
+
+def test_the_messages_that_the_refusals_spoil_are_sound() -> None:
+    arguments = ARGUMENTS | {"calls": [CALL]}
+    for content in (GRADIENT, BEGIN_STEP, HELLO, arguments, {"type": "LoadTensor", "name": "n"}):
+        assert type(decoded(content)).__name__ == content["type"]
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ({"type": "Nonsense"}, "Nonsense"),
+        ({"type": "_Message"}, "_Message"),
+        ({"step": 1}, "type"),
+        ([1, 2], "object"),
+        (None, "None"),
+        (GRADIENT | {"step": -1}, "step"),
+        (GRADIENT | {"step": 2**40 + 1}, "step"),
+        (GRADIENT | {"step": 1.5}, "step"),
+        (GRADIENT | {"step": "1"}, "step"),
+        (GRADIENT | {"step": True}, "step"),
+        (GRADIENT | {"visit": None}, "visit"),
+        (GRADIENT | {"surprise": 0}, "surprise"),
+        ({"type": "Gradient", "step": 1}, "microbatch"),
+        ({"type": "Ping", "surprise": 0}, "surprise"),
+        (BEGIN_STEP | {"in_flight": 0}, "in_flight"),
+        (BEGIN_STEP | {"accumulate": 1}, "accumulate"),
+        (HELLO | {"role": "observer"}, "role"),
+        (HELLO | {"session": "s" * 1025}, "session"),
+        ({"type": "LoadTensor", "name": "n" * 1025}, "name"),
+        ({"type": "Failure", "reason": "r" * (2**20 + 1)}, "reason"),
+        (ARGUMENTS | {"calls": [CALL | {"args": {"type": "code"}}]}, "code"),
+        (ARGUMENTS | {"calls": [CALL | {"args": {"type": "tensor", "index": "0"}}]}, "index"),
+        (ARGUMENTS | {"calls": [CALL | {"layer_index": -1}]}, "layer_index"),
+    ],
+)
+def test_what_is_no_message_is_refused_by_its_place(content: object, place: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=place):
+        decoded(content)

@@ -1,0 +1,341 @@
+"""The rules of talking: who may say what, when, told once more by hand and tried to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.session import (
+    Session,
+    State,
+    coordinator_session,
+    downstream_session,
+    upstream_session,
+    worker_session,
+)
+from lightning_hetero.wire.values import DictNode
+
+HELLO = m.Hello(m.PROTOCOL_VERSION, "coordinator", "run", "2.5.0")
+WELCOME = m.Welcome("cpu", "2.5.0")
+DEPLOY = m.Deploy(1, "{}", [], recompute=False, seed=0, downstream_address="")
+
+# One of each, as it comes after the first BeginStep.
+MESSAGES: list[m.Message] = [
+    HELLO,
+    WELCOME,
+    m.Ping(),
+    m.Pong(),
+    m.Goodbye(),
+    m.Failure("out of memory"),
+    m.NeighborLost(2, "gone"),
+    m.Done(),
+    DEPLOY,
+    m.LoadTensor("0.weight"),
+    m.Launch(),
+    m.BuildOptimizer("SGD", []),
+    m.LoadOptimizerState("0.weight", DictNode({})),
+    m.BeginStep(2, in_flight=4, accumulate=False),
+    m.Arguments(1, 0, 0, grad_enabled=True, autocast_dtype=None, calls=[]),
+    m.Activation(1, 0, 0, requires_grad=True),
+    m.Gradient(1, 0, 0),
+    m.AbortStep(1),
+    m.MeasureNorm(1),
+    m.Norm(1, 0.5),
+    m.ApplyOptimizer(1, [], gradient_factor=None, clip_value=None),
+    m.FetchTensors([]),
+    m.TensorContent("0.weight"),
+    m.FetchOptimizerState(),
+    m.OptimizerState("0.weight", DictNode({})),
+]
+
+
+@dataclass
+class Pair:
+    """Two ends of a conversation, wired together in memory."""
+
+    opener: Session
+    answerer: Session
+    heard: list[m.Message] = field(default_factory=list)
+
+    def ask(self, *messages: m.Message) -> None:
+        """The opener says something."""
+        self._carry(self.opener, self.answerer, messages)
+
+    def answer(self, *messages: m.Message) -> None:
+        """The answerer says something."""
+        self._carry(self.answerer, self.opener, messages)
+
+    def _carry(self, speaker: Session, listener: Session, messages: Sequence[m.Message]) -> None:
+        for message in messages:
+            speaker.sent(message)
+            listener.received(message)
+            self.heard.append(message)
+
+    @property
+    def state(self) -> State:
+        """Where both ends stand."""
+        assert self.opener.state is self.answerer.state
+        return self.opener.state
+
+
+def workers_pair() -> Pair:
+    return Pair(coordinator_session(), worker_session())
+
+
+def neighbors_pair() -> Pair:
+    return Pair(upstream_session(), downstream_session())
+
+
+def bring(pair: Pair, state: State) -> Pair:
+    """Take a conversation the shortest way to a state."""
+    if state is State.OPENING:
+        return pair
+    if state is State.CLOSED:
+        pair.ask(m.Goodbye())
+        return pair
+    pair.ask(HELLO)
+    if state is not State.GREETING:
+        pair.answer(WELCOME)
+    if state in (State.LOADING, State.SERVING):
+        pair.ask(DEPLOY)
+    if state is State.SERVING:
+        pair.ask(m.Launch(), m.BeginStep(1, in_flight=4, accumulate=False))
+    return pair
+
+
+ALWAYS = "Ping Pong Failure Goodbye"
+
+# (conversation, state): what the opener may say, what the answerer may say
+ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
+    (workers_pair, State.OPENING): ("Hello", ""),
+    (workers_pair, State.GREETING): ("", "Welcome"),
+    (workers_pair, State.IDLE): ("Deploy", ""),
+    (workers_pair, State.LOADING): ("LoadTensor Launch", "Done"),
+    (workers_pair, State.SERVING): (
+        "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
+        "AbortStep MeasureNorm ApplyOptimizer FetchTensors FetchOptimizerState",
+        "Done Activation Gradient Norm TensorContent OptimizerState NeighborLost",
+    ),
+    (workers_pair, State.CLOSED): ("", ""),
+    (neighbors_pair, State.OPENING): ("Hello", ""),
+    (neighbors_pair, State.GREETING): ("", "Welcome"),
+    (neighbors_pair, State.LINKED): ("Activation", "Gradient"),
+    (neighbors_pair, State.CLOSED): ("", ""),
+}
+
+SITUATIONS = [
+    pytest.param(make, state, speaker, id=f"{make.__name__}-{state.value}-{speaker}")
+    for make, state in ALLOWED
+    for speaker in ("opener", "answerer")
+]
+
+
+def allowed(make: Callable[[], Pair], state: State, speaker: str) -> set[str]:
+    opener, answerer = ALLOWED[make, state]
+    return set(f"{ALWAYS} {opener if speaker == 'opener' else answerer}".split())
+
+
+def accepted(
+    say: Callable[[Pair, m.Message], None], make: Callable[[], Pair], state: State
+) -> set[str]:
+    """The messages that an end takes in a state, each tried on a conversation of its own."""
+    names = set()
+    for message in MESSAGES:
+        pair = bring(make(), state)
+        try:
+            say(pair, message)
+        except ProtocolError:
+            assert pair.state is state, "a refused message changes nothing"
+        else:
+            names.add(type(message).__name__)
+    return names
+
+
+def test_the_samples_are_one_of_each_message() -> None:
+    assert [type(message) for message in MESSAGES] == list(get_args(m.Message))
+
+
+@pytest.mark.parametrize(("make", "state", "speaker"), SITUATIONS)
+def test_an_end_says_what_the_rules_allow_and_nothing_else(
+    make: Callable[[], Pair], state: State, speaker: str
+) -> None:
+    def say(pair: Pair, message: m.Message) -> None:
+        getattr(pair, speaker).sent(message)
+
+    assert accepted(say, make, state) == allowed(make, state, speaker)
+
+
+@pytest.mark.parametrize(("make", "state", "speaker"), SITUATIONS)
+def test_an_end_hears_what_the_rules_allow_and_nothing_else(
+    make: Callable[[], Pair], state: State, speaker: str
+) -> None:
+    def hear(pair: Pair, message: m.Message) -> None:
+        (pair.answerer if speaker == "opener" else pair.opener).received(message)
+
+    assert accepted(hear, make, state) == allowed(make, state, speaker)
+
+
+@pytest.mark.parametrize(("make", "state"), list(ALLOWED))
+def test_the_fault_is_local_when_we_speak_and_remote_when_we_hear(
+    make: Callable[[], Pair], state: State
+) -> None:
+    wrong = m.NeighborLost(1, "gone") if state is not State.SERVING else WELCOME
+    with pytest.raises(LocalProtocolError, match=f"must not be sent while {state.value}"):
+        bring(make(), state).opener.sent(wrong)
+    with pytest.raises(RemoteProtocolError, match=f"must not come while {state.value}"):
+        bring(make(), state).answerer.received(wrong)
+
+
+@pytest.mark.parametrize(("make", "state"), list(ALLOWED))
+def test_a_goodbye_ends_any_conversation_and_may_be_answered(
+    make: Callable[[], Pair], state: State
+) -> None:
+    pair = bring(make(), state)
+    pair.ask(m.Ping())
+    pair.answer(m.Pong(), m.Goodbye())
+    assert pair.state is State.CLOSED
+    pair.ask(m.Goodbye())
+    assert pair.state is State.CLOSED
+
+
+@pytest.mark.parametrize(("make", "state"), list(ALLOWED))
+def test_a_failure_ends_a_conversation_unless_a_stage_is_loaded_or_served(
+    make: Callable[[], Pair], state: State
+) -> None:
+    pair = bring(make(), state)
+    pair.answer(m.Failure("out of memory"))
+    goes_on = state in (State.LOADING, State.SERVING)
+    assert pair.state is (state if goes_on else State.CLOSED)
+
+
+def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
+    pair = workers_pair()
+    pair.ask(HELLO)
+    pair.answer(WELCOME)
+    assert pair.state is State.IDLE
+    pair.ask(DEPLOY, m.LoadTensor("0.weight"), m.LoadTensor("0.bias"))
+    pair.answer(m.Done())
+    assert pair.state is State.LOADING
+    pair.ask(m.Launch())
+    pair.answer(m.Done())
+    pair.ask(m.BuildOptimizer("AdamW", []))
+    pair.answer(m.Done())
+    for step in (1, 2, 3):
+        pair.ask(m.BeginStep(step, in_flight=2, accumulate=step == 2))
+        for microbatch in (0, 1):
+            pair.ask(m.Arguments(step, microbatch, 0, True, "bfloat16", []))
+            pair.ask(m.Activation(step, microbatch, 0, requires_grad=True))
+            pair.answer(m.Activation(step, microbatch, 0, requires_grad=True), m.Ping())
+            pair.ask(m.Pong(), m.Gradient(step, microbatch, 0))
+            pair.answer(m.Gradient(step, microbatch, 0))
+        pair.ask(m.MeasureNorm(step))
+        pair.answer(m.Norm(step, 0.5))
+        pair.ask(m.ApplyOptimizer(step, [], gradient_factor=0.1, clip_value=None))
+    pair.answer(m.Failure("a stage failed"), m.NeighborLost(2, "gone"))
+    pair.ask(m.AbortStep(3), m.FetchTensors(["0.weight"]), m.FetchOptimizerState())
+    pair.answer(m.TensorContent("0.weight"), m.Done())
+    pair.answer(m.OptimizerState("0.weight", DictNode({})), m.Done())
+    pair.ask(m.LoadOptimizerState("0.weight", DictNode({})), m.LoadTensor("0.weight"))
+    assert pair.state is State.SERVING
+    pair.ask(m.Goodbye())
+    pair.answer(m.Goodbye())
+    assert pair.state is State.CLOSED
+
+
+def test_a_whole_run_of_two_neighbors() -> None:
+    pair = neighbors_pair()
+    pair.ask(HELLO)
+    pair.answer(WELCOME)
+    for step in (1, 2):
+        pair.ask(m.Activation(step, 0, 0, True), m.Activation(step, 1, 0, True))
+        pair.answer(m.Gradient(step, 0, 0), m.Ping(), m.Gradient(step, 1, 0))
+        pair.ask(m.Pong())
+    assert pair.state is State.LINKED
+    pair.answer(m.Goodbye())
+    assert pair.state is State.CLOSED
+
+
+@pytest.mark.parametrize(("begun", "step"), [(1, 0), (1, 1), (1, 3), (3, 1), (3, 3), (3, 5)])
+def test_a_step_that_begins_late_early_or_again_is_refused(begun: int, step: int) -> None:
+    worker = serving_worker(begun)
+    expected = f"BeginStep is for step {step}, out of order: step {begun + 1} was expected"
+    with pytest.raises(RemoteProtocolError, match=expected):
+        worker.received(m.BeginStep(step, in_flight=1, accumulate=False))
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize(
+    "name", ["Arguments", "Activation", "Gradient", "AbortStep", "MeasureNorm", "ApplyOptimizer"]
+)
+def test_a_coordinator_that_speaks_of_another_step_is_refused(name: str, step: int) -> None:
+    worker = serving_worker(2)
+    with pytest.raises(RemoteProtocolError, match=f"{name} is for step {step}.*step 2"):
+        worker.received(in_step(name, step))
+    worker.received(in_step(name, 2))
+
+
+def test_a_refused_step_does_not_count_as_begun() -> None:
+    worker = serving_worker(1)
+    with pytest.raises(RemoteProtocolError):
+        worker.received(m.BeginStep(3, in_flight=1, accumulate=False))
+    worker.received(m.BeginStep(2, in_flight=1, accumulate=False))
+    worker.received(m.Gradient(2, 0, 0))
+
+
+def test_a_worker_may_still_answer_for_the_step_that_was_aborted() -> None:
+    pair = bring(workers_pair(), State.SERVING)
+    pair.ask(m.AbortStep(1), m.BeginStep(2, in_flight=1, accumulate=False))
+    pair.answer(m.Activation(1, 0, 0, requires_grad=True), m.Gradient(1, 0, 0), m.Norm(1, 0.5))
+    assert pair.state is State.SERVING
+
+
+@given(
+    situation=st.sampled_from(list(ALLOWED)),
+    moves=st.lists(st.tuples(st.booleans(), st.sampled_from(MESSAGES)), max_size=40),
+)
+def test_what_one_end_may_say_the_other_end_takes(
+    situation: tuple[Callable[[], Pair], State], moves: list[tuple[bool, m.Message]]
+) -> None:
+    make, state = situation
+    pair = bring(make(), state)
+    for opener_speaks, message in moves:
+        if isinstance(message, m.BeginStep) or pair.state is State.CLOSED:
+            continue
+        speaker, listener = pair.opener, pair.answerer
+        if not opener_speaks:
+            speaker, listener = listener, speaker
+        verdicts = (verdict(speaker.sent, message), verdict(listener.received, message))
+        assert verdicts in ((None, None), (LocalProtocolError, RemoteProtocolError))
+        assert speaker.state is listener.state
+        if isinstance(message, m.Launch) and verdicts == (None, None):
+            pair.ask(m.BeginStep(1, in_flight=1, accumulate=False))
+
+
+def verdict(say: Callable[[m.Message], None], message: m.Message) -> type[ProtocolError] | None:
+    try:
+        say(message)
+    except ProtocolError as error:
+        return type(error)
+    return None
+
+
+def serving_worker(step: int) -> Session:
+    """A worker's end in the middle of a step."""
+    pair = bring(workers_pair(), State.SERVING)
+    for later in range(2, step + 1):
+        pair.ask(m.BeginStep(later, in_flight=1, accumulate=False))
+    return pair.answerer
+
+
+def in_step(name: str, step: int) -> m.Message:
+    """The sample of this name, in another step."""
+    sample = next(message for message in MESSAGES if type(message).__name__ == name)
+    return msgspec.structs.replace(sample, step=step)

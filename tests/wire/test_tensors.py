@@ -1,0 +1,139 @@
+"""Tensors as bytes: every dtype and shape there and back, and no copy where none is needed."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_hetero.errors import RemoteProtocolError
+from lightning_hetero.wire.tensors import (
+    ALIGNMENT_BYTES,
+    DTYPES,
+    TensorSpec,
+    body_layout,
+    dtype_name,
+    tensor_bytes,
+    tensor_from_bytes,
+)
+
+shapes = st.lists(st.integers(0, 4), max_size=4)
+specs = st.builds(TensorSpec, dtype=st.sampled_from(sorted(DTYPES)), shape=shapes)
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.transpose(0, -1),
+    "every second": lambda t: t[..., ::2] if t.dim() else t,
+    "not from the start": lambda t: t[1:] if t.dim() else t,
+    "last column": lambda t: t[..., -1:] if t.dim() else t,
+    "expanded": lambda t: t.expand(3, *t.shape),
+    "parameter": lambda t: torch.nn.Parameter(t, requires_grad=t.is_floating_point()),
+}
+
+
+def random_tensor(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
+    """Any bits that the dtype can hold, NaNs of all kinds among them."""
+    generator = torch.Generator().manual_seed(seed)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    end = 2 if dtype == torch.bool else 256
+    content = torch.randint(0, end, (num_bytes,), dtype=torch.uint8, generator=generator)
+    return content.view(dtype).reshape(shape)
+
+
+@st.composite
+def any_tensor(draw: st.DrawFn) -> Tensor:
+    """A tensor of any dtype, shape and memory layout."""
+    dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+    tensor = random_tensor(dtype, draw(shapes), draw(st.integers(0, 2**31)))
+    return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](tensor)
+
+
+def bits(tensor: Tensor) -> list[int]:
+    """The content of a tensor, element by element, so that NaN equals the same NaN."""
+    dense = torch.empty(tensor.shape, dtype=tensor.dtype)
+    dense.copy_(tensor.detach())
+    return dense.view(-1).view(torch.uint8).tolist()
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and bits(one) == bits(other)
+
+
+@given(tensor=any_tensor(), offset=st.sampled_from([0, 64, 128]))
+def test_any_tensor_survives_its_bytes(tensor: Tensor, offset: int) -> None:
+    spec = TensorSpec.of(tensor)
+    content = tensor_bytes(tensor)
+    assert content.nbytes == len(content) == spec.num_bytes
+    body = bytearray(b"\xaa" * (offset + spec.num_bytes + 3))
+    body[offset : offset + spec.num_bytes] = content
+    assert is_same(tensor_from_bytes(spec, body, offset), tensor)
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_every_dtype_has_the_name_that_torch_prints(name: str) -> None:
+    assert DTYPES[name] == getattr(torch, name)
+    assert dtype_name(getattr(torch, name)) == name
+    assert TensorSpec(name, [2, 3]).num_bytes == 6 * getattr(torch, name).itemsize
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(8.0)[::8],
+        torch.arange(8.0)[3:3:2],
+        torch.arange(8.0).view(2, 4)[:1, 1::4],
+        torch.zeros(1).expand(1, 1),
+        torch.arange(12.0).view(3, 4)[:, 2:3][1:2],
+    ],
+)
+def test_a_tensor_of_one_or_no_element_may_have_any_stride(tensor: Tensor) -> None:
+    content = tensor_bytes(tensor)
+    assert is_same(tensor_from_bytes(TensorSpec.of(tensor), bytearray(content), 0), tensor)
+
+
+def test_a_contiguous_cpu_tensor_is_sent_from_its_own_memory() -> None:
+    tensor = torch.nn.Parameter(torch.zeros(4))
+    content = tensor_bytes(tensor)
+    tensor.data.fill_(1)
+    assert bytes(content) == bytes(tensor_bytes(torch.ones(4)))
+
+
+def test_a_received_tensor_lives_in_its_body_and_keeps_it_alive() -> None:
+    body = bytearray(64 + 16)
+    tensor = tensor_from_bytes(TensorSpec("int32", [2, 2]), body, 64)
+    body[64] = 7
+    del body
+    assert tensor.tolist() == [[7, 0], [0, 0]]
+
+
+@given(st.lists(specs, max_size=6))
+def test_tensors_lie_in_order_aligned_and_apart(several: list[TensorSpec]) -> None:
+    offsets, length = body_layout(several)
+    end = 0
+    for spec, offset in zip(several, offsets, strict=True):
+        assert offset % ALIGNMENT_BYTES == 0
+        assert end <= offset < end + ALIGNMENT_BYTES
+        end = offset + spec.num_bytes
+    assert length == end
+
+
+def test_a_spec_prints_as_a_person_writes_it() -> None:
+    assert str(TensorSpec.of(torch.zeros(2, 0, dtype=torch.bfloat16))) == "bfloat16[2, 0]"
+
+
+@pytest.mark.parametrize("name", ["complex64", "float8_e4m3fn", "qint8", "", "torch.float32"])
+def test_an_unknown_dtype_is_refused_with_the_known_ones(name: str) -> None:
+    spec = TensorSpec(name, [1])
+    with pytest.raises(RemoteProtocolError, match=f"'{name}' cannot be sent.*float32.*bool"):
+        body_layout([spec])
+
+
+@pytest.mark.parametrize("shape", [[-1], [2, -3], [2**40 + 1], [2**70], [1.5], ["2"], [1] * 17, 3])
+def test_a_shape_out_of_bounds_is_no_spec(shape: object) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"dtype": "float32", "shape": shape}, TensorSpec)
