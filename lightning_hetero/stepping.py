@@ -95,10 +95,7 @@ class MicrobatchedStep:
             return loss
         values = [{k: v for k, v in result.items() if k != "loss"} for result, _ in kept]
         total = sum(weight for _, weight in kept)
-        merged = {
-            key: merge_values([v[key] for v in values], [w / total for _, w in kept], key)
-            for key in values[0]
-        }
+        merged = merge_values(values, [weight / total for _, weight in kept], "its result")
         return {"loss": loss, **merged}
 
 

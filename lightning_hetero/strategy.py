@@ -16,7 +16,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -132,7 +131,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         _check_supported(self._module(), self.precision_plugin, self._micro_batching)
         super().setup(trainer)
-        if self._deployment is None or trainer.state.fn != TrainerFn.FITTING:
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self._deployment is None:
             return
         if len(self.optimizers) != 1:
             raise MisconfigurationException(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
 
@@ -21,9 +22,9 @@ from transformers import Cache
 from transformers.utils import output_capturing
 
 from ..errors import ModelError
-from .calls import LayerCall
+from .calls import LayerCall, without_cache
 from .layers import DecoderLayer
-from .tensors import empty_tensors, named_tensors, set_tensor
+from .tensors import empty_tensors, set_tensor
 
 Exchange = Callable[[Tensor, list[LayerCall]], Tensor]
 
@@ -75,10 +76,13 @@ class HollowLayers:
             layer.forward = _HollowForward(self, number)
             # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
             layer._apply = _Unmoved(layer)  # type: ignore[method-assign]
-            self._hooks += [
-                layer.register_state_dict_post_hook(self._fill_state_dict(number)),
-                layer.register_load_state_dict_pre_hook(self._forward_state_dict(number)),
-            ]
+            for path, module in layer.named_modules():
+                prefix = f"{number}.{path}." if path else f"{number}."
+                fill, forward = partial(self._fill, prefix), partial(self._pass_on, prefix)
+                self._hooks += [
+                    module.register_state_dict_post_hook(fill),
+                    module.register_load_state_dict_pre_hook(forward),
+                ]
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the layers ordinary again, with this content for all their tensors."""
@@ -113,14 +117,16 @@ class HollowLayers:
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """What a hollow layer's ``forward`` does."""
         hidden, args, kwargs = _take_hidden(number, args, kwargs)
-        caches = [value for value in kwargs.values() if isinstance(value, Cache)]
-        call = LayerCall(number, self._modules[number].training, args, _without_cache(kwargs))
+        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
+        args, kwargs = without_cache(args, kwargs)
+        call = LayerCall(number, self._modules[number].training, args, kwargs)
         if number == min(self._modules):
             self.check_finished()
             _check_captured_outputs()
             self._check_new(caches)
             self._records.calls = [call]
             self._records.hidden = hidden
+            self._records.version = _version(hidden)
         else:
             self._check_continues(number, hidden)
             self._records.calls.append(call)
@@ -150,48 +156,63 @@ class HollowLayers:
                 f"Layer {number} was called without layer {number - 1} before it; layers on "
                 "workers must be called one after the other, in their order."
             )
-        if hidden is not self._records.hidden:
+        if hidden is not self._records.hidden or _version(hidden) != self._records.version:
             raise ModelError(
                 f"Something between layers {number - 1} and {number} changed the hidden states, "
                 "and both live on workers; put the layers before and after it into the "
                 "coordinator's stage."
             )
 
-    def _fill_state_dict(self, number: int) -> Callable[..., None]:
-        """A hook that puts real tensors where ``state_dict`` found ``meta`` ones."""
+    def _fill(
+        self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        """Put a module's real tensors where ``state_dict`` found ``meta`` ones."""
+        leaves = [leaf for leaf in _own_tensors(module) if prefix + leaf in state]
+        if leaves:
+            found = self._remote.fetch([name + leaf for leaf in leaves])
+            state.update({prefix + leaf: found[name + leaf] for leaf in leaves})
 
-        def fill(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-            names = [
-                name for name, _ in named_tensors({number: layer}) if _key(prefix, name) in state
-            ]
-            for name, content in self._remote.fetch(names).items():
-                state[_key(prefix, name)] = content
-
-        return fill
-
-    def _forward_state_dict(self, number: int) -> Callable[..., None]:
-        """A hook that sends what ``load_state_dict`` would copy into ``meta`` tensors."""
-
-        def forward(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
-            sent = {}
-            for name, tensor in named_tensors({number: layer}):
-                content = state.get(_key(prefix, name))
-                if content is not None and content.shape == tensor.shape:
-                    sent[name] = content.to(tensor.dtype)
-                    # A meta tensor in its place: torch checks the shape and copies nothing.
-                    state[_key(prefix, name)] = torch.empty_like(content, device="meta")
+    def _pass_on(
+        self,
+        name: str,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *_rest: Any,
+    ) -> None:
+        """Send what ``load_state_dict`` would copy into a module's ``meta`` tensors."""
+        if metadata.get("assign_to_params_buffers"):
+            raise ModelError(
+                f"{prefix.rstrip('.')} lives on a worker, and load_state_dict(assign=True) would "
+                "put other parameters in the place of its own; call it without `assign`."
+            )
+        sent = {}
+        for leaf, tensor in _own_tensors(module).items():
+            content = state.get(prefix + leaf)
+            if content is not None and content.shape == tensor.shape:
+                sent[name + leaf] = content.to(tensor.dtype)
+                # A meta tensor in its place: torch checks the shape and copies nothing.
+                state[prefix + leaf] = torch.empty_like(content, device="meta")
+        if sent:
             self._remote.store(sent)
 
-        return forward
+    def __reduce__(self) -> NoReturn:
+        raise ModelError(
+            f"Layers {min(self._modules)} to {max(self._modules)} live on workers while training "
+            "runs, so the module cannot be copied or pickled; do it before `fit` or after it, or "
+            "use `module.state_dict()`."
+        )
 
 
-def _key(prefix: str, name: str) -> str:
-    """The state dict's key of a tensor ``<layer number>.<name inside the layer>``."""
-    return prefix + name.partition(".")[2]
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters and buffers, without those of its children."""
+    own = {**module._parameters, **module._buffers}
+    return {leaf: tensor for leaf, tensor in own.items() if tensor is not None}
 
 
 class _HollowForward:
-    """A hollow layer's ``forward``; copying or pickling it would make an alias to the worker."""
+    """A hollow layer's ``forward``. A copy would be an alias: copying ends at the run's refusal."""
 
     def __init__(self, run: HollowLayers, number: int) -> None:
         self._run = run
@@ -199,15 +220,6 @@ class _HollowForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._run.call(self._number, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ModelError(
-            f"Layer {self._number} lives on a worker while training runs, so the module cannot be "
-            "copied or pickled; copy it before `fit` or after it, or copy `module.state_dict()`."
-        )
-
-    def __reduce__(self) -> NoReturn:
-        self.__deepcopy__({})
 
 
 class _Unmoved:
@@ -218,6 +230,11 @@ class _Unmoved:
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> nn.Module:
         return self._layer
+
+
+def _version(hidden: Tensor) -> int:
+    """Counts in-place changes; inference mode does not count them."""
+    return 0 if hidden.is_inference() else hidden._version
 
 
 def _take_hidden(
@@ -234,23 +251,26 @@ def _take_hidden(
     )
 
 
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with every key-value cache left out."""
-    kept = {k: None if isinstance(v, Cache) else v for k, v in kwargs.items()}
-    if "use_cache" in kept:
-        kept["use_cache"] = False
-    return kept
-
-
 def _check_no_hooks(layer: DecoderLayer) -> None:
-    for name, module in layer.module.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(hook.__module__ != output_capturing.__name__ for hook in hooks):
-            full_name = f"{layer.name}.{name}".rstrip(".")
-            raise ModelError(
-                f"{full_name} has a forward hook, which would not fire on a worker; remove it or "
-                "keep the layer with the coordinator."
-            )
+    hooked = [name for name, module in layer.module.named_modules() if _has_hooks(module)]
+    hooked += [
+        name
+        for name, parameter in layer.module.named_parameters()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
+    if hooked:
+        raise ModelError(
+            f"{layer.name}.{hooked[0]}".rstrip(".")
+            + " has a hook, which would not fire on a worker; remove it or keep the layer with the "
+            "coordinator."
+        )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    # Those of transformers do nothing unless outputs are collected, which is refused by itself.
+    return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks)
 
 
 def _check_captured_outputs() -> None:

@@ -21,8 +21,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..errors import ModelError
 from .layers import DecoderLayer
 
-# Other names make transformers fetch kernels from a hub and run them.
-ATTENTION_KINDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# Other names, flash attention's too where its package is missing, make transformers fetch kernels
+# from a hub and run them.
+ATTENTION_KINDS = ("eager", "sdpa", "flex_attention")
 
 # Building is on `meta` and takes no memory, but each layer takes time; the deepest published
 # decoders have fewer than 200 layers.
@@ -128,13 +129,13 @@ def _read_config(model_class: type[PreTrainedModel], recipe: Recipe) -> Pretrain
             f"use one of {', '.join(ATTENTION_KINDS)}."
         )
     content = {k: v for k, v in recipe.config.items() if "attn_implementation" not in k}
-    num_layers = content.get("num_hidden_layers")
-    if not isinstance(num_layers, int) or not 0 < num_layers <= MOST_LAYERS:
-        raise ModelError(
-            f"The config's num_hidden_layers is {num_layers!r}; it must be 1 to {MOST_LAYERS}."
-        )
     config_class = model_class.config_class
     if config_class is None:
         raise ModelError(f"{recipe.model_class} cannot be built from a config.")
+    # Some families have a name of their own for it, such as GPT-2's n_layer.
+    key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    num_layers = content.get(key)
+    if not isinstance(num_layers, int) or not 0 < num_layers <= MOST_LAYERS:
+        raise ModelError(f"The config's {key} is {num_layers!r}; it must be 1 to {MOST_LAYERS}.")
     config: PretrainedConfig = config_class.from_dict(content)
     return config

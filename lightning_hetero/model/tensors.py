@@ -58,9 +58,26 @@ def _locate(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str,
 
 
 def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
-    """Free the memory of all parameters and buffers: they become ``meta`` tensors."""
-    emptied: set[int] = set()
-    for name, tensor in list(named_tensors(layers)):
-        if id(tensor) not in emptied and not tensor.is_meta:
-            emptied.add(id(tensor))
+    """Free the memory of all parameters and buffers: they become ``meta`` tensors.
+
+    Raises:
+        ModelError: If that is not possible; nothing is lost then.
+    """
+    tensors = list(named_tensors(layers))
+    for name, tensor in tensors:
+        _check_can_be_swapped(name, tensor)
+    for name, tensor in tensors:
+        if not tensor.is_meta:
             set_tensor(layers, name, torch.empty_like(tensor, device="meta"))
+
+
+def _check_can_be_swapped(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, nn.Parameter):
+        return
+    try:
+        swap_tensors(tensor, nn.Parameter(tensor.detach(), tensor.requires_grad))
+    except RuntimeError as error:
+        raise ModelError(
+            f"The parameter {name} is still held by an autograd graph or a weak reference, so it "
+            "cannot move to a worker; delete old losses and outputs of the model first."
+        ) from error

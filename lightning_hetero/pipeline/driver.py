@@ -81,9 +81,9 @@ class Driver:
 
         What a ``training_step`` raises is raised here, with every other micro-batch unwound.
         """
-        self.gradients.begin(accumulate)
-        self.stages.begin_step(max_in_flight, accumulate)
         running = _RunningStep(self, step, work, max_in_flight)
+        self.stages.begin_step(max_in_flight, accumulate)
+        self.gradients.begin(accumulate)
         # Micro-batches draw from streams of their own; the user's stream stays where it is.
         with torch.random.fork_rng(_initialized_cuda_devices()):
             try:

@@ -73,9 +73,8 @@ def surroundings_here(hidden: Tensor, calls: list[LayerCall]) -> Surroundings:
 
 def _check_arguments_need_no_gradient(calls: list[LayerCall]) -> None:
     for call in calls:
-        named = [*((str(i), value) for i, value in enumerate(call.args)), *call.kwargs.items()]
-        for name, value in named:
-            if isinstance(value, Tensor) and value.requires_grad:
+        for name, tensor in call.named_tensors():
+            if tensor.requires_grad:
                 raise ModelError(
                     f"The argument {name} of layer {call.layer_index} requires a gradient; only "
                     "the hidden states carry gradients between stages in this version. Keep the "

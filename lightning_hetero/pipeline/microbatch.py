@@ -32,11 +32,14 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 def batch_size(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor.
+    """Samples in a batch: the first dimension of its first tensor, or the entries of a list of
+    dicts, one per sample.
 
     Raises:
         BatchError: If there is no tensor with a dimension.
     """
+    if _is_list_of_samples(batch):
+        return len(batch)
     for tensor in _tensors(batch):
         if tensor.ndim > 0:
             return tensor.shape[0]
@@ -149,6 +152,8 @@ def _cut_tensor(tensor: Tensor, start: int, end: int, size: int) -> Tensor:
 
 def _cut_sequence(part: Sequence[Any], start: int, end: int, size: int) -> Any:
     """One entry per sample is cut; a container of batched things is cut inside."""
+    if _is_list_of_samples(part):
+        return part[start:end]
     tensors = list(_tensors(part))
     is_batched = bool(tensors) and all(t.ndim == 0 or t.shape[0] == size for t in tensors)
     if len(part) == size and not is_batched:
@@ -157,6 +162,11 @@ def _cut_sequence(part: Sequence[Any], start: int, end: int, size: int) -> Any:
     if hasattr(part, "_fields"):
         return type(part)(*cut)
     return type(part)(cut)  # type: ignore[call-arg]
+
+
+def _is_list_of_samples(part: Any) -> bool:
+    """Whether samples were left uncollated."""
+    return isinstance(part, list) and bool(part) and all(isinstance(i, Mapping) for i in part)
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:

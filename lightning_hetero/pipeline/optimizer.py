@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ class StageOptimizer:
 
     Args:
         class_name: A class of ``torch.optim``.
+        defaults: The whole optimizer's own defaults; those that its constructor takes are given to
+            it, since some (Adagrad's initial value) are not read from the groups.
         groups: All groups of the whole optimizer, each with the stage's parameters of it; their
             number and order stay as they are, so that options can be sent by position.
         parameters: The stage's parameters by name.
@@ -64,7 +67,11 @@ class StageOptimizer:
     """
 
     def __init__(
-        self, class_name: str, groups: Sequence[Group], parameters: Mapping[str, nn.Parameter]
+        self,
+        class_name: str,
+        defaults: Mapping[str, Any],
+        groups: Sequence[Group],
+        parameters: Mapping[str, nn.Parameter],
     ) -> None:
         kind: Any = getattr(torch.optim, class_name, None)
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
@@ -73,12 +80,14 @@ class StageOptimizer:
         if unknown:
             raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
         self._parameters = parameters
-        build: Callable[[list[dict[str, Any]]], Optimizer] = kind
+        accepted = inspect.signature(kind).parameters
+        build: Callable[..., Optimizer] = kind
         self.optimizer = build(
             [
                 {**group.options, "params": [parameters[name] for name in group.parameters]}
                 for group in groups
-            ]
+            ],
+            **{key: value for key, value in defaults.items() if key in accepted},
         )
 
     def gradient_norm(self) -> float:

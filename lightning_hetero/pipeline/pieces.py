@@ -23,7 +23,8 @@ def cut_request(request: Request, num_pieces: int) -> list[Request]:
     if size == 1 or num_pieces == 1:
         return [request]
     for call in request.surroundings.calls:
-        _map_tensors((call.args, call.kwargs), lambda tensor: _check_clear(tensor, request.hidden))
+        for name, tensor in call.named_tensors():
+            _check_clear(name, tensor, request.hidden)
     return [_piece(request, start, end, size) for start, end in spans(size, num_pieces)]
 
 
@@ -43,15 +44,14 @@ def _piece(request: Request, start: int, end: int, size: int) -> Request:
     return Request(request.hidden[start:end], replace(request.surroundings, calls=calls))
 
 
-def _check_clear(tensor: Tensor, hidden: Tensor) -> Tensor:
-    """A square of samples that is also a square of positions: a mask, or one row per sample?"""
+def _check_clear(name: str, tensor: Tensor, hidden: Tensor) -> None:
+    """With as many samples as positions, one row per sample looks like one row per position."""
     size, length = hidden.shape[0], hidden.shape[1] if hidden.ndim > 1 else 0
-    if size == length and tensor.ndim == 2 and tensor.shape == (size, size):
+    if size == length and 1 <= tensor.ndim <= 2 and tensor.shape[0] == size:
         raise BatchError(
-            f"A layer's argument of shape {tuple(tensor.shape)} may be positions by positions or "
-            f"samples by positions: the batch has {size} samples of length {length}."
+            f"A layer's argument {name} of shape {tuple(tensor.shape)} may be one row per sample "
+            f"or one per position: the batch has {size} samples of length {length}."
         )
-    return tensor
 
 
 def _map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:

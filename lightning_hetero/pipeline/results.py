@@ -20,23 +20,30 @@ def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> 
         BatchError: For a kind of value that has no merged form.
     """
     first = values[0]
-    if len(values) == 1 or first is None:
+    kinds = {type(value) for value in values}
+    if len(values) == 1 or kinds == {type(None)}:
         return first
-    if isinstance(first, Tensor) and first.ndim > 0:
-        return torch.cat([value.detach() for value in values])
-    if isinstance(first, (bool, str)):
-        if all(value == first for value in values):
+    if len(kinds) == 1:
+        if isinstance(first, Tensor) and first.ndim > 0:
+            return torch.cat([value.detach() for value in values])
+        if isinstance(first, (bool, str)) and len(set(values)) == 1:
             return first
-    elif isinstance(first, (Tensor, int, float)):
-        return weighted_mean(values, weights)
-    elif isinstance(first, (list, tuple)):
-        return type(first)(item for value in values for item in value)
-    elif isinstance(first, Mapping):
-        return {k: merge_values([v[k] for v in values], weights, f"{name}.{k}") for k in first}
+        if isinstance(first, (Tensor, int, float)) and not isinstance(first, bool):
+            return weighted_mean(values, weights)
+        if hasattr(first, "_fields"):
+            columns = zip(*values, strict=True)
+            return type(first)(*(merge_values(column, weights, name) for column in columns))
+        if isinstance(first, (list, tuple)):
+            return type(first)(item for value in values for item in value)
+        if isinstance(first, Mapping) and all(value.keys() == first.keys() for value in values):
+            return {
+                key: merge_values([value[key] for value in values], weights, f"{name}.{key}")
+                for key in first
+            }
     raise BatchError(
-        f"training_step returned {name!r} as {type(first).__name__} {first!r} for one micro-batch, "
-        "and there is no telling what it is for the batch; leave it out, or use "
-        "micro_batching='boundary'."
+        f"training_step returned {name!r} as {first!r:.60} for one micro-batch and "
+        f"{values[-1]!r:.60} for another, and there is no telling what it is for the batch; leave "
+        "it out, or use micro_batching='boundary'."
     )
 
 

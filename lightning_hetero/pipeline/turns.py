@@ -52,6 +52,7 @@ class Turn:
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self._function = function
+        self._is_abandoned = False
         self._to_thread: SimpleQueue[Any] = SimpleQueue()
         self._to_driver: SimpleQueue[HandedOver | Finished | _Raised] = SimpleQueue()
         # The user's context variables hold in the thread as they do in the driver.
@@ -72,12 +73,15 @@ class Turn:
 
     def abandon(self) -> None:
         """Unwind the function where it waits, and wait for its end."""
+        self._is_abandoned = True
         if self._thread.is_alive():
             self._to_thread.put(_Raised(_Abandoned()))
             self._thread.join()
 
     def hand_over(self, request: Any) -> Any:
         """Called in the thread: give the turn back with a request, return with its answer."""
+        if self._is_abandoned:
+            raise _Abandoned
         self._to_driver.put(HandedOver(request))
         answer = self._to_thread.get()
         if isinstance(answer, _Raised):

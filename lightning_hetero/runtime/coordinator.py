@@ -150,8 +150,9 @@ class Coordinator:
 
     def abort_step(self) -> None:
         """Make every stage forget the present step; never raises."""
-        with contextlib.suppress(HeteroError):
-            self._broadcast(m.AbortStep(self.step))
+        if self.step > 0:
+            with contextlib.suppress(HeteroError):
+                self._broadcast(m.AbortStep(self.step))
 
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
@@ -201,10 +202,13 @@ class Coordinator:
 
     # optimizer
 
-    def build_optimizer(self, class_name: str, groups: Sequence[Group]) -> None:
+    def build_optimizer(
+        self, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
+    ) -> None:
         """Give every stage its part of the optimizer."""
         for worker in self._workers:
             packer = Packer()
+            packed_defaults = packer.pack(dict(defaults), "An optimizer default")
             specs = [
                 m.GroupSpec(
                     [name for name in group.parameters if self._owner_of.get(name) is worker],
@@ -212,7 +216,9 @@ class Coordinator:
                 )
                 for group in groups
             ]
-            worker.channel.send(m.BuildOptimizer(class_name, specs), *packer.tensors)
+            worker.channel.send(
+                m.BuildOptimizer(class_name, packed_defaults, specs), *packer.tensors
+            )
         self._await_done(self._workers)
 
     def gradient_norms(self) -> list[float]:

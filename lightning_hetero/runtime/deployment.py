@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import BatchError, HeteroError, ModelError
-from ..model.calls import LayerCall
+from ..model.calls import LayerCall, without_cache
 from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer, check_layers_stand_alone
 from ..model.recipe import write_recipe
@@ -212,4 +212,8 @@ class _Recomputed:
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        # A second forward must not find what the first one left in a cache.
+        args, kwargs = without_cache(args, kwargs)
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -89,7 +89,8 @@ class RemoteOptimizer:
             )
             for group in self._optimizer.param_groups
         ]
-        self._coordinator.build_optimizer(optimizer_class_name(self._optimizer), groups)
+        class_name = optimizer_class_name(self._optimizer)
+        self._coordinator.build_optimizer(class_name, self._optimizer.defaults, groups)
 
     def _clip(self, gradients: list[Tensor], clipping: Clipping) -> None:
         clip_gradients(gradients, clipping)

@@ -188,7 +188,8 @@ class StageSession:
     def _on_build_optimizer(self, message: m.BuildOptimizer, tensors: tuple[Tensor, ...]) -> None:
         groups = [Group(g.parameters, unpack(g.options, tensors)) for g in message.groups]
         parameters = {n: p for n, p in named_tensors(self._numbered) if isinstance(p, nn.Parameter)}
-        self._optimizer = StageOptimizer(message.class_name, groups, parameters)
+        defaults = unpack(message.defaults, tensors)
+        self._optimizer = StageOptimizer(message.class_name, defaults, groups, parameters)
         self._coordinator.send(m.Done())
 
     def _on_load_optimizer_state(

@@ -111,6 +111,7 @@ class BuildOptimizer(_Message, frozen=True, tag=True):
     """Build the stage's part of the optimizer ``torch.optim.<class_name>``."""
 
     class_name: Name
+    defaults: Value
     groups: list[GroupSpec]
 
 

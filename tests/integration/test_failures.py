@@ -126,7 +126,7 @@ def test_a_broken_rule_ends_the_connection_with_its_name(workers: list[str], nam
 
 
 def test_a_tensor_that_does_not_match_its_header_is_refused(workers: list[str]) -> None:
-    [frame] = encode_frame(Frame(m.LoadTensor("0.weight"), (torch.ones(0, 3),)))
+    frame, _nothing = encode_frame(Frame(m.LoadTensor("0.weight"), (torch.ones(0, 3),)))
     with connect(workers[0]) as connection:
         connection.sendall(GREETING)
         answer(connection)

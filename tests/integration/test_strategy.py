@@ -139,6 +139,9 @@ def test_a_layer_class_that_no_worker_can_build_is_refused(workers: list[str]) -
             super().__init__()
             self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
 
+        def forward(self, batch: Any) -> Any:
+            return batch
+
     strategy = HeteroPipelineStrategy(workers[:1], "even", layers="blocks")
     with pytest.raises(ModelError, match=r"'blocks\.2' \(Linear\) is not part of a model"):
         trainer(strategy).predict(Own(), loader(4, 4))

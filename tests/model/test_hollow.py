@@ -211,13 +211,17 @@ def other_weights() -> dict[str, Tensor]:
     return {name: tensor + 1 for name, tensor in tiny_llama(5).state_dict().items()}
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_pushes_without_a_warning(hollowed: Hollowed, assign: bool) -> None:
+def test_load_state_dict_that_would_replace_parameters_is_refused(hollowed: Hollowed) -> None:
+    with pytest.raises(ModelError, match="call it without `assign`"):
+        hollowed.model.load_state_dict(other_weights(), assign=True)
+
+
+def test_load_state_dict_pushes_without_a_warning(hollowed: Hollowed) -> None:
     state = other_weights()
     held = {id(layer.mlp.up_proj.weight) for layer in hollowed.layers.values()}  # type: ignore[union-attr]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hollowed.model.load_state_dict(state, assign=assign)
+        hollowed.model.load_state_dict(state)
     torch.testing.assert_close(dict(hollowed.model.state_dict()), state, rtol=0, atol=0)
     assert {id(layer.mlp.up_proj.weight) for layer in hollowed.layers.values()} == held  # type: ignore[union-attr]
     assert all(tensor.is_meta for _, tensor in named_tensors(hollowed.layers))
@@ -279,7 +283,7 @@ def test_everyday_calls_on_a_hollow_model_just_work(hollowed: Hollowed, move: st
 @pytest.mark.parametrize("part", ["model", "model.model.layers", "model.model.layers.2"])
 def test_a_copy_is_refused_with_what_to_do_instead(hollowed: Hollowed, part: str) -> None:
     module = hollowed.model.get_submodule(part.removeprefix("model").removeprefix("."))
-    with pytest.raises(ModelError, match="cannot be copied or pickled; copy it before"):
+    with pytest.raises(ModelError, match="cannot be copied or pickled; do it before"):
         copy.deepcopy(module)
 
 
@@ -291,7 +295,7 @@ def test_a_copy_is_refused_with_what_to_do_instead(hollowed: Hollowed, part: str
 def test_pickling_is_refused_with_what_to_do_instead(
     hollowed: Hollowed, write: Callable[[nn.Module], object]
 ) -> None:
-    with pytest.raises(ModelError, match="cannot be copied or pickled; copy it before"):
+    with pytest.raises(ModelError, match="cannot be copied or pickled; do it before"):
         write(hollowed.layers[2])
 
 

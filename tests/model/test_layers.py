@@ -48,10 +48,9 @@ def test_a_module_without_a_hugging_face_model_has_none() -> None:
 
 
 def test_a_longer_list_of_the_same_layers_is_not_taken_for_the_decoder() -> None:
-    module = nn.Module()
-    module.model = tiny_llama(2)
-    module.spare = nn.ModuleList(tiny_llama(3).model.layers)
-    assert names(find_decoder_layers(module)) == ["model.model.layers.0", "model.model.layers.1"]
+    model = tiny_llama(2)
+    model.spare = nn.ModuleList(tiny_llama(3).model.layers)
+    assert names(find_decoder_layers(model)) == ["model.layers.0", "model.layers.1"]
 
 
 @pytest.mark.parametrize(

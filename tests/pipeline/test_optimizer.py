@@ -74,7 +74,7 @@ def part_of(optimizer: Optimizer, owners: dict[str, nn.Parameter]) -> StageOptim
         Group(found, group_options(group))
         for found, group in zip(names, optimizer.param_groups, strict=True)
     ]
-    return StageOptimizer(optimizer_class_name(optimizer), groups, owners)
+    return StageOptimizer(optimizer_class_name(optimizer), optimizer.defaults, groups, owners)
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -126,14 +126,14 @@ def test_options_are_sent_by_position_also_past_a_group_that_is_elsewhere() -> N
     owners = parameters()
     before = values(owners)
     groups = [Group([], {"lr": 1.0}), Group(["1.b"], {"lr": 1.0})]
-    stage = StageOptimizer("SGD", groups, owners)
+    stage = StageOptimizer("SGD", {}, groups, owners)
     owners["1.b"].grad = torch.ones(3, 2)
     stage.step([{"lr": 100.0}, {"lr": 0.5}], Clipping())
     torch.testing.assert_close(owners["1.b"].detach(), before["1.b"] - 0.5)
 
 
 def test_options_for_another_number_of_groups_are_refused() -> None:
-    stage = StageOptimizer("SGD", [Group(["1.a"], {"lr": 1.0})], parameters())
+    stage = StageOptimizer("SGD", {}, [Group(["1.a"], {"lr": 1.0})], parameters())
     with pytest.raises(ValueError, match="zip"):
         stage.step([{"lr": 1.0}, {"lr": 2.0}], Clipping())
 
@@ -141,7 +141,7 @@ def test_options_for_another_number_of_groups_are_refused() -> None:
 def test_parameters_of_no_group_stay_as_they_are() -> None:
     owners = parameters()
     before = values(owners)
-    stage = StageOptimizer("SGD", [Group(["1.a"], {"lr": 1.0})], owners)
+    stage = StageOptimizer("SGD", {}, [Group(["1.a"], {"lr": 1.0})], owners)
     give_gradients(owners, 0)
     stage.step([{"lr": 1.0}], Clipping())
     found = values(owners)
@@ -152,7 +152,7 @@ def test_a_parameter_without_a_gradient_is_not_stepped() -> None:
     owners = parameters()
     before = values(owners)
     groups = [Group(list(owners), {"lr": 1.0, "weight_decay": 0.5})]
-    stage = StageOptimizer("AdamW", groups, owners)
+    stage = StageOptimizer("AdamW", {}, groups, owners)
     stage.step([{"lr": 1.0}], Clipping(factor=0.5, value=1.0))
     torch.testing.assert_close(values(owners), before, rtol=0, atol=0)
     assert stage.state() == {}
@@ -162,13 +162,13 @@ def test_a_parameter_without_a_gradient_is_not_stepped() -> None:
 @pytest.mark.parametrize("name", ["NoSuchOptimizer", "lr_scheduler", "__name__", "Tensor"])
 def test_a_class_that_is_no_optimizer_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=f"no optimizer '{name}'"):
-        StageOptimizer(name, [Group(["1.a"], {})], parameters())
+        StageOptimizer(name, {}, [Group(["1.a"], {})], parameters())
 
 
 def test_unknown_parameters_are_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"no parameters \['9\.a', '9\.b'\]"):
-        StageOptimizer("SGD", [Group(["1.a", "9.b", "9.a"], {"lr": 1.0})], parameters())
-    stage = StageOptimizer("SGD", [Group(["1.a"], {"lr": 1.0})], parameters())
+        StageOptimizer("SGD", {}, [Group(["1.a", "9.b", "9.a"], {"lr": 1.0})], parameters())
+    stage = StageOptimizer("SGD", {}, [Group(["1.a"], {"lr": 1.0})], parameters())
     with pytest.raises(ModelError, match=r"'9\.a'"):
         stage.load_state("9.a", {})
 
@@ -210,7 +210,7 @@ def test_a_step_uses_the_clipped_gradients(clipping: Clipping) -> None:
     before = values(owners)
     give_gradients(owners, 0)
     gradients = {name: p.grad.clone() for name, p in owners.items() if p.grad is not None}
-    stage = StageOptimizer("SGD", [Group(list(owners), {"lr": 1.0})], owners)
+    stage = StageOptimizer("SGD", {}, [Group(list(owners), {"lr": 1.0})], owners)
     stage.step([{"lr": 1.0}], clipping)
     clip_gradients(list(gradients.values()), clipping)
     for name, parameter in owners.items():
@@ -243,7 +243,7 @@ def test_a_stages_norm_is_torchs_over_its_groups() -> None:
     owners = parameters()
     give_gradients(owners, 0)
     groups = [Group(["1.a"], {"lr": 1.0}), Group(["1.b", "2.a"], {"lr": 1.0})]
-    found = StageOptimizer("SGD", groups, owners).gradient_norm()
+    found = StageOptimizer("SGD", {}, groups, owners).gradient_norm()
     gradients = [p.grad for p in owners.values() if p.grad is not None]
     assert found == float(torch.nn.utils.get_total_norm(gradients))
 

@@ -40,7 +40,7 @@ MESSAGES: list[m.Message] = [
     DEPLOY,
     m.LoadTensor("0.weight"),
     m.Launch(),
-    m.BuildOptimizer("SGD", []),
+    m.BuildOptimizer("SGD", None, []),
     m.LoadOptimizerState("0.weight", DictNode({})),
     m.BeginStep(2, in_flight=4, accumulate=False),
     m.Arguments(1, 0, 0, grad_enabled=True, autocast_dtype=None, calls=[]),
@@ -226,7 +226,7 @@ def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
     assert pair.state is State.LOADING
     pair.ask(m.Launch())
     pair.answer(m.Done())
-    pair.ask(m.BuildOptimizer("AdamW", []))
+    pair.ask(m.BuildOptimizer("AdamW", None, []))
     pair.answer(m.Done())
     for step in (1, 2, 3):
         pair.ask(m.BeginStep(step, in_flight=2, accumulate=step == 2))
