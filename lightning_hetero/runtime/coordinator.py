@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -81,6 +81,8 @@ class Coordinator:
         self._stages: Sequence[RemoteStage] = ()
         self._owner_of: dict[str, _Worker] = {}
         self._lost: WorkerError | None = None
+        # Requests whose Done is still to come, by worker: more than one after an interrupted one.
+        self._unanswered: dict[int, int] = {}
         self.step = 0
         session_name = secrets.token_hex(16)
         try:
@@ -92,7 +94,7 @@ class Coordinator:
                 channel.start(self._inbox)
                 self._workers.append(_Worker(number, name, address, channel))
                 logger.debug("%s: %s", self._workers[-1], welcome)
-        except HeteroError:
+        except BaseException:
             self.close()
             raise
 
@@ -118,7 +120,7 @@ class Coordinator:
         self._stages = stages
         for worker, stage in zip(self._workers, stages, strict=True):
             worker.channel.send(self._deploy_message(worker, stage))
-        self._await_done(self._workers)
+        self._await_done()
         for worker, stage in zip(self._workers, stages, strict=True):
             for name, tensor in named_tensors(stage.layers):
                 self._owner_of[name] = worker
@@ -127,7 +129,7 @@ class Coordinator:
         # From the last to the first, so that nobody dials a neighbor that is not ready.
         for worker in reversed(self._workers):
             worker.channel.send(m.Launch())
-        self._await_done(self._workers)
+        self._await_done()
 
     def _deploy_message(self, worker: _Worker, stage: RemoteStage) -> m.Deploy:
         is_last = worker.number == len(self._workers)
@@ -219,13 +221,12 @@ class Coordinator:
             worker.channel.send(
                 m.BuildOptimizer(class_name, packed_defaults, specs), *packer.tensors
             )
-        self._await_done(self._workers)
+        self._await_done()
 
     def gradient_norms(self) -> list[float]:
         """Each stage's gradient norm."""
         self._broadcast(m.MeasureNorm(self.step))
-        norms = [frame.message for _, frame in self._collect(m.Norm, len(self._workers))]
-        return [message.norm for message in norms if isinstance(message, m.Norm)]
+        return [message.norm for message in self._collect(m.Norm, len(self._workers))]
 
     def apply_optimizer(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
         """Let every stage clip and step; does not wait for it."""
@@ -238,12 +239,10 @@ class Coordinator:
         """The optimizer's state of all remote parameters, by tensor name."""
         found = {}
         for worker in self._workers:
-            worker.channel.send(m.FetchOptimizerState())
-            for frame in self._until_done(worker, m.OptimizerState):
-                message = frame.message
-                if isinstance(message, m.OptimizerState):
-                    copies = tuple(tensor.clone() for tensor in frame.tensors)
-                    found[message.parameter] = unpack(message.state, copies)
+            request = m.FetchOptimizerState()
+            for message, tensors in self._ask(worker, request, m.OptimizerState):
+                copies = tuple(tensor.clone() for tensor in tensors)
+                found[message.parameter] = unpack(message.state, copies)
         return found
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -263,10 +262,9 @@ class Coordinator:
         for worker in self._workers:
             wanted = [name for name in names if self._owner_of[name] is worker]
             if wanted:
-                worker.channel.send(m.FetchTensors(wanted))
-                for frame in self._until_done(worker, m.TensorContent):
-                    if isinstance(frame.message, m.TensorContent):
-                        found[frame.message.name] = frame.tensors[0].clone()
+                request = m.FetchTensors(wanted)
+                for message, (content,) in self._ask(worker, request, m.TensorContent):
+                    found[message.name] = content.clone()
         return found
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
@@ -281,25 +279,40 @@ class Coordinator:
         for worker in self._workers:
             worker.channel.send(message, *tensors)
 
-    def _await_done(self, workers: Iterable[_Worker]) -> None:
-        self._collect(m.Done, len(list(workers)))
+    def _await_done(self) -> None:
+        """Wait until every worker has carried out what it was asked last."""
+        self._collect(m.Done, len(self._workers))
 
-    def _collect(self, kind: type[Wanted], count: int) -> list[tuple[_Worker, Frame]]:
-        """The next ``count`` messages of a kind, from whichever workers."""
-        found: list[tuple[_Worker, Frame]] = []
+    def _collect(self, kind: type[Wanted], count: int) -> list[Wanted]:
+        """The next ``count`` messages of a kind that are not of an earlier step."""
+        found: list[Wanted] = []
         while len(found) < count:
-            worker, frame = self._receive(self._deadlines.request_seconds)
-            if isinstance(frame.message, kind):
-                found.append((worker, frame))
+            _, frame = self._receive(self._deadlines.request_seconds)
+            message = frame.message
+            if isinstance(message, kind) and getattr(message, "step", self.step) == self.step:
+                found.append(message)
         return found
 
-    def _until_done(self, worker: _Worker, kind: type[m.Message]) -> Iterator[Frame]:
-        while True:
-            _, frame = self._receive(self._deadlines.request_seconds)
-            if isinstance(frame.message, m.Done):
-                return
-            if isinstance(frame.message, kind):
-                yield frame
+    def _ask(
+        self, worker: _Worker, request: m.Message, kind: type[Wanted]
+    ) -> Iterator[tuple[Wanted, tuple[Tensor, ...]]]:
+        """A worker's answers to a request, until it is done.
+
+        What is left over of a request that was interrupted, by Ctrl-C say, is passed over.
+        """
+        unanswered = self._unanswered
+        worker.channel.send(request)
+        unanswered[worker.number] = unanswered.get(worker.number, 0) + 1
+        while unanswered[worker.number] > 0:
+            try:
+                sender, frame = self._receive(self._deadlines.request_seconds)
+            except StageFailed:
+                unanswered[worker.number] -= 1
+                raise
+            if sender is worker and isinstance(frame.message, m.Done):
+                unanswered[worker.number] -= 1
+            elif isinstance(frame.message, kind) and unanswered[worker.number] == 1:
+                yield frame.message, frame.tensors
 
     def _receive(self, patience_seconds: float) -> tuple[_Worker, Frame]:
         """The next thing that any worker says.
@@ -327,7 +340,7 @@ class Coordinator:
                 f"The worker's traceback:\n{message.traceback}"
             )
         if isinstance(message, m.NeighborLost):
-            lost = self._workers[message.stage_index - 1]
+            lost = next((w for w in self._workers if w.number == message.stage_index), worker)
             raise self._note_lost(lost, WorkerError(f"{worker} lost it: {message.reason}"))
         return worker, arrival.content
 

@@ -63,11 +63,11 @@ class Deployment:
         self._away = {number: layer.module for number, layer in away.items()}
         _check_weights_are_here(self._away)
         self.names_of = {parameter: name for name, parameter in named_tensors(self._away)}
-        self._recomputed = _recompute_locally(layers, plan)
         self._visits: int | None = None
         self._send(root, stages, seed)
         self._hollow = HollowLayers(away, self._exchange, coordinator)
         self._hollow.hollow()
+        self._recomputed = _recompute_locally(layers, plan)
 
     def _send(self, root: nn.Module, stages: Sequence[dict[int, DecoderLayer]], seed: int) -> None:
         remote = [
@@ -112,7 +112,7 @@ class Deployment:
         self._hollow.check_finished()
 
     def bring_back(self) -> bool:
-        """Make the layers ordinary again with their present weights, and end the conversations.
+        """Make the layers ordinary again with their present weights.
 
         Returns:
             Whether the weights came back. If not, the layers stay hollow and say so when used.

@@ -68,9 +68,8 @@ class Worker:
         self._device = device
         self._deadlines = deadlines or Deadlines()
         self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
-        self._lock = threading.Lock()
         self._session: StageSession | None = None
-        self._threads: set[threading.Thread] = set()
+        self._session_changed = threading.Condition()
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
@@ -114,10 +113,10 @@ class Worker:
         rules = worker_session() if hello.role == "coordinator" else downstream_session()
         rules.received(hello)
         channel = Channel(connection, rules, reader, peer, self._deadlines)
-        with self._lock:
+        with self._session_changed:
             if hello.role == "neighbor":
                 self._session_named(hello.session)
-            elif self._session is not None:
+            elif not self._is_free_soon():
                 raise WorkerError(
                     "this worker is busy with another coordinator; wait for its run to end, or "
                     "use another worker."
@@ -128,6 +127,12 @@ class Worker:
                 return None
             self._session = StageSession(hello.session, channel, self._device, self._deadlines)
             return self._session
+
+    def _is_free_soon(self) -> bool:
+        def is_free() -> bool:
+            return self._session is None
+
+        return self._session_changed.wait_for(is_free, self._deadlines.busy_seconds)
 
     def _session_named(self, name: str) -> StageSession:
         if self._session is None or self._session.name != name:
@@ -146,8 +151,9 @@ class Worker:
         except Exception:
             logger.exception("session %s ended badly", session.name)
         finally:
-            with self._lock:
+            with self._session_changed:
                 self._session = None
+                self._session_changed.notify_all()
 
 
 def _refuse(connection: socket.socket, reason: str) -> None:

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import threading
+from queue import Empty
+
+import pytest
+import torch
+
+from lightning_hetero.errors import ChannelError, LocalProtocolError, RemoteProtocolError
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.frames import Frame, FrameReader, encode_frame
+
+from .pairs import channel_pair, one_end
+
+
+def activation(microbatch: int) -> m.Activation:
+    return m.Activation(1, microbatch, 0, requires_grad=True)
+
+
+def test_tensors_arrive_as_they_were_sent_and_in_order() -> None:
+    tensors = [torch.randn(size, 7) for size in (0, 1, 1000, 300_000)]
+    with channel_pair() as (up, down):
+        for index, tensor in enumerate(tensors):
+            up.channel.send(activation(index), tensor)
+        for index, tensor in enumerate(tensors):
+            frame = down.next().content
+            assert isinstance(frame, Frame)
+            assert frame.message == activation(index)
+            assert torch.equal(frame.tensors[0], tensor)
+
+
+def test_both_directions_at_once() -> None:
+    big = torch.randn(2_000_000)
+    with channel_pair() as (up, down):
+        for index in range(4):
+            up.channel.send(activation(index), big)
+            down.channel.send(m.Gradient(1, index, 0), big)
+        for end in (up, down):
+            for _ in range(4):
+                frame = end.next().content
+                assert isinstance(frame, Frame)
+                assert torch.equal(frame.tensors[0], big)
+
+
+def test_a_message_against_the_rules_is_refused_before_it_is_sent() -> None:
+    with channel_pair() as (up, _), pytest.raises(LocalProtocolError, match="must not be sent"):
+        up.channel.send(m.Gradient(1, 0, 0))
+
+
+def test_a_message_that_cannot_be_encoded_is_refused_where_it_is_sent() -> None:
+    with channel_pair() as (up, down):
+        with pytest.raises(LocalProtocolError, match="complex64"):
+            up.channel.send(activation(0), torch.zeros(2, dtype=torch.complex64))
+        up.channel.send(activation(1), torch.ones(2))
+        frame = down.next().content
+        assert isinstance(frame, Frame)
+        assert frame.message == activation(1)
+
+
+def test_a_peer_that_breaks_a_rule_is_told_which() -> None:
+    with one_end() as (end, upstream):
+        for buffer in encode_frame(Frame(m.Gradient(1, 0, 0))):
+            upstream.sendall(buffer)
+        error = end.next().content
+        assert isinstance(error, RemoteProtocolError)
+        reader, frame = FrameReader(), None
+        while frame is None or isinstance(frame.message, m.Ping):
+            frame = reader.advance(upstream.recv_into(reader.buffer()))
+        assert isinstance(frame.message, m.Failure)
+        assert "must not come while linked" in frame.message.reason
+
+
+def test_garbage_ends_the_channel() -> None:
+    with one_end() as (end, upstream):
+        upstream.sendall(b"x" * 64)
+        assert isinstance(end.next().content, RemoteProtocolError)
+
+
+def test_an_end_inside_a_frame_is_told_from_one_between_frames() -> None:
+    [frame] = encode_frame(Frame(activation(0)))
+    with one_end() as (end, upstream):
+        upstream.sendall(frame[:-1])
+        upstream.close()
+        assert isinstance(end.next().content, RemoteProtocolError)
+    with one_end() as (end, upstream):
+        upstream.sendall(frame)
+        upstream.close()
+        assert isinstance(end.next().content, Frame)
+        assert isinstance(end.next().content, ChannelError)
+
+
+def test_a_silent_peer_is_given_up() -> None:
+    with one_end() as (end, _upstream):
+        error = end.next().content
+        assert isinstance(error, ChannelError)
+        assert "No sign of life" in str(error)
+
+
+def test_a_peer_with_nothing_to_say_is_not_given_up() -> None:
+    with channel_pair() as (up, down):
+        with pytest.raises(Empty):  # three times the silence that ends a channel
+            up.inbox.get(timeout=0.9)
+        assert down.inbox.empty()
+
+
+def test_close_sends_what_is_queued_and_ends_all_threads() -> None:
+    before = threading.active_count()
+    with channel_pair() as (up, down):
+        for index in range(20):
+            up.channel.send(activation(index), torch.ones(100_000))
+        up.channel.close(m.Goodbye())
+        kinds = [type(down.next().content) for _ in range(21)]
+        assert kinds == [Frame] * 21
+    assert threading.active_count() == before

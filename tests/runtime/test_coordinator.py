@@ -1,0 +1,171 @@
+"""The coordinator with workers in threads: real sockets, one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.errors import StageFailed, WorkerLost
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.recipe import write_recipe
+from lightning_hetero.model.tensors import named_tensors
+from lightning_hetero.pipeline.optimizer import Clipping, Group
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
+from lightning_hetero.runtime.deadlines import Deadlines
+
+from ..models import tiny_llama
+from .pairs import worker_thread
+
+NUM_LAYERS = 4
+
+
+@pytest.fixture
+def layers() -> dict[int, nn.Module]:
+    model = tiny_llama(NUM_LAYERS)
+    return {i: layer.module for i, layer in enumerate(find_decoder_layers(model))}
+
+
+@pytest.fixture
+def coordinator(layers: dict[int, nn.Module]) -> Iterator[Coordinator]:
+    """Layers 0 and 1 on one worker, 2 and 3 on another."""
+    model = tiny_llama(NUM_LAYERS)
+    found = list(enumerate(find_decoder_layers(model)))
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(worker_thread()) for _ in range(2)]
+        made = Coordinator([(str(a), a) for a in addresses], Deadlines(request_seconds=20.0))
+        stages = [
+            RemoteStage(write_recipe(model, part), {i: layer.module for i, layer in part}, False, 0)
+            for part in (found[:2], found[2:])
+        ]
+        assert len(list(made.deploy(stages))) == len(list(named_tensors(layers)))
+        yield made
+        made.close()
+
+
+def surroundings(grad_enabled: bool = True) -> Surroundings:
+    rope = (torch.ones(1, 5, 8), torch.zeros(1, 5, 8))
+    calls = [
+        LayerCall(i, True, (), {"position_embeddings": rope, "attention_mask": None})
+        for i in range(NUM_LAYERS)
+    ]
+    return Surroundings(grad_enabled, None, calls)
+
+
+def run_here(layers: dict[int, nn.Module], hidden: Tensor) -> Tensor:
+    for call in surroundings().calls:
+        hidden = layers[call.layer_index](hidden, **call.kwargs)
+    return hidden
+
+
+def test_weights_arrive_and_come_back(
+    coordinator: Coordinator, layers: dict[int, nn.Module]
+) -> None:
+    expected = dict(named_tensors(layers))
+    found = coordinator.fetch(list(expected))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_stored_weights_replace_the_old_ones(coordinator: Coordinator) -> None:
+    name = "2.mlp.up_proj.weight"
+    new = torch.full((24, 16), 3.0)
+    coordinator.store({name: new})
+    assert torch.equal(coordinator.fetch([name])[name], new)
+
+
+def test_a_forward_and_a_backward_equal_those_in_one_place(
+    coordinator: Coordinator, layers: dict[int, nn.Module]
+) -> None:
+    hidden = torch.randn(2, 5, 16, requires_grad=True)
+    coordinator.begin_step(1, accumulate=False)
+    coordinator.send_forward(Key(0), hidden, surroundings())
+    returned = coordinator.receive()
+    expected = run_here(layers, hidden)
+    assert returned.tensor is not None
+    assert torch.equal(returned.tensor, expected)
+    gradient = torch.randn_like(expected)
+    coordinator.send_backward(Key(0), gradient)
+    expected.backward(gradient)
+    back = coordinator.receive()
+    assert back.is_gradient
+    assert back.tensor is not None
+    assert hidden.grad is not None
+    assert torch.equal(back.tensor, hidden.grad)
+
+
+def test_norms_and_optimizer_state_are_those_of_the_stages(
+    coordinator: Coordinator, layers: dict[int, nn.Module]
+) -> None:
+    parameters = dict(named_tensors(layers))
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    coordinator.build_optimizer("SGD", optimizer.defaults, [Group(list(parameters), options)])
+    hidden = torch.randn(2, 5, 16)
+    coordinator.begin_step(1, accumulate=False)
+    coordinator.send_forward(Key(0), hidden, surroundings())
+    coordinator.receive()
+    coordinator.send_backward(Key(0), torch.ones(2, 5, 16))
+    coordinator.receive()
+    run_here(layers, hidden).backward(torch.ones(2, 5, 16))
+    norms = [
+        float(torch.nn.utils.get_total_norm([p.grad for p in part.parameters()]))
+        for part in (nn.ModuleList([layers[0], layers[1]]), nn.ModuleList([layers[2], layers[3]]))
+    ]
+    assert sorted(coordinator.gradient_norms()) == pytest.approx(sorted(norms), rel=1e-6)
+    coordinator.apply_optimizer([{**options, "lr": 0.2}], Clipping(factor=0.5))
+    for parameter in parameters.values():
+        assert parameter.grad is not None
+        parameter.grad *= 0.5
+    optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.step()
+    found = coordinator.fetch(list(parameters))
+    state = coordinator.optimizer_state()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.detach())
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        torch.testing.assert_close(state[name]["momentum_buffer"], momentum)
+
+
+def test_an_interrupted_request_does_not_confuse_the_next(
+    coordinator: Coordinator, layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [name for name, _ in named_tensors(layers)]
+    receive, calls = coordinator._receive, iter(range(3))
+
+    def interrupted(patience_seconds: float) -> object:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return receive(patience_seconds)
+
+    monkeypatch.setattr(coordinator, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.fetch(names)
+    monkeypatch.undo()
+    assert coordinator.fetch(names).keys() == set(names)
+
+
+def test_a_stage_that_fails_says_why_and_goes_on(coordinator: Coordinator) -> None:
+    hidden = torch.randn(2, 5, 7)  # not the layers' width
+    coordinator.begin_step(1, accumulate=False)
+    coordinator.send_forward(Key(0), hidden, surroundings(grad_enabled=False))
+    with pytest.raises(StageFailed, match=r"stage 1 on .* failed in step 1: RuntimeError"):
+        coordinator.receive()
+    coordinator.abort_step()
+    coordinator.begin_step(1, accumulate=False)
+    coordinator.send_forward(Key(0), torch.randn(2, 5, 16), surroundings(grad_enabled=False))
+    assert coordinator.receive().tensor is not None
+
+
+def test_after_close_every_use_says_so(coordinator: Coordinator) -> None:
+    coordinator.close()
+    with pytest.raises(WorkerLost, match="ended the session"):
+        coordinator.fetch([])
+    with pytest.raises(WorkerLost, match="ended the session"):
+        coordinator.begin_step(1, accumulate=False)

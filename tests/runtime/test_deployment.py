@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_hetero.errors import ModelError, StageFailed
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.runtime.coordinator import Coordinator
+from lightning_hetero.runtime.deployment import Deployment
+
+from ..models import VOCABULARY, tiny_llama
+from .pairs import worker_thread
+
+NUM_LAYERS = 4
+PLAN = Plan([StagePlan(["coordinator"], (0, 2), recompute=True), StagePlan(["worker"], (2, 4))], 3)
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    with worker_thread() as address:
+        made = Coordinator([("worker", address)])
+        yield made
+        made.close()
+
+
+def deploy(model: torch.nn.Module, coordinator: Coordinator) -> Deployment:
+    return Deployment(model, find_decoder_layers(model), PLAN, coordinator, seed=0)
+
+
+def test_the_model_computes_the_same_and_gets_its_layers_back(coordinator: Coordinator) -> None:
+    model, plain = tiny_llama(NUM_LAYERS), tiny_llama(NUM_LAYERS)
+    layer_keys = {name: set(vars(module)) for name, module in model.named_modules()}
+    tokens = torch.randint(VOCABULARY, (5, 8))
+    deployment = deploy(model, coordinator)
+    found, expected = (m(input_ids=tokens, labels=tokens) for m in (model, plain))
+    torch.testing.assert_close(found.logits, expected.logits)
+    found.loss.backward()
+    expected.loss.backward()
+    torch.testing.assert_close(
+        model.model.embed_tokens.weight.grad, plain.model.embed_tokens.weight.grad
+    )
+    assert deployment.bring_back()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == layer_keys
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+
+
+def test_a_batch_that_cannot_be_cut_goes_in_one_piece_with_a_warning(
+    coordinator: Coordinator,
+) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    deploy(model, coordinator)
+    rope = (torch.ones(1, 6, 8), torch.zeros(1, 6, 8))
+    ambiguous = torch.arange(6)  # one per sample, or one per position?
+    last = model.model.layers[3]
+    with torch.no_grad():
+        hidden = model.model.layers[2](torch.randn(6, 6, 16), position_embeddings=rope)
+        with pytest.warns(UserWarning, match="one piece.*argument positions"):
+            output = last(hidden, position_embeddings=rope, positions=ambiguous)
+    assert output.shape == hidden.shape
+
+
+def test_layers_without_weights_are_refused(coordinator: Coordinator) -> None:
+    with torch.device("meta"):
+        model = tiny_llama(NUM_LAYERS)
+    with pytest.raises(ModelError, match="have no weights"):
+        deploy(model, coordinator)
+
+
+def test_what_a_worker_cannot_build_leaves_the_model_as_it_was(coordinator: Coordinator) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    model.model.layers[3].extra = torch.nn.Linear(2, 2)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(StageFailed, match=r"differ from the coordinator's in \['3\.extra\.bias'"):
+        deploy(model, coordinator)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())

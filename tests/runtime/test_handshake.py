@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+from queue import SimpleQueue
+
+import pytest
+
+from lightning_hetero.errors import WorkerUnreachable
+from lightning_hetero.runtime.address import Address
+from lightning_hetero.runtime.handshake import dial
+from lightning_hetero.wire.session import coordinator_session, upstream_session
+
+from .pairs import QUICK, worker_thread
+
+
+def closed_address() -> Address:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return Address(*listener.getsockname())
+
+
+def test_a_worker_welcomes_a_coordinator_with_its_device() -> None:
+    with worker_thread() as address:
+        channel, welcome = dial(address, coordinator_session(), "coordinator", "a", QUICK)
+        assert welcome.device == "cpu"
+        channel.start(SimpleQueue())
+        channel.close()
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(WorkerUnreachable, match="No worker answers at 127.0.0.1:"):
+        dial(closed_address(), coordinator_session(), "coordinator", "a", QUICK)
+
+
+def test_somebody_else_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"220 mail.example ESMTP ready, who are you?\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(WorkerUnreachable, match="did not answer as a worker"):
+            dial(Address(*listener.getsockname()), coordinator_session(), "coordinator", "a", QUICK)
+        thread.join()
+
+
+def test_a_stranger_to_the_session_is_refused() -> None:
+    with worker_thread() as address, pytest.raises(WorkerUnreachable, match="session 'unknown'"):
+        dial(address, upstream_session(), "neighbor", "unknown", QUICK)
+
+
+def test_silence_ends_with_the_deadline() -> None:
+    quick = replace(QUICK, connect_seconds=0.1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(WorkerUnreachable, match=r"Nothing came within 0\.1 s"),
+    ):
+        dial(Address(*listener.getsockname()), coordinator_session(), "coordinator", "a", quick)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_hetero.runtime import local
+from lightning_hetero.runtime.handshake import dial
+from lightning_hetero.wire.session import upstream_session
+
+from .pairs import QUICK
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "expected"), [(2, 3, 1), (8, 3, 2), (16, 2, 8), (1, 5, 1)]
+)
+def test_processes_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, expected: int
+) -> None:
+    monkeypatch.setattr(local, "usable_cores", lambda: list(range(cores)))
+    assert local.threads_per_process(processes) == expected
+
+
+def test_workers_answer_at_their_addresses_and_end_when_told() -> None:
+    workers = local.start_local_workers(2, threads=1)
+    try:
+        assert [worker.name for worker in workers] == local.local_worker_names(2)
+        slow = local.Deadlines(connect_seconds=60.0)
+        for worker in workers:
+            with pytest.raises(local.WorkerError, match="does not serve the session"):
+                dial(worker.address, upstream_session(), "neighbor", "none", slow)
+    finally:
+        local.stop_local_workers(workers, QUICK)
+    assert all(worker.process.poll() is not None for worker in workers)
+
+
+def test_no_process_is_left_when_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], local._start
+
+    def second_fails(name: str, threads: int) -> local.LocalWorker:
+        if started:
+            raise local.WorkerError("no more processes")
+        started.append(start(name, threads))
+        return started[0]
+
+    monkeypatch.setattr(local, "_start", second_fails)
+    with pytest.raises(local.WorkerError, match="no more processes"):
+        local.start_local_workers(2, threads=1)
+    assert started[0].process.poll() is not None

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hetero.pipeline.optimizer import Clipping, Group
+from lightning_hetero.runtime.remote_optimizer import RemoteOptimizer
+
+
+class FakeCoordinator:
+    """Two remote parameters, and what was said about them."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, dict[str, Any]] = {}
+        self.built: list[Group] = []
+        self.applied: list[tuple[Sequence[Mapping[str, Any]], Clipping]] = []
+
+    def build_optimizer(self, name: str, defaults: Any, groups: list[Group]) -> None:
+        assert name == "AdamW"
+        self.built = groups
+
+    def gradient_norms(self) -> list[float]:
+        return [3.0]
+
+    def apply_optimizer(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
+        self.applied.append((options, clipping))
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        return self.state
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        self.state = dict(state)
+
+
+def made() -> tuple[torch.optim.AdamW, RemoteOptimizer, FakeCoordinator, list[nn.Parameter]]:
+    """Local, remote; remote, local: two groups of an optimizer."""
+    here = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    away = [nn.Parameter(torch.empty(2, device="meta")) for _ in range(2)]
+    groups = [
+        {"params": [here[0], away[0]], "weight_decay": 0.1},
+        {"params": [away[1], here[1]], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    coordinator = FakeCoordinator()
+    names = {away[0]: "3.a", away[1]: "4.b"}
+    remote = RemoteOptimizer(optimizer, coordinator, names)  # type: ignore[arg-type]
+    return optimizer, remote, coordinator, [*here, *away]
+
+
+def filled(value: float) -> dict[str, Any]:
+    return {"step": torch.tensor(1.0), "exp_avg": torch.full((2,), value)}
+
+
+def test_stages_get_the_groups_by_name_and_with_their_options() -> None:
+    _, _, coordinator, _ = made()
+    assert [group.parameters for group in coordinator.built] == [["3.a"], ["4.b"]]
+    assert [group.options["weight_decay"] for group in coordinator.built] == [0.1, 0.0]
+    assert "params" not in coordinator.built[0].options
+
+
+def test_the_global_norm_spans_here_and_there() -> None:
+    _, remote, coordinator, (first, second, *_) = made()
+    first.grad, second.grad = torch.tensor([4.0, 0.0]), torch.zeros(2)
+    remote.clip_by_norm(1.0)
+    factor = 1.0 / (5.0 + 1e-6)
+    assert math.isclose(float(first.grad[0]), 4.0 * factor, rel_tol=1e-6)
+    remote.step()
+    remote.step()
+    [(_, clipping), (_, afterwards)] = coordinator.applied
+    assert clipping.factor is not None
+    assert math.isclose(clipping.factor, factor, rel_tol=1e-6)
+    assert afterwards == Clipping()
+
+
+def test_a_step_carries_the_options_of_the_moment() -> None:
+    optimizer, remote, coordinator, _ = made()
+    optimizer.param_groups[1]["lr"] = 0.7
+    remote.step()
+    [(options, _)] = coordinator.applied
+    assert [group["lr"] for group in options] == [0.1, 0.7]
+
+
+def test_state_dict_has_the_indices_of_one_device() -> None:
+    optimizer, _, coordinator, (first, second, *_) = made()
+    first.grad = second.grad = torch.ones(2)
+    optimizer.step()
+    coordinator.state = {"3.a": filled(1.0), "4.b": filled(2.0)}
+    state = optimizer.state_dict()["state"]
+    assert list(state) == [0, 1, 2, 3]
+    assert state[1] is coordinator.state["3.a"]
+    assert state[2] is coordinator.state["4.b"]
+
+
+def test_loading_sends_the_remote_part_and_keeps_the_local_one() -> None:
+    optimizer, _, coordinator, (first, second, third, fourth) = made()
+    content = optimizer.state_dict()
+    content["state"] = {index: filled(index) for index in range(4)}
+    optimizer.load_state_dict(content)
+    assert coordinator.state.keys() == {"3.a", "4.b"}
+    assert torch.equal(coordinator.state["4.b"]["exp_avg"], torch.full((2,), 2.0))
+    assert torch.equal(optimizer.state[second]["exp_avg"], torch.full((2,), 3.0))
+    assert first in optimizer.state
+    assert third not in optimizer.state
+    assert fourth not in optimizer.state
+
+
+def test_after_bring_back_and_detach_the_optimizer_has_everything_and_is_alone() -> None:
+    optimizer, remote, coordinator, (_, _, third, _) = made()
+    coordinator.state = {"3.a": filled(1.0)}
+    remote.bring_back()
+    remote.detach()
+    assert torch.equal(optimizer.state[third]["exp_avg"], torch.ones(2))
+    coordinator.state = {}
+    assert list(optimizer.state_dict()["state"]) == [1]

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetero.errors import BatchError, ModelError
+from lightning_hetero.stepping import _as_computed, loss_of
+
+
+def test_the_loss_is_found_where_lightning_looks_for_it() -> None:
+    loss = torch.tensor(1.0)
+    assert loss_of(loss) is loss
+    assert loss_of({"loss": loss, "other": 1}) is loss
+    assert loss_of(None) is None
+
+
+@pytest.mark.parametrize("result", [1.0, {"lose": torch.tensor(1.0)}, {"loss": None}, "loss"])
+def test_anything_else_is_refused(result: Any) -> None:
+    with pytest.raises(BatchError, match="without a loss tensor"):
+        loss_of(result)
+
+
+def test_backward_shows_the_gradients_that_were_computed() -> None:
+    shown: list[bool] = []
+    loss = _as_computed(torch.tensor(2.0), lambda: shown.append(True), 1 / 3)
+    assert loss.item() == 2.0
+    assert shown == []
+    (loss / 3).backward()
+    assert shown == [True]
+
+
+def test_a_loss_scaled_on_its_way_to_backward_is_refused() -> None:
+    loss = _as_computed(torch.tensor(2.0), lambda: None, 1.0)
+    with pytest.raises(ModelError, match="scaled by 2 on its way"):
+        (loss * 2).backward()
