@@ -55,8 +55,10 @@ def one_end(deadlines: Deadlines = QUICK) -> Iterator[tuple[End, socket.socket]]
     _, down = linked_sessions()
     end = End(Channel(mine, down, FrameReader(), "upstream", deadlines), SimpleQueue())
     end.channel.start(end.inbox)
-    with theirs:
-        yield end, theirs
+    try:
+        with theirs:
+            yield end, theirs
+    finally:
         end.channel.close()
 
 
@@ -70,20 +72,25 @@ def channel_pair(deadlines: Deadlines = QUICK) -> Iterator[tuple[End, End]]:
         ends.append(End(channel, SimpleQueue()))
     for end in ends:
         end.channel.start(end.inbox)
-    yield ends[0], ends[1]
-    for end in ends:
-        end.channel.close()
+    try:
+        yield ends[0], ends[1]
+    finally:
+        for end in ends:
+            end.channel.close()
 
 
 @contextmanager
 def worker_thread() -> Iterator[Address]:
     """A worker that serves from a thread of this process, over a real loopback socket."""
     listener = listen(Address("127.0.0.1", 0))
-    worker = Worker(listener, torch.device("cpu"), QUICK)
+    # Patient: both ends share one interpreter, which may be busy building a model for a while.
+    worker = Worker(listener, torch.device("cpu"), Deadlines(busy_seconds=0.2))
     address = address_of(listener)
-    thread = threading.Thread(target=worker.serve_forever)
+    thread = threading.Thread(target=worker.serve_forever, daemon=True)
     thread.start()
-    yield address
-    worker.stop()
-    thread.join(PATIENCE_SECONDS)
+    try:
+        yield address
+    finally:
+        worker.stop()
+        thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
