@@ -7,6 +7,8 @@
     pipeline/        what is run: micro-batches, the rule, stages, the driver of training_step
     planning/        what goes where: makes plans
     runtime/         where it runs: channels, worker, coordinator, local worker processes
+    stepping.py      one training step, cut into micro-batches for the driver
+    precision.py     where a precision plugin clips and steps, the stages do too
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli.py           the command lightning-hetero
 
