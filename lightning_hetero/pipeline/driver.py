@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..errors import ModelError
@@ -167,7 +168,8 @@ class _RunningStep:
 
     def _finish_forward(self, index: int, result: Any) -> None:
         """The loss is known: its backward starts at once."""
-        self._results[index] = result
+        # Without its graph: the saved tensors of the head go when this micro-batch's backward ends.
+        self._results[index] = apply_to_collection(result, Tensor, Tensor.detach)
         microbatch = self._in_flight[index]
         microbatch.visits = [
             v for v in microbatch.visits if v.leaf is not None and v.leaf.requires_grad

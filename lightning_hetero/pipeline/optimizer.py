@@ -92,12 +92,11 @@ class StageOptimizer:
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients that the next step would use."""
-        gradients = self._gradients()
-        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        return gradient_norm(optimizer_gradients(self.optimizer))
 
     def step(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
         """Clip, then step with these options for each group."""
-        clip_gradients(self._gradients(), clipping)
+        clip_gradients(optimizer_gradients(self.optimizer), clipping)
         for group, group_values in zip(self.optimizer.param_groups, options, strict=True):
             group.update(group_values)
         self.optimizer.step()
@@ -118,10 +117,6 @@ class StageOptimizer:
         parameter = self._parameters[name]
         self.optimizer.state[parameter] = {k: _beside(parameter, k, v) for k, v in state.items()}
 
-    def _gradients(self) -> list[torch.Tensor]:
-        groups = self.optimizer.param_groups
-        return [p.grad for group in groups for p in group["params"] if p.grad is not None]
-
 
 def _beside(parameter: nn.Parameter, key: str, value: Any) -> Any:
     """A state value where and as the optimizer keeps it: step counts stay on the CPU in fp32."""
@@ -129,6 +124,17 @@ def _beside(parameter: nn.Parameter, key: str, value: Any) -> Any:
         return value
     dtype = parameter.dtype if value.is_floating_point() else value.dtype
     return value.to(parameter.device, dtype)
+
+
+def optimizer_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The gradients that the optimizer's next step would use."""
+    groups = optimizer.param_groups
+    return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+
+
+def gradient_norm(gradients: Sequence[torch.Tensor]) -> float:
+    """The 2-norm of gradients taken together."""
+    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
 def clip_gradients(gradients: Sequence[torch.Tensor], clipping: Clipping) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,8 +17,10 @@ from ..pipeline.optimizer import (
     Group,
     clip_gradients,
     clipping_factor,
+    gradient_norm,
     group_options,
     optimizer_class_name,
+    optimizer_gradients,
     total_norm,
 )
 from .coordinator import Coordinator
@@ -55,14 +56,13 @@ class RemoteOptimizer:
 
     def clip_by_norm(self, max_norm: float) -> None:
         """Scale all gradients, here now and remotely with the step, to a global norm."""
-        gradients = self._local_gradients()
-        local_norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        norm = total_norm([local_norm, *self._coordinator.gradient_norms()])
+        gradients = optimizer_gradients(self._optimizer)
+        norm = total_norm([gradient_norm(gradients), *self._coordinator.gradient_norms()])
         self._clip(gradients, Clipping(factor=clipping_factor(max_norm, norm)))
 
     def clip_by_value(self, value: float) -> None:
         """Cut all gradients, here now and remotely with the step."""
-        self._clip(self._local_gradients(), Clipping(value=value))
+        self._clip(optimizer_gradients(self._optimizer), Clipping(value=value))
 
     def step(self) -> None:
         """Let the stages step; to be called just before the optimizer itself steps."""
@@ -95,10 +95,6 @@ class RemoteOptimizer:
     def _clip(self, gradients: list[Tensor], clipping: Clipping) -> None:
         clip_gradients(gradients, clipping)
         self._clipping = clipping
-
-    def _local_gradients(self) -> list[Tensor]:
-        groups = self._optimizer.param_groups
-        return [p.grad for group in groups for p in group["params"] if p.grad is not None]
 
     def _indexed(self) -> Iterator[tuple[int, str]]:
         """Position in a state dict, and name, of every remote parameter."""
