@@ -1,23 +1,35 @@
-"""How a model calls a decoder layer, as a value."""
+"""How a model calls a decoder layer, as a value, and what the layer answers."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from transformers import Cache
+
+from ..errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of one layer, its hidden states left out."""
+    """One call of one layer, its hidden states left out.
+
+    ``tuple_length`` says what the model takes the layer to return: a tuple of that many entries
+    with the hidden states first, or, at 0, just them.
+    """
 
     layer_index: int
     training: bool
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    tuple_length: int = 0
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor among the arguments, with the position or the name of its argument."""
@@ -45,3 +57,67 @@ def without_cache(
     if "use_cache" in kept:
         kept["use_cache"] = False
     return tuple(None if isinstance(value, Cache) else value for value in args), kept
+
+
+def hidden_of(result: Any, layer: nn.Module, call: LayerCall) -> Tensor:
+    """The hidden states in what a layer returned.
+
+    Raises:
+        ModelError: If it returned more than them, or in another form than the model expects.
+    """
+    length = _tuple_length(result, layer, call.layer_index)
+    if length != call.tuple_length:
+        raise ModelError(
+            f"Layer {call.layer_index} ({type(layer).__name__}) returned {_form(length)} on the "
+            f"worker, and the model was given {_form(call.tuple_length)} in its place; keep it "
+            "with the coordinator."
+        )
+    hidden: Tensor = result[0] if length else result
+    return hidden
+
+
+def expected_tuple_length(
+    layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> int:
+    """The `LayerCall.tuple_length` of a layer whose parameters are on ``meta``, by trying it there.
+
+    Raises:
+        ModelError: If the layer returns more than hidden states.
+    """
+    on_meta = apply_to_collection((hidden, args, dict(kwargs)), Tensor, _to_meta)
+    try:
+        with torch.no_grad():
+            result = type(layer).forward(layer, on_meta[0], *on_meta[1], **on_meta[2])
+    except Exception as error:
+        # What depends on data, such as the choice of experts, cannot be tried without data. The
+        # worker finds out if the layer returns something else than a tensor, and says so.
+        logger.debug("layer %d cannot be tried on meta: %s", layer_index, error)
+        return 0
+    return _tuple_length(result, layer, layer_index)
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("meta")
+
+
+def _tuple_length(result: Any, layer: nn.Module, layer_index: int) -> int:
+    if isinstance(result, Tensor):
+        return 0
+    what = f"Layer {layer_index} ({type(layer).__name__})"
+    if not isinstance(result, tuple) or not result or not isinstance(result[0], Tensor):
+        raise ModelError(
+            f"{what} returns a {type(result).__name__}; a layer on a worker must return its hidden "
+            "states, alone or first in a tuple. Keep it with the coordinator."
+        )
+    more = [type(value).__name__ for value in result[1:] if value is not None]
+    if more:
+        raise ModelError(
+            f"{what} returns {', '.join(more)} besides its hidden states, which cannot come back "
+            "from a worker; call the model without asking for it (such as output_attentions), or "
+            "keep the layer with the coordinator."
+        )
+    return len(result)
+
+
+def _form(tuple_length: int) -> str:
+    return f"a tuple of {tuple_length}" if tuple_length else "a tensor"

@@ -11,7 +11,7 @@ of the run exchanges the hidden states for those that come back. Nothing here kn
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
@@ -19,14 +19,17 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.utils import output_capturing
 
 from ..errors import ModelError
-from .calls import LayerCall, without_cache
+from .calls import LayerCall, expected_tuple_length, without_cache
+from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
 from .layers import DecoderLayer
 from .tensors import empty_tensors, set_tensor
 
-Exchange = Callable[[Tensor, list[LayerCall]], Tensor]
+# Hidden states, recorded calls and the kinds of outputs to collect, to hidden states and outputs.
+Exchange = Callable[
+    [Tensor, list[LayerCall], list[str]], tuple[Tensor, Iterable[tuple[str, Tensor]]]
+]
 
 
 class RemoteTensors(Protocol):
@@ -44,8 +47,8 @@ class HollowLayers:
 
     Args:
         layers: The layers with their numbers, in order.
-        exchange: Gets the hidden states and the recorded calls, returns the hidden states behind
-            the last layer.
+        exchange: Gets the hidden states, the recorded calls and the kinds of outputs that the
+            model collects; returns the hidden states behind the last layer, and those outputs.
         remote: Where the weights are; asked by ``state_dict`` and ``load_state_dict``.
     """
 
@@ -62,6 +65,8 @@ class HollowLayers:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._records = threading.local()
         self._dropped_caches: WeakSet[Cache] = WeakSet()
+        self._silenced: list[SilencedHooks] = []
+        self._tuple_lengths: dict[Hashable, int] = {}
 
     def hollow(self) -> None:
         """Empty the layers and divert their calls.
@@ -72,6 +77,7 @@ class HollowLayers:
         for decoder_layer in self._layers.values():
             _check_no_hooks(decoder_layer)
         empty_tensors(self._modules)
+        self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
         for number, layer in self._modules.items():
             layer.forward = _HollowForward(self, number)
             # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
@@ -91,6 +97,8 @@ class HollowLayers:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for silenced in self._silenced:
+            silenced.restore()
         for layer in self._modules.values():
             del layer.forward
             del layer._apply
@@ -114,15 +122,17 @@ class HollowLayers:
                 "the layers that may be skipped with the coordinator."
             )
 
-    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def call(
+        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """What a hollow layer's ``forward`` does."""
         hidden, args, kwargs = _take_hidden(number, args, kwargs)
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
         args, kwargs = without_cache(args, kwargs)
-        call = LayerCall(number, self._modules[number].training, args, kwargs)
+        length = self._tuple_length(number, hidden, args, kwargs)
+        call = LayerCall(number, self._modules[number].training, args, kwargs, length)
         if number == min(self._modules):
             self.check_finished()
-            _check_captured_outputs()
             self._check_new(caches)
             self._records.calls = [call]
             self._records.hidden = hidden
@@ -130,11 +140,24 @@ class HollowLayers:
         else:
             self._check_continues(number, hidden)
             self._records.calls.append(call)
-        if number != max(self._modules):
-            return hidden
-        calls, self._records.calls = self._records.calls, None
-        self._records.hidden = None
-        return self._exchange(hidden, calls)
+        if number == max(self._modules):
+            calls, self._records.calls = self._records.calls, None
+            self._records.hidden = None
+            sent = hidden
+            hidden, collected = self._exchange(sent, calls, wanted_kinds())
+            add_collected(sent, collected)
+        return (hidden, *[None] * (length - 1)) if length else hidden
+
+    def _tuple_length(
+        self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> int:
+        """What the layer's own forward would return; it depends on its class and on flags."""
+        layer = self._modules[number]
+        flags = [(k, v) for k, v in kwargs.items() if v is None or isinstance(v, (bool, str))]
+        key = (type(layer), layer.training, len(args), tuple(flags))
+        if key not in self._tuple_lengths:
+            self._tuple_lengths[key] = expected_tuple_length(layer, number, hidden, args, kwargs)
+        return self._tuple_lengths[key]
 
     def _check_new(self, caches: list[Cache]) -> None:
         """Refuse a key-value cache that comes again: its reader would miss what was left out.
@@ -218,7 +241,7 @@ class _HollowForward:
         self._run = run
         self._number = number
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         return self._run.call(self._number, args, kwargs)
 
 
@@ -269,15 +292,4 @@ def _check_no_hooks(layer: DecoderLayer) -> None:
 def _has_hooks(module: nn.Module) -> bool:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    # Those of transformers do nothing unless outputs are collected, which is refused by itself.
-    return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks)
-
-
-def _check_captured_outputs() -> None:
-    """Refuse ``output_hidden_states`` and its kin: what the hollow layers return is not theirs."""
-    wanted = output_capturing._active_collector.get()
-    if wanted:
-        raise ModelError(
-            f"The outputs {sorted(wanted)} cannot be collected from layers on workers; call the "
-            "model without asking for them."
-        )
+    return not all(is_collecting(hook) for hook in hooks)

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..errors import ModelError
+from .collecting import install_hooks
 from .layers import DecoderLayer
 
 # Other names, flash attention's too where its package is missing, make transformers fetch kernels
@@ -94,6 +95,7 @@ def build_layers(recipe: Recipe) -> nn.ModuleDict:
     config = _read_config(model_class, recipe)
     with torch.device("meta"):
         model = model_class._from_config(config, attn_implementation=recipe.attention)
+    install_hooks(model, list(recipe.layers.values()))
     try:
         found = {str(n): model.get_submodule(path) for n, path in recipe.layers.items()}
     except AttributeError as error:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from ..errors import ModelError
+from .activation import Activation, Gradients
 from .gradients import StepGradients
 from .handover import Request, Returned, Stages
 from .rule import Action, Key, choose
@@ -33,7 +34,7 @@ class _Visit:
 
     key: Key
     out: Tensor
-    leaf: Tensor | None = None
+    leaves: tuple[Tensor, ...] = ()
 
 
 @dataclass
@@ -109,7 +110,8 @@ class _RunningStep:
         self._max_in_flight = max_in_flight
         self._in_flight: dict[int, _Microbatch] = {}
         self._results: dict[int, Any] = {}
-        self._returned: dict[tuple[str, Key], Returned] = {}
+        self._activations: dict[Key, Activation] = {}
+        self._gradients: dict[Key, Gradients] = {}
         self._not_started = set(range(len(work)))
 
     def run(self) -> list[Any]:
@@ -130,12 +132,15 @@ class _RunningStep:
 
     def _ready(self) -> list[Action]:
         ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in self._not_started]
-        for kind, key in self._returned:
-            ready.append(Action(COORDINATOR_STAGE, "B" if kind == "B" else "F", key))
+        ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]
+        ready += [Action(COORDINATOR_STAGE, "B", key) for key in self._gradients]
         return ready
 
     def _take(self, returned: Returned) -> None:
-        self._returned["B" if returned.is_gradient else "F", returned.key] = returned
+        if isinstance(returned.content, Activation):
+            self._activations[returned.key] = returned.content
+        else:
+            self._gradients[returned.key] = returned.content
 
     def _forward(self, key: Key) -> None:
         """Run a micro-batch's `training_step` to its next hand-over or to its end."""
@@ -149,9 +154,10 @@ class _RunningStep:
             self._go_on(index, turn.start())
             return
         visit = self._in_flight[index].visits[key.visit]
-        visit.leaf = _leaf(self._returned.pop(("F", key)), visit.out.device)
+        activation = self._activations.pop(key).map(partial(_leaf_on, visit.out.device))
+        visit.leaves = activation.tensors
         self._seed(key, 1)
-        self._go_on(index, self._in_flight[index].turn.resume(visit.leaf))
+        self._go_on(index, self._in_flight[index].turn.resume(activation))
 
     def _seed(self, key: Key, segment: int) -> None:
         seed_action(self._driver.seed, self._step, COORDINATOR_STAGE, *key, segment)
@@ -172,22 +178,22 @@ class _RunningStep:
         self._results[index] = apply_to_collection(result, Tensor, Tensor.detach)
         microbatch = self._in_flight[index]
         microbatch.visits = [
-            v for v in microbatch.visits if v.leaf is not None and v.leaf.requires_grad
+            v for v in microbatch.visits if any(leaf.requires_grad for leaf in v.leaves)
         ]
         loss = self._driver.loss_of(result)
         if loss is not None and loss.requires_grad and microbatch.loss_factor > 0:
             factor = torch.full_like(loss, microbatch.loss_factor)
             self._run_backward(index, loss, factor)
-        self._send_gradient(index)
+        self._send_gradients(index)
 
     def _backward(self, key: Key) -> None:
         """The stages' gradient has come: run the backward of the piece before the hand-over."""
         index = key.microbatch
-        gradient = self._returned.pop(("B", key)).tensor
+        gradient = self._gradients.pop(key)[0]
         visit = self._in_flight[index].visits.pop()
         if gradient is not None and visit.out.requires_grad:
             self._run_backward(index, visit.out, gradient.to(visit.out.device))
-        self._send_gradient(index)
+        self._send_gradients(index)
 
     def _run_backward(self, index: int, start: Tensor, gradient: Tensor) -> None:
         """Run a piece's backward. Earlier pieces may share its graph, so it is kept for them; it
@@ -196,25 +202,22 @@ class _RunningStep:
         with self._driver.gradients.of_microbatch(index):
             torch.autograd.backward(start, gradient, retain_graph=has_more)
 
-    def _send_gradient(self, index: int) -> None:
-        """Send the gradient of the latest visit that is left, or end the micro-batch."""
+    def _send_gradients(self, index: int) -> None:
+        """Send the gradients of the latest visit that is left, or end the micro-batch."""
         visits = self._in_flight[index].visits
         if not visits:
             self._driver.gradients.finish_microbatch(index)
             del self._in_flight[index]
             return
-        leaf = visits[-1].leaf
-        gradient = None if leaf is None else leaf.grad
-        visits[-1].leaf = None
-        self._driver.stages.send_backward(visits[-1].key, gradient)
+        gradients = tuple(leaf.grad for leaf in visits[-1].leaves)
+        visits[-1].leaves = ()
+        self._driver.stages.send_backward(visits[-1].key, gradients)
 
 
 def _initialized_cuda_devices() -> list[int]:
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
-def _leaf(returned: Returned, device: torch.device) -> Tensor:
-    """The new start of the micro-batch's graph."""
-    if returned.tensor is None:
-        raise ModelError(f"No activation came back for {returned.key}.")
-    return returned.tensor.to(device).detach().requires_grad_(returned.requires_grad)
+def _leaf_on(device: torch.device, tensor: Tensor) -> Tensor:
+    """A new start of the micro-batch's graph."""
+    return tensor.to(device).detach().requires_grad_(tensor.requires_grad)

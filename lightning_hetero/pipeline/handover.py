@@ -9,25 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import ModelError
 from ..model.calls import LayerCall
+from .activation import Activation, Gradients, join_activations
 from .rule import Key
 from .stage import Surroundings
+
+Content = TypeVar("Content", Activation, Gradients)
 
 
 @dataclass(frozen=True)
 class Returned:
-    """Something that came back from the stages: an activation, or a gradient."""
+    """Something that came back from the stages: an activation, or gradients."""
 
     key: Key
-    is_gradient: bool
-    tensor: Tensor | None
-    requires_grad: bool = False
+    content: Activation | Gradients
 
 
 class Stages(Protocol):
@@ -42,8 +43,8 @@ class Stages(Protocol):
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
 
-    def send_backward(self, key: Key, gradient: Tensor | None) -> None:
-        """Send the gradient of a returned activation to the last stage."""
+    def send_backward(self, key: Key, gradients: Gradients) -> None:
+        """Send the gradients of a returned activation to the last stage."""
 
     def receive(self) -> Returned:
         """Wait for the next thing that comes back."""
@@ -57,7 +58,9 @@ class Request:
     surroundings: Surroundings
 
 
-def surroundings_here(hidden: Tensor, calls: list[LayerCall]) -> Surroundings:
+def surroundings_here(
+    hidden: Tensor, calls: list[LayerCall], collect: Sequence[str] = ()
+) -> Surroundings:
     """What this thread's forward runs under.
 
     Raises:
@@ -68,7 +71,7 @@ def surroundings_here(hidden: Tensor, calls: list[LayerCall]) -> Surroundings:
     if grad_enabled:
         _check_arguments_need_no_gradient(calls)
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return Surroundings(grad_enabled, autocast_dtype, calls)
+    return Surroundings(grad_enabled, autocast_dtype, calls, collect)
 
 
 def _check_arguments_need_no_gradient(calls: list[LayerCall]) -> None:
@@ -82,26 +85,28 @@ def _check_arguments_need_no_gradient(calls: list[LayerCall]) -> None:
                 )
 
 
-def exchange_pieces(stages: Stages, requests: Sequence[Request], visit: int) -> list[Tensor]:
+def exchange_pieces(stages: Stages, requests: Sequence[Request], visit: int) -> list[Activation]:
     """Send all pieces, and wait until all have come back; the results in the pieces' order."""
     for index, request in enumerate(requests):
         stages.send_forward(Key(index, visit), request.hidden, request.surroundings)
-    return _collect(stages, len(requests), is_gradient=False)
+    return _receive_all(stages, len(requests), Activation)
 
 
-def exchange_gradients(stages: Stages, gradients: Sequence[Tensor], visit: int) -> list[Any]:
+def exchange_gradients(
+    stages: Stages, gradients: Sequence[Gradients], visit: int
+) -> list[Gradients]:
     """The same for the gradients of what came back."""
-    for index, gradient in enumerate(gradients):
-        stages.send_backward(Key(index, visit), gradient)
-    return _collect(stages, len(gradients), is_gradient=True)
+    for index, piece in enumerate(gradients):
+        stages.send_backward(Key(index, visit), piece)
+    return _receive_all(stages, len(gradients), tuple)
 
 
-def _collect(stages: Stages, count: int, is_gradient: bool) -> list[Any]:
-    found: dict[int, Tensor | None] = {}
+def _receive_all(stages: Stages, count: int, kind: type[Content]) -> list[Content]:
+    found: dict[int, Content] = {}
     while len(found) < count:
         returned = stages.receive()
-        if returned.is_gradient == is_gradient:
-            found[returned.key.microbatch] = returned.tensor
+        if isinstance(returned.content, kind):
+            found[returned.key.microbatch] = returned.content
     return [found[index] for index in range(count)]
 
 
@@ -109,21 +114,45 @@ class Boundary(torch.autograd.Function):
     """A whole batch's hand-over as one differentiable function.
 
     ``anchor`` is a scalar that requires a gradient: without it a backward would never reach the
-    stages when everything before them is frozen.
+    stages when everything before them is frozen. ``kinds`` is filled with the kinds of the
+    collected outputs that follow the hidden states.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, anchor: Tensor, stages: Stages, pieces: list[Request], visit: int
-    ) -> Tensor:
-        ctx.stages, ctx.visit = stages, visit
-        ctx.sizes = [piece.hidden.shape[0] for piece in pieces]
-        return torch.cat(exchange_pieces(stages, pieces, visit)).to(hidden.device)
+        ctx: Any,
+        hidden: Tensor,
+        anchor: Tensor,
+        stages: Stages,
+        pieces: list[Request],
+        visit: int,
+        kinds: list[str],
+    ) -> tuple[Tensor, ...]:
+        returned = exchange_pieces(stages, pieces, visit)
+        joined = join_activations(returned).map(lambda tensor: tensor.to(hidden.device))
+        kinds += [kind for kind, _ in joined.collected]
+        ctx.stages, ctx.visit, ctx.device = stages, visit, hidden.device
+        ctx.sizes = [[len(tensor) for tensor in piece.tensors] for piece in returned]
+        # Otherwise autograd makes zeros for outputs that no loss depends on.
+        ctx.set_materialize_grads(False)
+        return joined.tensors
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        pieces = gradient.split(ctx.sizes)
-        returned = exchange_gradients(ctx.stages, pieces, ctx.visit)
-        wanted = ctx.needs_input_grad[0]
-        joined = torch.cat(returned).to(gradient.device) if wanted else None
-        return joined, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        pieces = _split_gradients(gradients, ctx.sizes)
+        returned = [piece[0] for piece in exchange_gradients(ctx.stages, pieces, ctx.visit)]
+        found = [gradient for gradient in returned if gradient is not None]
+        wanted = ctx.needs_input_grad[0] and len(found) == len(pieces)
+        joined = torch.cat(found).to(ctx.device) if wanted else None
+        return joined, None, None, None, None, None
+
+
+def _split_gradients(
+    gradients: Sequence[Tensor | None], sizes: Sequence[Sequence[int]]
+) -> list[Gradients]:
+    """The gradients of each piece; ``sizes`` holds the rows of each tensor in each piece."""
+    columns = [
+        [None] * len(sizes) if gradient is None else gradient.split([row[place] for row in sizes])
+        for place, gradient in enumerate(gradients)
+    ]
+    return list(zip(*columns, strict=True))

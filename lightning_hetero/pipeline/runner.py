@@ -8,26 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
+from .activation import Activation, Gradients
 from .rule import Action, Key, choose
 from .stage import Stage, Surroundings
 
 
 @dataclass(frozen=True)
-class Incoming:
-    """An activation that came from upstream."""
-
-    hidden: Tensor
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
 class Result:
-    """What an action made: an activation for downstream or a gradient for upstream."""
+    """What an action made: an activation for downstream or gradients for upstream."""
 
     action: Action
-    tensor: Tensor | None
+    content: Activation | Gradients
 
 
 @dataclass
@@ -38,11 +29,11 @@ class StageRunner:
     step: int = 0
     max_in_flight: int = 1
     _surroundings: dict[Key, Surroundings] = field(default_factory=dict)
-    _activations: dict[Key, Incoming] = field(default_factory=dict)
-    _gradients: dict[Key, Tensor | None] = field(default_factory=dict)
+    _activations: dict[Key, Activation] = field(default_factory=dict)
+    _gradients: dict[Key, Gradients] = field(default_factory=dict)
     _in_flight: set[int] = field(default_factory=set)
     _is_aborted: bool = False
-    _early: list[tuple[int, Key, Incoming | Tensor | None]] = field(default_factory=list)
+    _early: list[tuple[int, Key, Activation | Gradients]] = field(default_factory=list)
 
     def begin(self, step: int, max_in_flight: int, accumulate: bool) -> None:
         """Start a step; without ``accumulate`` the gradients of earlier steps are dropped."""
@@ -67,13 +58,13 @@ class StageRunner:
         if not self._is_aborted:
             self._surroundings[key] = surroundings
 
-    def take_activation(self, step: int, key: Key, incoming: Incoming) -> None:
-        """Hidden states from upstream."""
-        self._take(step, key, incoming)
+    def take_activation(self, step: int, key: Key, activation: Activation) -> None:
+        """Hidden states from upstream, with what is collected so far."""
+        self._take(step, key, activation)
 
-    def take_gradient(self, step: int, key: Key, gradient: Tensor | None) -> None:
-        """A gradient from downstream; None where no gradient is needed."""
-        self._take(step, key, gradient)
+    def take_gradients(self, step: int, key: Key, gradients: Gradients) -> None:
+        """Gradients from downstream, in the order of the activation that went there."""
+        self._take(step, key, gradients)
 
     def next_action(self) -> Action | None:
         """The action that the rule takes among those whose inputs are there."""
@@ -87,26 +78,25 @@ class StageRunner:
         run = self._run_forward if action.kind == "F" else self._run_backward
         return Result(action, run(action.key))
 
-    def _run_forward(self, key: Key) -> Tensor:
-        incoming = self._activations.pop(key)
+    def _run_forward(self, key: Key) -> Activation:
         surroundings = self._surroundings.pop(key)
-        output = self.stage.forward(key, incoming.hidden, incoming.requires_grad, surroundings)
+        output = self.stage.forward(key, self._activations.pop(key), surroundings)
         if output.requires_grad:
             self._in_flight.add(key.microbatch)
         return output
 
-    def _run_backward(self, key: Key) -> Tensor | None:
-        gradient = self.stage.backward(key, self._gradients.pop(key))
+    def _run_backward(self, key: Key) -> Gradients:
+        gradients = self.stage.backward(key, self._gradients.pop(key))
         if not self.stage.has_saved(key.microbatch):
             self._in_flight.discard(key.microbatch)
-        return gradient
+        return gradients
 
-    def _take(self, step: int, key: Key, arrived: Incoming | Tensor | None) -> None:
+    def _take(self, step: int, key: Key, arrived: Activation | Gradients) -> None:
         """Neighbors may be one step ahead of the coordinator's word, or behind an abort."""
         if step > self.step:
             self._early.append((step, key, arrived))
         elif step == self.step and not self._is_aborted:
-            if isinstance(arrived, Incoming):
+            if isinstance(arrived, Activation):
                 self._activations[key] = arrived
             else:
                 self._gradients[key] = arrived

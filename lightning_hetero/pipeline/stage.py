@@ -10,19 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError
-from ..model.calls import LayerCall
+from ..model.calls import LayerCall, hidden_of
+from ..model.collecting import collecting
+from .activation import Activation, Collected, Gradients, leaf_of
 from .rule import Key
 from .seeds import seed_action
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a forward runs under: grad mode, autocast, and what the model passed to each layer."""
+    """What a forward runs under: grad mode, autocast, what the model passed to each layer, and the
+    kinds of outputs that it collects besides the hidden states."""
 
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
     calls: Sequence[LayerCall]
+    collect: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class _Saved:
     """What a forward keeps for its backward: its graph, or its inputs to run it again."""
 
     leaf: Tensor
-    output: Tensor | None
+    num_passed_on: int
+    output: Activation | None
     surroundings: Surroundings
 
 
@@ -54,33 +58,45 @@ class Stage:
     step: int = 0
     _saved: dict[Key, _Saved] = field(default_factory=dict)
 
-    def forward(
-        self, key: Key, hidden: Tensor, requires_grad: bool, surroundings: Surroundings
-    ) -> Tensor:
-        """The hidden states behind the last layer, cut from the graph.
+    def forward(self, key: Key, incoming: Activation, surroundings: Surroundings) -> Activation:
+        """The hidden states behind the last layer, and what is collected up to it.
 
-        Its ``requires_grad`` says whether a backward will want a gradient for it.
+        Cut from the graph; ``requires_grad`` says where a backward will want a gradient.
         """
-        leaf = hidden.to(self.device)
+        leaf = incoming.hidden.to(self.device)
         if surroundings.grad_enabled:
-            leaf = leaf.detach().requires_grad_(requires_grad)
+            leaf = leaf.detach().requires_grad_(incoming.hidden.requires_grad)
         keep_graph = surroundings.grad_enabled and not self.recompute
         output = self._run_layers(key, leaf, surroundings, keep_graph)
-        wanted = surroundings.grad_enabled and self._wants_gradient(requires_grad, output)
-        if wanted:
-            self._saved[key] = _Saved(leaf, output if keep_graph else None, surroundings)
-        return output.detach().requires_grad_(wanted)
+        if surroundings.grad_enabled and self.recompute:
+            wanted = leaf.requires_grad or any(p.requires_grad for p in self.layers.parameters())
+            outgoing = output.map(lambda tensor: tensor.detach().requires_grad_(wanted))
+        else:
+            outgoing = output.map(leaf_of)
+        outgoing = Activation(outgoing.hidden, incoming.collected + outgoing.collected)
+        if outgoing.requires_grad:
+            kept = output if keep_graph else None
+            self._saved[key] = _Saved(leaf, len(incoming.collected), kept, surroundings)
+        return outgoing
 
-    def backward(self, key: Key, gradient: Tensor | None) -> Tensor | None:
-        """Accumulate parameter gradients; the gradient of the stage's input, if it wants one."""
+    def backward(self, key: Key, gradients: Gradients) -> Gradients:
+        """Accumulate parameter gradients; the gradients of what came in, where it wants some."""
         saved = self._saved.pop(key, None)
-        if saved is None or gradient is None:
-            return None
-        output = saved.output
-        if output is None:
-            output = self._run_layers(key, saved.leaf, saved.surroundings, keep_graph=True)
-        torch.autograd.backward(output, gradient.to(self.device))
-        return saved.leaf.grad
+        if saved is None:
+            return (None,)
+        passed_on = gradients[1 : 1 + saved.num_passed_on]
+        own = (gradients[0], *gradients[1 + saved.num_passed_on :])
+        if any(gradient is not None for gradient in own):
+            output = saved.output
+            if output is None:
+                output = self._run_layers(key, saved.leaf, saved.surroundings, keep_graph=True)
+            pairs = [
+                (tensor, gradient.to(self.device))
+                for tensor, gradient in zip(output.tensors, own, strict=True)
+                if gradient is not None and tensor.requires_grad
+            ]
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        return (saved.leaf.grad, *passed_on)
 
     def has_saved(self, microbatch: int) -> bool:
         """Whether a backward of the micro-batch is still to come."""
@@ -90,27 +106,19 @@ class Stage:
         """Drop everything saved for backwards."""
         self._saved.clear()
 
-    def _wants_gradient(self, requires_grad: bool, output: Tensor) -> bool:
-        if not self.recompute:
-            return output.requires_grad
-        return requires_grad or any(p.requires_grad for p in self.layers.parameters())
-
     def _run_layers(
         self, key: Key, hidden: Tensor, surroundings: Surroundings, keep_graph: bool
-    ) -> Tensor:
+    ) -> Activation:
         seed_action(self.seed, self.step, self.stage_index, *key)
-        with torch.set_grad_enabled(keep_graph), self._autocast(surroundings.autocast_dtype):
+        with (
+            torch.set_grad_enabled(keep_graph),
+            self._autocast(surroundings.autocast_dtype),
+            collecting(surroundings.collect) as collected,
+        ):
             for call in surroundings.calls:
                 layer = self.layers[str(call.layer_index)].train(call.training)
-                output = layer(hidden, *call.args, **call.kwargs)
-                if not isinstance(output, Tensor):
-                    raise ModelError(
-                        f"Layer {call.layer_index} ({type(layer).__name__}) returns a "
-                        f"{type(output).__name__}; only layers that return one tensor can live on "
-                        "a worker in this version."
-                    )
-                hidden = output
-        return hidden
+                hidden = hidden_of(layer(hidden, *call.args, **call.kwargs), layer, call)
+        return Activation(hidden, tuple(Collected(kind, tensor) for kind, tensor in collected()))
 
     def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         if dtype is None:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
 from ..model.recipe import Recipe
 from ..model.tensors import named_tensors
+from ..pipeline.activation import Activation, Gradients
 from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
 from ..pipeline.rule import Key
@@ -22,12 +24,19 @@ from ..pipeline.stage import Surroundings
 from ..wire import messages as m
 from ..wire.frames import Frame
 from ..wire.session import coordinator_session
-from ..wire.tensors import TensorSpec, dtype_name
+from ..wire.tensors import TensorSpec
 from ..wire.values import Packer, unpack
 from .address import Address
 from .channel import Channel, Inbox
 from .deadlines import Deadlines
 from .handshake import dial
+from .translation import (
+    read_activation,
+    read_gradients,
+    say_activation,
+    say_arguments,
+    say_gradients,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -159,48 +168,28 @@ class Coordinator:
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
         for worker, stage in zip(self._workers, self._stages, strict=True):
-            message, tensors = self._arguments(key, stage, surroundings)
-            worker.channel.send(message, *tensors)
-        requires_grad = surroundings.grad_enabled and hidden.requires_grad
-        activation = m.Activation(self.step, *key, requires_grad)
-        self._workers[0].channel.send(activation, hidden)
+            arguments, tensors = say_arguments(self.step, key, surroundings, stage.layers)
+            worker.channel.send(arguments, *tensors)
+        with torch.set_grad_enabled(surroundings.grad_enabled):
+            activation, tensors = say_activation(self.step, key, Activation(hidden))
+        self._workers[0].channel.send(activation, *tensors)
 
-    def _arguments(
-        self, key: Key, stage: RemoteStage, surroundings: Surroundings
-    ) -> tuple[m.Arguments, list[Tensor]]:
-        packer = Packer()
-        calls = [
-            m.LayerArguments(
-                call.layer_index,
-                call.training,
-                packer.pack(call.args, f"An argument of layer {call.layer_index}: args"),
-                packer.pack(call.kwargs, f"An argument of layer {call.layer_index}: kwargs"),
-            )
-            for call in surroundings.calls
-            if call.layer_index in stage.layers
-        ]
-        autocast = surroundings.autocast_dtype
-        autocast_name = None if autocast is None else dtype_name(autocast)
-        message = m.Arguments(self.step, *key, surroundings.grad_enabled, autocast_name, calls)
-        return message, packer.tensors
-
-    def send_backward(self, key: Key, gradient: Tensor | None) -> None:
-        """Send the gradient of a returned activation to the last stage."""
-        tensors = () if gradient is None else (gradient,)
-        self._workers[-1].channel.send(m.Gradient(self.step, *key), *tensors)
+    def send_backward(self, key: Key, gradients: Gradients) -> None:
+        """Send the gradients of a returned activation to the last stage."""
+        message, tensors = say_gradients(self.step, key, gradients)
+        self._workers[-1].channel.send(message, *tensors)
 
     def receive(self) -> Returned:
-        """Wait for the next activation or gradient of the present step."""
+        """Wait for the next activation or gradients of the present step."""
         while True:
             frame = self._receive(self._deadlines.progress_seconds)[1]
             message = frame.message
             if not isinstance(message, (m.Activation, m.Gradient)) or message.step != self.step:
                 continue  # left over from an aborted step
             key = Key(message.microbatch, message.visit)
-            tensor = frame.tensors[0] if frame.tensors else None
             if isinstance(message, m.Gradient):
-                return Returned(key, is_gradient=True, tensor=tensor)
-            return Returned(key, False, tensor, message.requires_grad)
+                return Returned(key, read_gradients(message, frame.tensors))
+            return Returned(key, read_activation(message, frame.tensors))
 
     # optimizer
 

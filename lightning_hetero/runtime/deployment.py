@@ -16,10 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.calls import LayerCall, without_cache
+from ..model.collecting import install_hooks
 from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer, check_layers_stand_alone
 from ..model.recipe import write_recipe
 from ..model.tensors import named_tensors
+from ..pipeline.activation import Activation, Collected, join_activations
 from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
 from ..pipeline.pieces import cut_request
 from ..pipeline.turns import current_turn
@@ -65,6 +67,7 @@ class Deployment:
         self.names_of = {parameter: name for name, parameter in named_tensors(self._away)}
         self._visits: int | None = None
         self._send(root, stages, seed)
+        install_hooks(root, [layer.name for layer in away.values()])
         self._hollow = HollowLayers(away, self._exchange, coordinator)
         self._hollow.hollow()
         self._recomputed = _recompute_locally(layers, plan)
@@ -139,12 +142,18 @@ class Deployment:
         """End the conversations with the workers."""
         self.coordinator.close()
 
-    def _exchange(self, hidden: Tensor, calls: list[LayerCall]) -> Tensor:
+    def _exchange(
+        self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
+    ) -> tuple[Tensor, tuple[Collected, ...]]:
         """What the last hollow layer of the run does with the hidden states."""
-        request = Request(hidden, surroundings_here(hidden, calls))
+        request = Request(hidden, surroundings_here(hidden, calls, collect))
+        returned = self._hand_over(request)
+        return returned.hidden, returned.collected
+
+    def _hand_over(self, request: Request) -> Activation:
         turn = current_turn()
         if turn is not None:
-            returned: Tensor = turn.hand_over(request)
+            returned: Activation = turn.hand_over(request)
             return returned
         with contextlib.ExitStack() as stack:
             if self._visits is None:
@@ -153,17 +162,18 @@ class Deployment:
                 stack.enter_context(self.whole_batch_step(in_flight, accumulate=True))
             return self._exchange_whole(request)
 
-    def _exchange_whole(self, request: Request) -> Tensor:
+    def _exchange_whole(self, request: Request) -> Activation:
         visit, self._visits = self._visits or 0, (self._visits or 0) + 1
         pieces = _pieces(request, self.plan.micro_batches)
         if not request.surroundings.grad_enabled:
-            returned = exchange_pieces(self.coordinator, pieces, visit)
-            return torch.cat(returned).to(request.hidden.device)
+            returned = join_activations(exchange_pieces(self.coordinator, pieces, visit))
+            return returned.map(lambda tensor: tensor.to(request.hidden.device))
         anchor = torch.zeros((), requires_grad=True)
-        output: Tensor = Boundary.apply(  # type: ignore[no-untyped-call]
-            request.hidden, anchor, self.coordinator, pieces, visit
+        kinds: list[str] = []
+        hidden, *others = Boundary.apply(  # type: ignore[no-untyped-call]
+            request.hidden, anchor, self.coordinator, pieces, visit, kinds
         )
-        return output
+        return Activation(hidden, tuple(map(Collected, kinds, others)))
 
 
 def _check_weights_are_here(layers: Mapping[int, nn.Module]) -> None:

@@ -13,21 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeteroError, LocalProtocolError, ModelError
-from ..model.calls import LayerCall
 from ..model.recipe import Recipe, build_layers
 from ..model.tensors import named_tensors, set_tensor
+from ..pipeline.activation import Activation
 from ..pipeline.optimizer import Clipping, Group, StageOptimizer
 from ..pipeline.rule import Action, Key
-from ..pipeline.runner import Incoming, Result, StageRunner
-from ..pipeline.stage import Stage, Surroundings
+from ..pipeline.runner import Result, StageRunner
+from ..pipeline.stage import Stage
 from ..wire import messages as m
 from ..wire.session import upstream_session
-from ..wire.tensors import DTYPES, TensorSpec
+from ..wire.tensors import TensorSpec
 from ..wire.values import Packer, unpack
 from .address import Address
 from .channel import Arrival, Channel, Inbox
 from .deadlines import Deadlines
 from .handshake import dial
+from .translation import (
+    read_activation,
+    read_arguments,
+    read_gradients,
+    say_activation,
+    say_gradients,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -203,23 +210,16 @@ class StageSession:
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
         here = tuple(tensor.to(self._device) for tensor in tensors)
-        calls = [
-            LayerCall(c.layer_index, c.training, unpack(c.args, here), unpack(c.kwargs, here))
-            for c in message.calls
-        ]
-        autocast = None if message.autocast_dtype is None else DTYPES[message.autocast_dtype]
         key = Key(message.microbatch, message.visit)
-        self._runner.take_arguments(key, Surroundings(message.grad_enabled, autocast, calls))
+        self._runner.take_arguments(key, read_arguments(message, here))
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
-        incoming = Incoming(_only(tensors, message), message.requires_grad)
         key = Key(message.microbatch, message.visit)
-        self._runner.take_activation(message.step, key, incoming)
+        self._runner.take_activation(message.step, key, read_activation(message, tensors))
 
     def _on_gradient(self, message: m.Gradient, tensors: tuple[Tensor, ...]) -> None:
-        gradient = _only(tensors, message) if tensors else None
         key = Key(message.microbatch, message.visit)
-        self._runner.take_gradient(message.step, key, gradient)
+        self._runner.take_gradients(message.step, key, read_gradients(message, tensors))
 
     def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
@@ -252,14 +252,13 @@ class StageSession:
         self._route(self._runner.run(action))
 
     def _route(self, result: Result) -> None:
-        step, (microbatch, visit) = self._runner.step, result.action.key
-        if result.action.kind == "F" and result.tensor is not None:
-            requires_grad = result.tensor.requires_grad
-            message = m.Activation(step, microbatch, visit, requires_grad)
-            self._downstream.send(message, result.tensor)
+        step, key, content = self._runner.step, result.action.key, result.content
+        if isinstance(content, Activation):
+            message, tensors = say_activation(step, key, content)
+            self._downstream.send(message, *tensors)
         else:
-            tensors = () if result.tensor is None else (result.tensor,)
-            self._upstream.send(m.Gradient(step, microbatch, visit), *tensors)
+            message, tensors = say_gradients(step, key, content)
+            self._upstream.send(message, *tensors)
 
     def _built_optimizer(self) -> StageOptimizer:
         if self._optimizer is None:

@@ -131,12 +131,14 @@ class BeginStep(_Message, frozen=True, tag=True):
 
 
 class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the model called one layer, its hidden states left out."""
+    """How the model called one layer, its hidden states left out, and the length of the tuple that
+    it takes the layer to return; 0 stands for a tensor."""
 
     layer_index: Count
     training: bool
     args: Value
     kwargs: Value
+    tuple_length: Count
 
 
 class Arguments(_Message, frozen=True, tag=True):
@@ -147,24 +149,29 @@ class Arguments(_Message, frozen=True, tag=True):
     visit: Count
     grad_enabled: bool
     autocast_dtype: str | None
+    collect: list[Name]
     calls: list[LayerArguments]
 
 
 class Activation(_Message, frozen=True, tag=True):
-    """Hidden states on their way downstream."""
+    """Hidden states on their way downstream, and the outputs of each kind that are collected so
+    far; ``requires_grad`` is for each tensor."""
 
     step: Count
     microbatch: Count
     visit: Count
-    requires_grad: bool
+    requires_grad: list[bool]
+    collected: list[Name]
 
 
 class Gradient(_Message, frozen=True, tag=True):
-    """The gradient of an activation on its way upstream; no tensor where none is needed."""
+    """The gradients of an activation on their way upstream; ``is_present`` says for each of its
+    tensors whether one is needed and comes."""
 
     step: Count
     microbatch: Count
     visit: Count
+    is_present: list[bool]
 
 
 class AbortStep(_Message, frozen=True, tag=True):

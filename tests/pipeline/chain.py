@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.pipeline.activation import Activation, Gradients, leaf_of
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
 from lightning_hetero.pipeline.rule import Action, Key
-from lightning_hetero.pipeline.runner import Incoming, StageRunner
+from lightning_hetero.pipeline.runner import StageRunner
 from lightning_hetero.pipeline.stage import Stage, Surroundings
 
 COORDINATOR = 0
@@ -71,14 +72,14 @@ class Chain:
             own = replace(surroundings, calls=calls)
             self._post(COORDINATOR, runner, partial(runner.take_arguments, key, own))
         requires_grad = surroundings.grad_enabled and hidden.requires_grad
-        incoming = Incoming(hidden.detach().clone(), requires_grad)
+        incoming = Activation(hidden.detach().clone().requires_grad_(requires_grad))
         first = self.runners[0]
         self._post(COORDINATOR, first, partial(first.take_activation, self.step, key, incoming))
 
-    def send_backward(self, key: Key, gradient: Tensor | None) -> None:
+    def send_backward(self, key: Key, gradients: Gradients) -> None:
         last = self.runners[-1]
-        copy = None if gradient is None else gradient.clone()
-        self._post(COORDINATOR, last, partial(last.take_gradient, self.step, key, copy))
+        copies = tuple(None if gradient is None else gradient.clone() for gradient in gradients)
+        self._post(COORDINATOR, last, partial(last.take_gradients, self.step, key, copies))
 
     def receive(self) -> Returned:
         self._let_time_pass()
@@ -121,42 +122,41 @@ class Chain:
         # A worker's random numbers are not the coordinator's.
         with torch.random.fork_rng(devices=[]):
             result = runner.run(action)
-        self._note(action, result.tensor)
-        if action.kind == "F":
-            assert result.tensor is not None
-            self._send_on(runner, action.key, result.tensor)
+        content = result.content
+        self._note(action, isinstance(content, Activation) and content.requires_grad)
+        if isinstance(content, Activation):
+            self._send_on(runner, action.key, content)
         else:
-            self._send_back(runner, action.key, result.tensor)
+            self._send_back(runner, action.key, content)
 
-    def _note(self, action: Action, tensor: Tensor | None) -> None:
+    def _note(self, action: Action, is_kept: bool) -> None:
         self.actions.append(action)
         held = self._unfinished[action.stage_index]
         if action.kind == "B":
             held[action.key.microbatch] -= 1
-        elif tensor is not None and tensor.requires_grad:
+        elif is_kept:
             held[action.key.microbatch] += 1
         number = sum(count > 0 for count in held.values())
         self.most_in_flight[action.stage_index] = max(
             number, self.most_in_flight[action.stage_index]
         )
 
-    def _send_on(self, runner: StageRunner, key: Key, output: Tensor) -> None:
+    def _send_on(self, runner: StageRunner, key: Key, output: Activation) -> None:
         index, step = runner.stage.stage_index, runner.step
+        copy = output.map(leaf_of)
         if runner is self.runners[-1]:
-            returned = Returned(key, False, output.detach(), output.requires_grad)
-            self._return(index, step, returned)
+            self._return(index, step, Returned(key, copy))
         else:
             target = self.runners[index]
-            incoming = Incoming(output.detach(), output.requires_grad)
-            self._post(index, target, partial(target.take_activation, step, key, incoming))
+            self._post(index, target, partial(target.take_activation, step, key, copy))
 
-    def _send_back(self, runner: StageRunner, key: Key, gradient: Tensor | None) -> None:
+    def _send_back(self, runner: StageRunner, key: Key, gradients: Gradients) -> None:
         index, step = runner.stage.stage_index, runner.step
         if runner is self.runners[0]:
-            self._return(index, step, Returned(key, True, gradient))
+            self._return(index, step, Returned(key, gradients))
         else:
             target = self.runners[index - 2]
-            self._post(index, target, partial(target.take_gradient, step, key, gradient))
+            self._post(index, target, partial(target.take_gradients, step, key, gradients))
 
     def _return(self, source: int, step: int, returned: Returned) -> None:
         self._links[source, COORDINATOR].append(partial(self._arrived.append, (step, returned)))

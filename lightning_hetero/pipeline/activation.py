@@ -1,0 +1,67 @@
+"""What goes from stage to stage: hidden states, and the outputs that were collected on the way.
+
+A model may ask its layers for more than hidden states, such as the router logits of a mixture of
+experts. Each stage adds its own to those of the stages before, and they carry gradients like the
+hidden states:
+
+    stage 1 ── hidden, logits 0-3 ──▶ stage 2 ── hidden, logits 0-3, logits 4-7 ──▶ coordinator
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# One for each tensor of an activation, in its order; None where no gradient is needed.
+Gradients = tuple[Tensor | None, ...]
+
+
+class Collected(NamedTuple):
+    """One output besides the hidden states, under the name that transformers has for its kind."""
+
+    kind: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Hidden states and collected outputs, in the order of the layers they come from."""
+
+    hidden: Tensor
+    collected: tuple[Collected, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, the hidden states first."""
+        return (self.hidden, *(tensor for _, tensor in self.collected))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a backward will want a gradient for any of it."""
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Activation:
+        """The same with a function applied to every tensor."""
+        collected = (Collected(kind, function(tensor)) for kind, tensor in self.collected)
+        return Activation(function(self.hidden), tuple(collected))
+
+
+def join_activations(pieces: list[Activation]) -> Activation:
+    """One activation for a batch whose pieces went through the stages, in their order."""
+    first = pieces[0]
+    return Activation(
+        torch.cat([piece.hidden for piece in pieces]),
+        tuple(
+            Collected(kind, torch.cat([piece.collected[place].tensor for piece in pieces]))
+            for place, (kind, _) in enumerate(first.collected)
+        ),
+    )
+
+
+def leaf_of(tensor: Tensor) -> Tensor:
+    """The tensor cut from its graph; it wants a gradient if it did."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
