@@ -18,13 +18,15 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from transformers import Cache
 
 from ..errors import ModelError
 from .calls import LayerCall, expected_tuple_length, without_cache
 from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
+from .four_bit import is_cache_hook, shapes_only
 from .layers import DecoderLayer
-from .tensors import empty_tensors, set_tensor
+from .tensors import empty_tensors, flatten, named_tensors, set_tensor, state_in
 
 # Hidden states, recorded calls and the kinds of outputs to collect, to hidden states and outputs.
 Exchange = Callable[
@@ -33,10 +35,10 @@ Exchange = Callable[
 
 
 class RemoteTensors(Protocol):
-    """Where a hollow layer's weights are. Names are ``<layer number>.<name inside the layer>``."""
+    """Where a hollow layer's weights are. Names are those of `tensors.py`."""
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Bring the content of tensors here."""
+        """Bring the content of tensors here, with the state of those stored in 4 bits."""
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the content of tensors there."""
@@ -91,9 +93,10 @@ class HollowLayers:
                 ]
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make the layers ordinary again, with this content for all their tensors."""
-        for name, content in tensors.items():
-            set_tensor(self._modules, name, content)
+        """Make the layers ordinary again, with this content for their tensors."""
+        for name, _ in list(named_tensors(self._modules)):
+            if name in tensors:
+                set_tensor(self._modules, name, tensors[name], state_in(tensors, name))
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -156,7 +159,9 @@ class HollowLayers:
         flags = [(k, v) for k, v in kwargs.items() if v is None or isinstance(v, (bool, str))]
         key = (type(layer), layer.training, len(args), tuple(flags))
         if key not in self._tuple_lengths:
-            self._tuple_lengths[key] = expected_tuple_length(layer, number, hidden, args, kwargs)
+            with shapes_only(layer):
+                length = expected_tuple_length(layer, number, hidden, args, kwargs)
+            self._tuple_lengths[key] = length
         return self._tuple_lengths[key]
 
     def _check_new(self, caches: list[Cache]) -> None:
@@ -190,10 +195,13 @@ class HollowLayers:
         self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
         """Put a module's real tensors where ``state_dict`` found ``meta`` ones."""
-        leaves = [leaf for leaf in _own_tensors(module) if prefix + leaf in state]
+        places = _checkpoint_places(module)
+        leaves = [leaf for leaf, place in places.items() if prefix + place in state]
         if leaves:
             found = self._remote.fetch([name + leaf for leaf in leaves])
-            state.update({prefix + leaf: found[name + leaf] for leaf in leaves})
+            for key, tensor in found.items():
+                leaf = next(leaf for leaf in leaves if f"{key}.".startswith(f"{name}{leaf}."))
+                state[prefix + places[leaf] + key.removeprefix(name + leaf)] = tensor
 
     def _pass_on(
         self,
@@ -211,11 +219,16 @@ class HollowLayers:
                 "put other parameters in the place of its own; call it without `assign`."
             )
         sent = {}
-        for leaf, tensor in _own_tensors(module).items():
-            content = state.get(prefix + leaf)
+        for leaf, place in _checkpoint_places(module).items():
+            tensor, content = _tensor_at(module, leaf), state.get(prefix + place)
             if content is not None and content.shape == tensor.shape:
-                sent[name + leaf] = content.to(tensor.dtype)
+                # What belongs to a tensor in 4 bits goes with it; torch knows no place for it.
+                parts = state_in(state, prefix + place)
+                for part in parts:
+                    del state[f"{prefix}{place}.{part}"]
+                sent.update(flatten(name + leaf, content.to(tensor.dtype), parts))
                 # A meta tensor in its place: torch checks the shape and copies nothing.
+                del state[prefix + place]
                 state[prefix + leaf] = torch.empty_like(content, device="meta")
         if sent:
             self._remote.store(sent)
@@ -228,10 +241,24 @@ class HollowLayers:
         )
 
 
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers, without those of its children."""
+def _checkpoint_places(module: nn.Module) -> dict[str, str]:
+    """A module's own parameters and buffers, each with the key that it has in a state dict.
+
+    Only those of 4-bit experts have another: the parametrization in between is left out there.
+    """
+    if isinstance(module, ParametrizationList):
+        return {}
     own = {**module._parameters, **module._buffers}
-    return {leaf: tensor for leaf, tensor in own.items() if tensor is not None}
+    places = {leaf: leaf for leaf, tensor in own.items() if tensor is not None}
+    for name in getattr(module, "parametrizations", {}):
+        places[f"parametrizations.{name}.original"] = name
+    return places
+
+
+def _tensor_at(module: nn.Module, path: str) -> Tensor:
+    owner, _, leaf = path.rpartition(".")
+    tensor: Tensor = getattr(module.get_submodule(owner), leaf)
+    return tensor
 
 
 class _HollowForward:
@@ -292,4 +319,4 @@ def _check_no_hooks(layer: DecoderLayer) -> None:
 def _has_hooks(module: nn.Module) -> bool:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    return not all(is_collecting(hook) for hook in hooks)
+    return not all(is_collecting(hook) or is_cache_hook(hook) for hook in hooks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -19,12 +19,18 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..errors import ModelError
+from .adapters import Adapters, describe_adapters, inject_adapters, without_wrappers
 from .collecting import install_hooks
+from .four_bit import FourBit, apply_four_bit, describe_four_bit
 from .layers import DecoderLayer
 
 # Other names, flash attention's too where its package is missing, make transformers fetch kernels
 # from a hub and run them.
 ATTENTION_KINDS = ("eager", "sdpa", "flex_attention")
+EXPERTS_KINDS = (None, "eager", "batched_mm", "grouped_mm")
+
+# The recipe says these itself.
+_NOT_FROM_CONFIG = ("attn_implementation", "experts_implementation", "quantization_config")
 
 # Building is on `meta` and takes no memory, but each layer takes time; the deepest published
 # decoders have fewer than 200 layers.
@@ -40,12 +46,19 @@ class Recipe:
         config: The model's config as in its ``config.json``.
         attention: The attention implementation; it decides which masks the layers expect.
         layers: Number of each layer of the stage in the plan, and its path inside the model.
+        experts: The implementation of a mixture's experts, as ``attention``; None lets the worker
+            take the fastest that it has.
+        four_bit: How tensors inside the layers are stored in 4 bits, by their paths in the model.
+        adapters: The adapters inside the layers.
     """
 
     model_class: str
     config: dict[str, Any]
     attention: str
     layers: dict[int, str]
+    experts: str | None = None
+    four_bit: dict[str, FourBit] = field(default_factory=dict)
+    adapters: Adapters | None = None
 
     def to_json(self) -> str:
         """The recipe as text for the wire."""
@@ -72,11 +85,19 @@ def write_recipe(root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]) ->
     """
     owner_name, owner = _owner_of(root, [layer for _, layer in layers])
     prefix = f"{owner_name}." if owner_name else ""
+    paths = {number: layer.name.removeprefix(prefix) for number, layer in layers}
     return Recipe(
         model_class=type(owner).__name__,
         config=_plain_config(owner.config),
         attention=owner.config._attn_implementation or "eager",
-        layers={number: layer.name.removeprefix(prefix) for number, layer in layers},
+        layers=paths,
+        experts=_experts_kind(owner.config),
+        four_bit={
+            f"{paths[number]}.{without_wrappers(path)}": four_bit
+            for number, layer in layers
+            for path, four_bit in describe_four_bit(layer.module).items()
+        },
+        adapters=describe_adapters(owner, [layer.module for _, layer in layers]),
     )
 
 
@@ -92,15 +113,28 @@ def build_layers(recipe: Recipe) -> nn.ModuleDict:
             f"transformers {transformers.__version__} has no model class {recipe.model_class!r}; "
             "install the coordinator's version on this worker."
         )
-    config = _read_config(model_class, recipe)
-    with torch.device("meta"):
-        model = model_class._from_config(config, attn_implementation=recipe.attention)
+    model = _build_model(model_class, recipe)
     install_hooks(model, list(recipe.layers.values()))
     try:
         found = {str(n): model.get_submodule(path) for n, path in recipe.layers.items()}
     except AttributeError as error:
         raise ModelError(f"{recipe.model_class} has no such layer: {error}.") from error
     return nn.ModuleDict(found)
+
+
+def _build_model(model_class: type[PreTrainedModel], recipe: Recipe) -> PreTrainedModel:
+    config = _read_config(model_class, recipe)
+    options: dict[str, Any] = {"attn_implementation": recipe.attention}
+    if recipe.experts is not None:
+        options["experts_implementation"] = recipe.experts
+    with torch.device("meta"):
+        model: PreTrainedModel = model_class._from_config(config, **options)
+    apply_four_bit(model, recipe.four_bit)
+    # PEFT asks for it and then wraps 4-bit layers with classes of their own.
+    model.is_loaded_in_4bit = bool(recipe.four_bit)  # type: ignore[assignment]
+    if recipe.adapters is not None:
+        inject_adapters(model, recipe.adapters)
+    return model
 
 
 def _owner_of(root: nn.Module, layers: Sequence[DecoderLayer]) -> tuple[str, PreTrainedModel]:
@@ -124,13 +158,28 @@ def _plain_config(config: PretrainedConfig) -> dict[str, Any]:
     return plain
 
 
+def _experts_kind(config: PretrainedConfig) -> str | None:
+    kind = config._experts_implementation
+    # What transformers takes by itself wherever it can.
+    return None if kind == "grouped_mm" else kind
+
+
 def _read_config(model_class: type[PreTrainedModel], recipe: Recipe) -> PretrainedConfig:
     if recipe.attention not in ATTENTION_KINDS:
         raise ModelError(
             f"The attention implementation {recipe.attention!r} is not allowed on a worker; "
             f"use one of {', '.join(ATTENTION_KINDS)}."
         )
-    content = {k: v for k, v in recipe.config.items() if "attn_implementation" not in k}
+    if recipe.experts not in EXPERTS_KINDS:
+        raise ModelError(
+            f"The experts implementation {recipe.experts!r} is not allowed on a worker; "
+            f"use one of {', '.join(map(str, EXPERTS_KINDS))}."
+        )
+    content = {
+        key: value
+        for key, value in recipe.config.items()
+        if not any(part in key for part in _NOT_FROM_CONFIG)
+    }
     config_class = model_class.config_class
     if config_class is None:
         raise ModelError(f"{recipe.model_class} cannot be built from a config.")

@@ -1,6 +1,8 @@
 """Parameters and buffers of layers: naming them, emptying them to ``meta`` and filling them again.
 
-A layer's tensors are named ``<layer number>.<name inside the layer>`` on every machine.
+A layer's tensors are named ``<layer number>.<name inside the layer>`` on every machine. What
+belongs to a tensor stored in 4 bits has its name and one more part,
+``3.mlp.up_proj.weight.absmax``.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from ..errors import ModelError
+from .four_bit import State, is_four_bit, state_of, with_state
 
 
 def named_tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -23,27 +26,50 @@ def named_tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor
             yield f"{number}.{name}", buffer
 
 
-def set_tensor(layers: Mapping[int, nn.Module], name: str, content: Tensor) -> None:
+def named_contents(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor, State]]:
+    """The same tensors, each with its state if it is stored in 4 bits."""
+    for name, tensor in named_tensors(layers):
+        owner, leaf, _ = locate(layers, name)
+        yield name, tensor, state_of(owner, leaf)
+
+
+def flatten(name: str, tensor: Tensor, state: State) -> dict[str, Tensor]:
+    """A tensor and its state by their names."""
+    return {name: tensor, **{f"{name}.{part}": content for part, content in state.items()}}
+
+
+def state_in(tensors: Mapping[str, Tensor], name: str) -> State:
+    """The state of a tensor among flattened ones."""
+    prefix = f"{name}."
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def set_tensor(
+    layers: Mapping[int, nn.Module], name: str, content: Tensor, state: State | None = None
+) -> None:
     """Give a named parameter or buffer this content, with its identity and its flags kept.
 
     An optimizer, a tied module or a user's list that holds the parameter sees the new content.
+    ``state`` belongs to a tensor stored in 4 bits.
 
     Raises:
         ModelError: If there is no such tensor, or its shape differs.
     """
-    owner, leaf, old = _locate(layers, name)
+    owner, leaf, old = locate(layers, name)
     if old.shape != content.shape:
         raise ModelError(
             f"The tensor {name!r} should have the shape {tuple(old.shape)} and has "
             f"{tuple(content.shape)}."
         )
-    if isinstance(old, nn.Parameter):
+    if is_four_bit(owner, leaf):
+        swap_tensors(old, with_state(owner, leaf, content, state or {}))
+    elif isinstance(old, nn.Parameter):
         swap_tensors(old, nn.Parameter(content, requires_grad=old.requires_grad))
     else:
         owner._buffers[leaf] = content
 
 
-def _locate(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str, Tensor]:
+def locate(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str, Tensor]:
     """The module that owns a named tensor, the tensor's own name there, and the tensor."""
     number, _, inner = name.partition(".")
     path, _, leaf = inner.rpartition(".")
@@ -65,17 +91,18 @@ def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
     """
     tensors = list(named_tensors(layers))
     for name, tensor in tensors:
-        _check_can_be_swapped(name, tensor)
+        _check_can_be_swapped(layers, name, tensor)
     for name, tensor in tensors:
         if not tensor.is_meta:
             set_tensor(layers, name, torch.empty_like(tensor, device="meta"))
 
 
-def _check_can_be_swapped(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, nn.Parameter):
+def _check_can_be_swapped(layers: Mapping[int, nn.Module], name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, nn.Parameter) or tensor.is_meta:
         return
+    owner, leaf, _ = locate(layers, name)
     try:
-        swap_tensors(tensor, nn.Parameter(tensor.detach(), tensor.requires_grad))
+        set_tensor(layers, name, tensor.detach(), state_of(owner, leaf))
     except RuntimeError as error:
         raise ModelError(
             f"The parameter {name} is still held by an autograd graph or a weak reference, so it "

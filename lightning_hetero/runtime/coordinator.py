@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
+from ..model.four_bit import State
 from ..model.recipe import Recipe
-from ..model.tensors import named_tensors
+from ..model.tensors import flatten, named_tensors, state_in
 from ..pipeline.activation import Activation, Gradients
 from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
@@ -45,10 +46,11 @@ Wanted = TypeVar("Wanted", bound=m.Message)
 
 @dataclass(frozen=True)
 class RemoteStage:
-    """What the coordinator asks a worker to serve."""
+    """What the coordinator asks a worker to serve; ``contents`` are its tensors, one by one."""
 
     recipe: Recipe
     layers: Mapping[int, nn.Module]
+    contents: Callable[[], Iterator[tuple[str, Tensor, State]]]
     recompute: bool
     seed: int
 
@@ -131,9 +133,9 @@ class Coordinator:
             worker.channel.send(self._deploy_message(worker, stage))
         self._await_done()
         for worker, stage in zip(self._workers, stages, strict=True):
-            for name, tensor in named_tensors(stage.layers):
+            for name, tensor, state in stage.contents():
                 self._owner_of[name] = worker
-                worker.channel.send(m.LoadTensor(name), tensor)
+                worker.channel.send(m.LoadTensor(name, list(state)), tensor, *state.values())
                 yield name
         # From the last to the first, so that nobody dials a neighbor that is not ready.
         for worker in reversed(self._workers):
@@ -245,22 +247,26 @@ class Coordinator:
     # tensors
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Bring the content of tensors here, as new CPU tensors."""
+        """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones."""
         self._check_usable()
         found = {}
         for worker in self._workers:
             wanted = [name for name in names if self._owner_of[name] is worker]
             if wanted:
                 request = m.FetchTensors(wanted)
-                for message, (content,) in self._ask(worker, request, m.TensorContent):
-                    found[message.name] = content.clone()
+                for message, tensors in self._ask(worker, request, m.TensorContent):
+                    content, *parts = (tensor.clone() for tensor in tensors)
+                    state = dict(zip(message.state, parts, strict=True))
+                    found.update(flatten(message.name, content, state))
         return found
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the content of remote tensors."""
         self._check_usable()
-        for name, content in tensors.items():
-            self._owner_of[name].channel.send(m.LoadTensor(name), content)
+        for name in tensors.keys() & self._owner_of.keys():
+            state = state_in(tensors, name)
+            message = m.LoadTensor(name, list(state))
+            self._owner_of[name].channel.send(message, tensors[name], *state.values())
 
     # talking
 

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.calls import LayerCall, without_cache
 from ..model.collecting import install_hooks
+from ..model.four_bit import keep_layout
 from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer, check_layers_stand_alone
 from ..model.recipe import write_recipe
-from ..model.tensors import named_tensors
+from ..model.tensors import named_contents, named_tensors
 from ..pipeline.activation import Activation, Collected, join_activations
 from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
 from ..pipeline.pieces import cut_request
@@ -57,6 +59,7 @@ class Deployment:
         coordinator: Coordinator,
         seed: int,
     ) -> None:
+        keep_layout(root)
         self.plan = plan
         self.coordinator = coordinator
         stages = [_numbered(layers, stage) for stage in plan.remote_stages]
@@ -76,7 +79,8 @@ class Deployment:
         remote = [
             RemoteStage(
                 recipe=write_recipe(root, list(layers.items())),
-                layers={number: layer.module for number, layer in layers.items()},
+                layers=(modules := {number: layer.module for number, layer in layers.items()}),
+                contents=partial(named_contents, modules),
                 recompute=stage.recompute or _checkpoints_gradients(layers),
                 seed=seed,
             )

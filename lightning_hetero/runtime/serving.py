@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import HeteroError, LocalProtocolError, ModelError
 from ..model.recipe import Recipe, build_layers
-from ..model.tensors import named_tensors, set_tensor
+from ..model.tensors import named_contents, named_tensors, set_tensor
 from ..pipeline.activation import Activation
 from ..pipeline.optimizer import Clipping, Group, StageOptimizer
 from ..pipeline.rule import Action, Key
@@ -170,15 +170,16 @@ class StageSession:
         self._coordinator.send(m.Done())
 
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
-        # A copy: the received tensor lives in a buffer that would otherwise never be free again.
-        content = _only(tensors, message).to(self._device, copy=True)
+        # Copies: received tensors live in a buffer that would otherwise never be free again.
+        content, *parts = (tensor.to(self._device, copy=True) for tensor in tensors)
+        state = dict(zip(message.state, parts, strict=True))
         spec = self._specs.get(message.name)
         if spec is not None and spec.tensor != TensorSpec.of(content):
             raise ModelError(
                 f"The tensor {message.name!r} should be {spec.tensor} and is "
                 f"{TensorSpec.of(content)}."
             )
-        set_tensor(self._numbered, message.name, content)
+        set_tensor(self._numbered, message.name, content, state)
         self._missing.discard(message.name)
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
@@ -234,9 +235,10 @@ class StageSession:
         self._built_optimizer().step(options, clipping)
 
     def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
-        found = dict(named_tensors(self._numbered))
+        found = {n: (tensor, state) for n, tensor, state in named_contents(self._numbered)}
         for name in message.names:
-            self._coordinator.send(m.TensorContent(name), found[name])
+            tensor, state = found[name]
+            self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
         self._coordinator.send(m.Done())
 
     def _on_fetch_optimizer_state(

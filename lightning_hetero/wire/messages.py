@@ -91,9 +91,11 @@ class Deploy(_Message, frozen=True, tag=True):
 
 
 class LoadTensor(_Message, frozen=True, tag=True):
-    """One parameter's or buffer's content."""
+    """One parameter's or buffer's content; the tensors after it are its ``state``, if it is stored
+    in 4 bits."""
 
     name: Name
+    state: list[Name] = []
 
 
 class Launch(_Message, frozen=True, tag=True):
@@ -209,9 +211,10 @@ class FetchTensors(_Message, frozen=True, tag=True):
 
 
 class TensorContent(_Message, frozen=True, tag=True):
-    """One tensor that was asked for."""
+    """One tensor that was asked for, and its state as in `LoadTensor`."""
 
     name: Name
+    state: list[Name] = []
 
 
 class FetchOptimizerState(_Message, frozen=True, tag=True):

@@ -1,0 +1,282 @@
+"""4-bit weights of bitsandbytes: told apart, taken to pieces for the wire, put together elsewhere.
+
+A 4-bit tensor is packed bytes and a state: the scales of its blocks, its code book and their like.
+Two places hold one: the weight of a `Linear4bit`, and a parameter behind a parametrization, which
+is how the experts of a mixture are quantised:
+
+    q_proj                                weight      state in weight.quant_state
+    experts.parametrizations.down_proj    original    state in that module's own [0].quant_state
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..errors import ModelError
+
+# The pieces of a state by the names that they have in a checkpoint, behind the tensor's own.
+State = dict[str, Tensor]
+
+REMEDY = "pip install 'lightning-hetero[lora]'"
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """How one tensor is stored in 4 bits, as plain data.
+
+    Args:
+        shape: What it stands for; ``[out_features, in_features]`` for a linear layer.
+        quant_type: The code book.
+        compress_statistics: Whether the blocks' scales are quantised themselves.
+        storage: dtype of the packed bytes.
+        compute_dtype: dtype in which a linear layer multiplies; None is decided by its first input.
+        has_bias: Whether the linear layer has a bias.
+    """
+
+    shape: list[int]
+    quant_type: Literal["nf4", "fp4"]
+    compress_statistics: bool
+    storage: str = "uint8"
+    compute_dtype: str | None = None
+    has_bias: bool = False
+
+    @property
+    def packed_shape(self) -> list[int]:
+        """Shape of the packed bytes, two numbers to a byte."""
+        num_bytes = (torch.Size(self.shape).numel() + 1) // 2
+        return [num_bytes // getattr(torch, self.storage).itemsize, 1]
+
+
+def bitsandbytes() -> Any:
+    """The library.
+
+    Raises:
+        ModelError: If it is not installed here.
+    """
+    try:
+        import bitsandbytes as library
+    except ImportError as error:
+        raise ModelError(
+            f"bitsandbytes is not installed here, and 4-bit layers need it ({error}); {REMEDY}."
+        ) from error
+    return library
+
+
+def is_four_bit(owner: nn.Module, leaf: str) -> bool:
+    """Whether a module's own parameter of that name is stored in 4 bits."""
+    if _is_linear(owner):
+        return leaf == "weight"
+    return leaf == "original" and _is_parametrization(owner)
+
+
+def state_of(owner: nn.Module, leaf: str) -> State:
+    """The state of a 4-bit parameter; empty for an ordinary one and for one without content."""
+    if not is_four_bit(owner, leaf):
+        return {}
+    holder: Any = owner.weight if _is_linear(owner) else owner[0]  # type: ignore[index]
+    state = holder.quant_state
+    return {} if state is None else dict(state.as_dict(packed=True))
+
+
+def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.Parameter:
+    """A parameter to put in the place of a 4-bit one; its state is given to the owner.
+
+    Without a state the parameter is one without content.
+    """
+    if not _is_linear(owner):
+        owner[0].quant_state = _read_state(state, packed.device)  # type: ignore[index]
+        return nn.Parameter(packed, requires_grad=False)
+    kind = bitsandbytes().nn.Params4bit
+    old: Any = owner.weight
+    options = {
+        "requires_grad": False,
+        "quant_state": _read_state(state, packed.device),
+        "blocksize": old.blocksize,
+        "compress_statistics": old.compress_statistics,
+        "quant_type": old.quant_type,
+        "quant_storage": packed.dtype,
+        "module": owner,
+        "bnb_quantized": True,
+    }
+    owner.quant_state = options["quant_state"]
+    parameter: nn.Parameter = kind(packed, **options)
+    return parameter
+
+
+def quantize(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, State]:
+    """Pack a tensor as the 4-bit parameter in whose place it comes, where the tensor is."""
+    functional = bitsandbytes().functional
+    settings: Any = owner.weight if _is_linear(owner) else owner[0].four_bit  # type: ignore[index]
+    packed, state = functional.quantize_4bit(
+        content.contiguous(),
+        blocksize=64,
+        compress_statistics=settings.compress_statistics,
+        quant_type=settings.quant_type,
+        quant_storage=getattr(owner, leaf).dtype,
+    )
+    return packed, state.as_dict(packed=True)
+
+
+def describe_four_bit(module: nn.Module) -> dict[str, FourBit]:
+    """Every 4-bit tensor inside a module: by the path of its linear layer, or by its own.
+
+    Raises:
+        ModelError: If a layer is quantised in another way.
+    """
+    found = {}
+    for path, owner in module.named_modules():
+        if _is_linear(owner):
+            found[path] = _describe_linear(owner)
+        elif type(owner).__name__ == "Linear8bitLt":
+            raise ModelError(
+                f"{path} is quantised to 8 bits, which cannot live on a worker; load the model "
+                "with load_in_4bit=True, or without quantisation."
+            )
+        elif _is_parametrization(owner):
+            # Without the step in between: `experts.parametrizations.down_proj`.
+            experts, _, name = path.rpartition(".parametrizations.")
+            found[f"{experts}.{name}"] = _describe_parametrization(owner)
+    return found
+
+
+def apply_four_bit(model: nn.Module, described: Mapping[str, FourBit]) -> None:
+    """Make these linear layers and parameters of a model on ``meta`` 4-bit ones, without content.
+
+    Raises:
+        ModelError: If bitsandbytes is missing, or the model has no such layer.
+    """
+    for path, four_bit in described.items():
+        parent_path, _, name = path.rpartition(".")
+        try:
+            parent = model.get_submodule(parent_path)
+            target = getattr(parent, name)
+        except AttributeError as error:
+            raise ModelError(f"The model has no {path!r} to be stored in 4 bits.") from error
+        if isinstance(target, nn.Module):
+            parent.add_module(name, _empty_linear(four_bit))
+        else:
+            _parametrize(parent, name, four_bit)
+
+
+def is_cache_hook(hook: object) -> bool:
+    """Whether a hook on a module is bitsandbytes' own, for the experts that it quantises."""
+    return getattr(hook, "__module__", "") == "bitsandbytes.nn.parametrize"
+
+
+def keep_layout(root: nn.Module) -> None:
+    """Keep bitsandbytes from repacking weights on CPUs with AVX512-BF16.
+
+    Its first evaluation there changes a weight in place, with loss, to a layout that has no
+    gradient: training after a validation would silently miss a part of its gradients.
+    """
+    for module in root.modules():
+        if not _is_linear(module):
+            continue
+        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        state: Any = getattr(module.weight, "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            unpack = bitsandbytes().functional._convert_weight_packed_for_cpu_inverse
+            module.weight.data, module.weight.quant_state = unpack(module.weight.data, state)  # type: ignore[union-attr]
+
+
+@contextmanager
+def shapes_only(layer: nn.Module) -> Iterator[None]:
+    """Inside, 4-bit linear layers without content answer with a tensor of the right shape."""
+    linears = [module for module in layer.modules() if _is_linear(module)]
+    for linear in linears:
+        linear.forward = _ShapesOnly(linear)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
+
+
+class _ShapesOnly:
+    def __init__(self, linear: nn.Module) -> None:
+        self._out_features: Any = linear.out_features
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return hidden.new_empty((*hidden.shape[:-1], self._out_features))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    library = sys.modules.get("bitsandbytes")
+    return library is not None and isinstance(module, library.nn.Linear4bit)
+
+
+def _is_parametrization(module: nn.Module) -> bool:
+    if "bitsandbytes" not in sys.modules or not isinstance(module, parametrize.ParametrizationList):
+        return False
+    from bitsandbytes.nn.parametrize import Bnb4bitParametrization
+
+    return isinstance(module[0], Bnb4bitParametrization)
+
+
+def _describe_linear(linear: nn.Module) -> FourBit:
+    weight: Any = linear.weight
+    compute_dtype: Any = linear.compute_dtype
+    return FourBit(
+        shape=[int(linear.out_features), int(linear.in_features)],  # type: ignore[arg-type]
+        quant_type=weight.quant_type,
+        compress_statistics=weight.compress_statistics,
+        storage=str(weight.quant_storage).removeprefix("torch."),
+        compute_dtype=None if compute_dtype is None else str(compute_dtype).removeprefix("torch."),
+        has_bias=linear.bias is not None,
+    )
+
+
+def _describe_parametrization(parametrization: nn.Module) -> FourBit:
+    owner: Any = parametrization[0]  # type: ignore[index]
+    if owner.quant_state is None:
+        described: FourBit = owner.four_bit
+        return described
+    state = owner.quant_state
+    return FourBit(list(state.shape), state.quant_type, state.nested)
+
+
+def _empty_linear(four_bit: FourBit) -> nn.Module:
+    nn4 = bitsandbytes().nn
+    dtype = None if four_bit.compute_dtype is None else getattr(torch, four_bit.compute_dtype)
+    storage = getattr(torch, four_bit.storage)
+    out_features, in_features = four_bit.shape
+    linear: nn.Module = nn4.Linear4bit(
+        in_features,
+        out_features,
+        bias=four_bit.has_bias,
+        compute_dtype=dtype,
+        compress_statistics=four_bit.compress_statistics,
+        quant_type=four_bit.quant_type,
+        quant_storage=storage,
+        device="meta",
+    )
+    packed = torch.empty(four_bit.packed_shape, dtype=storage, device="meta")
+    linear.weight = with_state(linear, "weight", packed, {})
+    keep_layout(linear)
+    return linear
+
+
+def _parametrize(owner: nn.Module, name: str, four_bit: FourBit) -> None:
+    from bitsandbytes.nn import parametrize as four_bit_parametrize
+
+    packed = torch.empty(four_bit.packed_shape, dtype=torch.uint8, device="meta")
+    setattr(owner, name, nn.Parameter(packed, requires_grad=False))
+    parametrization: Any = four_bit_parametrize.Bnb4bitParametrization(None)  # type: ignore[arg-type]
+    parametrization.four_bit = four_bit
+    parametrize.register_parametrization(owner, name, parametrization, unsafe=True)
+    four_bit_parametrize._register_parametrization_hooks(owner, name)
+
+
+def _read_state(state: State, device: torch.device) -> Any:
+    if not state:
+        return None
+    # A copy, since reading takes entries out.
+    return bitsandbytes().functional.QuantState.from_dict(dict(state), device=device)
