@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import yaml
@@ -13,6 +13,8 @@ import yaml
 from .errors import PlanError
 
 COORDINATOR = "coordinator"
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,15 @@ class StagePlan:
         workers: Names of the workers that serve the stage, or ``["coordinator"]``.
         layers: Half-open range of decoder layers, ``(first, end)``.
         recompute: Keep only the stage's inputs and run its forward again in the backward.
+        dtype: What the stage multiplies in where that is not what Lightning's ``precision`` says,
+            on a device without bfloat16 for one. Its frozen weights are kept in it and come back
+            rounded; those that train are never narrowed, or their steps would be lost in rounding.
     """
 
     workers: list[str]
     layers: tuple[int, int]
     recompute: bool = False
+    dtype: Dtype | None = None
 
     @property
     def worker(self) -> str:
@@ -154,6 +160,11 @@ class Plan:
             if stage.is_local and index > 0:
                 raise PlanError(
                     f"Stage {index} is on the coordinator, which can only hold the first stage."
+                )
+            if stage.is_local and stage.dtype is not None:
+                raise PlanError(
+                    f"The coordinator's stage has dtype {stage.dtype!r}; what the coordinator "
+                    "computes in is Lightning's `precision`."
                 )
             if not stage.is_local and stage.worker not in workers:
                 raise PlanError(

@@ -1,14 +1,18 @@
-"""Where a precision plugin clips and steps, the stages do too.
+"""Where a precision plugin clips, unscales and steps, the stages do too.
 
-Lightning sends every clipping and every step through its precision plugin. The private name that
-this relies on, `_after_closure`, is used nowhere else in the package.
+Lightning sends every clipping and every step through its precision plugin. The private names that
+this relies on, `_after_closure` of the plugin and the state that a GradScaler keeps for each
+optimizer, are used nowhere else in the package.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from .runtime.remote_optimizer import RemoteOptimizer
 
@@ -40,5 +44,32 @@ class RemoteSteps:
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         """Gradients are final here, and the optimizer is about to step."""
+        scaler = scaler_of(self._plugin)
+        is_finite = scaler is None or self._unscale(scaler, optimizer)
         self._original_after_closure(model, optimizer)
-        self.optimizer.step()
+        if is_finite:
+            self.optimizer.step()
+        else:
+            self.optimizer.skip()
+
+    def _unscale(self, scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
+        """Take the loss scale off the stages' gradients, as the scaler did with those here.
+
+        Returns:
+            Whether all gradients everywhere are finite; if not, the scaler will skip the step.
+        """
+        state = scaler._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.UNSCALED:
+            return False  # there was no loss, so nobody steps
+        found: dict[Any, Tensor] = state["found_inf_per_device"]
+        is_finite = self.optimizer.unscale(scaler.get_scale())
+        if not is_finite or not found:
+            # Where nothing trains on this process, the scaler has not looked at anything yet.
+            found[torch.device("cpu")] = torch.tensor(0.0 if is_finite else 1.0)
+        return not any(flag.item() for flag in found.values())
+
+
+def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
+    """What scales the loss under precision '16-mixed'; None under any other."""
+    scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
+    return scaler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from .pipeline.driver import Driver, MicrobatchStep
 from .pipeline.gradients import StepGradients
 from .pipeline.microbatch import LossWeighting, batch_size, loss_weights, split_batch
 from .pipeline.results import StepLog, merge_values, weighted_mean
+from .precision import scaler_of
 from .runtime.deployment import Deployment
 
 
@@ -49,12 +51,12 @@ class MicrobatchedStep:
         The gradients are already computed; the loss's ``backward`` puts them into ``.grad``.
         """
         microbatches, weights = self._cut(batch)
-        normalize = self._module.trainer.accumulate_grad_batches
+        trainer = self._module.trainer
+        scaler = scaler_of(trainer.precision_plugin)
+        scale = (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
         log = StepLog()
         work = [
-            MicrobatchStep(
-                partial(self._run_one, microbatch, rest, log, weight), weight / normalize
-            )
+            MicrobatchStep(partial(self._run_one, microbatch, rest, log, weight), weight * scale)
             for microbatch, weight in zip(microbatches, weights, strict=True)
         ]
         step = self._deployment.coordinator.step + 1
@@ -62,7 +64,7 @@ class MicrobatchedStep:
             in_flight = self._deployment.plan.max_in_flight
             results = self._driver.run(step, work, in_flight, accumulate)
         log.publish(self._module.log)
-        return self._merge(results, weights, 1 / normalize)
+        return self._merge(results, weights, scale)
 
     def _cut(self, batch: Any) -> tuple[list[Any], list[float]]:
         try:
@@ -155,7 +157,8 @@ class _ComputedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         found = float(gradient)
-        if abs(found - ctx.scale) > 1e-3 * ctx.scale:
+        # A loss in half precision is scaled in half precision.
+        if math.isfinite(found) and abs(found - ctx.scale) > 5e-3 * ctx.scale:
             raise ModelError(
                 f"The loss was scaled by {found:g} on its way to backward, and its gradients were "
                 f"computed for {ctx.scale:g}; scale it inside training_step, or use "

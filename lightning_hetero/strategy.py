@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -129,7 +129,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        _check_supported(self._module(), self.precision_plugin, self._micro_batching)
+        _check_supported(self._module(), self._micro_batching)
         super().setup(trainer)
 
     @override
@@ -205,7 +205,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         used = [(stage.worker, addresses[stage.worker]) for stage in plan.remote_stages]
         coordinator = Coordinator(used, self.deadlines)
         try:
-            self._deployment = Deployment(module, layers, plan, coordinator, _seed())
+            is_mixed = isinstance(self.precision_plugin, MixedPrecision)
+            self._deployment = Deployment(module, layers, plan, coordinator, _seed(), not is_mixed)
         except BaseException:
             coordinator.close()
             raise
@@ -263,16 +264,11 @@ def _bring_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> Non
         deployment.close()
 
 
-def _check_supported(module: pl.LightningModule, precision: Precision, micro_batching: str) -> None:
+def _check_supported(module: pl.LightningModule, micro_batching: str) -> None:
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "HeteroPipelineStrategy does not support manual optimization in this version; set "
             "`automatic_optimization = True`."
-        )
-    if getattr(precision, "scaler", None) is not None:
-        raise MisconfigurationException(
-            "HeteroPipelineStrategy does not support precision '16-mixed' in this version; use "
-            "'bf16-mixed' or '32-true'."
         )
     if micro_batching == "step" and any(isinstance(m, _BatchNorm) for m in module.modules()):
         rank_zero_warn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..errors import ModelError
+from .tensors import narrowed
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,15 @@ class LayerCall:
             yield from ((str(position), tensor) for tensor in _tensors(value))
         for name, value in self.kwargs.items():
             yield from ((name, tensor) for tensor in _tensors(value))
+
+    def in_dtype(self, old: torch.dtype, new: torch.dtype) -> LayerCall:
+        """The same call with the arguments of one dtype in another."""
+
+        def convert(tensor: Tensor) -> Tensor:
+            return narrowed(tensor, new) if tensor.dtype == old else tensor
+
+        args, kwargs = apply_to_collection((self.args, self.kwargs), Tensor, convert)
+        return replace(self, args=args, kwargs=kwargs)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -33,6 +33,40 @@ def named_contents(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tenso
         yield name, tensor, state_of(owner, leaf)
 
 
+def dtypes_on_stage(
+    layers: Mapping[int, nn.Module], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """The dtype of each tensor on a stage that computes in ``dtype``.
+
+    Frozen parameters take it. Those that train are only ever widened, and buffers and what is
+    stored in 4 bits stay as they are.
+    """
+    dtypes = {name: tensor.dtype for name, tensor in named_tensors(layers)}
+    if dtype is None:
+        return dtypes
+    for name, tensor in named_tensors(layers):
+        owner, leaf, _ = locate(layers, name)
+        is_plain = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        is_taken = not tensor.requires_grad or dtype == torch.float32
+        if is_plain and is_taken and not is_four_bit(owner, leaf):
+            dtypes[name] = dtype
+    return dtypes
+
+
+def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype; what is beyond its range becomes its largest number.
+
+    A mask's least number of float32 would become minus infinity in float16, and a row of nothing
+    else not a number.
+    """
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    limits = torch.finfo(dtype)
+    if limits.max < torch.finfo(tensor.dtype).max:
+        tensor = tensor.clamp(limits.min, limits.max)
+    return tensor.to(dtype)
+
+
 def flatten(name: str, tensor: Tensor, state: State) -> dict[str, Tensor]:
     """A tensor and its state by their names."""
     return {name: tensor, **{f"{name}.{part}": content for part, content in state.items()}}

@@ -122,8 +122,14 @@ def _beside(parameter: nn.Parameter, key: str, value: Any) -> Any:
     """A state value where and as the optimizer keeps it: step counts stay on the CPU in fp32."""
     if not isinstance(value, torch.Tensor) or key == "step":
         return value
-    dtype = parameter.dtype if value.is_floating_point() else value.dtype
-    return value.to(parameter.device, dtype)
+    return in_dtype_of(parameter, key, value).to(parameter.device)
+
+
+def in_dtype_of(parameter: torch.Tensor, key: str, value: Any) -> Any:
+    """A state value in the dtype of its parameter, as far as it is a number like it."""
+    is_like = isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step"
+    is_like = is_like and value.shape == parameter.shape
+    return value.to(parameter.dtype) if is_like else value
 
 
 def optimizer_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -133,8 +139,12 @@ def optimizer_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def gradient_norm(gradients: Sequence[torch.Tensor]) -> float:
-    """The 2-norm of gradients taken together."""
-    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+    """The 2-norm of gradients taken together, in float32 at least: float16 ends at 65504."""
+    norms = [
+        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
+        for g in gradients
+    ]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
 def clip_gradients(gradients: Sequence[torch.Tensor], clipping: Clipping) -> None:

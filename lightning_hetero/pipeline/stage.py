@@ -48,6 +48,7 @@ class Stage:
         stage_index: Number of the stage; the coordinator's part is stage 0.
         recompute: Keep only the inputs and run the forward again in the backward.
         seed: Start of all dropout masks.
+        dtype: What the layers compute in; None for what they are given.
     """
 
     layers: nn.ModuleDict
@@ -55,6 +56,7 @@ class Stage:
     stage_index: int
     recompute: bool = False
     seed: int = 0
+    dtype: torch.dtype | None = None
     step: int = 0
     _saved: dict[Key, _Saved] = field(default_factory=dict)
 
@@ -110,17 +112,30 @@ class Stage:
         self, key: Key, hidden: Tensor, surroundings: Surroundings, keep_graph: bool
     ) -> Activation:
         seed_action(self.seed, self.step, self.stage_index, *key)
+        given, inside = hidden.dtype, self._inside_dtype(surroundings)
         with (
             torch.set_grad_enabled(keep_graph),
-            self._autocast(surroundings.autocast_dtype),
+            self._autocast(self.dtype or surroundings.autocast_dtype),
             collecting(surroundings.collect) as collected,
         ):
             for call in surroundings.calls:
+                if inside is not None:
+                    hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)].train(call.training)
                 hidden = hidden_of(layer(hidden, *call.args, **call.kwargs), layer, call)
+            if inside is not None:
+                hidden = hidden.to(given)
         return Activation(hidden, tuple(Collected(kind, tensor) for kind, tensor in collected()))
 
+    def _inside_dtype(self, surroundings: Surroundings) -> torch.dtype | None:
+        """The dtype of hidden states between the layers, if it is the stage's own.
+
+        Under Lightning's own autocast they stay as they are.
+        """
+        return self.dtype if surroundings.autocast_dtype is None else None
+
     def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-        if dtype is None:
+        if dtype is None or dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=dtype)
+        # As Lightning does it; a cached copy of a weight would outlive the weight's next step.
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)

@@ -7,7 +7,8 @@
     Finished(result) ◀───────── returns
 
 At any time either the driver or one such thread runs, never two. Threads and not greenlets,
-because torch keeps grad mode and autocast per thread.
+because torch keeps grad mode and autocast per thread. Its default dtype is one for all, so it
+changes hands with the turn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Turn:
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self._function = function
         self._is_abandoned = False
+        self._default_dtype = torch.get_default_dtype()
         self._to_thread: SimpleQueue[Any] = SimpleQueue()
         self._to_driver: SimpleQueue[HandedOver | Finished | _Raised] = SimpleQueue()
         # The user's context variables hold in the thread as they do in the driver.
@@ -77,19 +81,23 @@ class Turn:
         if self._thread.is_alive():
             self._to_thread.put(_Raised(_Abandoned()))
             self._thread.join()
+            torch.set_default_dtype(self._default_dtype)
 
     def hand_over(self, request: Any) -> Any:
         """Called in the thread: give the turn back with a request, return with its answer."""
         if self._is_abandoned:
             raise _Abandoned
+        default_dtype = torch.get_default_dtype()
         self._to_driver.put(HandedOver(request))
         answer = self._to_thread.get()
+        torch.set_default_dtype(default_dtype)
         if isinstance(answer, _Raised):
             raise answer.error
         return answer
 
     def _wait(self) -> HandedOver | Finished:
         report = self._to_driver.get()
+        torch.set_default_dtype(self._default_dtype)
         if isinstance(report, HandedOver):
             return report
         self._thread.join()

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
 from ..model.four_bit import State
 from ..model.recipe import Recipe
-from ..model.tensors import flatten, named_tensors, state_in
+from ..model.tensors import dtypes_on_stage, flatten, named_tensors, state_in
 from ..pipeline.activation import Activation, Gradients
 from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
+from ..plan import Dtype
 from ..wire import messages as m
 from ..wire.frames import Frame
 from ..wire.session import coordinator_session
-from ..wire.tensors import TensorSpec
+from ..wire.tensors import DTYPES, TensorSpec, dtype_name
 from ..wire.values import Packer, unpack
 from .address import Address
 from .channel import Channel, Inbox
@@ -46,13 +47,31 @@ Wanted = TypeVar("Wanted", bound=m.Message)
 
 @dataclass(frozen=True)
 class RemoteStage:
-    """What the coordinator asks a worker to serve; ``contents`` are its tensors, one by one."""
+    """What the coordinator asks a worker to serve.
+
+    Args:
+        recipe: How to build the layers.
+        layers: Hollow ones, or those about to be, by their numbers.
+        contents: Their tensors with their states, one by one.
+        recompute: As in the plan.
+        seed: Start of all dropout masks.
+        dtype: As in the plan.
+        converts_weights: Whether ``dtype`` is for weights too; under autocast it is not.
+    """
 
     recipe: Recipe
     layers: Mapping[int, nn.Module]
     contents: Callable[[], Iterator[tuple[str, Tensor, State]]]
     recompute: bool
     seed: int
+    dtype: Dtype | None = None
+    converts_weights: bool = True
+
+    @property
+    def tensor_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor there."""
+        converts = self.dtype is not None and self.converts_weights
+        return dtypes_on_stage(self.layers, DTYPES[self.dtype] if converts else None)  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -91,6 +110,7 @@ class Coordinator:
         self._workers: list[_Worker] = []
         self._stages: Sequence[RemoteStage] = ()
         self._owner_of: dict[str, _Worker] = {}
+        self._dtype_of: dict[str, torch.dtype] = {}
         self._lost: WorkerError | None = None
         # Requests whose Done is still to come, by worker: more than one after an interrupted one.
         self._unanswered: dict[int, int] = {}
@@ -129,6 +149,9 @@ class Coordinator:
         Iterate to the end: afterwards the stages are ready for steps.
         """
         self._stages = stages
+        self._dtype_of = {
+            name: tensor.dtype for stage in stages for name, tensor in named_tensors(stage.layers)
+        }
         for worker, stage in zip(self._workers, stages, strict=True):
             worker.channel.send(self._deploy_message(worker, stage))
         self._await_done()
@@ -145,12 +168,23 @@ class Coordinator:
     def _deploy_message(self, worker: _Worker, stage: RemoteStage) -> m.Deploy:
         is_last = worker.number == len(self._workers)
         downstream = "" if is_last else str(self._workers[worker.number].address)
+        dtypes = stage.tensor_dtypes
         specs = [
-            m.ParameterSpec(name, TensorSpec.of(tensor), tensor.requires_grad)
+            m.ParameterSpec(
+                name,
+                TensorSpec(dtype_name(dtypes[name]), list(tensor.shape)),
+                tensor.requires_grad,
+            )
             for name, tensor in named_tensors(stage.layers)
         ]
         return m.Deploy(
-            worker.number, stage.recipe.to_json(), specs, stage.recompute, stage.seed, downstream
+            stage_index=worker.number,
+            recipe=stage.recipe.to_json(),
+            parameters=specs,
+            recompute=stage.recompute,
+            seed=stage.seed,
+            downstream_address=downstream,
+            dtype=stage.dtype,
         )
 
     # steps
@@ -256,6 +290,7 @@ class Coordinator:
                 request = m.FetchTensors(wanted)
                 for message, tensors in self._ask(worker, request, m.TensorContent):
                     content, *parts = (tensor.clone() for tensor in tensors)
+                    content = content.to(self._dtype_of[message.name])
                     state = dict(zip(message.state, parts, strict=True))
                     found.update(flatten(message.name, content, state))
         return found

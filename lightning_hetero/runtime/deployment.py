@@ -45,6 +45,8 @@ class Deployment:
         plan: A plan that fits them.
         coordinator: Connected to the workers of the plan's remote stages, in their order.
         seed: Start of all dropout masks.
+        converts_weights: Whether a stage's ``dtype`` is for its weights too; under autocast it is
+            not.
 
     Raises:
         ModelError: If the layers cannot live apart.
@@ -58,6 +60,7 @@ class Deployment:
         plan: Plan,
         coordinator: Coordinator,
         seed: int,
+        converts_weights: bool = True,
     ) -> None:
         keep_layout(root)
         self.plan = plan
@@ -69,13 +72,19 @@ class Deployment:
         _check_weights_are_here(self._away)
         self.names_of = {parameter: name for name, parameter in named_tensors(self._away)}
         self._visits: int | None = None
-        self._send(root, stages, seed)
+        self._send(root, stages, seed, converts_weights)
         install_hooks(root, [layer.name for layer in away.values()])
         self._hollow = HollowLayers(away, self._exchange, coordinator)
         self._hollow.hollow()
         self._recomputed = _recompute_locally(layers, plan)
 
-    def _send(self, root: nn.Module, stages: Sequence[dict[int, DecoderLayer]], seed: int) -> None:
+    def _send(
+        self,
+        root: nn.Module,
+        stages: Sequence[dict[int, DecoderLayer]],
+        seed: int,
+        converts_weights: bool,
+    ) -> None:
         remote = [
             RemoteStage(
                 recipe=write_recipe(root, list(layers.items())),
@@ -83,6 +92,8 @@ class Deployment:
                 contents=partial(named_contents, modules),
                 recompute=stage.recompute or _checkpoints_gradients(layers),
                 seed=seed,
+                dtype=stage.dtype,
+                converts_weights=converts_weights,
             )
             for stage, layers in zip(self.plan.remote_stages, stages, strict=True)
         ]

@@ -6,6 +6,7 @@ gradient here. The stages step theirs when told, with the options the groups hav
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..pipeline.optimizer import (
     clipping_factor,
     gradient_norm,
     group_options,
+    in_dtype_of,
     optimizer_class_name,
     optimizer_gradients,
     total_norm,
@@ -45,6 +47,9 @@ class RemoteOptimizer:
         self._coordinator = coordinator
         self._names_of = names_of
         self._clipping = Clipping()
+        self._inverse_scale = 1.0
+        self._norms: list[float] | None = None
+        self._parameters = {name: parameter for parameter, name in names_of.items()}
         self._build()
         for parameter in names_of:
             # Some optimizers make state at once; that of meta parameters would be meta.
@@ -54,10 +59,21 @@ class RemoteOptimizer:
             optimizer.register_load_state_dict_pre_hook(self._send_remote_state),
         ]
 
+    def unscale(self, scale: float) -> bool:
+        """Divide the stages' gradients by a loss scale, with the step.
+
+        Returns:
+            Whether all of them are finite.
+        """
+        self._inverse_scale = 1 / scale
+        self._norms = self._coordinator.gradient_norms()
+        return all(math.isfinite(norm) for norm in self._norms)
+
     def clip_by_norm(self, max_norm: float) -> None:
         """Scale all gradients, here now and remotely with the step, to a global norm."""
         gradients = optimizer_gradients(self._optimizer)
-        norm = total_norm([gradient_norm(gradients), *self._coordinator.gradient_norms()])
+        norms = self._norms if self._norms is not None else self._coordinator.gradient_norms()
+        norm = total_norm([gradient_norm(gradients), *(n * self._inverse_scale for n in norms)])
         self._clip(gradients, Clipping(factor=clipping_factor(max_norm, norm)))
 
     def clip_by_value(self, value: float) -> None:
@@ -67,14 +83,22 @@ class RemoteOptimizer:
     def step(self) -> None:
         """Let the stages step; to be called just before the optimizer itself steps."""
         options = [group_options(group) for group in self._optimizer.param_groups]
-        self._coordinator.apply_optimizer(options, self._clipping)
+        factor = self._clipping.factor
+        if self._inverse_scale != 1.0:
+            factor = (1.0 if factor is None else factor) * self._inverse_scale
+        self._coordinator.apply_optimizer(options, Clipping(factor, self._clipping.value))
+        self.skip()
+
+    def skip(self) -> None:
+        """Forget what was to happen to the gradients of this step."""
         self._clipping = Clipping()
+        self._inverse_scale = 1.0
+        self._norms = None
 
     def bring_back(self) -> None:
         """Move the stages' optimizer state into the optimizer."""
-        parameters = {name: parameter for parameter, name in self._names_of.items()}
-        for name, state in self._coordinator.optimizer_state().items():
-            self._optimizer.state[parameters[name]] = state
+        for name, state in self._remote_state().items():
+            self._optimizer.state[self._parameters[name]] = state
 
     def detach(self) -> None:
         """Leave the optimizer an ordinary one."""
@@ -96,6 +120,13 @@ class RemoteOptimizer:
         clip_gradients(gradients, clipping)
         self._clipping = clipping
 
+    def _remote_state(self) -> dict[str, dict[str, Any]]:
+        """The stages' optimizer state in the dtypes that the parameters have here."""
+        return {
+            name: {k: in_dtype_of(self._parameters[name], k, v) for k, v in state.items()}
+            for name, state in self._coordinator.optimizer_state().items()
+        }
+
     def _indexed(self) -> Iterator[tuple[int, str]]:
         """Position in a state dict, and name, of every remote parameter."""
         groups = self._optimizer.param_groups
@@ -105,7 +136,7 @@ class RemoteOptimizer:
                 yield index, self._names_of[parameter]
 
     def _add_remote_state(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        remote = self._coordinator.optimizer_state()
+        remote = self._remote_state()
         state = state_dict["state"]
         state.update({index: remote[name] for index, name in self._indexed() if name in remote})
         # In the order of the parameters, as in a checkpoint written on one device.

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeteroError, LocalProtocolError, ModelError
+from ..model.four_bit import is_four_bit, quantize
 from ..model.recipe import Recipe, build_layers
-from ..model.tensors import named_contents, named_tensors, set_tensor
+from ..model.tensors import locate, named_contents, named_tensors, narrowed, set_tensor
 from ..pipeline.activation import Activation
 from ..pipeline.optimizer import Clipping, Group, StageOptimizer
 from ..pipeline.rule import Action, Key
@@ -22,7 +23,7 @@ from ..pipeline.runner import Result, StageRunner
 from ..pipeline.stage import Stage
 from ..wire import messages as m
 from ..wire.session import upstream_session
-from ..wire.tensors import TensorSpec
+from ..wire.tensors import DTYPES, TensorSpec
 from ..wire.values import Packer, unpack
 from .address import Address
 from .channel import Arrival, Channel, Inbox
@@ -164,7 +165,14 @@ class StageSession:
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(self._specs[name].requires_grad)
         self._downstream_address = message.downstream_address
-        stage = Stage(layers, self._device, message.stage_index, message.recompute, message.seed)
+        stage = Stage(
+            layers=layers,
+            device=self._device,
+            stage_index=message.stage_index,
+            recompute=message.recompute,
+            seed=message.seed,
+            dtype=None if message.dtype is None else DTYPES[message.dtype],
+        )
         self._runner = StageRunner(stage)
         self._optimizer = None
         self._coordinator.send(m.Done())
@@ -173,10 +181,14 @@ class StageSession:
         # Copies: received tensors live in a buffer that would otherwise never be free again.
         content, *parts = (tensor.to(self._device, copy=True) for tensor in tensors)
         state = dict(zip(message.state, parts, strict=True))
-        spec = self._specs.get(message.name)
-        if spec is not None and spec.tensor != TensorSpec.of(content):
+        owner, leaf, place = locate(self._numbered, message.name)
+        if is_four_bit(owner, leaf) and content.is_floating_point() and not state:
+            content, state = quantize(owner, leaf, content)
+        elif content.is_floating_point() and place.is_floating_point():
+            content = narrowed(content, self._specs[message.name].tensor.torch_dtype)
+        if content.dtype != place.dtype and not place.is_floating_point():
             raise ModelError(
-                f"The tensor {message.name!r} should be {spec.tensor} and is "
+                f"The tensor {message.name!r} should be {TensorSpec.of(place)} and is "
                 f"{TensorSpec.of(content)}."
             )
         set_tensor(self._numbered, message.name, content, state)

@@ -80,7 +80,8 @@ class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Deploy(_Message, frozen=True, tag=True):
-    """Build a stage's layers; their tensors follow. ``recipe`` is JSON for the model folder."""
+    """Build a stage's layers; their tensors follow. ``recipe`` is JSON for the model folder, and
+    ``dtype`` what the stage computes in, if not in what it is given."""
 
     stage_index: Count
     recipe: Text
@@ -88,6 +89,7 @@ class Deploy(_Message, frozen=True, tag=True):
     recompute: bool
     seed: int
     downstream_address: Name
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
 
 class LoadTensor(_Message, frozen=True, tag=True):

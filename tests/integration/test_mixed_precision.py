@@ -1,0 +1,167 @@
+"""Precision: Lightning's own over all stages, and a dtype of its own for a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+
+from ..models import TinyModule, loader, trainer
+
+NUM_LAYERS = 5
+BATCH_SIZE = 8
+
+
+def plan_over(workers: list[str], *dtypes: Any) -> Plan:
+    """Two stages on workers, with these dtypes."""
+    stages = [
+        StagePlan(["coordinator"], (0, 1)),
+        StagePlan([workers[0]], (1, 3), dtype=dtypes[0] if dtypes else None),
+        StagePlan([workers[1]], (3, NUM_LAYERS), dtype=dtypes[1] if dtypes else None),
+    ]
+    return Plan(stages, micro_batches=4)
+
+
+def fit(workers: list[str] | None, *dtypes: Any, num_steps: int = 4, **options: Any) -> TinyModule:
+    """Train on workers, or by Lightning alone where there are none."""
+    module = options.pop("module", None) or TinyModule(NUM_LAYERS)
+    strategy: Any = "auto"
+    if workers is not None:
+        strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers, *dtypes))
+    run = trainer(strategy, max_steps=num_steps, max_epochs=1, **options)
+    run.fit(module, loader(BATCH_SIZE * num_steps, BATCH_SIZE, padded=True))
+    return module
+
+
+def scaled_precision(init_scale: float = 2.0**12) -> MixedPrecision:
+    """'16-mixed' on a CPU, where Lightning gives no such plugin by itself."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
+    return MixedPrecision("16-mixed", "cpu", scaler)
+
+
+def relative_change(found: TinyModule, start: TinyModule) -> dict[str, float]:
+    before = start.state_dict()
+    return {
+        name: float((tensor - before[name]).norm() / before[name].norm())
+        for name, tensor in found.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 2e-3), ("bf16-true", 1e-2)]
+)
+def test_precision_over_stages_is_that_of_one_device(
+    precision: str, tolerance: float, workers: list[str]
+) -> None:
+    expected = fit(None, precision=precision)
+    found = fit(workers, precision=precision)
+    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
+    dtypes = {name: tensor.dtype for name, tensor in found.state_dict().items()}
+    assert dtypes == {name: tensor.dtype for name, tensor in expected.state_dict().items()}
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_loss_scaling_is_that_of_one_device(clip: float | None, workers: list[str]) -> None:
+    alone, over_stages = scaled_precision(), scaled_precision()
+    expected = fit(None, plugins=[alone], gradient_clip_val=clip)
+    found = fit(workers, plugins=[over_stages], gradient_clip_val=clip)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-3)
+    # It has grown after three steps without an overflow.
+    assert over_stages.state_dict() == alone.state_dict()
+    assert over_stages.state_dict()["scale"] == 2.0**13
+
+
+def test_an_overflow_skips_the_step_everywhere(workers: list[str]) -> None:
+    """The scale is so large that the gradients on the stages overflow float16."""
+    start, precision = TinyModule(NUM_LAYERS), scaled_precision(2.0**40)
+    found = fit(workers, plugins=[precision], num_steps=1)
+    assert precision.state_dict()["scale"] == 2.0**39
+    assert set(relative_change(found, start).values()) == {0.0}
+
+
+def test_an_overflow_of_one_stage_alone_skips_the_step_everywhere(workers: list[str]) -> None:
+    """Nothing trains on the coordinator, so only the stages can see that the gradients overflow."""
+    module, start = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(".layers.4." in name)
+    precision = scaled_precision(2.0**40)
+    found = fit(workers, plugins=[precision], num_steps=1, module=module)
+    assert precision.state_dict()["scale"] == 2.0**39
+    assert set(relative_change(found, start).values()) == {0.0}
+
+
+def test_stages_train_under_loss_scaling_where_nothing_trains_on_the_coordinator(
+    workers: list[str],
+) -> None:
+    module, start = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(".layers.4." in name)
+    changed = relative_change(fit(workers, plugins=[scaled_precision()], module=module), start)
+    moved = {name for name, change in changed.items() if change > 0}
+    assert moved == {name for name in changed if ".layers.4." in name}
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", None), (None, "float16"), ("bfloat16", "float16")])
+def test_a_stage_computes_in_its_own_dtype(dtypes: tuple[Any, Any], workers: list[str]) -> None:
+    expected = fit(None)
+    found = fit(workers, *dtypes)
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2)
+    assert found.losses != expected.losses
+    assert {tensor.dtype for tensor in found.state_dict().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_frozen_weights_of_a_stage_are_kept_in_its_dtype(
+    dtype: Any, workers: list[str]
+) -> None:
+    def frozen() -> TinyModule:
+        module = TinyModule(NUM_LAYERS)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("q_proj" in name or "embed" in name)
+        return module
+
+    expected, found = fit(None, module=frozen()), fit(workers, dtype, dtype, module=frozen())
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2)
+    assert found.losses != expected.losses
+    changed = relative_change(found, frozen())
+    # Rounded on the way there, as the plan says, but not trained.
+    assert max(change for name, change in changed.items() if "mlp" in name) < 4e-3
+    assert {tensor.dtype for tensor in found.state_dict().values()} == {torch.float32}
+
+
+def test_a_stage_without_bfloat16_takes_part_in_bfloat16_training(workers: list[str]) -> None:
+    expected = fit(None, precision="bf16-true")
+    found = fit(workers, "float32", "float16", precision="bf16-true")
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2)
+    assert {tensor.dtype for tensor in found.state_dict().values()} == {torch.bfloat16}
+
+
+def test_under_autocast_the_dtype_is_that_of_the_stages_autocast(workers: list[str]) -> None:
+    """float32 switches it off there."""
+    exact = fit(None)
+    mixed = fit(workers, precision="bf16-mixed")
+    assert fit(workers, "bfloat16", "bfloat16", precision="bf16-mixed").losses == mixed.losses
+    stages_exact = fit(workers, "float32", "float32", precision="bf16-mixed")
+    assert stages_exact.losses != mixed.losses
+    assert stages_exact.losses == pytest.approx(exact.losses, rel=2e-2)
+
+
+def test_the_optimizer_state_of_a_stage_comes_back_in_the_modules_dtype(
+    workers: list[str], tmp_path: Path
+) -> None:
+    module = TinyModule(NUM_LAYERS)
+    strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers, "float32", "float32"))
+    run = trainer(strategy, max_steps=2, precision="bf16-true")
+    run.fit(module, loader(2 * BATCH_SIZE, BATCH_SIZE))
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    content = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    (optimizer,) = content["optimizer_states"]
+    states: list[Tensor] = [entry["exp_avg"] for entry in optimizer["state"].values()]
+    assert len(states) == len(list(module.parameters()))
+    assert {state.dtype for state in states} == {torch.bfloat16}
