@@ -17,12 +17,13 @@ Imports point one way: cli → strategy → runtime, planning → pipeline → m
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from .model.pretrained import from_pretrained
 from .plan import Plan, StagePlan
 from .strategy import HeteroPipelineStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["HeteroPipelineStrategy", "Plan", "StagePlan", "__version__"]
+__all__ = ["HeteroPipelineStrategy", "Plan", "StagePlan", "__version__", "from_pretrained"]
 
 StrategyRegistry.register(
     "hetero_pipeline",

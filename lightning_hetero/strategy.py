@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from .errors import HeteroError, ModelError
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
+from .model.pretrained import bring_here, weights_in_checkpoint
 from .pipeline.microbatch import LossWeighting
 from .plan import Plan
 from .planning.even import even_plan
@@ -125,6 +126,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 f"{type(module).__name__} has no decoder layers that could be found, so it runs on "
                 "this process alone; name them with `layers=`."
             )
+        self._bring_weights_here(module)
         super().model_to_device()
 
     @override
@@ -211,6 +213,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             coordinator.close()
             raise
         self._announce(plan)
+
+    def _bring_weights_here(self, module: pl.LightningModule) -> None:
+        """Read what this process needs of a model whose weights are still in their checkpoint."""
+        weights = weights_in_checkpoint(module)
+        hollow = {} if self._deployment is None else self._deployment.names_of
+        if weights is not None:
+            for name in bring_here(module, weights, hollow, self.root_device):
+                logger.debug("reading %s", name)
 
     def _addresses(self) -> Mapping[str, Address]:
         """The workers by the names that plans use."""

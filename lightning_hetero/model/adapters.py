@@ -49,6 +49,21 @@ class Adapters:
     active: list[str]
 
 
+def peft() -> Any:
+    """The library.
+
+    Raises:
+        ModelError: If it is not installed here.
+    """
+    try:
+        import peft as library
+    except ImportError as error:
+        raise ModelError(
+            f"peft is not installed here, and adapters need it ({error}); {REMEDY}."
+        ) from error
+    return library
+
+
 def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters | None:
     """The adapters inside a model's layers; None where there are none.
 
@@ -82,19 +97,14 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
     Raises:
         ModelError: If peft is missing here or cannot inject them.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise ModelError(
-            f"peft is not installed here, and the layers have adapters ({error}); {REMEDY}."
-        ) from error
+    library = peft()
     for name, plain in adapters.configs.items():
         try:
-            config = peft.PeftConfig.from_peft_type(**plain)
-            peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
+            config = library.PeftConfig.from_peft_type(**plain)
+            library.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
-                f"peft {peft.__version__} cannot inject the adapter {name!r} here: {error}. "
+                f"peft {library.__version__} cannot inject the adapter {name!r} here: {error}. "
                 "Install the coordinator's version on this worker."
             ) from error
     for module in model.modules():

@@ -171,6 +171,15 @@ def is_cache_hook(hook: object) -> bool:
     return getattr(hook, "__module__", "") == "bitsandbytes.nn.parametrize"
 
 
+def pack_linears(model: nn.Module) -> None:
+    """Give 4-bit linear layers on ``meta`` the packed shape that their weights will have."""
+    for module in model.modules():
+        if _is_linear(module):
+            packed = _empty(_describe_linear(module))
+            module.weight = with_state(module, "weight", packed, {})
+    keep_layout(model)
+
+
 def keep_layout(root: nn.Module) -> None:
     """Keep bitsandbytes from repacking weights on CPUs with AVX512-BF16.
 
@@ -246,7 +255,6 @@ def _describe_parametrization(parametrization: nn.Module) -> FourBit:
 def _empty_linear(four_bit: FourBit) -> nn.Module:
     nn4 = bitsandbytes().nn
     dtype = None if four_bit.compute_dtype is None else getattr(torch, four_bit.compute_dtype)
-    storage = getattr(torch, four_bit.storage)
     out_features, in_features = four_bit.shape
     linear: nn.Module = nn4.Linear4bit(
         in_features,
@@ -255,20 +263,22 @@ def _empty_linear(four_bit: FourBit) -> nn.Module:
         compute_dtype=dtype,
         compress_statistics=four_bit.compress_statistics,
         quant_type=four_bit.quant_type,
-        quant_storage=storage,
+        quant_storage=getattr(torch, four_bit.storage),
         device="meta",
     )
-    packed = torch.empty(four_bit.packed_shape, dtype=storage, device="meta")
-    linear.weight = with_state(linear, "weight", packed, {})
-    keep_layout(linear)
+    pack_linears(linear)
     return linear
+
+
+def _empty(four_bit: FourBit) -> Tensor:
+    dtype = getattr(torch, four_bit.storage)
+    return torch.empty(four_bit.packed_shape, dtype=dtype, device="meta")
 
 
 def _parametrize(owner: nn.Module, name: str, four_bit: FourBit) -> None:
     from bitsandbytes.nn import parametrize as four_bit_parametrize
 
-    packed = torch.empty(four_bit.packed_shape, dtype=torch.uint8, device="meta")
-    setattr(owner, name, nn.Parameter(packed, requires_grad=False))
+    setattr(owner, name, nn.Parameter(_empty(four_bit), requires_grad=False))
     parametrization: Any = four_bit_parametrize.Bnb4bitParametrization(None)  # type: ignore[arg-type]
     parametrization.four_bit = four_bit
     parametrize.register_parametrization(owner, name, parametrization, unsafe=True)

@@ -221,7 +221,7 @@ class HollowLayers:
         sent = {}
         for leaf, place in _checkpoint_places(module).items():
             tensor, content = _tensor_at(module, leaf), state.get(prefix + place)
-            if content is not None and content.shape == tensor.shape:
+            if content is not None and not content.is_meta and content.shape == tensor.shape:
                 # What belongs to a tensor in 4 bits goes with it; torch knows no place for it.
                 parts = state_in(state, prefix + place)
                 for part in parts:

@@ -33,6 +33,12 @@ def named_contents(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tenso
         yield name, tensor, state_of(owner, leaf)
 
 
+def stored_in_four_bits(layers: Mapping[int, nn.Module], name: str) -> bool:
+    """Whether a tensor is one of packed bytes, which need their state."""
+    owner, leaf, _ = locate(layers, name)
+    return is_four_bit(owner, leaf)
+
+
 def dtypes_on_stage(
     layers: Mapping[int, nn.Module], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
@@ -45,10 +51,9 @@ def dtypes_on_stage(
     if dtype is None:
         return dtypes
     for name, tensor in named_tensors(layers):
-        owner, leaf, _ = locate(layers, name)
         is_plain = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         is_taken = not tensor.requires_grad or dtype == torch.float32
-        if is_plain and is_taken and not is_four_bit(owner, leaf):
+        if is_plain and is_taken and not stored_in_four_bits(layers, name):
             dtypes[name] = dtype
     return dtypes
 
@@ -95,12 +100,18 @@ def set_tensor(
             f"The tensor {name!r} should have the shape {tuple(old.shape)} and has "
             f"{tuple(content.shape)}."
         )
-    if is_four_bit(owner, leaf):
-        swap_tensors(old, with_state(owner, leaf, content, state or {}))
-    elif isinstance(old, nn.Parameter):
-        swap_tensors(old, nn.Parameter(content, requires_grad=old.requires_grad))
-    else:
+    fill(owner, leaf, content, state or {})
+
+
+def fill(owner: nn.Module, leaf: str, content: Tensor, state: State) -> None:
+    """The same for a module's own parameter or buffer."""
+    old = owner._parameters.get(leaf)
+    if old is None:
         owner._buffers[leaf] = content
+    elif is_four_bit(owner, leaf):
+        swap_tensors(old, with_state(owner, leaf, content, state))
+    else:
+        swap_tensors(old, nn.Parameter(content, requires_grad=old.requires_grad))
 
 
 def locate(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str, Tensor]:

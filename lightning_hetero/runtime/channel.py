@@ -65,6 +65,9 @@ class Channel:
         self._reader = reader
         self._deadlines = deadlines
         self._lock = threading.Lock()
+        self._progress = threading.Condition(self._lock)
+        self._num_queued = 0
+        self._is_over = False
         self._outgoing: SimpleQueue[list[memoryview] | None] = SimpleQueue()
         self._is_closing = False
         self._last_heard = time.monotonic()
@@ -92,7 +95,13 @@ class Channel:
         logger.debug("> %s %s", self.peer, frame)
         with self._lock:
             self._session.sent(message)
+            self._num_queued += 1
             self._outgoing.put(buffers)
+
+    def wait_until_sent(self, most_queued: int) -> None:
+        """Wait until at most so many frames are still to be sent, or the channel is over."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_queued <= most_queued or self._is_over)
 
     def close(self, last_word: m.Message | None = None) -> None:
         """Send what is queued and a last word, then end the channel and its threads."""
@@ -162,9 +171,18 @@ class Channel:
             while (buffers := self._outgoing.get()) is not None:
                 send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
                 del buffers  # the next wait must not keep their tensors alive
+                self._note_progress(is_over=False)
         except (OSError, HeteroError) as error:
             logger.debug("writing to %s ended: %s", self.peer, error)
             self._hang_up()
+        finally:
+            self._note_progress(is_over=True)
+
+    def _note_progress(self, is_over: bool) -> None:
+        with self._progress:
+            self._num_queued -= not is_over
+            self._is_over = is_over
+            self._progress.notify_all()
 
 
 def prepare_socket(connection: socket.socket) -> None:

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
 from ..model.four_bit import State
 from ..model.recipe import Recipe
-from ..model.tensors import dtypes_on_stage, flatten, named_tensors, state_in
+from ..model.tensors import (
+    dtypes_on_stage,
+    flatten,
+    named_tensors,
+    state_in,
+    stored_in_four_bits,
+)
 from ..pipeline.activation import Activation, Gradients
 from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
@@ -159,6 +165,10 @@ class Coordinator:
             for name, tensor, state in stage.contents():
                 self._owner_of[name] = worker
                 worker.channel.send(m.LoadTensor(name, list(state)), tensor, *state.values())
+                if stored_in_four_bits(stage.layers, name) and not state:
+                    self._collect(m.Done, 1)
+                # One is on its way while the next one is read, and no more.
+                worker.channel.wait_until_sent(most_queued=1)
                 yield name
         # From the last to the first, so that nobody dials a neighbor that is not ready.
         for worker in reversed(self._workers):
@@ -266,8 +276,7 @@ class Coordinator:
         for worker in self._workers:
             request = m.FetchOptimizerState()
             for message, tensors in self._ask(worker, request, m.OptimizerState):
-                copies = tuple(tensor.clone() for tensor in tensors)
-                found[message.parameter] = unpack(message.state, copies)
+                found[message.parameter] = unpack(message.state, tensors)
         return found
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -289,7 +298,7 @@ class Coordinator:
             if wanted:
                 request = m.FetchTensors(wanted)
                 for message, tensors in self._ask(worker, request, m.TensorContent):
-                    content, *parts = (tensor.clone() for tensor in tensors)
+                    content, *parts = tensors
                     content = content.to(self._dtype_of[message.name])
                     state = dict(zip(message.state, parts, strict=True))
                     found.update(flatten(message.name, content, state))

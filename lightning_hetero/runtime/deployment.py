@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.calls import LayerCall, without_cache
 from ..model.collecting import install_hooks
-from ..model.four_bit import keep_layout
+from ..model.four_bit import State, keep_layout, state_of
 from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer, check_layers_stand_alone
+from ..model.pretrained import CheckpointWeights, weights_in_checkpoint
 from ..model.recipe import write_recipe
-from ..model.tensors import named_contents, named_tensors
+from ..model.tensors import locate, named_tensors
 from ..pipeline.activation import Activation, Collected, join_activations
 from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
 from ..pipeline.pieces import cut_request
@@ -69,7 +70,8 @@ class Deployment:
         check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._away = {number: layer.module for number, layer in away.items()}
-        _check_weights_are_here(self._away)
+        self._weights = weights_in_checkpoint(root)
+        _check_weights_can_be_sent(self._away, self._weights)
         self.names_of = {parameter: name for name, parameter in named_tensors(self._away)}
         self._visits: int | None = None
         self._send(root, stages, seed, converts_weights)
@@ -89,7 +91,7 @@ class Deployment:
             RemoteStage(
                 recipe=write_recipe(root, list(layers.items())),
                 layers=(modules := {number: layer.module for number, layer in layers.items()}),
-                contents=partial(named_contents, modules),
+                contents=partial(_contents, modules, self._weights),
                 recompute=stage.recompute or _checkpoints_gradients(layers),
                 seed=seed,
                 dtype=stage.dtype,
@@ -132,14 +134,21 @@ class Deployment:
     def bring_back(self) -> bool:
         """Make the layers ordinary again with their present weights.
 
+        What is in a checkpoint and has not been trained stays there.
+
         Returns:
             Whether the weights came back. If not, the layers stay hollow and say so when used.
         """
         for layer in self._recomputed:
             del layer.forward
         try:
-            names = [name for name, _ in named_tensors(self._away)]
-            tensors = self.coordinator.fetch(names)
+            tensors = self.coordinator.fetch(
+                [
+                    name
+                    for name, tensor in named_tensors(self._away)
+                    if tensor.requires_grad or not _is_in(tensor, self._weights)
+                ]
+            )
         except HeteroError as error:
             layers = f"{min(self._away)} to {max(self._away)}"
             logger.error(
@@ -191,9 +200,27 @@ class Deployment:
         return Activation(hidden, tuple(map(Collected, kinds, others)))
 
 
-def _check_weights_are_here(layers: Mapping[int, nn.Module]) -> None:
+def _contents(
+    layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
+) -> Iterator[tuple[str, Tensor, State]]:
+    """The layers' tensors from here or, where they are not here, from the checkpoint."""
     for name, tensor in named_tensors(layers):
-        if tensor.is_meta:
+        owner, leaf, _ = locate(layers, name)
+        if tensor.is_meta and weights is not None:
+            yield name, *weights.read(owner, leaf, for_worker=True)
+        else:
+            yield name, tensor, state_of(owner, leaf)
+
+
+def _is_in(tensor: Tensor, weights: CheckpointWeights | None) -> bool:
+    return weights is not None and tensor in weights
+
+
+def _check_weights_can_be_sent(
+    layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
+) -> None:
+    for name, tensor in named_tensors(layers):
+        if tensor.is_meta and not _is_in(tensor, weights):
             raise ModelError(
                 f"The decoder layers have no weights: {name} is on `meta`. If a worker was lost in "
                 "the run before, build the module anew and continue with `ckpt_path`."

@@ -178,15 +178,15 @@ class StageSession:
         self._coordinator.send(m.Done())
 
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
-        # Copies: received tensors live in a buffer that would otherwise never be free again.
-        content, *parts = (tensor.to(self._device, copy=True) for tensor in tensors)
+        content, *parts = (tensor.to(self._device) for tensor in tensors)
         state = dict(zip(message.state, parts, strict=True))
         owner, leaf, place = locate(self._numbered, message.name)
-        if is_four_bit(owner, leaf) and content.is_floating_point() and not state:
-            content, state = quantize(owner, leaf, content)
-        elif content.is_floating_point() and place.is_floating_point():
+        if not is_four_bit(owner, leaf):
             content = narrowed(content, self._specs[message.name].tensor.torch_dtype)
-        if content.dtype != place.dtype and not place.is_floating_point():
+        elif not state:
+            content, state = quantize(owner, leaf, content)
+            self._coordinator.send(m.Done())
+        if content.is_floating_point() != place.is_floating_point():
             raise ModelError(
                 f"The tensor {message.name!r} should be {TensorSpec.of(place)} and is "
                 f"{TensorSpec.of(content)}."
@@ -215,8 +215,7 @@ class StageSession:
     def _on_load_optimizer_state(
         self, message: m.LoadOptimizerState, tensors: tuple[Tensor, ...]
     ) -> None:
-        copies = tuple(tensor.clone() for tensor in tensors)
-        self._built_optimizer().load_state(message.parameter, unpack(message.state, copies))
+        self._built_optimizer().load_state(message.parameter, unpack(message.state, tensors))
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.begin(message.step, message.in_flight, message.accumulate)

@@ -1,8 +1,10 @@
-"""Receive buffers that are used again once no tensor lives in them any more."""
+"""Receive buffers: new ones, and those that are used again once no tensor lives in them."""
 
 from __future__ import annotations
 
 import sys
+
+import torch
 
 # A fresh 64 MiB buffer costs more in page faults than its bytes cost on a loopback socket, so
 # big ones are kept. Small ones come cheap from the allocator.
@@ -17,6 +19,11 @@ def _references_of_unused() -> int:
 
 
 _UNUSED_REFERENCES = _references_of_unused()
+
+
+def new_buffer(num_bytes: int) -> memoryview:
+    """Memory of its own for tensors that stay, aligned as torch's own; its content is undefined."""
+    return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
 
 
 class BufferPool:

@@ -17,7 +17,7 @@ import msgspec
 from torch import Tensor
 
 from ..errors import LocalProtocolError, RemoteProtocolError
-from .buffers import BufferPool
+from .buffers import BufferPool, new_buffer
 from .messages import Message
 from .tensors import TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
 
@@ -93,7 +93,7 @@ class FrameReader:
         self._pool = BufferPool()
         self._body_bytes: int | None = None
         self._header: _Header | None = None
-        self._part = bytearray(_PREFIX.size)
+        self._part: bytearray | memoryview = bytearray(_PREFIX.size)
         self._missing = memoryview(self._part)
 
     def buffer(self) -> memoryview:
@@ -169,7 +169,10 @@ class FrameReader:
                 f"{type(self._header.message).__name__} announces {specs}, {expected_bytes} bytes, "
                 f"and the frame carries {body_bytes}."
             )
-        self._part = self._pool.take(body_bytes)
+        if self._header.message.is_kept:
+            self._part = new_buffer(body_bytes)
+        else:
+            self._part = self._pool.take(body_bytes)
         self._missing = memoryview(self._part)[:body_bytes]
 
     def _finish_frame(self, header: _Header) -> Frame:

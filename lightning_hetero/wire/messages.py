@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -17,7 +17,13 @@ Text = Annotated[str, msgspec.Meta(max_length=2**20)]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all messages; the tag on the wire is the class's name."""
+    """Base of all messages; the tag on the wire is the class's name.
+
+    ``is_kept`` says that the receiver keeps the tensors for long, as weights are, so that they
+    come in memory of their own instead of a buffer that is used again.
+    """
+
+    is_kept: ClassVar[bool] = False
 
     def __str__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -94,7 +100,13 @@ class Deploy(_Message, frozen=True, tag=True):
 
 class LoadTensor(_Message, frozen=True, tag=True):
     """One parameter's or buffer's content; the tensors after it are its ``state``, if it is stored
-    in 4 bits."""
+    in 4 bits.
+
+    What is to be stored in 4 bits and comes without state is packed by the worker, which then says
+    `Done`: a coordinator that waits for it does not flood a worker that packs slowly.
+    """
+
+    is_kept = True
 
     name: Name
     state: list[Name] = []
@@ -121,6 +133,8 @@ class BuildOptimizer(_Message, frozen=True, tag=True):
 
 class LoadOptimizerState(_Message, frozen=True, tag=True):
     """The optimizer's state of one parameter."""
+
+    is_kept = True
 
     parameter: Name
     state: Value
@@ -215,6 +229,8 @@ class FetchTensors(_Message, frozen=True, tag=True):
 class TensorContent(_Message, frozen=True, tag=True):
     """One tensor that was asked for, and its state as in `LoadTensor`."""
 
+    is_kept = True
+
     name: Name
     state: list[Name] = []
 
@@ -225,6 +241,8 @@ class FetchOptimizerState(_Message, frozen=True, tag=True):
 
 class OptimizerState(_Message, frozen=True, tag=True):
     """The optimizer's state of one parameter."""
+
+    is_kept = True
 
     parameter: Name
     state: Value

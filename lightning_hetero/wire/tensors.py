@@ -103,7 +103,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def tensor_from_bytes(spec: TensorSpec, body: bytearray, offset: int) -> Tensor:
+def tensor_from_bytes(spec: TensorSpec, body: bytearray | memoryview, offset: int) -> Tensor:
     """A tensor that lives in ``body``; it keeps the buffer alive."""
     if spec.num_bytes == 0:
         return torch.empty(spec.shape, dtype=spec.torch_dtype)

@@ -117,9 +117,7 @@ def test_a_stage_computes_in_its_own_dtype(dtypes: tuple[Any, Any], workers: lis
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_frozen_weights_of_a_stage_are_kept_in_its_dtype(
-    dtype: Any, workers: list[str]
-) -> None:
+def test_frozen_weights_of_a_stage_are_kept_in_its_dtype(dtype: Any, workers: list[str]) -> None:
     def frozen() -> TinyModule:
         module = TinyModule(NUM_LAYERS)
         for name, parameter in module.named_parameters():

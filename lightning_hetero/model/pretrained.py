@@ -1,0 +1,332 @@
+"""Models on ``meta`` whose weights stay in their checkpoint until somebody needs them.
+
+    from_pretrained ──▶ model on meta ──▶ strategy ──▶ layers for workers: read, packed, sent
+                                                 └──▶ everything else: read, packed, kept here
+
+Each tensor is read by itself, so that no process ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from ..errors import CheckpointError, ModelError
+from .adapters import peft
+from .checkpoint import Checkpoint
+from .four_bit import (
+    FourBit,
+    State,
+    apply_four_bit,
+    bitsandbytes,
+    is_four_bit,
+    pack_linears,
+    quantize,
+)
+from .layers import find_decoder_layers
+from .tensors import fill
+
+_WEIGHTS = "weights_in_checkpoint"
+
+
+def from_pretrained(
+    source: str | Path,
+    *,
+    quantization_config: BitsAndBytesConfig | None = None,
+    peft_config: Any = None,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    quantize_on: Literal["coordinator", "worker"] = "coordinator",
+    **hub_options: Any,
+) -> Any:
+    """A causal language model on ``meta``; `HeteroPipelineStrategy` brings its weights to where
+    they are needed when training starts. For `LightningModule.configure_model`.
+
+    What does not train is neither brought back when training ends nor written into Lightning's
+    checkpoints: it is in ``source`` already.
+
+    Args:
+        source: A folder with safetensors files, or the name of a model on the hub.
+        quantization_config: Stores linear layers and experts in 4 bits; leave it out for a
+            checkpoint that is stored in 4 bits itself.
+        peft_config: Adds adapters, such as ``peft.LoraConfig(...)``, and freezes all else.
+        dtype: Of the weights; None for the one that the config names.
+        attn_implementation: As for transformers' ``from_pretrained``.
+        quantize_on: Who packs weights into 4 bits. The coordinator, so that a quarter of the bytes
+            of bfloat16 travels; or each worker, on its own device.
+        hub_options: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder``.
+
+    Returns:
+        A ``PreTrainedModel``, or the ``PeftModel`` around it.
+
+    Raises:
+        ModelError: If the checkpoint cannot be used; the text says why.
+    """
+    config = _read_config(source, hub_options)
+    quantization = _choose_quantization(source, config, quantization_config)
+    model = _build_on_meta(config, dtype, attn_implementation)
+    checkpoint = Checkpoint.open(source, model, **hub_options)
+    _read_buffers(model, checkpoint)
+    conv1d = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, Conv1D)}
+    if quantization is not None:
+        _store_in_four_bits(model, quantization, checkpoint)
+    weights = CheckpointWeights(checkpoint, model, conv1d, quantize_on)
+    setattr(model, _WEIGHTS, weights)
+    model._apply = _ApplyToContent(model)  # type: ignore[method-assign]
+    return model if peft_config is None else _with_adapters(model, peft_config)
+
+
+class CheckpointWeights:
+    """The parameters of a model that are still in its checkpoint.
+
+    Args:
+        checkpoint: Where to read.
+        model: The model on ``meta``.
+        conv1d: Weights whose rows are what a linear layer calls its columns.
+        quantize_on: Who packs weights into 4 bits.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: PreTrainedModel,
+        conv1d: set[str],
+        quantize_on: Literal["coordinator", "worker"],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = model.dtype
+        self._conv1d = conv1d
+        self._quantize_on = quantize_on
+        # A parameter stays the same object while its content comes and goes.
+        self._names = {parameter: _on_disk(name) for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            if any(parameter in self._names for parameter in module._parameters.values()):
+                # torch marks the hooks that it is given, and a method cannot be marked.
+                module.register_state_dict_post_hook(partial(self._leave_out))
+                module.register_load_state_dict_pre_hook(partial(self._expect_nothing))
+
+    def __contains__(self, tensor: Tensor | None) -> bool:
+        return tensor in self._names
+
+    def read(self, owner: nn.Module, leaf: str, *, for_worker: bool) -> tuple[Tensor, State]:
+        """A parameter's content as its module stores it, with its state if that is in 4 bits.
+
+        What a worker is to pack comes unpacked and without a state.
+        """
+        parameter: Any = owner._parameters[leaf]
+        name = self._names[parameter]
+        state = self._checkpoint.read(name)
+        content = state.pop("")
+        if state:
+            return content, state
+        if not is_four_bit(owner, leaf):
+            return content.to(parameter.dtype), {}
+        content = content.T if name in self._conv1d else content
+        content = content.to(self._dtype).contiguous()
+        if for_worker and self._quantize_on == "worker":
+            return content, {}
+        return quantize(owner, leaf, content)
+
+    def _leave_out(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        """What does not train need not be written again."""
+        for leaf in self._frozen(module):
+            for key in [key for key in state if f"{key}.".startswith(f"{prefix}{leaf}.")]:
+                del state[key]
+
+    def _expect_nothing(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any
+    ) -> None:
+        """What was not written is not missed."""
+        for leaf in self._frozen(module):
+            state.setdefault(prefix + leaf, module._parameters[leaf])
+
+    def _frozen(self, module: nn.Module) -> list[str]:
+        found = module._parameters.items()
+        return [leaf for leaf, p in found if p is not None and p in self and not p.requires_grad]
+
+
+def weights_in_checkpoint(root: nn.Module) -> CheckpointWeights | None:
+    """Where the weights of a model inside ``root`` are, if `from_pretrained` made it."""
+    for module in root.modules():
+        weights = getattr(module, _WEIGHTS, None)
+        if isinstance(weights, CheckpointWeights):
+            return weights
+    return None
+
+
+def bring_here(
+    root: nn.Module, weights: CheckpointWeights, hollow: Container[Tensor], device: torch.device
+) -> Iterator[str]:
+    """Read the weights that this process needs; yields the name of each, before it is read."""
+    for path, module in root.named_modules():
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta or parameter in hollow:
+                continue
+            if parameter in weights:
+                yield f"{path}.{leaf}"
+                content, state = weights.read(module, leaf, for_worker=False)
+                fill(module, leaf, content.to(device), state)
+
+
+class _ApplyToContent:
+    """Stands in for ``Module._apply``: what has no content yet cannot move to a device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def apply(tensor: Tensor) -> Tensor:
+            try:
+                return function(tensor)
+            except NotImplementedError:
+                if tensor.is_meta:
+                    return tensor
+                raise
+
+        model: nn.Module = type(self._model)._apply(self._model, apply, recurse)
+        return model
+
+
+def _on_disk(name: str) -> str:
+    """A parameter's name without the parametrization that stores it in 4 bits."""
+    return re.sub(r"parametrizations\.(\w+)\.original$", r"\1", name)
+
+
+def _read_config(source: str | Path, hub_options: Mapping[str, Any]) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, **hub_options)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".:")
+        raise CheckpointError(
+            f"{str(source)!r} gives no config of a model: {reason}. Name a folder that "
+            "`save_pretrained` wrote, or a model on the hub."
+        ) from error
+    return config
+
+
+def _choose_quantization(
+    source: str | Path, config: PretrainedConfig, wanted: BitsAndBytesConfig | None
+) -> BitsAndBytesConfig | None:
+    """How the linear layers are stored, as the checkpoint says or, if it does not, as wanted."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and wanted is not None:
+        raise ModelError(
+            f"{source} is quantised already, as its config says; leave `quantization_config` out."
+        )
+    if stored is None and wanted is None:
+        return None
+    method = "bitsandbytes" if stored is None else stored.get("quant_method")
+    if method != "bitsandbytes":
+        raise ModelError(
+            f"{source} is quantised by {method!r}, and workers can only hold the 4 bits of "
+            "bitsandbytes; use the checkpoint before its quantisation, with quantization_config="
+            "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')."
+        )
+    bitsandbytes()
+    quantization = wanted or BitsAndBytesConfig.from_dict(stored)
+    if not quantization.load_in_4bit:
+        raise ModelError("Workers can hold 4 bits, not 8; set `load_in_4bit=True`.")
+    return quantization
+
+
+def _build_on_meta(
+    config: PretrainedConfig, dtype: torch.dtype | None, attention: str | None
+) -> PreTrainedModel:
+    options = {} if attention is None else {"attn_implementation": attention}
+    # Buffers such as rotary tables are in no checkpoint; they are computed, so they are kept.
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype or config.dtype or torch.float32, **options
+        )
+    model.tie_weights()
+    return model
+
+
+def _read_buffers(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    for name, buffer in model.named_buffers():
+        if name in checkpoint:
+            buffer.copy_(checkpoint.read(name)[""])
+
+
+def _store_in_four_bits(
+    model: PreTrainedModel, quantization: BitsAndBytesConfig, checkpoint: Checkpoint
+) -> None:
+    """Let transformers choose the linear layers, and take the experts besides."""
+    is_stored = getattr(model.config, "quantization_config", None) is not None
+    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=is_stored)
+    quantizer.preprocess_model(model, device_map=None)
+    pack_linears(model)
+    experts = {
+        f"{layer.name}.{name}": FourBit(
+            shape=list(parameter.shape),
+            quant_type=quantization.bnb_4bit_quant_type,
+            compress_statistics=quantization.bnb_4bit_use_double_quant,
+        )
+        for layer in find_decoder_layers(model)
+        for name, parameter in layer.module.named_parameters()
+        if parameter.ndim == 3 and (not is_stored or checkpoint.is_packed(f"{layer.name}.{name}"))
+    }
+    apply_four_bit(model, experts)
+    quantizer.postprocess_model(model)
+
+
+def _with_adapters(model: PreTrainedModel, config: Any) -> Any:
+    library = peft()
+    start = getattr(config, "init_lora_weights", True)
+    if getattr(config, "use_dora", False) or (isinstance(start, str) and start != "gaussian"):
+        what = "DoRA" if getattr(config, "use_dora", False) else f"init_lora_weights={start!r}"
+        raise ModelError(
+            f"{what} starts from the weights of the layers, which are still in the checkpoint; "
+            "load the model with AutoModelForCausalLM.from_pretrained and peft.get_peft_model."
+        )
+    with _pretending_to_be_here(model):
+        adapted = library.get_peft_model(model, config)
+    on_meta = [n for n, p in adapted.named_parameters() if p.requires_grad and p.is_meta]
+    if on_meta:
+        raise ModelError(
+            f"The adapters of {type(config).__name__} need the weights of the layers ({on_meta[0]} "
+            "has no content), which are still in the checkpoint; load the model with "
+            "AutoModelForCausalLM.from_pretrained and peft.get_peft_model."
+        )
+    return adapted
+
+
+@contextmanager
+def _pretending_to_be_here(model: nn.Module) -> Iterator[None]:
+    """Inside, the weights on ``meta`` are on the CPU, all of them without memory of their own.
+
+    PEFT puts new adapters to where the weights are, and on ``meta`` they would lose their content.
+    """
+    places = [
+        (module, leaf, parameter.dtype, parameter.shape)
+        for module in model.modules()
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_meta
+    ]
+    for module, leaf, dtype, shape in places:
+        fill(module, leaf, torch.zeros((), dtype=dtype).expand(shape), {})
+    try:
+        yield
+    finally:
+        for module, leaf, dtype, shape in places:
+            fill(module, leaf, torch.empty(shape, dtype=dtype, device="meta"), {})

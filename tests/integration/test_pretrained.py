@@ -1,0 +1,213 @@
+"""`from_pretrained`: the model is never whole in one place, and trains as if it were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import lightning.pytorch as pl
+import pytest
+import torch
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import lightning_hetero
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+
+from ..families import MIXTURES, NUM_LAYERS, tiny_model
+from ..models import loader, trainer
+
+BATCH_SIZE = 6
+NUM_STEPS = 3
+NF4 = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": torch.float32,
+}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+def build_whole(folder: Path, quantize: bool, lora: bool) -> Any:
+    """The ordinary way, all weights in this process."""
+    config = BitsAndBytesConfig(**NF4) if quantize else None
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # plain Lightning has nobody to do it
+        if quantize and hasattr(module, "experts"):
+            for name in ("gate_up_proj", "down_proj"):
+                replace_parameter_4bit(module.experts, name, compress_statistics=True)
+    if not lora:
+        return model
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(**LORA))
+
+
+def build_from_checkpoint(folder: Path, quantize: bool, lora: bool, **options: Any) -> Any:
+    """The same on `meta`."""
+    torch.manual_seed(3)
+    return lightning_hetero.from_pretrained(
+        folder,
+        quantization_config=BitsAndBytesConfig(**NF4) if quantize else None,
+        peft_config=LoraConfig(**LORA) if lora else None,
+        **options,
+    )
+
+
+class PretrainedModule(pl.LightningModule):
+    """Builds its model where Lightning wants it to."""
+
+    def __init__(self, build: Any) -> None:
+        super().__init__()
+        self.build = build
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = self.build()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def plan_over(workers: list[str]) -> Plan:
+    stages = [
+        StagePlan(["coordinator"], (0, 1)),
+        StagePlan([workers[0]], (1, 2)),
+        StagePlan([workers[1]], (2, NUM_LAYERS)),
+    ]
+    return Plan(stages, micro_batches=3)
+
+
+def fit(build: Any, strategy: Any, **options: Any) -> PretrainedModule:
+    module = PretrainedModule(build)
+    run = trainer(strategy, max_steps=NUM_STEPS, max_epochs=1, **options)
+    run.fit(module, loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True))
+    return module
+
+
+def save_tiny(family: str, folder: Path, **options: Any) -> Path:
+    if family in MIXTURES:
+        options["output_router_logits"] = False
+    tiny_model(family, **options).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mixtral"])
+def test_lora_on_a_model_that_stays_on_disk(
+    family: str, quantize: bool, workers: list[str], tmp_path: Path
+) -> None:
+    folder = save_tiny(family, tmp_path)
+    expected = fit(lambda: build_whole(folder, quantize, lora=True), "auto")
+    strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    found = fit(lambda: build_from_checkpoint(folder, quantize, lora=True), strategy)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    # What trains came back; what does not is still on disk.
+    wanted = {n: p for n, p in expected.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in found.named_parameters() if p.requires_grad}
+    assert trained.keys() == wanted.keys()
+    for name, parameter in wanted.items():
+        torch.testing.assert_close(trained[name], parameter, rtol=1e-4, atol=1e-6)
+    away = [name for name, p in found.named_parameters() if p.is_meta]
+    assert away
+    assert all(".layers.0." not in name and ".layers." in name for name in away)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_all_weights_train_and_come_back(family: str, workers: list[str], tmp_path: Path) -> None:
+    folder = save_tiny(family, tmp_path)
+    expected = fit(lambda: build_whole(folder, quantize=False, lora=False), "auto")
+    strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    found = fit(lambda: build_from_checkpoint(folder, quantize=False, lora=False), strategy)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert not [name for name, p in found.named_parameters() if p.is_meta]
+
+
+def test_packing_on_the_worker_gives_the_same_bits(workers: list[str], tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    runs = [
+        fit(
+            lambda where=where: build_from_checkpoint(folder, True, True, quantize_on=where),
+            HeteroPipelineStrategy(workers[:2], plan_over(workers)),
+        )
+        for where in ("coordinator", "worker")
+    ]
+    assert runs[0].losses == runs[1].losses
+
+
+def test_a_checkpoint_that_is_stored_in_four_bits(workers: list[str], tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    whole = build_whole(folder, quantize=True, lora=False)
+    whole.save_pretrained(tmp_path / "nf4")
+    expected = fit(lambda: build_whole(folder, quantize=True, lora=True), "auto")
+    strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    found = fit(lambda: build_from_checkpoint(tmp_path / "nf4", False, lora=True), strategy)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_the_saved_adapter_is_whole(workers: list[str], tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    found = fit(lambda: build_from_checkpoint(folder, False, lora=True), strategy)
+    found.model.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    reloaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    expected = fit(lambda: build_whole(folder, False, lora=True), "auto").model.eval()
+    (batch,) = loader(BATCH_SIZE, BATCH_SIZE)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            reloaded(**batch).logits, expected(**batch).logits, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_lightning_checkpoint_holds_what_trains_and_resumes(
+    workers: list[str], tmp_path: Path
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+
+    def build() -> Any:
+        return build_from_checkpoint(folder, True, lora=True)
+
+    def strategy() -> HeteroPipelineStrategy:
+        return HeteroPipelineStrategy(workers[:2], plan_over(workers))
+
+    first = PretrainedModule(build)
+    run = trainer(strategy(), max_epochs=1)
+    run.fit(first, loader(BATCH_SIZE * 2, BATCH_SIZE))
+    whole = PretrainedModule(build)
+    whole_run = trainer(strategy(), max_epochs=2)
+    whole_run.fit(whole, loader(BATCH_SIZE * 2, BATCH_SIZE))
+
+    saved = PretrainedModule(build)
+    saving = trainer(strategy(), max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
+    saving.fit(saved, loader(BATCH_SIZE * 2, BATCH_SIZE))
+    path = saving.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    names = torch.load(path, weights_only=True)["state_dict"].keys()
+    assert names
+    assert all("lora_" in name for name in names)
+    resumed = PretrainedModule(build)
+    trainer(strategy(), max_epochs=2).fit(
+        resumed, loader(BATCH_SIZE * 2, BATCH_SIZE), ckpt_path=path
+    )
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+
+
+def test_fit_twice(workers: list[str], tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    module = PretrainedModule(lambda: build_from_checkpoint(folder, True, lora=True))
+    for _ in range(2):
+        strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+        trainer(strategy, max_epochs=1).fit(module, loader(BATCH_SIZE * 2, BATCH_SIZE))
+    assert module.losses[2] < module.losses[0]
