@@ -3,6 +3,7 @@
 HeteroError
 ├─ PlanError                 a plan that does not fit the model or the workers
 ├─ ModelError                a model that cannot be cut as asked
+│  └─ CheckpointError        weights on disk that are missing, damaged or of another model
 ├─ BatchError                a batch or a result that cannot be split or merged
 ├─ ProtocolError
 │  ├─ LocalProtocolError     we were about to say what the rules forbid
@@ -25,6 +26,10 @@ class PlanError(HeteroError, ValueError):
 
 class ModelError(HeteroError):
     """A model that cannot be cut into stages as asked."""
+
+
+class CheckpointError(ModelError):
+    """Weights on disk that are missing, damaged or of another model."""
 
 
 class BatchError(HeteroError):

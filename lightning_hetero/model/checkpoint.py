@@ -1,0 +1,385 @@
+"""A model's weights on disk, read one tensor at a time under the model's own names.
+
+    on disk        …experts.0.w1.weight   …experts.1.w1.weight   …experts.0.w3.weight   …
+                            └──────────────────────┴─────┬────────────────┘
+    in the model                              …experts.gate_up_proj
+
+Opening reads the headers of the files, and finds out what each tensor of the model is made of.
+Reading a tensor opens what it is made of, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from ..errors import CheckpointError
+
+# What bitsandbytes stores beside a tensor in 4 bits, under `<its key>.<one of these>`.
+_COMPANION = re.compile(
+    r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
+)
+
+# Bytes of the types that ordinary weights have, under safetensors' names for them. Tensors in 4
+# bits are stored as one of these too, or as U8.
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in the header of a file; ``companions`` complete it if it is in 4 bits."""
+
+    key: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    companions: dict[str, _Entry] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a tensor of the model is made of.
+
+    Args:
+        name: The tensor's name; where a rule makes several tensors, the name of the first.
+        rule: How transformers makes it; None if it is on disk as it is.
+        sources: What is on disk, each with the pattern of the rule that its key met.
+    """
+
+    name: str
+    rule: WeightConverter | None
+    sources: list[tuple[_Entry, str]] = field(default_factory=list)
+
+    @property
+    def entries(self) -> list[_Entry]:
+        return [entry for entry, _ in self.sources]
+
+
+class Checkpoint:
+    """The weights of a model in safetensors files, read one tensor at a time under its names."""
+
+    def __init__(self, conversion: _Conversion, origins: Mapping[str, _Origin]) -> None:
+        self._conversion = conversion
+        self._origins = origins
+        self._stored_name = {name: name for name in origins}
+
+    @classmethod
+    def open(cls, source: str | Path, model: PreTrainedModel, **hub_options: Any) -> Checkpoint:
+        """Find every parameter and persistent buffer of a model on disk.
+
+        Only headers are read, and tied tensors that are there twice.
+
+        Args:
+            source: A folder, or the name of a model on the hub.
+            model: The model, on ``meta``, with neither quantisation nor adapters in it.
+            hub_options: ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and
+                ``subfolder``, as ``from_pretrained`` takes them.
+
+        Raises:
+            CheckpointError: If weights are missing, damaged, or of another model.
+        """
+        entries = _read_headers(_find_files(source, hub_options))
+        conversion = _Conversion(model)
+        checkpoint = cls(conversion, conversion.origins(entries))
+        for names in _tied_names(model):
+            checkpoint._tie(names)
+        missing = [name for name in conversion.wanted if name not in checkpoint]
+        if missing:
+            raise CheckpointError(
+                f"{source} lacks {len(missing)} of the {len(conversion.wanted)} tensors of "
+                f"{type(model).__name__}: {_some(missing)}. Check that the config belongs to these "
+                "weights, and that the model class is the one that they were saved from."
+            )
+        return checkpoint
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored_name
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """One tensor of the model, with the type that it has on disk.
+
+        An ordinary tensor comes alone, under the name "". One in bitsandbytes' 4 bits comes as it
+        is packed, with what unpacks it under the names that follow its own on disk: ``absmax``,
+        ``quant_map`` and so on.
+
+        Raises:
+            CheckpointError: If there is no such tensor, or its file cannot be read any more.
+        """
+        if name not in self._stored_name:
+            raise CheckpointError(
+                f"The checkpoint has no tensor {name!r}; use a name from the model's "
+                "`named_parameters()`, or a buffer's from its `state_dict()`."
+            )
+        name = self._stored_name[name]
+        origin = self._origins[name]
+        tensors = {"": _owned(self._conversion.convert(origin, _load)[name])}
+        for entry in origin.entries:
+            tensors.update({suffix: _load(part) for suffix, part in entry.companions.items()})
+        return tensors
+
+    def _tie(self, names: Sequence[str]) -> None:
+        """Read those of the tied tensors that are not on disk as one that is."""
+        stored = [name for name in names if name in self._origins]
+        for other in stored[1:]:
+            # One parameter cannot have two contents, and nobody would notice which one is lost.
+            if not torch.equal(self.read(stored[0])[""], self.read(other)[""]):
+                raise CheckpointError(
+                    f"The config ties {other} to {stored[0]}, and they differ on disk; build the "
+                    "model with `tie_word_embeddings=False`."
+                )
+        for name in names if stored else ():
+            self._stored_name.setdefault(name, stored[0])
+
+
+class _Conversion:
+    """How transformers makes a model's tensors of those on disk: by renaming, merging, splitting.
+
+    Its loading is private to transformers; with a new version, this class is what may break.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        rules = get_model_conversion_mapping(model)
+        self.wanted: dict[str, Tensor] = model.state_dict()
+        self._model = model
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._rules = [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+    def origins(self, entries: Iterable[_Entry]) -> dict[str, _Origin]:
+        """What each tensor of the model is made of; what else is on disk is left out.
+
+        Raises:
+            CheckpointError: If something on disk does not fit the model.
+        """
+        found = {}
+        for origin in self._collect(entries):
+            for name, outline in self.convert(origin, _outline).items():
+                if name in self.wanted:
+                    _check_fits(name, self.wanted[name], outline, origin)
+                    found[name] = origin
+        return found
+
+    def _collect(self, entries: Iterable[_Entry]) -> list[_Origin]:
+        rule_of = {pattern: rule for rule in self._rules for pattern in rule.source_patterns}
+        found: dict[str, _Origin] = {}
+        # Experts are merged in the order in which they come.
+        for entry in sorted(entries, key=lambda entry: dot_natural_key(entry.key)):
+            name, pattern = self._rename(entry.key)
+            rule = rule_of[pattern] if pattern else None
+            origin = found.setdefault(name, _Origin(name, rule))
+            # Where two keys lead to one name, transformers takes the first.
+            if origin.rule is rule and (rule or not origin.sources):
+                origin.sources.append((entry, pattern or ""))
+        return [origin for name, origin in found.items() if name in self.wanted]
+
+    def _rename(self, key: str) -> tuple[str, str | None]:
+        """A key's name in the model, and the pattern of the rule that it met."""
+        prefix = self._model.base_model_prefix
+        name, pattern = rename_source_key(key, self._renamings, self._rules, prefix, self.wanted)
+        if name not in self.wanted and key in self.wanted:
+            return rename_source_key(key, [], [], prefix, self.wanted)
+        return name, pattern
+
+    def convert(self, origin: _Origin, load: Callable[[_Entry], Tensor]) -> dict[str, Tensor]:
+        """The tensors of the model that come out of an origin, under their names."""
+        if origin.rule is None:
+            return {origin.name: load(origin.entries[0])}
+        # A rule loads its sources when it runs, and lets go of them as it merges.
+        rule = deepcopy(origin.rule)
+        for entry, pattern in origin.sources:
+            rule.add_tensor(origin.name, entry.key, pattern, partial(load, entry))  # type: ignore[arg-type]
+        try:
+            made = rule.convert(origin.name, model=self._model, config=self._model.config)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"{origin.name} cannot be made of {len(origin.sources)} tensors on disk, "
+                f"{_some([entry.key for entry in origin.entries])}: {error}. Check that all of "
+                "them are there and that the config belongs to them."
+            ) from error
+        return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+
+
+def _check_fits(name: str, wanted: Tensor, outline: Tensor, origin: _Origin) -> None:
+    """Compare a tensor of the model with what comes from disk, by its header."""
+    for entry in origin.entries:
+        _check_form(name, wanted, entry, origin)
+    if origin.entries[0].companions:
+        _check_packed(name, wanted, origin.entries[0])
+    elif outline.shape != wanted.shape:
+        raise CheckpointError(
+            f"{name} should have the shape {tuple(wanted.shape)} and has {tuple(outline.shape)}, "
+            f"made of {len(origin.sources)} tensors on disk, "
+            f"{_some([entry.key for entry in origin.entries])}; check that the config belongs to "
+            "these weights and that none of them is missing."
+        )
+
+
+def _check_form(name: str, wanted: Tensor, entry: _Entry, origin: _Origin) -> None:
+    if entry.companions and origin.rule is not None:
+        raise CheckpointError(
+            f"{name} would have to be merged or split, and {entry.key} is packed into 4 bits; use "
+            "the checkpoint before its quantisation."
+        )
+    if wanted.is_floating_point() and not entry.companions and entry.dtype not in _FLOAT_BYTES:
+        raise CheckpointError(
+            f"{entry.key} in {entry.file.name} is quantised to {entry.dtype}, which cannot be read "
+            "here; use the checkpoint before its quantisation, or bitsandbytes' 4 bits."
+        )
+
+
+def _check_packed(name: str, wanted: Tensor, entry: _Entry) -> None:
+    """Two weights share a byte, in whatever type the bytes are stored."""
+    if not any(suffix.startswith("quant_state.") for suffix in entry.companions):
+        raise CheckpointError(
+            f"{entry.key} in {entry.file.name} has {_some(sorted(entry.companions))} beside it and "
+            "no quant_state, so it cannot be unpacked; download the checkpoint again."
+        )
+    num_bytes = math.prod(entry.shape) * _FLOAT_BYTES.get(entry.dtype, 1)
+    if num_bytes != math.ceil(wanted.numel() / 2):
+        raise CheckpointError(
+            f"{name} should have the shape {tuple(wanted.shape)}, which 4 bits pack into "
+            f"{math.ceil(wanted.numel() / 2)} bytes, and {entry.file.name} has {num_bytes}; check "
+            "that the config belongs to these weights."
+        )
+
+
+def _tied_names(model: PreTrainedModel) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _find_files(source: str | Path, hub_options: Mapping[str, Any]) -> list[Path]:
+    if not Path(source).is_dir():
+        if isinstance(source, Path) or Path(source).is_absolute():
+            raise CheckpointError(f"There is no folder {source}; name one, or a model on the hub.")
+        return _hub_files(source, hub_options)
+    folder = Path(source, hub_options.get("subfolder") or "")
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        return [folder / shard for shard in _shards_of(index)]
+    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    raise CheckpointError(
+        f"{folder} has neither {single.name} nor {index.name}"
+        + (
+            f", only {_some(pickled)}, which is never unpickled here; load it once with "
+            "transformers and save it with `save_pretrained(..., safe_serialization=True)`."
+            if pickled
+            else "; name the folder that `save_pretrained` wrote."
+        )
+    )
+
+
+def _hub_files(name: str, hub_options: Mapping[str, Any]) -> list[Path]:
+    def fetch(file: str) -> Path:
+        return Path(str(cached_file(name, file, **hub_options)))
+
+    with suppress(OSError):
+        return [fetch(SAFE_WEIGHTS_NAME)]
+    try:
+        return [fetch(shard) for shard in _shards_of(fetch(SAFE_WEIGHTS_INDEX_NAME))]
+    except OSError as error:
+        reason = str(error).splitlines()[0].rstrip(".:")
+        raise CheckpointError(
+            f"{name!r} is no folder here, and the hub gives no safetensors files under this name: "
+            f"{reason}. Check the name, the revision and the token, or bring the files here where "
+            f"there is a network, with `hf download {name}`, and name their folder."
+        ) from error
+
+
+def _shards_of(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is no index of a checkpoint: {error!r}. Download it again."
+        ) from error
+
+
+def _read_headers(files: Iterable[Path]) -> list[_Entry]:
+    """What the files hold, with its companions put to each tensor in 4 bits."""
+    found = {entry.key: entry for file in files for entry in _read_header(file)}
+    companions: defaultdict[str, dict[str, _Entry]] = defaultdict(dict)
+    for key, entry in found.items():
+        if match := _COMPANION.fullmatch(key):
+            companions[match[1]][match[2]] = entry
+    return [
+        replace(entry, companions=companions.get(key, {}))
+        for key, entry in found.items()
+        if not _COMPANION.fullmatch(key)
+    ]
+
+
+def _read_header(file: Path) -> list[_Entry]:
+    with _opened(file) as opened:
+        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        return [
+            _Entry(key, file, found.get_dtype(), tuple(found.get_shape()))
+            for key, found in slices.items()
+        ]
+
+
+def _load(entry: _Entry) -> Tensor:
+    with _opened(entry.file) as opened:
+        # What safetensors returns is a window into the file, and the file may be overwritten while
+        # the weights are in use. Its pages leave with the window, at the end of this function.
+        tensor: Tensor = opened.get_tensor(entry.key).clone()
+        return tensor
+
+
+def _outline(entry: _Entry) -> Tensor:
+    return torch.empty(entry.shape, device="meta")
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """The tensor without what it was split from."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file} belongs to the checkpoint and is missing; download or copy it again."
+        ) from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}. It is cut off or damaged; download or copy it again."
+        ) from error
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of the names."""
+    more = ["…"] if len(names) > _MOST_NAMED else []
+    return ", ".join([*names[:_MOST_NAMED], *more])
