@@ -15,7 +15,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -137,9 +137,10 @@ class Checkpoint:
             )
         name = self._stored_name[name]
         origin = self._origins[name]
-        tensors = {"": _owned(self._conversion.convert(origin, _load)[name])}
-        for entry in origin.entries:
-            tensors.update({suffix: _load(part) for suffix, part in entry.companions.items()})
+        with _loading(origin) as load:
+            tensors = {"": _owned(self._conversion.convert(origin, load)[name])}
+            for suffix, companion in origin.entries[0].companions.items():
+                tensors[suffix] = load(companion)
         return tensors
 
     def _tie(self, names: Sequence[str]) -> None:
@@ -152,8 +153,8 @@ class Checkpoint:
                     f"The config ties {other} to {stored[0]}, and they differ on disk; build the "
                     "model with `tie_word_embeddings=False`."
                 )
-        for name in names if stored else ():
-            self._stored_name.setdefault(name, stored[0])
+        if stored:
+            self._stored_name.update(dict.fromkeys(names, stored[0]))
 
 
 class _Conversion:
@@ -191,8 +192,8 @@ class _Conversion:
             name, pattern = self._rename(entry.key)
             rule = rule_of[pattern] if pattern else None
             origin = found.setdefault(name, _Origin(name, rule))
-            # Where two keys lead to one name, transformers takes the first.
-            if origin.rule is rule and (rule or not origin.sources):
+            # Where two ways lead to one name, the first is taken.
+            if origin.rule is rule:
                 origin.sources.append((entry, pattern or ""))
         return [origin for name, origin in found.items() if name in self.wanted]
 
@@ -347,12 +348,23 @@ def _read_header(file: Path) -> list[_Entry]:
         ]
 
 
-def _load(entry: _Entry) -> Tensor:
-    with _opened(entry.file) as opened:
-        # What safetensors returns is a window into the file, and the file may be overwritten while
-        # the weights are in use. Its pages leave with the window, at the end of this function.
-        tensor: Tensor = opened.get_tensor(entry.key).clone()
-        return tensor
+@contextmanager
+def _loading(origin: _Origin) -> Iterator[Callable[[_Entry], Tensor]]:
+    """Reads from the files of an origin, each opened once: opening reads its whole header."""
+    parts = [part for entry in origin.entries for part in (entry, *entry.companions.values())]
+    with ExitStack() as stack:
+        files = {
+            file: stack.enter_context(_opened(file))
+            for file in dict.fromkeys(part.file for part in parts)
+        }
+        yield lambda entry: _load(files[entry.file], entry.key)
+
+
+def _load(opened: Any, key: str) -> Tensor:
+    # What safetensors returns is a window into the file, and the file may be overwritten while the
+    # weights are in use. The window's pages count as this process's memory until the file closes.
+    tensor: Tensor = opened.get_tensor(key).clone()
+    return tensor
 
 
 def _outline(entry: _Entry) -> Tensor:

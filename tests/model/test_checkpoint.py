@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import Chunk, WeightConverter
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 from lightning_hetero.errors import CheckpointError
 from lightning_hetero.model import checkpoint
@@ -173,20 +174,30 @@ def test_a_tensor_that_holds_several_is_split(
     tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, up = ".mlp.gate_proj.weight", ".mlp.up_proj.weight"
-    rule = WeightConverter(".mlp.gate_up.weight", [gate, up], [Chunk(dim=0)])
+    targets = [gate, up, ".mlp.unused.weight"]
+    rule = WeightConverter(".mlp.fused.weight", targets, [Chunk(dim=0)])
     monkeypatch.setattr(checkpoint, "get_model_conversion_mapping", lambda _model: [rule])
 
     def fuse(state: dict[str, Tensor]) -> dict[str, Tensor]:
         for layer in ("model.layers.0", "model.layers.1"):
-            halves = [state.pop(layer + gate), state.pop(layer + up)]
-            state[f"{layer}.mlp.gate_up.weight"] = torch.cat(halves)
+            parts = [state.pop(layer + gate), state.pop(layer + up)]
+            state[f"{layer}.mlp.fused.weight"] = torch.cat([*parts, parts[0]])
         return state
 
     rewrite(tmp_path, fuse)
     opened = Checkpoint.open(tmp_path, on_meta(llama))
     assert_equal_to(opened, llama)
-    half = opened.read("model.layers.1" + gate)[""]
-    assert half.untyped_storage().nbytes() == half.nbytes
+    part = opened.read("model.layers.1" + gate)[""]
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert "model.layers.1.mlp.unused.weight" not in opened
+
+
+def test_a_key_that_is_right_already_is_not_renamed_away(
+    tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = WeightRenaming("mlp.gate_proj", "mlp.w1")
+    monkeypatch.setattr(checkpoint, "get_model_conversion_mapping", lambda _model: [rule])
+    assert_equal_to(Checkpoint.open(tmp_path, on_meta(llama)), llama)
 
 
 def test_experts_already_merged_on_disk_are_read_as_they_are(tmp_path: Path) -> None:
@@ -194,6 +205,31 @@ def test_experts_already_merged_on_disk_are_read_as_they_are(tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     rewrite(tmp_path, lambda _state: model.state_dict())
     assert_equal_to(Checkpoint.open(tmp_path, on_meta(model)), model)
+
+
+def test_experts_that_are_on_disk_in_both_ways_are_read_in_one(tmp_path: Path) -> None:
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    merged = {k: v.clone() for k, v in model.state_dict().items() if ".experts." in k}
+    rewrite(tmp_path, lambda state: {**state, **merged})
+    assert_equal_to(Checkpoint.open(tmp_path, on_meta(model)), model)
+
+
+def test_layers_that_the_model_does_not_have_need_not_be_whole(tmp_path: Path) -> None:
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    lost = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    rewrite(tmp_path, lambda state: {k: v for k, v in state.items() if k != lost})
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    assert_equal_to(Checkpoint.open(tmp_path, on_meta(model)), model)
+
+
+def test_a_buffer_of_whole_numbers_is_read(tmp_path: Path) -> None:
+    model = build("llama")
+    model.register_buffer("num_steps", torch.tensor([3, 4]))
+    model.save_pretrained(tmp_path)
+    assert_equal_to(Checkpoint.open(tmp_path, model), model)
 
 
 def test_what_the_model_does_not_have_is_left_out(tmp_path: Path, llama: PreTrainedModel) -> None:
@@ -247,14 +283,16 @@ def test_tied_tensors_that_differ_on_disk_are_refused(tmp_path: Path) -> None:
 
 
 class Reads:
-    """Stands in for `safe_open`: notes what is read, and how many files are open."""
+    """Stands in for `safe_open`: notes what is opened and read, and how many files are open."""
 
     def __init__(self) -> None:
+        self.files: list[Path] = []
         self.keys: list[str] = []
         self.num_open = 0
 
     @contextmanager
     def __call__(self, file: Path, framework: str) -> Iterator[Any]:
+        self.files.append(file)
         self.num_open += 1
         with safe_open(file, framework=framework) as opened:
             yield SpiedFile(opened, self.keys)
@@ -299,7 +337,9 @@ def test_opening_reads_no_weights_and_leaves_no_file_open(
 
 def test_only_what_a_tensor_is_made_of_is_read(tmp_path: Path, reads: Reads) -> None:
     opened = open_saved(build("mixtral"), tmp_path)
+    reads.files.clear()
     opened.read("model.layers.1.mlp.experts.gate_up_proj")
+    assert reads.files == [tmp_path / "model.safetensors"]
     experts = "model.layers.1.block_sparse_moe.experts"
     expected = {f"{experts}.{e}.{w}.weight" for e in range(12) for w in ("w1", "w3")}
     assert set(reads.keys) == expected
@@ -315,8 +355,8 @@ def test_nothing_that_was_read_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     loaded: list[weakref.ref[Tensor]] = []
     load = checkpoint._load
 
-    def watched(entry: Any) -> Tensor:
-        tensor = load(entry)
+    def watched(file: Any, key: str) -> Tensor:
+        tensor = load(file, key)
         loaded.append(weakref.ref(tensor))
         return tensor
 
@@ -339,7 +379,7 @@ def test_a_tensor_outlives_its_file(tmp_path: Path, llama: PreTrainedModel) -> N
 
 
 def quantize(source: Path, target: Path, **options: Any) -> PreTrainedModel:
-    """The model of a folder in 4 bits, saved into another folder."""
+    """The model of a folder in 4 bits, saved into another folder, in one file."""
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("accelerate")
     config = transformers.BitsAndBytesConfig(
@@ -386,6 +426,18 @@ def test_a_tensor_in_4_bits_comes_with_what_unpacks_it(
         "nested_quant_map",
         "quant_state.bitsandbytes__nf4",
     }
+
+
+def test_what_unpacks_a_tensor_may_be_in_another_shard(
+    packed: tuple[PreTrainedModel, Path], llama: PreTrainedModel
+) -> None:
+    model, folder = packed
+    model.save_pretrained(folder / "shards", max_shard_size=300)
+    index = json.loads((folder / "shards" / "model.safetensors.index.json").read_text())
+    assert len({shard for key, shard in index["weight_map"].items() if PACKED in key}) > 1
+    expected = model.state_dict()
+    for suffix, tensor in Checkpoint.open(folder / "shards", on_meta(llama)).read(PACKED).items():
+        assert torch.equal(tensor, expected[f"{PACKED}.{suffix}".rstrip(".")]), suffix
 
 
 def test_a_transposed_tensor_in_4_bits_is_read(tmp_path: Path) -> None:
@@ -523,6 +575,23 @@ def test_a_shard_that_is_cut_after_opening_is_named(tmp_path: Path, llama: PreTr
         opened.read(EMBEDDING)
 
 
+def test_a_read_that_failed_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("mixtral")
+    opened = open_saved(model, tmp_path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+
+    def broken(_file: Any, key: str) -> Tensor:
+        raise CheckpointError(f"{key} is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_load", broken)
+        with pytest.raises(CheckpointError, match=r"w1\.weight is broken"):
+            opened.read(name)
+    assert torch.equal(opened.read(name)[""], model.state_dict()[name])
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_a_damaged_index_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
@@ -566,6 +635,6 @@ def test_a_hub_name_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_does_not_exist_is_no_hub_name(tmp_path: Path) -> None:
     lost = tmp_path / "lost"
-    for source in (lost, str(lost)):
-        with pytest.raises(CheckpointError, match=f"There is no folder {lost}; name"):
+    for source in (lost, str(lost), Path("someone/lost")):
+        with pytest.raises(CheckpointError, match=r"There is no folder .*lost; name"):
             Checkpoint.open(source, on_meta(build("llama")))
