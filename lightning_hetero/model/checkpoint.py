@@ -367,7 +367,7 @@ def _loading(origin: _Origin) -> Iterator[Callable[[_Entry], Tensor]]:
 def _load(opened: Any, key: str) -> Tensor:
     # What safetensors returns is a window into the file, and the file may be overwritten while the
     # weights are in use. The window's pages count as this process's memory until the file closes.
-    tensor: Tensor = opened.get_tensor(key)
+    tensor: Tensor = opened.get_tensor(key).clone()
     return tensor
 
 
