@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
+from ..model.blocks import BlocksRecipe
 from ..model.recipe import Recipe
 from ..model.tensors import named_tensors
 from ..pipeline.handover import Returned
@@ -38,7 +39,7 @@ Wanted = TypeVar("Wanted", bound=m.Message)
 class RemoteStage:
     """What the coordinator asks a worker to serve."""
 
-    recipe: Recipe
+    recipe: Recipe | BlocksRecipe
     layers: Mapping[int, nn.Module]
     recompute: bool
     seed: int

@@ -166,6 +166,17 @@ class Deployment:
         return output
 
 
+def imports_of(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> set[str]:
+    """The modules of the user's own that workers of a plan must import to build their layers.
+
+    Raises:
+        ModelError: If a worker could not build them.
+    """
+    stages = [list(_numbered(layers, stage).items()) for stage in plan.remote_stages]
+    recipes = [write_recipe(root, stage) for stage in stages]
+    return {name for recipe in recipes for name in recipe.imports}
+
+
 def _check_weights_are_here(layers: Mapping[int, nn.Module]) -> None:
     for name, tensor in named_tensors(layers):
         if tensor.is_meta:
