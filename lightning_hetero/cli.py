@@ -12,6 +12,7 @@ import threading
 import torch
 
 from .errors import HeteroError
+from .model.imports import Allowed
 from .runtime.address import Address
 from .runtime.worker import Worker, address_of, listen
 
@@ -52,9 +53,20 @@ def _parser() -> argparse.ArgumentParser:
     worker.add_argument(
         "--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"]
     )
-    # For the strategy's own local workers: a socket that it listens on, and its death.
+    worker.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        type=_module_name,
+        metavar="PACKAGE",
+        help="a package or module whose layer classes and functions may be imported and run when "
+        "a coordinator asks for them; repeatable (default: none)",
+    )
+    # For the strategy's own local workers: a socket that it listens on, and its death; and its
+    # script with the script's arguments, which is therefore the last option.
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
+    worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
     return parser
 
 
@@ -72,7 +84,14 @@ def _run_worker(options: argparse.Namespace) -> None:
     if options.stop_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     logger.info("listening on %s, computing on %s", address_of(listener), device)
-    Worker(listener, device).serve_forever()
+    allowed = Allowed(tuple(options.allow), tuple(options.script))
+    Worker(listener, device, allowed=allowed).serve_forever()
+
+
+def _module_name(text: str) -> str:
+    if not all(part.isidentifier() for part in text.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a package, as in an import")
+    return text
 
 
 def _exit_with_stdin() -> None:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from .errors import HeteroError, ModelError
+from .model.imports import Allowed, refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import bring_here, weights_in_checkpoint
 from .pipeline.microbatch import LossWeighting
@@ -31,9 +32,11 @@ from .precision import RemoteSteps
 from .runtime.address import Address
 from .runtime.coordinator import Coordinator
 from .runtime.deadlines import Deadlines
-from .runtime.deployment import Deployment
+from .runtime.deployment import Deployment, imports_of
 from .runtime.local import (
+    START_SECONDS,
     LocalWorker,
+    local_worker_names,
     start_local_workers,
     stop_local_workers,
     threads_per_process,
@@ -56,6 +59,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         layers: Where the decoder layers are in the LightningModule: the dotted path of a
             ModuleList or of one layer, a list of paths, or a callable from the module to the
             layers. None finds them in a Hugging Face model. A model with none runs here alone.
+            Layers of your own classes need workers that were started with ``--allow PACKAGE``;
+            local workers allow what the layers need by themselves.
         micro_batches: Pieces of each training batch; None takes the plan's number.
         micro_batching: ``"step"`` runs ``training_step`` once per micro-batch, so that the head
             and the loss overlap with the workers. ``"boundary"`` runs it once for the whole batch
@@ -107,13 +112,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def setup_environment(self) -> None:
+        refuse_training_in_worker()
         super().setup_environment()
-        if isinstance(self._workers, int) and not self._local_workers:
-            threads = threads_per_process(self._workers + 1)
-            self._local_workers = start_local_workers(self._workers, threads)
-            if "OMP_NUM_THREADS" not in os.environ:
-                self._threads_before = torch.get_num_threads()
-                torch.set_num_threads(threads)
 
     @override
     def model_to_device(self) -> None:
@@ -198,14 +198,17 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 self._threads_before = None
 
     def _deploy(self, module: pl.LightningModule, layers: list[DecoderLayer]) -> None:
-        addresses = self._addresses()
-        plan = self._make_plan(len(layers), list(addresses))
-        plan.check(len(layers), list(addresses))
+        names = self._worker_names()
+        plan = self._make_plan(len(layers), names)
+        plan.check(len(layers), names)
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
             return
+        if isinstance(self._workers, int):
+            self._start_local_workers(self._workers, imports_of(module, layers, plan))
+        addresses = self._addresses()
         used = [(stage.worker, addresses[stage.worker]) for stage in plan.remote_stages]
-        coordinator = Coordinator(used, self.deadlines)
+        coordinator = Coordinator(used, self._patient_deadlines())
         try:
             is_mixed = isinstance(self.precision_plugin, MixedPrecision)
             self._deployment = Deployment(module, layers, plan, coordinator, _seed(), not is_mixed)
@@ -221,6 +224,26 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if weights is not None:
             for name in bring_here(module, weights, hollow, self.root_device):
                 logger.debug("reading %s", name)
+
+    def _start_local_workers(self, count: int, imports: set[str]) -> None:
+        threads = threads_per_process(count + 1)
+        self._local_workers = start_local_workers(count, threads, Allowed.just(imports))
+        if "OMP_NUM_THREADS" not in os.environ:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+
+    def _patient_deadlines(self) -> Deadlines:
+        """Local workers have only just been started."""
+        seconds = self.deadlines.connect_seconds
+        if self._local_workers:
+            seconds = max(seconds, START_SECONDS)
+        return dataclasses.replace(self.deadlines, connect_seconds=seconds)
+
+    def _worker_names(self) -> list[str]:
+        """What plans call the workers."""
+        if isinstance(self._workers, int):
+            return local_worker_names(self._workers)
+        return list(self._workers)
 
     def _addresses(self) -> Mapping[str, Address]:
         """The workers by the names that plans use."""

@@ -26,10 +26,10 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_process() -> Iterator[WorkerProcess]:
+def worker_process(*options: str) -> Iterator[WorkerProcess]:
     """A worker on a free loopback port; it ends with the block."""
     command = [sys.executable, "-m", "lightning_hetero", "worker"]
-    command += ["--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu"]
+    command += ["--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

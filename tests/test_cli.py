@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero import cli
+from lightning_hetero.model.imports import Allowed
+from lightning_hetero.runtime.worker import Worker
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
@@ -33,6 +35,42 @@ def test_a_bad_address_is_refused_with_its_option(
 ) -> None:
     assert run(monkeypatch, "worker", "--listen", address) == 2
     assert "--listen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["./my_package", "my-package", "my_package.", ""])
+def test_what_is_no_package_name_cannot_be_allowed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str
+) -> None:
+    assert run(monkeypatch, "worker", "--allow", package) == 2
+    assert "is not the name of a package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], Allowed()),
+        (["--allow", "a", "--allow", "b.c"], Allowed(("a", "b.c"))),
+        (
+            ["--allow=a", "--script", "s.py", "--allow", "x"],
+            Allowed(("a",), ("s.py", "--allow", "x")),
+        ),
+    ],
+    ids=["nothing", "packages", "a script with options of its own"],
+)
+def test_a_worker_allows_what_it_was_told(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: Allowed
+) -> None:
+    allowed: list[Allowed] = []
+
+    def serve(worker: Worker) -> None:
+        worker.stop()
+        allowed.append(worker._allowed)
+
+    monkeypatch.setattr(Worker, "serve_forever", serve)
+    common = ["lightning-hetero", "worker", "--listen", "127.0.0.1:0", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", [*common, *arguments])
+    cli.main()
+    assert allowed == [expected]
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import ModelError
 
@@ -28,20 +29,58 @@ def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[Dec
     """
     if choice is None:
         return _layers_of_list(root, _find_layer_list(root))
-    if callable(choice):
+    layers = _layers_chosen(root, choice)
+    _check_are_layers(layers)
+    return layers
+
+
+def _layers_chosen(root: nn.Module, choice: LayerChoice) -> list[DecoderLayer]:
+    if isinstance(choice, str):
+        return _layers_named(root, choice, (nn.ModuleList, nn.Sequential))
+    # A ModuleList is both callable and a sequence, and neither is meant.
+    if callable(choice) and not isinstance(choice, nn.Module):
         return [DecoderLayer(_name_of(root, module), module) for module in choice(root)]
-    names = [choice] if isinstance(choice, str) else choice
-    return [layer for name in names for layer in _layers_named(root, name)]
+    if isinstance(choice, (list, tuple)) and all(isinstance(name, str) for name in choice):
+        return [layer for name in choice for layer in _layers_named(root, name, nn.ModuleList)]
+    raise ModelError(
+        f"`layers` is a {type(choice).__name__}; give the dotted path of a ModuleList, a list of "
+        "paths, or a function from the LightningModule to its layers."
+    )
 
 
-def _layers_named(root: nn.Module, name: str) -> list[DecoderLayer]:
+def _layers_named(
+    root: nn.Module, name: str, lists: type[nn.Module] | tuple[type[nn.Module], ...]
+) -> list[DecoderLayer]:
+    """The layer of that name, or those in it where it is one of the lists."""
     try:
         found = root.get_submodule(name)
     except AttributeError as error:
         raise ModelError(f"There is no module {name!r} to take layers from: {error}.") from error
-    if isinstance(found, nn.ModuleList):
-        return _layers_of_list(root, name)
-    return [DecoderLayer(name, found)]
+    has_own_forward = type(found).forward not in (nn.Module.forward, nn.Sequential.forward)
+    if not isinstance(found, lists) or has_own_forward:
+        return [DecoderLayer(name, found)]
+    if not len(list(found.children())):
+        raise ModelError(f"{name!r} is an empty {type(found).__name__} and has no layers.")
+    return _layers_of_list(root, name)
+
+
+def _check_are_layers(layers: Sequence[DecoderLayer]) -> None:
+    """Refuse what cannot be called, and what would be in two places."""
+    names = [layer.name for layer in layers]
+    for layer in layers:
+        name = layer.name
+        if not name or type(layer.module).forward is nn.Module.forward:
+            raise ModelError(
+                f"{name or 'The LightningModule itself'!r} ({type(layer.module).__name__}) is no "
+                "layer that is called with hidden states; name the ModuleList of the layers."
+            )
+        inside = [other for other in names if other.startswith(f"{name}.")]
+        if names.count(name) > 1 or inside:
+            raise ModelError(
+                f"`layers` names {name!r} twice"
+                + (f", the second time as a part of it, {inside[0]!r}" if inside else "")
+                + "; every layer belongs to one place of the pipeline."
+            )
 
 
 def _layers_of_list(root: nn.Module, name: str | None) -> list[DecoderLayer]:
@@ -88,22 +127,43 @@ def _is_layer_list(model: nn.Module, module: nn.Module) -> bool:
 
 
 def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderLayer]]) -> None:
-    """Refuse parameters that a remote stage would share with another stage or with the rest.
+    """Refuse tensors that a remote stage would share with another stage or with the rest.
 
     Raises:
-        ModelError: With the names of the shared parameters.
+        ModelError: With the names under which they are shared.
     """
-    owners: dict[int, set[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), set()).add(name)
+    owners: dict[Hashable, set[str]] = {}
+    for kind, name, tensor in _tensors(root):
+        owners.setdefault((kind, _identity(tensor)), set()).add(name)
     for stage in stages:
         prefixes = tuple(f"{layer.name}." for layer in stage)
         for layer in stage:
-            for name, parameter in layer.module.named_parameters(remove_duplicate=False):
-                shared = owners[id(parameter)]
+            for kind, name, tensor in _tensors(layer.module):
+                shared = owners[kind, _identity(tensor)]
                 if not all(owner.startswith(prefixes) for owner in shared):
                     raise ModelError(
-                        f"The parameter {layer.name}.{name} is shared as {sorted(shared)}, and "
-                        "these would live on different workers; put the layers that share it into "
-                        "one stage, or keep them with the coordinator."
+                        f"The {kind} {layer.name}.{name} is shared as {sorted(shared)}, and these "
+                        f"would live on different workers; {_REMEDY_FOR_SHARED[kind]}, or keep "
+                        "them with the coordinator."
                     )
+
+
+_REMEDY_FOR_SHARED = {
+    "parameter": "put the layers that share it into one stage",
+    "buffer": "give each layer a copy of its own (`clone`, or `copy.deepcopy` of its module)",
+}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind, name and content of parameters and buffers; what occurs twice comes twice."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield "parameter", name, parameter
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield "buffer", name, buffer
+
+
+def _identity(tensor: Tensor) -> Hashable:
+    """Equal for two tensors that have the same memory; tied by `.data` they are two objects."""
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr() or id(tensor)

@@ -1,15 +1,14 @@
 """The recipe: what a worker needs to rebuild its layers, without weights and without our code.
 
-A recipe names a model class of the transformers library and carries its config. It is text from
-the network on the worker's side: it is checked against its type, and nothing in it can name code
-outside of transformers.
+A recipe names a model class of the transformers library and carries its config; for layers of the
+user's own it is a description of them (`blocks.py`). It is text from the network on the worker's
+side: it is checked against its type, and nothing in it can name code outside of transformers,
+torch.nn and what the worker's owner allowed.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,26 +19,23 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..errors import ModelError
 from .adapters import Adapters, describe_adapters, inject_adapters, without_wrappers
+from .blocks import BlocksRecipe, build_blocks, describe_blocks
 from .collecting import install_hooks
+from .configs import experts_kind, plain_config, read_config
 from .four_bit import FourBit, apply_four_bit, describe_four_bit
+from .imports import Allowed
 from .layers import DecoderLayer
-
-# Other names, flash attention's too where its package is missing, make transformers fetch kernels
-# from a hub and run them.
-ATTENTION_KINDS = ("eager", "sdpa", "flex_attention")
-EXPERTS_KINDS = (None, "eager", "batched_mm", "grouped_mm")
-
-# The recipe says these itself.
-_NOT_FROM_CONFIG = ("attn_implementation", "experts_implementation", "quantization_config")
 
 # Building is on `meta` and takes no memory, but each layer takes time; the deepest published
 # decoders have fewer than 200 layers.
 MOST_LAYERS = 1024
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How to build a stage's layers.
+NOTHING_ALLOWED = Allowed()
+
+
+class Recipe(msgspec.Struct, frozen=True, tag="model"):
+    """How to build a stage's layers as parts of a Hugging Face model.
 
     Args:
         model_class: Name of a class of transformers, such as ``LlamaForCausalLM``.
@@ -57,41 +53,53 @@ class Recipe:
     attention: str
     layers: dict[int, str]
     experts: str | None = None
-    four_bit: dict[str, FourBit] = field(default_factory=dict)
+    four_bit: dict[str, FourBit] = {}
     adapters: Adapters | None = None
+
+    @property
+    def imports(self) -> list[str]:
+        """Modules that the worker's owner must have allowed: none."""
+        return []
 
     def to_json(self) -> str:
         """The recipe as text for the wire."""
         return msgspec.json.encode(self).decode()
 
-    @classmethod
-    def from_json(cls, text: str) -> Recipe:
-        """Read a recipe from the wire.
+    @staticmethod
+    def from_json(text: str) -> Recipe | BlocksRecipe:
+        """Read a recipe of either kind from the wire.
 
         Raises:
             ModelError: If the text is no recipe.
         """
         try:
-            return msgspec.json.decode(text, type=cls)
-        except msgspec.MsgspecError as error:
+            kinds: Any = Recipe | BlocksRecipe
+            recipe: Recipe | BlocksRecipe = msgspec.json.decode(text, type=kinds)
+            return recipe
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ModelError(f"The recipe cannot be read: {error}.") from error
 
 
-def write_recipe(root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]) -> Recipe:
+def write_recipe(
+    root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]
+) -> Recipe | BlocksRecipe:
     """The recipe for numbered layers of a LightningModule.
 
     Raises:
-        ModelError: If the layers do not belong to one Hugging Face model.
+        ModelError: If the layers cannot be rebuilt elsewhere.
     """
-    owner_name, owner = _owner_of(root, [layer for _, layer in layers])
+    found = _owner_of(root, [layer for _, layer in layers])
+    if found is None:
+        return describe_blocks(layers)
+    owner_name, owner = found
     prefix = f"{owner_name}." if owner_name else ""
     paths = {number: layer.name.removeprefix(prefix) for number, layer in layers}
     return Recipe(
         model_class=type(owner).__name__,
-        config=_plain_config(owner.config),
+        config=plain_config(owner.config),
         attention=owner.config._attn_implementation or "eager",
         layers=paths,
-        experts=_experts_kind(owner.config),
+        experts=experts_kind(owner.config),
         four_bit={
             f"{paths[number]}.{without_wrappers(path)}": four_bit
             for number, layer in layers
@@ -101,12 +109,16 @@ def write_recipe(root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]) ->
     )
 
 
-def build_layers(recipe: Recipe) -> nn.ModuleDict:
+def build_layers(
+    recipe: Recipe | BlocksRecipe, allowed: Allowed = NOTHING_ALLOWED
+) -> nn.ModuleDict:
     """The layers of a recipe on the ``meta`` device, keyed by their numbers.
 
     Raises:
-        ModelError: If the recipe names something that transformers does not have.
+        ModelError: If the recipe names something that is not allowed or not there.
     """
+    if isinstance(recipe, BlocksRecipe):
+        return build_blocks(recipe, allowed)
     model_class = getattr(transformers, recipe.model_class, None)
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ModelError(
@@ -124,11 +136,8 @@ def build_layers(recipe: Recipe) -> nn.ModuleDict:
 
 def _build_model(model_class: type[PreTrainedModel], recipe: Recipe) -> PreTrainedModel:
     config = _read_config(model_class, recipe)
-    options: dict[str, Any] = {"attn_implementation": recipe.attention}
-    if recipe.experts is not None:
-        options["experts_implementation"] = recipe.experts
     with torch.device("meta"):
-        model: PreTrainedModel = model_class._from_config(config, **options)
+        model: PreTrainedModel = model_class._from_config(config)
     apply_four_bit(model, recipe.four_bit)
     # PEFT asks for it and then wraps 4-bit layers with classes of their own.
     model.is_loaded_in_4bit = bool(recipe.four_bit)  # type: ignore[assignment]
@@ -137,56 +146,34 @@ def _build_model(model_class: type[PreTrainedModel], recipe: Recipe) -> PreTrain
     return model
 
 
-def _owner_of(root: nn.Module, layers: Sequence[DecoderLayer]) -> tuple[str, PreTrainedModel]:
-    """The outermost Hugging Face model that holds all the layers."""
+def _owner_of(
+    root: nn.Module, layers: Sequence[DecoderLayer]
+) -> tuple[str, PreTrainedModel] | None:
+    """The outermost Hugging Face model that holds all the layers, if its class and theirs are those
+    of transformers."""
+    if not all(_is_of_transformers(layer.module) for layer in layers):
+        return None
     for name, module in root.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(module, PreTrainedModel) and all(
             layer.name.startswith(prefix) for layer in layers
         ):
-            if not hasattr(transformers, type(module).__name__):
-                break
-            return name, module
-    raise ModelError(
-        f"The layer {layers[0].name!r} ({type(layers[0].module).__name__}) is not part of a model "
-        "class of the transformers library, and a worker can only rebuild those in this version."
-    )
+            is_known = getattr(transformers, type(module).__name__, None) is type(module)
+            return (name, module) if is_known else None
+    return None
 
 
-def _plain_config(config: PretrainedConfig) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return plain
-
-
-def _experts_kind(config: PretrainedConfig) -> str | None:
-    kind = config._experts_implementation
-    # What transformers takes by itself wherever it can.
-    return None if kind == "grouped_mm" else kind
+def _is_of_transformers(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == transformers.__name__
 
 
 def _read_config(model_class: type[PreTrainedModel], recipe: Recipe) -> PretrainedConfig:
-    if recipe.attention not in ATTENTION_KINDS:
-        raise ModelError(
-            f"The attention implementation {recipe.attention!r} is not allowed on a worker; "
-            f"use one of {', '.join(ATTENTION_KINDS)}."
-        )
-    if recipe.experts not in EXPERTS_KINDS:
-        raise ModelError(
-            f"The experts implementation {recipe.experts!r} is not allowed on a worker; "
-            f"use one of {', '.join(map(str, EXPERTS_KINDS))}."
-        )
-    content = {
-        key: value
-        for key, value in recipe.config.items()
-        if not any(part in key for part in _NOT_FROM_CONFIG)
-    }
     config_class = model_class.config_class
     if config_class is None:
         raise ModelError(f"{recipe.model_class} cannot be built from a config.")
     # Some families have a name of their own for it, such as GPT-2's n_layer.
     key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    num_layers = content.get(key)
+    num_layers = recipe.config.get(key)
     if not isinstance(num_layers, int) or not 0 < num_layers <= MOST_LAYERS:
         raise ModelError(f"The config's {key} is {num_layers!r}; it must be 1 to {MOST_LAYERS}.")
-    config: PretrainedConfig = config_class.from_dict(content)
-    return config
+    return read_config(config_class, recipe.config, recipe.attention, recipe.experts)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
+from ..model.blocks import BlocksRecipe
 from ..model.four_bit import State
 from ..model.recipe import Recipe
 from ..model.tensors import (
@@ -65,7 +66,7 @@ class RemoteStage:
         converts_weights: Whether ``dtype`` is for weights too; under autocast it is not.
     """
 
-    recipe: Recipe
+    recipe: Recipe | BlocksRecipe
     layers: Mapping[int, nn.Module]
     contents: Callable[[], Iterator[tuple[str, Tensor, State]]]
     recompute: bool

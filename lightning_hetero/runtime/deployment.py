@@ -200,6 +200,17 @@ class Deployment:
         return Activation(hidden, tuple(map(Collected, kinds, others)))
 
 
+def imports_of(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> set[str]:
+    """The modules of the user's own that workers of a plan must import to build their layers.
+
+    Raises:
+        ModelError: If a worker could not build them.
+    """
+    stages = [list(_numbered(layers, stage).items()) for stage in plan.remote_stages]
+    recipes = [write_recipe(root, stage) for stage in stages]
+    return {name for recipe in recipes for name in recipe.imports}
+
+
 def _contents(
     layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
 ) -> Iterator[tuple[str, Tensor, State]]:

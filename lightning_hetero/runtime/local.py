@@ -14,11 +14,16 @@ import sys
 from dataclasses import dataclass
 
 from ..errors import WorkerError
+from ..model.imports import Allowed
 from .address import Address
 from .deadlines import Deadlines
 from .worker import address_of, listen
 
 logger = logging.getLogger(__name__)
+
+# Importing torch takes seconds, on a busy machine many. Nobody waits in vain: a process that dies
+# takes its socket along.
+START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,13 @@ def local_worker_names(count: int) -> list[str]:
     return [f"local-{number}" for number in range(1, count + 1)]
 
 
-def start_local_workers(count: int, threads: int) -> list[LocalWorker]:
+def start_local_workers(
+    count: int, threads: int, allowed: Allowed | None = None
+) -> list[LocalWorker]:
     """Start worker processes on free loopback ports, with this many compute threads each.
+
+    They find modules where this process does, but import for layers only what is allowed: other
+    users of this machine can reach their ports too.
 
     Raises:
         WorkerError: If a process cannot be started; none is left then.
@@ -56,7 +66,7 @@ def start_local_workers(count: int, threads: int) -> list[LocalWorker]:
     workers: list[LocalWorker] = []
     try:
         for name in local_worker_names(count):
-            workers.append(_start(name, threads))
+            workers.append(_start(name, threads, allowed or Allowed()))
     except BaseException:
         stop_local_workers(workers)
         raise
@@ -69,11 +79,13 @@ def stop_local_workers(workers: list[LocalWorker], deadlines: Deadlines | None =
         worker.stop((deadlines or Deadlines()).stop_seconds)
 
 
-def _start(name: str, threads: int) -> LocalWorker:
+def _start(name: str, threads: int, allowed: Allowed) -> LocalWorker:
     listener = listen(Address("127.0.0.1", 0))
     command = [sys.executable, "-m", "lightning_hetero", "worker"]
     command += ["--listen", str(address_of(listener)), "--listen-fd", str(listener.fileno())]
     command += ["--threads", str(threads), "--log-level", "WARNING", "--stop-with-stdin"]
+    command += [f"--allow={package}" for package in allowed.packages]
+    command += ["--script", *allowed.script] if allowed.script else []
     with listener:
         try:
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and our own module
@@ -82,11 +94,18 @@ def _start(name: str, threads: int) -> LocalWorker:
                 pass_fds=[listener.fileno()],
                 # Ctrl-C goes to the coordinator alone, which then ends its workers in order.
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                env={**os.environ, **_same_search_path(), "OMP_NUM_THREADS": str(threads)},
             )
         except OSError as error:
             raise WorkerError(f"The local worker {name} cannot be started: {error}.") from error
         return LocalWorker(name, address_of(listener), process)
+
+
+def _same_search_path() -> dict[str, str]:
+    """Settings under which another interpreter finds modules where this one does."""
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    # Without the second one `python -m` puts the working directory before all others.
+    return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}
 
 
 def threads_per_process(num_processes: int) -> int:

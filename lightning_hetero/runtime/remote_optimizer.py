@@ -97,8 +97,11 @@ class RemoteOptimizer:
 
     def bring_back(self) -> None:
         """Move the stages' optimizer state into the optimizer."""
-        for name, state in self._remote_state().items():
-            self._optimizer.state[self._parameters[name]] = state
+        # A parameter that its layer has twice comes under both names.
+        remote = self._remote_state()
+        for parameter, name in self._names_of.items():
+            if name in remote:
+                self._optimizer.state[parameter] = remote[name]
 
     def detach(self) -> None:
         """Leave the optimizer an ordinary one."""

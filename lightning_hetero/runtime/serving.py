@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import HeteroError, LocalProtocolError, ModelError
 from ..model.four_bit import is_four_bit, quantize
+from ..model.imports import Allowed
 from ..model.recipe import Recipe, build_layers
 from ..model.tensors import locate, named_contents, named_tensors, narrowed, set_tensor
 from ..pipeline.activation import Activation
@@ -54,12 +55,19 @@ class StageSession:
         name: The session's name, which its neighbors know.
         coordinator: The channel to the coordinator, not started yet.
         device: Where the stage computes.
+        allowed: What its layers may be made of besides torch's and transformers' own.
     """
 
     def __init__(
-        self, name: str, coordinator: Channel, device: torch.device, deadlines: Deadlines
+        self,
+        name: str,
+        coordinator: Channel,
+        device: torch.device,
+        deadlines: Deadlines,
+        allowed: Allowed,
     ) -> None:
         self.name = name
+        self._allowed = allowed
         self._coordinator = coordinator
         self._upstream = coordinator
         self._downstream = coordinator
@@ -156,7 +164,7 @@ class StageSession:
         return self._runner.stage.stage_index
 
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
-        layers = build_layers(Recipe.from_json(message.recipe))
+        layers = build_layers(Recipe.from_json(message.recipe), self._allowed)
         self._numbered = {int(number): layer for number, layer in layers.items()}
         self._specs = {spec.name: spec for spec in message.parameters}
         _check_parameters(self._numbered, message.parameters)

@@ -13,6 +13,7 @@ import threading
 import torch
 
 from ..errors import ChannelError, HeteroError, ProtocolError, WorkerError
+from ..model.imports import Allowed
 from ..wire import messages as m
 from ..wire.frames import Frame, FrameReader, encode_frame
 from ..wire.session import Session, downstream_session, worker_session
@@ -59,14 +60,20 @@ class Worker:
     Args:
         listener: A listening socket; the worker closes it.
         device: Where stages compute.
+        allowed: What layers may be made of besides torch's and transformers' own.
     """
 
     def __init__(
-        self, listener: socket.socket, device: torch.device, deadlines: Deadlines | None = None
+        self,
+        listener: socket.socket,
+        device: torch.device,
+        deadlines: Deadlines | None = None,
+        allowed: Allowed | None = None,
     ) -> None:
         self._listener = listener
         self._device = device
         self._deadlines = deadlines or Deadlines()
+        self._allowed = allowed or Allowed()
         self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
         self._session: StageSession | None = None
         self._session_changed = threading.Condition()
@@ -125,7 +132,9 @@ class Worker:
             if hello.role == "neighbor":
                 self._session_named(hello.session).attach_upstream(channel)
                 return None
-            self._session = StageSession(hello.session, channel, self._device, self._deadlines)
+            self._session = StageSession(
+                hello.session, channel, self._device, self._deadlines, self._allowed
+            )
             return self._session
 
     def _is_free_soon(self) -> bool:

@@ -133,20 +133,6 @@ def test_shared_parameters_on_different_stages_are_refused_by_name(workers: list
         trainer(HeteroPipelineStrategy(workers, "even"), max_steps=1).fit(module, loader(12, 12))
 
 
-def test_a_layer_class_that_no_worker_can_build_is_refused(workers: list[str]) -> None:
-    class Own(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
-
-        def forward(self, batch: Any) -> Any:
-            return batch
-
-    strategy = HeteroPipelineStrategy(workers[:1], "even", layers="blocks")
-    with pytest.raises(ModelError, match=r"'blocks\.2' \(Linear\) is not part of a model"):
-        trainer(strategy).predict(Own(), loader(4, 4))
-
-
 class Logging(TinyModule):
     """Logs in every way, and returns more than the loss."""
 

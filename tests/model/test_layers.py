@@ -114,3 +114,68 @@ def test_layer_one_does_not_stand_for_layer_ten() -> None:
     layers = find_decoder_layers(module, "blocks")
     with pytest.raises(ModelError, match=r"blocks\.10\.weight"):
         check_layers_stand_alone(module, [layers[1:2]])
+
+
+def test_a_parameter_tied_by_its_memory_is_refused_too() -> None:
+    module = Towers()
+    module.top.weight.data = module.blocks[1].weight.data
+    with pytest.raises(ModelError, match=r"blocks\.1\.weight is shared as .*'top\.weight'"):
+        check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_module_shared_across_stages_is_refused_by_its_tensors(kind: str) -> None:
+    module = Towers()
+    shared = nn.PReLU() if kind == "parameter" else nn.BatchNorm1d(2, affine=False)
+    module.blocks[0].act = module.blocks[2].act = shared
+    with pytest.raises(ModelError, match=rf"The {kind} blocks\.0\.act\..* 'blocks\.2\.act\."):
+        check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
+    check_layers_stand_alone(module, stages_of(module, (0, 3)))
+
+
+def test_a_module_without_tensors_may_be_shared() -> None:
+    module = Towers()
+    module.blocks[0].act = module.blocks[2].act = nn.Dropout(0.1)
+    check_layers_stand_alone(module, stages_of(module, (0, 1), (1, 3)))
+
+
+def test_a_sequential_is_a_list_of_layers_when_it_is_named_alone() -> None:
+    module = nn.Module()
+    module.encoder = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert names(find_decoder_layers(module, "encoder")) == ["encoder.0", "encoder.1"]
+    assert names(find_decoder_layers(module, ["encoder"])) == ["encoder"]
+
+
+class Residual(nn.Sequential):
+    """A Sequential with a forward of its own is one layer."""
+
+    def forward(self, x: Any) -> Any:
+        return x + super().forward(x)
+
+
+def test_a_sequential_with_its_own_forward_is_one_layer() -> None:
+    module = nn.Module()
+    module.encoder = Residual(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert names(find_decoder_layers(module, "encoder")) == ["encoder"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("", "'The LightningModule itself'"),
+        ("named", r"'named' \(ModuleDict\) is no layer"),
+        ("empty", "'empty' is an empty ModuleList"),
+        (["blocks", "blocks.1"], r"names 'blocks\.1' twice"),
+        (["tower", "tower.0"], r"names 'tower' twice.*'tower\.0'"),
+        (3, "`layers` is a int"),
+        (nn.ModuleList([nn.Linear(1, 1)]), "`layers` is a ModuleList; give the dotted path"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_layers_is_refused(choice: Any, expected: str) -> None:
+    module = Towers()
+    module.named = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    module.empty = nn.ModuleList()
+    module.tower = Residual(Residual(nn.Linear(2, 2)))
+    with pytest.raises(ModelError, match=expected):
+        find_decoder_layers(module, choice)

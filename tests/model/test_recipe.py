@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -22,6 +22,8 @@ from transformers import (
 )
 
 from lightning_hetero.errors import ModelError
+from lightning_hetero.model.blocks import BlocksRecipe
+from lightning_hetero.model.imports import Allowed
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 
@@ -194,19 +196,30 @@ def test_a_path_that_the_model_does_not_have_is_refused() -> None:
         build_layers(recipe(layers={0: "model.layers.17"}))
 
 
-def test_a_layer_outside_of_hugging_face_models_cannot_be_written_down() -> None:
-    root = nn.Module()
-    root.blocks = nn.ModuleList([nn.Linear(2, 2)])
-    layers = list(enumerate(find_decoder_layers(root, "blocks")))
-    with pytest.raises(ModelError, match=r"'blocks\.0' \(Linear\)"):
-        write_recipe(root, layers)
-
-
 class MyLlama(LlamaForCausalLM):
     """A user's subclass, which no worker has."""
 
 
-def test_a_users_own_model_class_cannot_be_written_down() -> None:
-    root = Module(MyLlama(tiny_llama(2).config))
-    with pytest.raises(ModelError, match="not part of a model class of the transformers library"):
-        write_recipe(root, numbered(root, 0, 1))
+def test_layers_that_transformers_cannot_build_are_described() -> None:
+    plain = nn.Module()
+    plain.blocks = nn.ModuleList([nn.Linear(2, 2)])
+    own_class = Module(MyLlama(tiny_llama(2).config))
+    own_layer = Module(tiny_llama(2))
+    own_layer.net.model.layers[0] = nn.Linear(2, 2)
+    for root, choice in [(plain, "blocks"), (own_class, None), (own_layer, "net.model.layers.0")]:
+        layers = list(enumerate(find_decoder_layers(root, choice)))
+        assert isinstance(write_recipe(root, layers), BlocksRecipe)
+
+
+def test_described_layers_of_a_hugging_face_model_compute_as_the_originals_do() -> None:
+    model = MyLlama(tiny_llama(2).config).eval()
+    tokens = torch.arange(20).reshape(2, 10)
+    expected = model(tokens, use_cache=False).logits
+    originals = numbered(model, 0, 2)
+    written = Recipe.from_json(write_recipe(model, originals).to_json())
+    built = build_layers(written, Allowed(tuple(written.imports)))
+    for number, layer in originals:
+        found = built[str(number)].to_empty(device="cpu").eval()
+        found.load_state_dict(layer.module.state_dict())
+        model.model.layers[number] = found
+    torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=0, atol=0)

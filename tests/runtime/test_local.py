@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from lightning_hetero.runtime import local
@@ -32,13 +37,23 @@ def test_workers_answer_at_their_addresses_and_end_when_told() -> None:
     assert all(worker.process.poll() is not None for worker in workers)
 
 
+def test_another_interpreter_finds_modules_where_this_one_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "only_here.py").touch()
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path, ""])
+    settings = local._same_search_path()
+    command = [sys.executable, "-c", "import only_here, lightning_hetero.errors"]
+    subprocess.run(command, env={**os.environ, **settings}, cwd=tmp_path.parent, check=True)
+
+
 def test_no_process_is_left_when_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started, start = [], local._start
 
-    def second_fails(name: str, threads: int) -> local.LocalWorker:
+    def second_fails(name: str, threads: int, allowed: local.Allowed) -> local.LocalWorker:
         if started:
             raise local.WorkerError("no more processes")
-        started.append(start(name, threads))
+        started.append(start(name, threads, allowed))
         return started[0]
 
     monkeypatch.setattr(local, "_start", second_fails)

@@ -1,0 +1,303 @@
+"""Layers of the user's own as plain data, and layers made from it without calling constructors.
+
+What a constructor was called with is not known afterwards, so the tree it made is described: each
+module's class, its plain attributes, the shapes of its tensors, and its children. A module or a
+parameter that stands in two places of a stage is described once and meant twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
+
+from ..errors import ModelError
+from .attributes import MOST_DEPTH, Value, dtype_named, read_value, write_value
+from .imports import Allowed, ImportPath, find_class, path_of
+from .layers import DecoderLayer
+
+# With repetition; a tree of a few shared modules could otherwise unfold without an end.
+MOST_MODULES = 2**16
+# What a message may carry.
+MOST_CHARACTERS = 2**20
+
+_BOOKKEEPING = frozenset(vars(nn.Module()))
+# An attribute of one of these names would stand in for what torch does itself.
+_NAMES_OF_TORCH = frozenset(dir(nn.Module)) | _BOOKKEEPING
+# Set where transformers checkpoints gradients; a stage recomputes by itself then.
+_CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
+
+Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TensorNode(msgspec.Struct, frozen=True):
+    """A parameter or a buffer without its content."""
+
+    shape: list[Dimension]
+    dtype: str
+    requires_grad: bool = False
+
+
+class BufferNode(TensorNode, frozen=True):
+    """A buffer; only a persistent one is part of a checkpoint."""
+
+    is_persistent: bool = True
+
+
+class ModuleNode(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A module. Its children are numbers of nodes before it, its parameters numbers of theirs."""
+
+    layer_class: ImportPath
+    attributes: dict[str, Value] = {}
+    parameters: dict[str, Number | None] = {}
+    buffers: dict[str, BufferNode | None] = {}
+    children: dict[str, Number | None] = {}
+
+
+class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
+    """How to build a stage's layers from their description.
+
+    Args:
+        layers: Number of each layer of the stage in the plan, and the number of its node.
+        modules: All modules, children before their parents.
+        parameters: All parameters.
+        imports: The modules, besides torch's, that define what the layers are made of.
+    """
+
+    layers: dict[int, Number]
+    modules: list[ModuleNode]
+    parameters: list[TensorNode]
+    imports: list[str]
+
+    def to_json(self) -> str:
+        """The recipe as text for the wire.
+
+        Raises:
+            ModelError: If it is too long for a message.
+        """
+        text = msgspec.json.encode(self).decode()
+        if len(text) > MOST_CHARACTERS:
+            raise ModelError(
+                f"The description of the layers {min(self.layers)} to {max(self.layers)} has "
+                f"{len(text)} characters, and a worker takes {MOST_CHARACTERS}; give them to more "
+                "workers."
+            )
+        return text
+
+
+def describe_blocks(layers: Sequence[tuple[int, DecoderLayer]]) -> BlocksRecipe:
+    """The recipe for numbered layers of any class.
+
+    Raises:
+        ModelError: If something in them cannot be described.
+    """
+    description = _Description()
+    numbers = {number: description.add(layer.module, layer.name) for number, layer in layers}
+    modules = sorted({path.module for path in description.paths if not path.is_of_torch})
+    return BlocksRecipe(numbers, description.modules, description.parameters, modules)
+
+
+class _Description:
+    """Collects the nodes of modules, each once."""
+
+    def __init__(self) -> None:
+        self.modules: list[ModuleNode] = []
+        self.parameters: list[TensorNode] = []
+        self.paths: set[ImportPath] = set()
+        self._module_numbers: dict[nn.Module, int] = {}
+        self._parameter_numbers: dict[Tensor, int] = {}
+
+    def add(self, module: nn.Module, name: str, depth: int = 0) -> int:
+        """The number of a module's node."""
+        if module not in self._module_numbers:
+            if depth > MOST_DEPTH:
+                raise ModelError(f"{name} is nested deeper than {MOST_DEPTH} modules.")
+            node = self._node(module, name, depth)
+            self.modules.append(node)
+            self._module_numbers[module] = len(self.modules) - 1
+        return self._module_numbers[module]
+
+    def _node(self, module: nn.Module, name: str, depth: int) -> ModuleNode:
+        _check_is_ordinary(module, name)
+        try:
+            path = path_of(type(module), "layer class")
+        except ModelError as error:
+            raise ModelError(f"{name} cannot be rebuilt on a worker. {error}") from error
+        self.paths.add(path)
+        children = {
+            key: None if child is None else self.add(child, f"{name}.{key}", depth + 1)
+            for key, child in module._modules.items()
+        }
+        parameters = {
+            key: None if parameter is None else self._add_parameter(parameter, f"{name}.{key}")
+            for key, parameter in module._parameters.items()
+        }
+        return ModuleNode(
+            path, self._attributes(module, name), parameters, _buffers(module), children
+        )
+
+    def _attributes(self, module: nn.Module, name: str) -> dict[str, Value]:
+        own = vars(module).keys() - _BOOKKEEPING - _CHECKPOINTING
+        for key in own & _NAMES_OF_TORCH:
+            raise ModelError(
+                f"{name}.{key} stands in for torch's own nn.Module.{key}, which a worker refuses; "
+                f"rename it, or override the method in the class {type(module).__name__}."
+            )
+        return {
+            key: write_value(value, f"The attribute {name}.{key}", self.paths)
+            for key, value in vars(module).items()
+            if key in own
+        }
+
+    def _add_parameter(self, parameter: nn.Parameter, name: str) -> int:
+        if type(parameter) is not nn.Parameter:
+            raise ModelError(
+                f"The parameter {name} is a {type(parameter).__name__}, and a worker builds "
+                "ordinary parameters only; keep its layer with the coordinator."
+            )
+        if parameter not in self._parameter_numbers:
+            self.parameters.append(
+                TensorNode(
+                    list(parameter.shape), _dtype_name(parameter.dtype), parameter.requires_grad
+                )
+            )
+            self._parameter_numbers[parameter] = len(self.parameters) - 1
+        return self._parameter_numbers[parameter]
+
+
+def _check_is_ordinary(module: nn.Module, name: str) -> None:
+    """Refuse modules whose class or weights torch makes up at run time."""
+    hooks = module._forward_pre_hooks.values()
+    if is_parametrized(module) or any(_is_within_torch_utils(hook) for hook in hooks):
+        raise ModelError(
+            f"{name} ({type(module).__name__}) is parametrized (weight_norm, spectral_norm, "
+            "pruning or parametrize), which a worker cannot rebuild; remove the parametrization, "
+            "or keep the layer with the coordinator."
+        )
+    if isinstance(module, LazyModuleMixin):
+        raise ModelError(
+            f"{name} ({type(module).__name__}) is lazy and has no shape yet; run one batch "
+            "through the model before `fit`."
+        )
+
+
+def _is_within_torch_utils(hook: Any) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")
+
+
+def _buffers(module: nn.Module) -> dict[str, BufferNode | None]:
+    return {
+        name: None
+        if buffer is None
+        else BufferNode(
+            list(buffer.shape),
+            _dtype_name(buffer.dtype),
+            is_persistent=name not in module._non_persistent_buffers_set,
+        )
+        for name, buffer in module._buffers.items()
+    }
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
+    """The layers of a recipe on the ``meta`` device, keyed by their numbers.
+
+    Raises:
+        ModelError: If the recipe names something that is not allowed or not there, or no tree.
+    """
+    _check_is_tree(recipe)
+    parameters = [_parameter(node) for node in recipe.parameters]
+    # From the back, so that a refusal names a layer and not a part of it.
+    paths = dict.fromkeys(node.layer_class for node in reversed(recipe.modules))
+    classes = {path: find_class(allowed, path, nn.Module) for path in paths}
+    built: list[nn.Module] = []
+    for node in recipe.modules:
+        _check_names(node)
+        attributes = {name: read_value(value, allowed) for name, value in node.attributes.items()}
+        module = _blank(classes[node.layer_class], attributes)
+        _furnish(module, node, parameters, built)
+        built.append(module)
+    return nn.ModuleDict({str(number): built[index] for number, index in recipe.layers.items()})
+
+
+def _check_is_tree(recipe: BlocksRecipe) -> None:
+    """Bound the tree before anything walks it."""
+    sizes: list[int] = []
+    depths: list[int] = []
+    for number, node in enumerate(recipe.modules):
+        children = list(_present(node.children))
+        if any(child >= number for child in children):
+            raise ModelError(f"The recipe's module {number} is not behind its children.")
+        sizes.append(1 + sum(sizes[child] for child in children))
+        depths.append(1 + max((depths[child] for child in children), default=0))
+        if any(index >= len(recipe.parameters) for index in _present(node.parameters)):
+            raise ModelError(f"The recipe's module {number} has a parameter that is not there.")
+    if any(index >= len(sizes) for index in recipe.layers.values()):
+        raise ModelError("The recipe has a layer whose module is not there.")
+    if max(depths, default=0) > MOST_DEPTH + 1:
+        raise ModelError(f"The recipe's modules are nested deeper than {MOST_DEPTH}.")
+    num_modules = sum(sizes[index] for index in recipe.layers.values())
+    if max(num_modules, *sizes, 0) > MOST_MODULES:
+        raise ModelError(f"The recipe has more than {MOST_MODULES} modules.")
+
+
+def _present(numbers: Mapping[str, int | None]) -> Iterator[int]:
+    return (number for number in numbers.values() if number is not None)
+
+
+def _blank(layer_class: type[nn.Module], attributes: Mapping[str, Any]) -> nn.Module:
+    """A module without tensors; of its class's own code nothing is run."""
+    module = object.__new__(layer_class)
+    nn.Module.__init__(module)
+    vars(module).update(attributes)
+    return module
+
+
+def _furnish(
+    module: nn.Module,
+    node: ModuleNode,
+    parameters: Sequence[nn.Parameter],
+    modules: Sequence[nn.Module],
+) -> None:
+    for name, index in node.parameters.items():
+        module._parameters[name] = None if index is None else parameters[index]
+    for name, buffer in node.buffers.items():
+        module._buffers[name] = None if buffer is None else _meta_tensor(buffer)
+        if buffer is not None and not buffer.is_persistent:
+            module._non_persistent_buffers_set.add(name)
+    for name, index in node.children.items():
+        module._modules[name] = None if index is None else modules[index]
+
+
+def _check_names(node: ModuleNode) -> None:
+    """Refuse names that would stand in for what torch or Python does, or for each other."""
+    names = [*node.attributes, *node.parameters, *node.buffers, *node.children]
+    for name in names:
+        is_dunder = name.startswith("__") and name.endswith("__")
+        if not name or "." in name or is_dunder or name in _NAMES_OF_TORCH:
+            raise ModelError(f"The recipe gives a {node.layer_class} the attribute {name!r}.")
+    if len(set(names)) != len(names):
+        raise ModelError(f"The recipe gives a {node.layer_class} one name twice.")
+
+
+def _parameter(node: TensorNode) -> nn.Parameter:
+    try:
+        return nn.Parameter(_meta_tensor(node), requires_grad=node.requires_grad)
+    except RuntimeError as error:
+        raise ModelError(f"The recipe has an impossible parameter: {error}.") from error
+
+
+def _meta_tensor(node: TensorNode) -> Tensor:
+    if math.prod(node.shape) > 2**48:
+        raise ModelError(f"The recipe has a tensor of the shape {node.shape}.")
+    return torch.empty(node.shape, dtype=dtype_named(node.dtype), device="meta")

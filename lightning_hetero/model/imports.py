@@ -1,0 +1,255 @@
+"""What may be imported to rebuild a layer: classes and functions, by name, from allowed places.
+
+The names come from the network. A module is imported only after its own name was found among the
+allowed ones, and what is found in it is used only if it was defined there under that very name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..errors import ModelError
+
+MAIN = "__main__"
+# The user's script in a worker: not `__main__`, so that its guarded part does not run.
+SCRIPT = "__user_main__"
+
+_LAYERS_OF_TORCH = "torch.nn.modules"
+# Of torch itself only these, so that no name can reach what opens files.
+_OPERATION_NAMES = (
+    *("abs", "add", "cos", "erf", "exp", "log_softmax", "matmul", "mul", "relu", "rsqrt"),
+    *("selu", "sigmoid", "sin", "softmax", "square", "tanh"),
+)
+_OPERATIONS = {name: getattr(torch, name) for name in _OPERATION_NAMES}
+_FUNCTIONAL = {
+    name: function
+    for name, function in vars(functional).items()
+    if (inspect.isfunction(function) and function.__module__ == functional.__name__)
+    or (inspect.isbuiltin(function) and "torch_function" not in name)
+    if not name.startswith("_")
+}
+_TORCH_FUNCTIONS = {functional.__name__: _FUNCTIONAL, torch.__name__: _OPERATIONS}
+
+
+class ImportPath(msgspec.Struct, frozen=True):
+    """Where a class or a function was defined."""
+
+    module: str
+    qualname: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.qualname}"
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether every worker may use it."""
+        return self.module in _TORCH_FUNCTIONS or _is_within(self.module, _LAYERS_OF_TORCH)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What may be imported besides torch's own layers and functions.
+
+    Args:
+        packages: Dotted names; each allows the module of that name and all below it.
+        script: The coordinator's script and its arguments, where `__main__` may be imported.
+    """
+
+    packages: tuple[str, ...] = ()
+    script: tuple[str, ...] = ()
+
+    @classmethod
+    def just(cls, modules: Iterable[str]) -> Allowed:
+        """Exactly these modules, for a worker on this machine that is our own."""
+        names = sorted(set(modules))
+        script = getattr(sys.modules[MAIN], "__file__", None) if MAIN in names else None
+        return cls(
+            tuple(name for name in names if name != MAIN),
+            (os.path.abspath(script), *sys.argv[1:]) if script else (),
+        )
+
+    def find(self, path: ImportPath, what: str = "layer class") -> Any:
+        """The class or function of that name.
+
+        Raises:
+            ModelError: If it may not or cannot be imported, or is not what its name says.
+        """
+        functions = _TORCH_FUNCTIONS.get(path.module)
+        if functions is not None:
+            found = functions.get(path.qualname)
+            if found is None:
+                raise ModelError(f"{path} is not a function of torch that workers call.")
+            return found
+        return _look_up(self._import(path, what), path, what)
+
+    def _import(self, path: ImportPath, what: str) -> ModuleType:
+        if path.module == MAIN:
+            return self._import_script(path, what)
+        if not any(_is_within(path.module, name) for name in (_LAYERS_OF_TORCH, *self.packages)):
+            package = path.module.partition(".")[0]
+            raise ModelError(
+                f"The {what} {path} is outside of what this worker may import (allowed: "
+                f"{', '.join(['torch.nn', *self.packages])}); if its code is to be trusted, start "
+                f"the worker with --allow {package}."
+            )
+        try:
+            return importlib.import_module(path.module)
+        except (Exception, SystemExit) as error:
+            package = path.module.partition(".")[0]
+            raise ModelError(
+                f"The {what} {path} cannot be imported on this worker "
+                f"({type(error).__name__}: {error}); install {package!r} here, in the "
+                "coordinator's version, or put its folder on PYTHONPATH."
+            ) from error
+
+    def _import_script(self, path: ImportPath, what: str) -> ModuleType:
+        if not self.script:
+            raise ModelError(
+                f"The {what} {path} stands in the coordinator's script, which this worker does "
+                "not have; move it into a package that can be imported on both machines, and "
+                "start the worker with --allow and the package's name."
+            )
+        if SCRIPT not in sys.modules:
+            _run_script(self.script)
+        return sys.modules[SCRIPT]
+
+
+def find_class(allowed: Allowed, path: ImportPath, base: type, what: str = "layer class") -> Any:
+    """A class of that name that derives from ``base``.
+
+    Raises:
+        ModelError: If there is none that may be used.
+    """
+    found = allowed.find(path, what)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ModelError(f"The {what} {path} is not a class that derives from {base.__name__}.")
+    if issubclass(found, nn.modules.lazy.LazyModuleMixin):
+        raise ModelError(f"The {what} {path} is lazy, and workers build only what has its shape.")
+    return found
+
+
+def refuse_training_in_worker() -> None:
+    """Refuse to train where a worker imports a script that has no main guard.
+
+    Raises:
+        ModelError: In such a worker.
+    """
+    if SCRIPT in sys.modules:
+        raise ModelError(
+            f"The script {sys.modules[SCRIPT].__file__!r} starts to train when it is imported, "
+            "and workers import it for its layer classes; put what starts the training under "
+            '`if __name__ == "__main__":`.'
+        )
+
+
+def path_of(thing: Any, what: str) -> ImportPath:
+    """The path by which a worker finds a class or a function.
+
+    Raises:
+        ModelError: If there is none.
+    """
+    for module, functions in _TORCH_FUNCTIONS.items():
+        for name, function in functions.items():
+            if function is thing:
+                return ImportPath(module, name)
+    if inspect.isbuiltin(thing):
+        raise ModelError(
+            f"The {what} {thing.__qualname__!r} is built in; call it in a function at the top "
+            "level of a module, and use that."
+        )
+    path = ImportPath(_importable_name(thing), thing.__qualname__)
+    if "<" in path.qualname:
+        raise ModelError(
+            f"The {what} {path} is defined inside a function; move it to the top level of a module."
+        )
+    if _is_within(path.module, "torch") and not path.is_of_torch:
+        raise ModelError(
+            f"The {what} {path} is one of torch's that workers do not build; of torch they build "
+            "what stands in torch.nn and is not parametrized, compiled or quantized."
+        )
+    defining = sys.modules.get(thing.__module__)
+    if defining is None or _walk(defining, path) is not thing:
+        raise ModelError(
+            f"The {what} {path} cannot be found under its own name; define it at the top level of "
+            "a module that can be imported."
+        )
+    return path
+
+
+def _importable_name(thing: Any) -> str:
+    """The name of a thing's module, also for what `python -m` runs as `__main__`.
+
+    Raises:
+        ModelError: If it was typed into a session that no other process can import.
+    """
+    name: str = thing.__module__ or ""
+    if name != MAIN:
+        return name
+    main = sys.modules[MAIN]
+    if main.__spec__ is not None:
+        return main.__spec__.name
+    if not os.path.isfile(getattr(main, "__file__", None) or ""):
+        raise ModelError(
+            f"{thing.__qualname__} is defined in a notebook or an interactive session, which a "
+            "worker cannot import; move it into a module (a .py file) and import it from there."
+        )
+    return name
+
+
+def _is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def _walk(module: ModuleType, path: ImportPath) -> Any:
+    """What a path names, without running any code; None where it does not exist."""
+    found: Any = module
+    for name in path.qualname.split("."):
+        if not (found is module or isinstance(found, type)):
+            return None
+        found = vars(found).get(name)
+    return found
+
+
+def _look_up(module: ModuleType, path: ImportPath, what: str) -> Any:
+    found = _walk(module, path)
+    is_named_so = isinstance(found, (type, types.FunctionType)) and (
+        (found.__module__, found.__qualname__) == (module.__name__, path.qualname)
+    )
+    if not is_named_so:
+        raise ModelError(
+            f"The module {path.module!r} on this worker defines no {what} {path.qualname!r}; "
+            "install the coordinator's version here."
+        )
+    return found
+
+
+def _run_script(script: tuple[str, ...]) -> None:
+    """Import the user's script as multiprocessing does: its guarded part does not run."""
+    spec = importlib.util.spec_from_file_location(SCRIPT, script[0])
+    if spec is None or spec.loader is None:
+        raise ModelError(f"The script {script[0]!r} is no Python file that a worker can import.")
+    module = importlib.util.module_from_spec(spec)
+    sys.argv = list(script)
+    sys.modules[SCRIPT] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[SCRIPT]
+        raise ModelError(
+            f"The script {script[0]!r} could not be imported on a worker "
+            f"({type(error).__name__}: {error})."
+        ) from error

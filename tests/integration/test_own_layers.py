@@ -1,0 +1,234 @@
+"""Layers of the user's own train on workers as on one device, and what cannot says why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import ModelError, StageFailed
+
+from ..conftest import worker_process
+from ..models import loader, trainer
+from ..own_layers import Block, OwnModule, Settings, Stack
+
+NUM_STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def allowing() -> Iterator[list[str]]:
+    """Two workers whose owner allowed the tests' layers."""
+    options = ("--allow", "tests.own_layers", "--allow", __name__)
+    with worker_process(*options) as first, worker_process(*options) as second:
+        yield [first.address, second.address]
+
+
+def fit(module: OwnModule, strategy: Any = "auto") -> OwnModule:
+    run = trainer(strategy, max_steps=NUM_STEPS, gradient_clip_val=0.5)
+    run.fit(module, loader(12 * NUM_STEPS, 12))
+    return module
+
+
+def pipeline(workers: Any, **options: Any) -> HeteroPipelineStrategy:
+    chosen = {"layers": "model.blocks", "micro_batches": 4, **options}
+    return HeteroPipelineStrategy(workers, chosen.pop("plan", "even"), **chosen)
+
+
+@cache
+def plain_run() -> OwnModule:
+    return fit(OwnModule())
+
+
+def assert_equals_one_device(module: OwnModule, plain: OwnModule) -> None:
+    torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
+    found, expected = module.state_dict(), plain.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = float((found[name] - tensor).norm() / tensor.norm())
+        assert error <= 1e-5, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
+def test_own_layers_equal_one_device(allowing: list[str], micro_batching: Any) -> None:
+    module = fit(OwnModule(), pipeline(allowing, micro_batching=micro_batching))
+    assert_equals_one_device(module, plain_run())
+    assert module.model.blocks[4].again.weight is module.model.blocks[4].tied.weight
+
+
+class LateModule(OwnModule):
+    """Makes its model only when Lightning asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = Stack()  # type: ignore[unreachable]
+
+
+def test_local_workers_allow_the_layers_by_themselves() -> None:
+    assert_equals_one_device(fit(LateModule(), pipeline(1)), plain_run())
+
+
+class InOrder(OwnModule):
+    """Its layers are a Sequential, and it never says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks = nn.Sequential(*self.model.blocks)
+
+
+def test_a_sequential_is_a_list_of_layers(allowing: list[str]) -> None:
+    assert_equals_one_device(fit(InOrder(), pipeline(allowing)), plain_run())
+
+
+def test_a_module_shared_inside_one_stage_equals_one_device(allowing: list[str]) -> None:
+    def module() -> OwnModule:
+        made = OwnModule()
+        made.model.blocks[4].gain = made.model.blocks[3].gain
+        made.model.blocks[4].mix.weight = made.model.blocks[3].mix.weight
+        return made
+
+    plan = Plan([StagePlan(["coordinator"], (0, 3)), StagePlan([allowing[0]], (3, 5))], 4)
+    found = fit(module(), pipeline(allowing[:1], plan=plan))
+    assert_equals_one_device(found, fit(module()))
+    assert found.model.blocks[4].mix.weight is found.model.blocks[3].mix.weight
+
+
+# What is refused.
+
+
+def test_a_worker_that_allowed_nothing_says_what_to_do(workers: list[str]) -> None:
+    with pytest.raises(
+        StageFailed,
+        match=r"The layer class tests\.own_layers\.Block is outside of what this worker may import "
+        r"\(allowed: torch\.nn\); .* start the worker with --allow tests\.",
+    ):
+        fit(OwnModule(), pipeline(workers[:1]))
+
+
+def test_parameters_tied_across_stages_are_refused_by_name(allowing: list[str]) -> None:
+    module = OwnModule()
+    module.model.blocks[4].mix.weight = module.model.blocks[1].mix.weight
+    with pytest.raises(
+        ModelError,
+        match=r"blocks\.1\.mix\.weight', 'model\.blocks\.4\.mix\.weight'.*different workers",
+    ):
+        fit(module, pipeline(allowing))
+
+
+def test_a_module_shared_across_stages_is_refused_by_name(allowing: list[str]) -> None:
+    module = OwnModule()
+    module.model.blocks[4].gain = module.model.blocks[0].gain
+    with pytest.raises(ModelError, match=r"blocks\.4\.gain\.gain is shared as .*blocks\.0\.gain"):
+        fit(module, pipeline(allowing))
+
+
+def test_an_attribute_that_is_not_plain_is_refused_before_a_process_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning_hetero.strategy.start_local_workers", pytest.fail)
+    module = OwnModule()
+    module.model.blocks[4].activation = lambda x: x
+    with pytest.raises(ModelError, match=r"attribute model\.blocks\.4\.activation cannot be"):
+        fit(module, pipeline(1))
+
+
+def test_a_layer_that_stays_here_may_be_anything(allowing: list[str]) -> None:
+    module = OwnModule()
+    module.model.blocks[0].note = object()
+    plan = Plan([StagePlan(["coordinator"], (0, 4)), StagePlan([allowing[0]], (4, 5))], 4)
+    assert_equals_one_device(fit(module, pipeline(allowing[:1], plan=plan)), plain_run())
+
+
+class Pair(Block):
+    """Returns more than a tensor."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs), None
+
+
+def test_a_layer_that_returns_a_tuple_is_refused(allowing: list[str]) -> None:
+    module = OwnModule()
+    module.model.blocks[4] = Pair(Settings(), width=16, seed_of_weights=0)
+    with pytest.raises(StageFailed, match=r"\(Pair\) returns a tuple; only layers that return one"):
+        fit(module, pipeline(allowing))
+
+
+# A script, as a user runs it.
+
+SCRIPT = '''
+import sys
+
+import torch
+from torch import nn
+
+from lightning_hetero import HeteroPipelineStrategy
+from tests.models import loader, trainer
+from tests.own_layers import OwnModule
+
+
+class Block(nn.Module):
+    """Stands in the script itself."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.line = nn.Linear(width, width)
+
+    def forward(self, x, mask, scale=1.0):
+        return x + scale * self.line(x).tanh()
+
+
+class Module(OwnModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.model.blocks = nn.ModuleList(Block(16) for _ in range(2))
+
+
+def weights(strategy):
+    module = Module()
+    trainer(strategy, max_steps=3).fit(module, loader(36, 12))
+    return torch.cat([tensor.flatten() for tensor in module.state_dict().values()])
+
+
+def main():
+    torch.set_num_threads(1)
+    piped = weights(
+        HeteroPipelineStrategy(1, "even", layers="model.blocks", micro_batches=int(sys.argv[1]))
+    )
+    torch.testing.assert_close(piped, weights("auto"), rtol=1e-5, atol=1e-7)
+    print("equal")
+
+'''
+GUARDED = SCRIPT + 'if __name__ == "__main__":\n    main()\n'
+
+
+def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    root = Path(__file__).parents[2]
+    source_path = f"import sys; sys.path.insert(0, {str(root)!r})\n"
+    script.write_text(source_path + source)
+    command = [sys.executable, "-W", "ignore", str(script), "2"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+
+def test_blocks_in_the_script_train_on_local_workers(tmp_path: Path) -> None:
+    result = run_script(tmp_path, GUARDED)
+    assert "equal" in result.stdout, result.stderr
+
+
+def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path: Path) -> None:
+    result = run_script(tmp_path, SCRIPT + "main()\n")
+    assert result.returncode != 0
+    assert "starts to train when it is imported" in result.stderr
+    assert 'put what starts the training under `if __name__ == "__main__":`' in result.stderr

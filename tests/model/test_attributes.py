@@ -1,0 +1,195 @@
+"""Plain attributes survive their way as data; what is not plain is refused by name."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model import attributes as a
+from lightning_hetero.model.imports import Allowed, ImportPath
+
+from ..own_layers import Order, Settings, squared_relu
+
+OWN = Allowed(("tests.own_layers",))
+
+
+def there_and_back(value: Any, allowed: Allowed = OWN) -> Any:
+    text = msgspec.json.encode(a.write_value(value, "It", set()))
+    return a.read_value(msgspec.json.decode(text, type=a.Value), allowed)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.bfloat16,
+        torch.Size([2, 3]),
+        Order.BEHIND,
+        Settings(4, 0.25),
+        [Settings(), {"order": Order.BEFORE}],
+        functional.silu,
+        functional.scaled_dot_product_attention,
+        torch.sigmoid,
+        squared_relu,
+        math.inf,
+        -math.inf,
+        {1: "a", "b": 2.0, None: (True, 1, 1.0)},
+        {(1, 2): frozenset({3})},
+    ],
+    ids=str,
+)
+def test_a_value_arrives_as_it_was(value: Any) -> None:
+    found = there_and_back(value)
+    assert found == value
+    assert type(found) is type(value)
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.floats()
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text() | st.integers(-9, 9), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(values)
+def test_any_plain_value_arrives_as_it_was(value: Any) -> None:
+    # Their texts tell 1 from True and from 1.0, and not-a-number from itself not.
+    assert repr(there_and_back(value)) == repr(value)
+
+
+def test_a_config_arrives_with_its_attention() -> None:
+    config = LlamaConfig(hidden_size=64, rope_parameters={"rope_type": "default", "rope_theta": 7})
+    config._attn_implementation = "sdpa"
+    found = there_and_back(config)
+    assert found.to_dict() == config.to_dict()
+    assert found._attn_implementation == "sdpa"
+
+
+def test_what_it_needs_is_noted() -> None:
+    paths: set[ImportPath] = set()
+    a.write_value([Order.BEFORE, {"a": squared_relu}, functional.relu], "It", paths)
+    assert {str(path) for path in paths} == {
+        "tests.own_layers.Order",
+        "tests.own_layers.squared_relu",
+        "torch.nn.functional.relu",
+    }
+
+
+@dataclass
+class WithMore:
+    """Holds something beside its fields."""
+
+    width: int = 1
+    made: list[int] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.extra = 3
+
+
+class Plain:
+    """A user's object."""
+
+
+NOT_PLAIN: dict[str, tuple[Any, str]] = {
+    "lambda": (lambda x: x, "defined inside a function"),
+    "file": (open(__file__), "a TextIOWrapper"),  # noqa: SIM115
+    "lock": (threading.Lock(), "a lock"),
+    "object": (Plain(), "a Plain"),
+    "class": (Plain, "a type"),
+    "partial": (partial(functional.gelu, approximate="tanh"), "a partial"),
+    "method": ([].append, "is built in"),
+    "tensor": (torch.ones(2), "is a Tensor.*register_buffer"),
+    "parameter list": ([nn.Parameter(torch.ones(2))], "is a Parameter.*register_buffer"),
+    "module list": ([nn.Linear(1, 1)], "refers to a Linear.*nn.ModuleList"),
+    "device": (torch.device("cuda"), "device, and a worker has its own"),
+    "generator": (torch.Generator(), "a Generator"),
+    "dataclass with more": (WithMore(), "a WithMore"),
+    "huge": (2**64, "an? int"),
+    "bytes": (b"", "a bytes"),
+    "eval": (eval, "is built in"),
+    "load": (torch.load, "one of torch's that workers do not build"),
+}
+NOT_PLAIN["file"][0].close()
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": (v,)}], ids=["bare", "inside"])
+def test_what_is_not_plain_is_refused_with_its_place(name: str, wrap: Any) -> None:
+    value, expected = NOT_PLAIN[name]
+    with pytest.raises(ModelError, match=rf"^The attribute blocks\.0\.x .*({expected})"):
+        a.write_value(wrap(value), "The attribute blocks.0.x", set())
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(ModelError, match="nested without an end"):
+        a.write_value(value, "It", set())
+
+
+def path(name: str, module: str = "tests.own_layers") -> ImportPath:
+    return ImportPath(module, name)
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "os.system": (a.Function(path("system", "os")), "outside of what"),
+    "builtins.eval": (a.Function(path("eval", "builtins")), "outside of what"),
+    "torch.load": (a.Function(path("load", "torch")), "not a function of torch"),
+    "a class as function": (a.Function(path("Block")), "is not a function"),
+    "a layer as enum": (a.Member(path("Block"), "BEFORE"), "derives from Enum"),
+    "a member that is none": (a.Member(path("Order"), "__class__"), "has no member"),
+    "a layer as dataclass": (a.Record(path("Block"), {}), "Block is not a dataclass"),
+    "a field too many": (
+        a.Record(path("Settings"), {"heads": 1, "factor": 1, "__class__": 1}),
+        "has the fields",
+    ),
+    "a field too few": (a.Record(path("Settings"), {"heads": 1}), "has the fields"),
+    "a foreign dataclass": (a.Record(path("Path", "pathlib"), {}), "outside of what"),
+    "a layer as config": (a.Config(path("Block"), {}, "sdpa"), "PreTrainedConfig|PretrainedConfig"),
+    "a pipeline as config": (
+        a.Config(path("Pipeline", "transformers.pipelines.base"), {}, "sdpa"),
+        "outside of what",
+    ),
+    "a kernel of a hub": (
+        a.Config(
+            path("LlamaConfig", "transformers.models.llama.configuration_llama"), {}, "evil/x"
+        ),
+        "not allowed on a worker",
+    ),
+    "no dtype": (a.Text("dtype", "load"), "no dtype 'load'"),
+    "no number": (a.Text("float", "1e5"), "a number '1e5'"),
+    "a set of lists": (a.Items("set", [a.Items("list", [])]), "cannot be made"),
+    "a dictionary of lists": (a.Table([(a.Items("list", []), 1)]), "cannot be made"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_value_is_refused(name: str) -> None:
+    value, expected = HOSTILE[name]
+    with pytest.raises(ModelError, match=expected):
+        a.read_value(value, OWN)
+
+
+def test_a_value_nested_too_deeply_is_refused() -> None:
+    value: a.Value = None
+    for _ in range(a.MOST_DEPTH + 1):
+        value = a.Items("list", [value])
+    with pytest.raises(ModelError, match="nested deeper"):
+        a.read_value(value, OWN)
