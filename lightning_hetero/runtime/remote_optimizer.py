@@ -97,11 +97,8 @@ class RemoteOptimizer:
 
     def bring_back(self) -> None:
         """Move the stages' optimizer state into the optimizer."""
-        # A parameter that its layer has twice comes under both names.
-        remote = self._remote_state()
-        for parameter, name in self._names_of.items():
-            if name in remote:
-                self._optimizer.state[parameter] = remote[name]
+        for name, state in self._remote_state().items():
+            self._optimizer.state[self._parameters[name]] = state
 
     def detach(self) -> None:
         """Leave the optimizer an ordinary one."""
@@ -128,6 +125,8 @@ class RemoteOptimizer:
         return {
             name: {k: in_dtype_of(self._parameters[name], k, v) for k, v in state.items()}
             for name, state in self._coordinator.optimizer_state().items()
+            # A parameter that its layer has twice comes under both names, and is known by one.
+            if name in self._parameters
         }
 
     def _indexed(self) -> Iterator[tuple[int, str]]:
