@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ModelError
+from ..model.four_bit import bitsandbytes
+
+# Before the name of a class that is not one of torch.optim.
+_BITSANDBYTES = "bitsandbytes."
 
 
 @dataclass(frozen=True)
@@ -35,15 +40,27 @@ def optimizer_class_name(optimizer: Optimizer) -> str:
     """The name under which a worker finds the optimizer's class.
 
     Raises:
-        ModelError: If it is none of ``torch.optim``, or needs all parameters in one place.
+        ModelError: If it is in no library that workers know, or needs all parameters in one place.
     """
     kind = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is not kind or kind is torch.optim.LBFGS:
-        raise ModelError(
-            f"The optimizer {kind.__module__}.{kind.__qualname__} cannot be cut over stages; use "
-            "one of torch.optim other than LBFGS."
-        )
-    return str(kind.__name__)
+    if getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS:
+        return str(kind.__name__)
+    library = sys.modules.get("bitsandbytes.optim")
+    if library is not None and getattr(library, kind.__name__, None) is kind:
+        return f"{_BITSANDBYTES}{kind.__name__}"
+    raise ModelError(
+        f"The optimizer {kind.__module__}.{kind.__qualname__} cannot be cut over stages; use "
+        "one of torch.optim other than LBFGS, or one of bitsandbytes.optim."
+    )
+
+
+def optimizer_defaults(optimizer: Optimizer) -> dict[str, Any]:
+    """What the optimizer was built with, as far as it still knows."""
+    # Those of bitsandbytes keep a part of it in an object of their own.
+    arguments = dict(vars(optimizer.args)) if hasattr(optimizer, "args") else {}
+    if type(optimizer).__name__.endswith("bit"):
+        del arguments["optim_bits"]  # the class says it, and its constructor refuses to hear it
+    return {**optimizer.defaults, **arguments}
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +72,7 @@ class StageOptimizer:
     """An optimizer over a stage's parameters.
 
     Args:
-        class_name: A class of ``torch.optim``.
+        class_name: A class as `optimizer_class_name` names it.
         defaults: The whole optimizer's own defaults; those that its constructor takes are given to
             it, since some (Adagrad's initial value) are not read from the groups.
         groups: All groups of the whole optimizer, each with the stage's parameters of it; their
@@ -73,9 +90,7 @@ class StageOptimizer:
         groups: Sequence[Group],
         parameters: Mapping[str, nn.Parameter],
     ) -> None:
-        kind: Any = getattr(torch.optim, class_name, None)
-        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise ModelError(f"torch {torch.__version__} has no optimizer {class_name!r}.")
+        kind = _find_class(class_name, parameters)
         unknown = {name for group in groups for name in group.parameters} - set(parameters)
         if unknown:
             raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
@@ -116,6 +131,23 @@ class StageOptimizer:
             raise ModelError(f"The stage has no parameter {name!r} to load optimizer state for.")
         parameter = self._parameters[name]
         self.optimizer.state[parameter] = {k: _beside(parameter, k, v) for k, v in state.items()}
+
+
+def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter]) -> Any:
+    library: Any = torch.optim
+    if class_name.startswith(_BITSANDBYTES):
+        package = bitsandbytes()
+        devices = {parameter.device.type for parameter in parameters.values()}
+        if not devices <= set(package.supported_torch_devices):
+            raise ModelError(
+                f"bitsandbytes has no optimizers for the device {', '.join(sorted(devices))}; use "
+                "one of torch.optim, or leave this worker out."
+            )
+        library, class_name = package.optim, class_name.removeprefix(_BITSANDBYTES)
+    kind: Any = getattr(library, class_name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ModelError(f"{library.__name__} has no optimizer {class_name!r} here.")
+    return kind
 
 
 def _beside(parameter: nn.Parameter, key: str, value: Any) -> Any:

@@ -22,6 +22,7 @@ from ..pipeline.optimizer import (
     group_options,
     in_dtype_of,
     optimizer_class_name,
+    optimizer_defaults,
     optimizer_gradients,
     total_norm,
 )
@@ -54,10 +55,10 @@ class RemoteOptimizer:
         for parameter in names_of:
             # Some optimizers make state at once; that of meta parameters would be meta.
             optimizer.state.pop(parameter, None)
-        self._hooks = [
-            optimizer.register_state_dict_post_hook(self._add_remote_state),
-            optimizer.register_load_state_dict_pre_hook(self._send_remote_state),
-        ]
+        self._hook = optimizer.register_state_dict_post_hook(self._add_remote_state)
+        # Not by a hook: some optimizers load in their own way and call none.
+        self._load_local_state = optimizer.load_state_dict
+        optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
 
     def unscale(self, scale: float) -> bool:
         """Divide the stages' gradients by a loss scale, with the step.
@@ -102,8 +103,8 @@ class RemoteOptimizer:
 
     def detach(self) -> None:
         """Leave the optimizer an ordinary one."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
+        del self._optimizer.load_state_dict
 
     def _build(self) -> None:
         groups = [
@@ -114,7 +115,8 @@ class RemoteOptimizer:
             for group in self._optimizer.param_groups
         ]
         class_name = optimizer_class_name(self._optimizer)
-        self._coordinator.build_optimizer(class_name, self._optimizer.defaults, groups)
+        defaults = optimizer_defaults(self._optimizer)
+        self._coordinator.build_optimizer(class_name, defaults, groups)
 
     def _clip(self, gradients: list[Tensor], clipping: Clipping) -> None:
         clip_gradients(gradients, clipping)
@@ -144,10 +146,17 @@ class RemoteOptimizer:
         # In the order of the parameters, as in a checkpoint written on one device.
         state_dict["state"] = {index: state[index] for index in sorted(state)}
 
-    def _send_remote_state(
-        self, _optimizer: Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Send the stages what is theirs, and load the rest here."""
         local = dict(state_dict["state"])
         remote = {name: local.pop(index) for index, name in self._indexed() if index in local}
-        self._coordinator.load_optimizer_state(remote)
-        return {**state_dict, "state": local}
+        self._coordinator.load_optimizer_state({k: _flattened(v) for k, v in remote.items()})
+        self._load_local_state({**state_dict, "state": local}, *args, **kwargs)
+
+
+def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state without the inner dict in which bitsandbytes saves a part of it."""
+    flat: dict[str, Any] = {}
+    for key, value in state.items():
+        flat.update(value if isinstance(value, Mapping) else {key: value})
+    return flat

@@ -1,0 +1,62 @@
+"""The 8-bit optimizers of bitsandbytes, each stage with its own part of the state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+
+from ..models import TinyModule, loader, trainer
+
+BATCH_SIZE = 8
+
+
+class EightBitModule(TinyModule):
+    """Even its small matrices have 8-bit state."""
+
+    def configure_optimizers(self) -> Any:
+        return bnb.optim.AdamW8bit(self.parameters(), lr=1e-3, min_8bit_size=16)
+
+
+def strategy(workers: list[str], cut: int = 3) -> HeteroPipelineStrategy:
+    stages = [
+        StagePlan(["coordinator"], (0, 1)),
+        StagePlan([workers[0]], (1, cut)),
+        StagePlan([workers[1]], (cut, 5)),
+    ]
+    return HeteroPipelineStrategy(workers[:2], Plan(stages, micro_batches=4))
+
+
+def test_training_is_that_of_one_device(workers: list[str]) -> None:
+    expected, found = EightBitModule(), EightBitModule()
+    trainer("auto", max_epochs=1).fit(expected, loader(5 * BATCH_SIZE, BATCH_SIZE))
+    trainer(strategy(workers), max_epochs=1).fit(found, loader(5 * BATCH_SIZE, BATCH_SIZE))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.losses[0] != found.losses[-1]
+
+
+def test_the_state_is_eight_bits_and_resumes_under_another_split(
+    workers: list[str], tmp_path: Path
+) -> None:
+    whole = EightBitModule()
+    trainer(strategy(workers), max_epochs=2).fit(whole, loader(2 * BATCH_SIZE, BATCH_SIZE))
+    run = trainer(
+        strategy(workers), max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path
+    )
+    run.fit(EightBitModule(), loader(2 * BATCH_SIZE, BATCH_SIZE))
+    path = run.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    (optimizer,) = torch.load(path, weights_only=True)["optimizer_states"]
+    states = [entry["__bnb_optimizer_quant_state__"] for entry in optimizer["state"].values()]
+    assert len(states) == len(list(whole.parameters()))
+    assert {state["state1"].dtype for state in states} == {torch.uint8}
+    for again in (strategy(workers, cut=4), "auto"):
+        resumed = EightBitModule()
+        trainer(again, max_epochs=2).fit(
+            resumed, loader(2 * BATCH_SIZE, BATCH_SIZE), ckpt_path=path
+        )
+        assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-5)
