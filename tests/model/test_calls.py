@@ -94,7 +94,8 @@ class Layer(nn.Module):
 
 
 def tried(layer: nn.Module, **kwargs: Any) -> int:
-    return expected_tuple_length(layer, 7, HIDDEN, (torch.ones(2, 1),), kwargs)
+    hidden = HIDDEN.clone().requires_grad_()
+    return expected_tuple_length(layer, 7, hidden, (torch.ones(2, 1),), kwargs)
 
 
 @pytest.mark.parametrize(("how", "length"), [("tensor", 0), ("pair", 2)])

@@ -514,6 +514,17 @@ def test_each_way_of_calling_a_layer_is_tried_for_itself() -> None:
         assert len(second(hidden, form=form + "!")) == len(form) + 1
 
 
+def test_a_layer_is_tried_in_each_mode() -> None:
+    class Moody(TupleLayer):
+        def forward(self, hidden: Tensor, form: str = "3") -> Any:
+            return super().forward(hidden, "abc" if self.training else "ab")
+
+    layer = Moody()
+    exchange: Exchange = lambda hidden, *_: (hidden, [])  # noqa: E731
+    HollowLayers({0: DecoderLayer("layers.0", layer)}, exchange, Elsewhere({})).hollow()
+    assert [len(layer.train(mode)(torch.ones(2, 4))) for mode in (True, False)] == [3, 2]
+
+
 def test_a_layer_that_cannot_be_tried_is_taken_to_return_a_tensor() -> None:
     first, _ = tuple_run(lambda hidden, *_: (hidden, []))
     assert isinstance(first(torch.ones(2, 4), form="data"), Tensor)

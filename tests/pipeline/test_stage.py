@@ -369,3 +369,21 @@ def test_collected_whole_numbers_need_no_gradient(recompute: bool) -> None:
     assert [tensor.requires_grad for tensor in output.tensors] == [True, False]
     [gradient] = stage.backward(FIRST, (*ONES, None))
     assert gradient is not None
+
+
+class Detaching(Choosing):
+    """Shows something that nothing can be learned from."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.linear(hidden)
+        self.choice(hidden.detach() * 2)
+        return hidden
+
+
+def test_a_gradient_for_what_turns_out_to_be_detached_is_left_alone() -> None:
+    stage = stage_of(Detaching(), recompute=True)
+    around = replace(surroundings(*plain_calls(1)), collect=["choices"])
+    stage.forward(FIRST, wanting(), around)
+    assert stage.backward(FIRST, (None, *ONES)) == (None,)
+    stage.forward(FIRST, wanting(), around)
+    assert stage.backward(FIRST, (*ONES, *ONES))[0] is not None
