@@ -11,17 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
-from ..errors import ModelError
+from ..errors import ModelError, RemoteProtocolError
 
 HIDDEN_STATES = "hidden_states"
 # The numbers of the layers whose hidden states are wanted, if not all of them.
 _SELECTION = "_hidden_states_layers"
+# What transformers sets on a model that has its hooks.
+_INSTALLED = "_output_capturing_hooks_installed"
 
 
 def wanted_kinds() -> list[str]:
@@ -44,38 +47,114 @@ def add_collected(hidden: Tensor, collected: Iterable[tuple[str, Tensor]]) -> No
 
     ``hidden`` are the hidden states that went to the workers: the first ones that are collected,
     if no layer ran before.
+
+    Raises:
+        RemoteProtocolError: If something came that the forward does not collect.
     """
     collector: dict[str, list[Tensor]] = output_capturing._active_collector.get() or {}
     if HIDDEN_STATES in collector and not collector[HIDDEN_STATES]:
         collector[HIDDEN_STATES].append(hidden)
     for kind, tensor in collected:
+        if kind not in collector:
+            raise RemoteProtocolError(
+                f"The workers sent collected outputs {kind!r}; the model asked for {[*collector]}."
+            )
         collector[kind].append(tensor)
 
 
 @contextmanager
 def collecting(kinds: Sequence[str]) -> Iterator[Callable[[], list[tuple[str, Tensor]]]]:
     """Inside, layers put outputs of these kinds aside; the function that is yielded returns them,
-    kind by kind and each in the order of the layers."""
+    kind by kind and each in the order of the layers.
+
+    Raises:
+        ModelError: From that function, if something is not a tensor.
+    """
     # The first entry keeps the hook from adding the input of the first layer that it sees.
     collector: dict[str, list[Any]] = {kind: [None] for kind in kinds}
     token = output_capturing._active_collector.set(collector)
     try:
-        yield lambda: [(kind, tensor) for kind in kinds for tensor in collector[kind][1:]]
+        yield lambda: [(kind, _tensor(v, kind)) for kind in kinds for v in collector[kind][1:]]
     finally:
         output_capturing._active_collector.reset(token)
+
+
+def _tensor(value: Any, kind: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ModelError(
+            f"A layer's {kind} are a {type(value).__name__}, and only tensors can come back from a "
+            f"worker; call the model without output_{kind}, or keep the layer with the coordinator."
+        )
+    return value
 
 
 def install_hooks(root: nn.Module, layer_names: Sequence[str]) -> None:
     """Put the hooks into the model with these layers that transformers adds when outputs are first
     wanted; does nothing where no Hugging Face model has them."""
-    innermost = None
-    for name, module in root.named_modules():
-        prefix = f"{name}." if name else ""
-        has_layers = all(layer_name.startswith(prefix) for layer_name in layer_names)
-        if isinstance(module, PreTrainedModel) and has_layers:
-            innermost = module
-    if innermost is not None:
-        output_capturing.maybe_install_capturing_hooks(innermost)
+    models = _models_around(root, layer_names)
+    # Where an outer model collects too, transformers must not come later and add a second set.
+    if models and not getattr(models[-1], _INSTALLED, False):
+        output_capturing.maybe_install_capturing_hooks(models[0])
+
+
+def _models_around(root: nn.Module, layer_names: Sequence[str]) -> list[PreTrainedModel]:
+    """The Hugging Face models that hold all the layers, from the outermost to the innermost."""
+    return [
+        module
+        for name, module in root.named_modules()
+        if isinstance(module, PreTrainedModel)
+        and all(layer.startswith(f"{name}." if name else "") for layer in layer_names)
+    ]
+
+
+class CollectingHooks:
+    """What a model needs, until `remove`, to collect outputs while some of its layers are away: the
+    hooks of transformers, and a check of the hidden states that it gathers by itself.
+
+    Args:
+        root: The LightningModule.
+        layer_names: Paths of the layers in it.
+    """
+
+    def __init__(self, root: nn.Module, layer_names: Sequence[str]) -> None:
+        models = _models_around(root, layer_names)
+        modules = list(models[0].modules()) if models else []
+        before = [
+            (module, _INSTALLED in vars(module), {*module._forward_hooks}) for module in modules
+        ]
+        install_hooks(root, layer_names)
+        self._flagged = [m for m, flagged, _ in before if not flagged and _INSTALLED in vars(m)]
+        self._added = [
+            (m, key) for m, _, keys in before for key in m._forward_hooks if key not in keys
+        ]
+        self._checks = [model.register_forward_hook(_refuse_repeated) for model in models[-1:]]
+
+    def remove(self) -> None:
+        """Leave the model as it was; transformers adds its hooks when they are wanted again."""
+        for check in self._checks:
+            check.remove()
+        for module, key in self._added:
+            module._forward_hooks.pop(key, None)
+        for module in self._flagged:
+            delattr(module, _INSTALLED)
+
+
+def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
+    """Refuse an output that holds one tensor twice in a row.
+
+    Up to the last layer of a run on workers, the model passes on the hidden states that it put in.
+    """
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(values, Tensor):
+        return
+    gathered = [value for value in values if isinstance(value, tuple)]
+    for first, second in (pair for value in gathered for pair in pairwise(value)):
+        if isinstance(first, Tensor) and first is second:
+            raise ModelError(
+                f"{type(model).__name__} gathers the hidden states between its layers by itself, "
+                "and those between layers on workers are not here; call it without "
+                "output_hidden_states, or keep its layers with the coordinator."
+            )
 
 
 class SilencedHooks:

@@ -156,7 +156,8 @@ class HollowLayers:
     ) -> int:
         """What the layer's own forward would return; it depends on its class and on flags."""
         layer = self._modules[number]
-        flags = [(k, v) for k, v in kwargs.items() if v is None or isinstance(v, (bool, str))]
+        named = [*enumerate(args), *kwargs.items()]
+        flags = [(k, v) for k, v in named if v is None or isinstance(v, (bool, str))]
         key = (type(layer), layer.training, len(args), tuple(flags))
         if key not in self._tuple_lengths:
             with shapes_only(layer):

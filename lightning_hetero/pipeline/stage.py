@@ -72,7 +72,9 @@ class Stage:
         output = self._run_layers(key, leaf, surroundings, keep_graph)
         if surroundings.grad_enabled and self.recompute:
             wanted = leaf.requires_grad or any(p.requires_grad for p in self.layers.parameters())
-            outgoing = output.map(lambda tensor: tensor.detach().requires_grad_(wanted))
+            outgoing = output.map(
+                lambda tensor: tensor.detach().requires_grad_(wanted and tensor.is_floating_point())
+            )
         else:
             outgoing = output.map(leaf_of)
         outgoing = Activation(outgoing.hidden, incoming.collected + outgoing.collected)

@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
+from ..errors import (
+    HeteroError,
+    ProtocolError,
+    RemoteProtocolError,
+    StageFailed,
+    WorkerError,
+    WorkerLost,
+)
 from ..model.blocks import BlocksRecipe
 from ..model.four_bit import State
 from ..model.recipe import Recipe
@@ -229,14 +236,17 @@ class Coordinator:
     def receive(self) -> Returned:
         """Wait for the next activation or gradients of the present step."""
         while True:
-            frame = self._receive(self._deadlines.progress_seconds)[1]
+            worker, frame = self._receive(self._deadlines.progress_seconds)
             message = frame.message
             if not isinstance(message, (m.Activation, m.Gradient)) or message.step != self.step:
                 continue  # left over from an aborted step
             key = Key(message.microbatch, message.visit)
-            if isinstance(message, m.Gradient):
-                return Returned(key, read_gradients(message, frame.tensors))
-            return Returned(key, read_activation(message, frame.tensors))
+            try:
+                if isinstance(message, m.Gradient):
+                    return Returned(key, read_gradients(message, frame.tensors))
+                return Returned(key, read_activation(message, frame.tensors))
+            except RemoteProtocolError as error:
+                raise self._note_lost(worker, error) from error
 
     # optimizer
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.calls import LayerCall, without_cache
-from ..model.collecting import install_hooks
+from ..model.collecting import CollectingHooks
 from ..model.four_bit import State, keep_layout, state_of
 from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer, check_layers_stand_alone
@@ -75,9 +75,12 @@ class Deployment:
         self.names_of = {parameter: name for name, parameter in named_tensors(self._away)}
         self._visits: int | None = None
         self._send(root, stages, seed, converts_weights)
-        install_hooks(root, [layer.name for layer in away.values()])
+        self._collecting = CollectingHooks(root, [layer.name for layer in away.values()])
         self._hollow = HollowLayers(away, self._exchange, coordinator)
-        self._hollow.hollow()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._collecting.remove)
+            self._hollow.hollow()
+            undo.pop_all()
         self._recomputed = _recompute_locally(layers, plan)
 
     def _send(
@@ -160,6 +163,7 @@ class Deployment:
             return False
         else:
             self._hollow.refill(tensors)
+            self._collecting.remove()
             return True
 
     def close(self) -> None:

@@ -47,7 +47,11 @@ def say_arguments(
 
 
 def read_arguments(message: m.Arguments, tensors: tuple[Tensor, ...]) -> Surroundings:
-    """What a stage runs its layers with."""
+    """What a stage runs its layers with.
+
+    Raises:
+        RemoteProtocolError: If the message names a tensor or a dtype that there is not.
+    """
     calls = [
         LayerCall(
             call.layer_index,
@@ -58,8 +62,11 @@ def read_arguments(message: m.Arguments, tensors: tuple[Tensor, ...]) -> Surroun
         )
         for call in message.calls
     ]
-    autocast = None if message.autocast_dtype is None else DTYPES[message.autocast_dtype]
-    return Surroundings(message.grad_enabled, autocast, calls, message.collect)
+    autocast = message.autocast_dtype
+    if autocast is not None and autocast not in DTYPES:
+        raise RemoteProtocolError(f"There is no autocast to {autocast!r}.")
+    dtype = None if autocast is None else DTYPES[autocast]
+    return Surroundings(message.grad_enabled, dtype, calls, message.collect)
 
 
 def say_activation(step: int, key: Key, activation: Activation) -> Content:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
 import torch
+from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import ModelError
 
+from ..families import NUM_LAYERS, tiny_model
 from ..models import TinyModule, loader, trainer
 
 
@@ -70,3 +77,57 @@ def test_a_batch_that_does_not_divide_runs_in_uneven_pieces(workers: list[str]) 
     assert found is not None
     assert expected is not None
     torch.testing.assert_close(found[0], expected[0])
+
+
+def outputs_of(family: str, use: Any, **wanted: Any) -> dict[str, Any]:
+    """What one device or the stages collect for one batch, by a `predict`."""
+
+    class Asking(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            # Others than eager attention give no weights; Falcon's eager one gives them unasked.
+            attention = "eager" if "output_attentions" in wanted else "sdpa"
+            self.model = tiny_model(family, _attn_implementation=attention)
+
+        def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+            return {**self.model(**batch, **wanted)}
+
+    [found] = trainer(use).predict(Asking(), loader(6, 6, padded=True)) or [{}]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_hidden_states_and_attentions_are_those_of_one_device(
+    family: str, pieces: int, workers: list[str]
+) -> None:
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    expected = outputs_of(family, "auto", **wanted)
+    found = outputs_of(family, family_strategy(workers, pieces), **wanted)
+    kinds = ["hidden_states", "attentions"]
+    kinds += ["router_logits"] if family == "mixtral" else []
+    for kind in kinds:
+        assert len(found[kind]) == len(expected[kind]) >= NUM_LAYERS
+        for mine, its in zip(found[kind], expected[kind], strict=True):
+            # Cut into pieces, sums come in another order.
+            torch.testing.assert_close(mine, its, **({"rtol": 0, "atol": 0} if pieces == 1 else {}))
+
+
+def family_strategy(workers: list[str], pieces: int) -> HeteroPipelineStrategy:
+    stages = [
+        StagePlan(["coordinator"], (0, 1)),
+        StagePlan([workers[0]], (1, 2)),
+        StagePlan([workers[1]], (2, NUM_LAYERS)),
+    ]
+    return HeteroPipelineStrategy(workers[:2], Plan(stages, micro_batches=pieces))
+
+
+def test_the_hidden_states_of_some_layers_are_refused(workers: list[str]) -> None:
+    with pytest.raises(ModelError, match="output_hidden_states=True for all of them"):
+        outputs_of("llama", family_strategy(workers, 3), output_hidden_states=[1])
+
+
+def test_hidden_states_that_a_model_gathers_by_itself_are_refused(workers: list[str]) -> None:
+    with pytest.raises(ModelError, match="FalconModel gathers the hidden states"):
+        outputs_of("falcon", family_strategy(workers, 3), output_hidden_states=True)

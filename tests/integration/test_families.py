@@ -88,7 +88,7 @@ def fit_by_hand(model: PreTrainedModel) -> FamilyModule:
             piece = {name: tensor[start:end] for name, tensor in batch.items()}
             loss = model(**piece).loss / NUM_MICROBATCHES
             loss.backward()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         if step == 0:
             module.gradients = {
                 name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None

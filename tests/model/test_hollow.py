@@ -26,12 +26,14 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from lightning_hetero.errors import ModelError
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.errors import ModelError, RemoteProtocolError
+from lightning_hetero.model.calls import LayerCall, hidden_of
+from lightning_hetero.model.collecting import CollectingHooks, collecting, is_collecting
 from lightning_hetero.model.hollow import Exchange, HollowLayers
-from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.tensors import named_tensors, set_tensor
 
+from ..families import NUM_LAYERS, tiny_model
 from ..models import VOCABULARY, tiny_llama
 
 AWAY = range(1, 4)
@@ -44,12 +46,16 @@ class Elsewhere:
         self.layers = copy.deepcopy(dict(layers))
         self.calls: list[list[LayerCall]] = []
 
-    def exchange(self, hidden: Tensor, calls: list[LayerCall]) -> Tensor:
+    def exchange(
+        self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
+    ) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         self.calls.append(calls)
-        for call in calls:
-            layer = self.layers[call.layer_index].train(call.training)
-            hidden = layer(hidden, *call.args, **call.kwargs)
-        return hidden
+        with collecting(collect) as collected:
+            for call in calls:
+                layer = self.layers[call.layer_index].train(call.training)
+                result = layer(hidden, *call.args, **call.kwargs)
+                hidden = hidden_of(result, layer, call)
+        return hidden, collected()
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = dict(named_tensors(self.layers))
@@ -66,9 +72,12 @@ class Elsewhere:
 class Hollowed:
     """A model whose layers 1 to 3 are hollow, and where they went."""
 
-    def __init__(self, model: PreTrainedModel, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, exchange: Exchange | None = None, away: range = AWAY
+    ) -> None:
         self.model = model
-        chosen = {number: find_decoder_layers(model)[number] for number in AWAY}
+        chosen = {number: find_decoder_layers(model)[number] for number in away}
+        self.collecting = CollectingHooks(model, [layer.name for layer in chosen.values()])
         self.layers = {number: layer.module for number, layer in chosen.items()}
         self.elsewhere = Elsewhere(self.layers)
         self.run = HollowLayers(chosen, exchange or self.elsewhere.exchange, self.elsewhere)
@@ -76,6 +85,7 @@ class Hollowed:
 
     def refill(self) -> None:
         self.run.refill(self.elsewhere.everything())
+        self.collecting.remove()
 
     def is_away(self, name: str) -> bool:
         return any(f"layers.{number}." in name for number in AWAY)
@@ -348,11 +358,191 @@ def test_the_hooks_of_transformers_own_output_capturing_do_no_harm() -> None:
     assert torch.equal(model(tokens()).logits, expected)
 
 
-@pytest.mark.parametrize("wanted", ["output_hidden_states", "output_attentions"])
-def test_outputs_that_cannot_be_collected_are_refused(hollowed: Hollowed, wanted: str) -> None:
-    hollowed.model.set_attn_implementation("eager")
-    with pytest.raises(ModelError, match=wanted.removeprefix("output_")):
-        hollowed.model(tokens(), **{wanted: True})
+@pytest.mark.parametrize("wanted", ["hidden_states", "attentions"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt", "mixtral"])
+def test_collected_outputs_are_those_of_the_plain_model(family: str, wanted: str) -> None:
+    model = tiny_model(family, _attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = model(tokens(), **{f"output_{wanted}": True})[wanted]
+        Hollowed(model)
+        found = model(tokens(), **{f"output_{wanted}": True})[wanted]
+    assert len(found) == len(expected) >= NUM_LAYERS
+    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+
+
+def test_the_first_collected_hidden_states_are_those_that_went_to_the_workers() -> None:
+    model = tiny_model("llama").eval()
+    with torch.no_grad():
+        expected = model(tokens(), output_hidden_states=True).hidden_states
+        Hollowed(model, away=range(3))
+        found = model(tokens(), output_hidden_states=True).hidden_states
+    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("selection", [1, [1, 3]], ids=str)
+def test_the_hidden_states_of_some_layers_are_refused(hollowed: Hollowed, selection: Any) -> None:
+    with pytest.raises(ModelError, match="call the model with output_hidden_states=True for all"):
+        hollowed.model(tokens(), output_hidden_states=selection)
+
+
+@pytest.mark.parametrize("return_dict", [False, True])
+def test_hidden_states_that_a_model_gathers_by_itself_are_refused(return_dict: bool) -> None:
+    model = tiny_model("falcon")
+    Hollowed(model)
+    with pytest.raises(ModelError, match="FalconModel gathers the hidden states"):
+        model(tokens(), output_hidden_states=True, return_dict=return_dict)
+
+
+def test_hidden_states_that_a_model_gathers_around_one_hollow_layer_are_right() -> None:
+    model = tiny_model("falcon").eval()
+    with torch.no_grad():
+        expected = model(tokens(), output_hidden_states=True).hidden_states
+        Hollowed(model, away=range(1, 2))
+        found = model(tokens(), output_hidden_states=True).hidden_states
+    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+
+
+def test_after_a_refill_a_model_gathers_hidden_states_as_before() -> None:
+    model = tiny_model("falcon").eval()
+    with torch.no_grad():
+        expected = model(tokens(), output_hidden_states=True).hidden_states
+        Hollowed(model).refill()
+        found = model(tokens(), output_hidden_states=True).hidden_states
+    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+
+
+def collecting_hooks(model: nn.Module) -> list[tuple[str, int]]:
+    """How many of transformers' hooks each module has."""
+    hooks = [
+        (n, [*map(is_collecting, m._forward_hooks.values())]) for n, m in model.named_modules()
+    ]
+    return [(name, sum(found)) for name, found in hooks if any(found)]
+
+
+def test_the_collecting_hooks_of_hollow_layers_are_silent_until_the_refill() -> None:
+    model = tiny_model("mixtral")
+    with torch.no_grad():
+        model(tokens(), output_hidden_states=True)
+    before = collecting_hooks(model)
+    hollow = Hollowed(model)
+    kept = collecting_hooks(model)
+    assert kept == [(name, count) for name, count in before if not hollow.is_away(f"{name}.")]
+    assert len(kept) < len(before)
+    hollow.refill()
+    assert collecting_hooks(model) == before
+
+
+def test_a_refill_leaves_no_hooks_where_there_were_none() -> None:
+    hollow = Hollowed(tiny_model("mixtral", output_router_logits=False))
+    assert collecting_hooks(hollow.model)
+    hollow.refill()
+    assert collecting_hooks(hollow.model) == []
+    pickle.dumps(hollow.model)
+    with torch.no_grad():
+        assert (
+            len(hollow.model(tokens(), output_hidden_states=True).hidden_states) == NUM_LAYERS + 1
+        )
+
+
+def test_router_logits_from_elsewhere_carry_gradients() -> None:
+    model, plain = (tiny_model("mixtral", router_aux_loss_coef=0.5) for _ in range(2))
+    hollow = Hollowed(model)
+    for m in (model, plain):
+        m(tokens(), labels=tokens()).aux_loss.backward()
+    name = "mlp.gate.weight"
+    for number, layer in hollow.elsewhere.layers.items():
+        expected = plain.model.layers[number].get_parameter(name).grad
+        torch.testing.assert_close(layer.get_parameter(name).grad, expected, rtol=0, atol=0)
+
+
+def test_what_was_not_asked_for_is_refused() -> None:
+    def exchange(hidden: Tensor, _calls: Any, _collect: Any) -> Any:
+        return hidden, [("router_logits", hidden)]
+
+    hollowed = Hollowed(tiny_llama(5), exchange)
+    with pytest.raises(RemoteProtocolError, match=r"'router_logits'; the model asked for \[\]"):
+        hollowed.model(tokens())
+    with pytest.raises(RemoteProtocolError, match=r"asked for \['hidden_states'\]"):
+        hollowed.model(tokens(), output_hidden_states=True)
+
+
+class TupleLayer(nn.Module):
+    """A layer whose tuple is as long as its flag says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, form: str = "3") -> Any:
+        if form == "data" and hidden.sum() > 0:
+            raise ValueError("meta tensors have no data")
+        hidden = self.linear(hidden)
+        more = {"attentions": (hidden,), "dict": {}}.get(form, (None,) * (len(form) - 1))
+        return {"hidden": hidden} if form == "dict" else (hidden, *more)
+
+
+def tuple_run(exchange: Exchange) -> list[TupleLayer]:
+    layers = [TupleLayer(), TupleLayer()]
+    chosen = {n: DecoderLayer(f"layers.{n}", layer) for n, layer in enumerate(layers)}
+    HollowLayers(chosen, exchange, Elsewhere({})).hollow()
+    return layers
+
+
+@pytest.mark.parametrize("form", ["a", "ab", "abc"])
+def test_the_model_sees_the_tuple_that_its_layer_would_return(form: str) -> None:
+    lengths: list[int] = []
+
+    def exchange(hidden: Tensor, calls: list[LayerCall], _: Any) -> Any:
+        lengths.extend(call.tuple_length for call in calls)
+        return hidden + 1, []
+
+    first, second = tuple_run(exchange)
+    halfway = first(torch.ones(2, 4), form=form)
+    end = second(halfway[0], form=form)
+    assert isinstance(halfway, tuple)
+    assert halfway[1:] == end[1:] == (None,) * (len(form) - 1)
+    assert torch.equal(end[0], torch.full((2, 4), 2.0))
+    assert lengths == [len(form)] * 2
+
+
+def test_each_way_of_calling_a_layer_is_tried_for_itself() -> None:
+    first, second = tuple_run(lambda hidden, *_: (hidden, []))
+    for form in ("a", "abc", "ab"):
+        hidden = first(torch.ones(2, 4), form)[0]
+        assert len(second(hidden, form)) == len(form)
+        hidden = first(torch.ones(2, 4), form=form + "!")[0]
+        assert len(second(hidden, form=form + "!")) == len(form) + 1
+
+
+def test_a_layer_is_tried_in_each_mode() -> None:
+    class Moody(TupleLayer):
+        def forward(self, hidden: Tensor, form: str = "3") -> Any:
+            return super().forward(hidden, "abc" if self.training else "ab")
+
+    layer = Moody()
+    exchange: Exchange = lambda hidden, *_: (hidden, [])  # noqa: E731
+    HollowLayers({0: DecoderLayer("layers.0", layer)}, exchange, Elsewhere({})).hollow()
+    assert [len(layer.train(mode)(torch.ones(2, 4))) for mode in (True, False)] == [3, 2]
+
+
+def test_a_layer_that_cannot_be_tried_is_taken_to_return_a_tensor() -> None:
+    first, _ = tuple_run(lambda hidden, *_: (hidden, []))
+    assert isinstance(first(torch.ones(2, 4), form="data"), Tensor)
+
+
+@pytest.mark.parametrize(
+    ("form", "sentence"),
+    [
+        ("attentions", r"Layer 0 \(TupleLayer\) returns Tensor besides its hidden states"),
+        ("dict", r"Layer 0 \(TupleLayer\) returns a dict; a layer on a worker must return"),
+    ],
+)
+def test_a_layer_that_would_return_more_is_refused_before_anything_is_sent(
+    form: str, sentence: str
+) -> None:
+    first, _ = tuple_run(lambda *_: pytest.fail("nothing is exchanged"))
+    with pytest.raises(ModelError, match=sentence):
+        first(torch.ones(2, 4), form=form)
 
 
 def hidden_states() -> Tensor:
@@ -410,7 +600,7 @@ def test_a_finished_or_forgotten_forward_is_no_early_exit(hollowed: Hollowed) ->
 
 
 def test_threads_do_not_see_each_others_half_finished_forwards() -> None:
-    hollowed = Hollowed(tiny_llama(5), lambda hidden, calls: hidden * len(calls))
+    hollowed = Hollowed(tiny_llama(5), lambda hidden, calls, _: (hidden * len(calls), []))
     hidden = hollowed.layers[1](hidden_states())
     other = threading.Thread(target=lambda: call_in_order(hollowed, [1]))
     other.start()

@@ -23,6 +23,7 @@ from transformers import (
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.blocks import BlocksRecipe
+from lightning_hetero.model.collecting import is_collecting
 from lightning_hetero.model.imports import Allowed
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
@@ -114,6 +115,12 @@ def test_built_layers_compute_as_the_originals_do(family: Any, attention: str) -
         parent, _, name = layer.name.rpartition(".")
         model.get_submodule(parent)[int(name)] = found
     torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=0, atol=0)
+
+
+def test_built_layers_collect_what_transformers_collects() -> None:
+    for layer in build_layers(recipe()).values():
+        hooks = [hook for m in layer.modules() for hook in m._forward_hooks.values()]
+        assert len(list(filter(is_collecting, hooks))) == 2  # hidden states and attentions
 
 
 def test_building_takes_no_memory_for_weights() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_hetero.model.collecting import CollectingHooks
+from lightning_hetero.model.hollow import HollowLayers
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.driver import Driver, MicrobatchStep
 from lightning_hetero.pipeline.gradients import StepGradients
-from lightning_hetero.pipeline.handover import Returned
+from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
 from lightning_hetero.pipeline.turns import current_turn
 
+from ..families import tiny_model
 from .chain import Chain, cut_into_stages, request_for
 
 NUM_LAYERS = 4
@@ -123,8 +129,8 @@ class Pipeline:
     def hand_over(self, hidden: Tensor) -> Tensor:
         turn = current_turn()
         assert turn is not None
-        returned: Tensor = turn.hand_over(request_for(hidden, self.layers))
-        return returned
+        returned: Activation = turn.hand_over(request_for(hidden, self.layers))
+        return returned.hidden
 
     def run(
         self,
@@ -234,7 +240,7 @@ def test_no_stage_and_not_the_coordinator_holds_more_than_the_bound(
 
     def counting_receive() -> Returned:
         returned = receive()
-        ended.extend([1] * returned.is_gradient)
+        ended.extend([1] * isinstance(returned.content, tuple))
         return returned
 
     pipeline.chain.receive = counting_receive  # type: ignore[method-assign]
@@ -495,3 +501,78 @@ def test_results_come_in_the_order_of_the_microbatches() -> None:
     pipeline.driver.loss_of = lambda result: result["loss"]
     found = pipeline.run(microbatches(5), limit=3)
     torch.testing.assert_close([result["tokens"] for result in found], microbatches(5))
+
+
+@dataclass
+class ExpertsPipeline:
+    """A tiny Mixtral whose layers are behind a chain; its loss has the router's in it."""
+
+    num_stages: int = 2
+    timing: int | None = None
+    recompute: bool = False
+    model: Any = field(init=False)
+    layers: Layers = field(init=False)
+    driver: Driver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = tiny_model("mixtral", router_aux_loss_coef=0.5)
+        chosen = dict(enumerate(find_decoder_layers(self.model)))
+        CollectingHooks(self.model, [layer.name for layer in chosen.values()])
+        # The chain computes with copies, since the layers themselves become hollow.
+        self.layers = {n: copy.deepcopy(layer.module) for n, layer in chosen.items()}
+        stages = cut_into_stages(self.layers, self.num_stages, self.recompute)
+        chain = Chain(stages, self.timing)
+        HollowLayers(chosen, self.exchange, None).hollow()  # type: ignore[arg-type]
+        local = [p for p in self.model.parameters() if not p.is_meta]
+        self.driver = Driver(chain, StepGradients(local, []), lambda loss: loss, seed=1)
+
+    def exchange(self, hidden: Tensor, calls: Any, collect: Any) -> Any:
+        turn = current_turn()
+        assert turn is not None
+        request = Request(hidden, surroundings_here(hidden, calls, collect))
+        returned: Activation = turn.hand_over(request)
+        return returned.hidden, returned.collected
+
+    def run(self, losses: Sequence[Callable[[Any], Any]]) -> list[Any]:
+        work = [MicrobatchStep(partial(loss, self.model), 1 / len(losses)) for loss in losses]
+        results = self.driver.run(1, work, 2, accumulate=False)
+        self.driver.gradients.publish()
+        return results
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        named = {n: p.grad for n, p in self.model.named_parameters() if not p.is_meta}
+        for number, layer in self.layers.items():
+            prefix = f"model.layers.{number}."
+            named.update({prefix + name: p.grad for name, p in layer.named_parameters()})
+        return named
+
+
+def loss_with_routers(tokens: Tensor, model: Any) -> Tensor:
+    loss: Tensor = model(tokens, labels=tokens).loss
+    return loss
+
+
+def routers_loss(tokens: Tensor, model: Any) -> Tensor:
+    loss: Tensor = model(tokens, labels=tokens).aux_loss
+    return loss
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("num_stages", "timing"), [(1, None), (2, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize("loss_of", [loss_with_routers, routers_loss])
+def test_microbatches_learn_from_what_the_stages_collect(
+    loss_of: Callable[[Tensor, Any], Tensor], num_stages: int, timing: int | None, recompute: bool
+) -> None:
+    steps = [partial(loss_of, tokens) for tokens in microbatches(3)]
+    pipeline = ExpertsPipeline(num_stages, timing, recompute)
+    plain = tiny_model("mixtral", router_aux_loss_coef=0.5)
+    found, expected = pipeline.run(steps), [step(plain) for step in steps]
+    for loss in expected:
+        (loss / len(steps)).backward()
+    torch.testing.assert_close(found, [loss.detach() for loss in expected])
+    gradients = pipeline.gradients()
+    for name, parameter in plain.named_parameters():
+        # A layer that runs again has gradients of zero where it would have none.
+        zero = torch.zeros_like(parameter)
+        mine, its = (zero if g is None else g for g in (gradients[name], parameter.grad))
+        torch.testing.assert_close(mine, its, msg=lambda text, name=name: f"{name}: {text}")

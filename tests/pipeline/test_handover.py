@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import install_output_capuring_hook
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.collecting import collecting
+from lightning_hetero.pipeline.activation import Activation, Collected, join_activations
 from lightning_hetero.pipeline.handover import (
     Boundary,
+    Request,
     exchange_gradients,
     exchange_pieces,
     surroundings_here,
@@ -43,7 +48,7 @@ def batch(size: int = 5) -> Tensor:
 def through(chain: Chain, modules: Layers, hidden: Tensor, num_pieces: int, visit: int = 0) -> Any:
     pieces = cut_request(request_for(hidden, modules), num_pieces)
     anchor = torch.zeros((), requires_grad=True)
-    return Boundary.apply(hidden, anchor, chain, pieces, visit)
+    return Boundary.apply(hidden, anchor, chain, pieces, visit, [])[0]
 
 
 def gradients(modules: Layers) -> list[Tensor | None]:
@@ -107,7 +112,7 @@ def test_pieces_come_back_in_their_order_with_the_layers_results(
         expected = [run(modules, piece.hidden) for piece in pieces]
         found = exchange_pieces(chain, pieces, visit=0)
     assert len(found) == num_pieces
-    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+    assert all(torch.equal(mine.hidden, its) for mine, its in zip(found, expected, strict=True))
 
 
 def sequential(modules: Layers, hidden: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -168,5 +173,97 @@ def test_gradients_of_pieces_come_back_in_their_order() -> None:
     pieces = cut_request(request_for(batch(3).requires_grad_(), modules), 3)
     exchange_pieces(chain, pieces, visit=0)
     sent = [torch.full((1, 3, 4), float(number)) for number in range(3)]
-    found = exchange_gradients(chain, sent, visit=0)
-    assert all(torch.equal(mine, its) for mine, its in zip(found, sent, strict=True))
+    found = exchange_gradients(chain, [(gradient,) for gradient in sent], visit=0)
+    torch.testing.assert_close([mine for (mine,) in found], sent, rtol=0, atol=0)
+
+
+class Router(nn.Module):
+    """A layer of which a part's output is collected, some rows for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.gate = nn.Linear(4, 2)
+        install_output_capuring_hook(self.gate, "router_logits", 0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.gate(hidden.reshape(-1, 4))
+        weights = logits.softmax(-1)[:, :1].reshape(*hidden.shape[:-1], 1)
+        mixed: Tensor = torch.tanh(self.linear(hidden)) * weights
+        return mixed
+
+
+def routers(count: int = 4) -> Layers:
+    torch.manual_seed(0)
+    return {n: Router() for n in range(count)}
+
+
+def collecting_pieces(hidden: Tensor, modules: Layers, num_pieces: int) -> list[Request]:
+    request = request_for(hidden, modules)
+    around = replace(request.surroundings, collect=["router_logits"])
+    return cut_request(replace(request, surroundings=around), num_pieces)
+
+
+def loss_of_all(hidden: Tensor, logits: Sequence[Tensor]) -> Tensor:
+    return hidden.square().sum() + sum((n + 1) * x.square().sum() for n, x in enumerate(logits))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_batch_learns_from_what_its_stages_collect(
+    num_stages: int, seed: int | None, recompute: bool
+) -> None:
+    modules = routers()
+    plain = copy.deepcopy(modules)
+    chain = Chain(cut_into_stages(modules, num_stages, recompute), seed)
+    chain.begin_step(2, accumulate=False)
+    hidden, leaf = batch().requires_grad_(), batch().requires_grad_()
+    anchor, kinds = torch.zeros((), requires_grad=True), list[str]()
+    pieces = collecting_pieces(hidden, modules, 2)
+    output, *logits = Boundary.apply(hidden, anchor, chain, pieces, 0, kinds)
+    loss_of_all(output, logits).backward()
+    with collecting(["router_logits"]) as collected:
+        end = run(plain, leaf)
+    expected = [tensor for _, tensor in collected()]
+    loss_of_all(end, expected).backward()
+    assert kinds == ["router_logits"] * len(modules)
+    torch.testing.assert_close([output, *logits], [end, *expected])
+    torch.testing.assert_close(hidden.grad, leaf.grad)
+    torch.testing.assert_close(gradients(modules), gradients(plain))
+
+
+def test_a_loss_of_collected_outputs_alone_teaches_the_stages() -> None:
+    modules = routers()
+    plain = copy.deepcopy(modules)
+    chain = Chain(cut_into_stages(modules, 2))
+    chain.begin_step(2, accumulate=False)
+    anchor = torch.zeros((), requires_grad=True)
+    pieces = collecting_pieces(batch(), modules, 2)
+    _, *logits = Boundary.apply(batch(), anchor, chain, pieces, 0, [])
+    logits[1].square().sum().backward()
+    with collecting(["router_logits"]) as collected:
+        run(plain, batch())
+    collected()[1][1].square().sum().backward()
+    found, expected = gradients(modules), gradients(plain)
+    # Without recomputing nothing is learned behind the outputs that the loss depends on.
+    assert [g is None for g in found] == [g is None for g in expected]
+    torch.testing.assert_close(found, expected)
+
+
+def test_pieces_bring_their_collected_outputs_back_in_their_order() -> None:
+    modules = routers(2)
+    chain = Chain(cut_into_stages(modules, 2), seed=2)
+    chain.begin_step(5, accumulate=True)
+    with torch.no_grad():
+        pieces = collecting_pieces(batch(), modules, 5)
+        found = join_activations(exchange_pieces(chain, pieces, visit=0))
+        with collecting(["router_logits"]) as collected:
+            hidden = run(modules, batch())
+    expected = Activation(hidden, tuple(Collected(*one) for one in collected()))
+    torch.testing.assert_close(found.tensors, expected.tensors)
+    assert not found.requires_grad
+
+
+def test_surroundings_say_what_is_collected() -> None:
+    assert surroundings_here(batch(), [], ["router_logits"]).collect == ["router_logits"]

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.runner import Incoming, Result, StageRunner
+from lightning_hetero.pipeline.runner import Result, StageRunner
 from lightning_hetero.pipeline.stage import Stage, Surroundings
 
 ONES = torch.ones(1, 2)
+INCOMING = Activation(torch.ones(1, 2, requires_grad=True))
 CALLS = [LayerCall(0, True, (), {})]
 TRAINING = Surroundings(True, None, CALLS)
 EVALUATION = Surroundings(False, None, CALLS)
@@ -34,7 +36,7 @@ def weight_gradient(runner: StageRunner) -> torch.Tensor | None:
 
 def give_forward(runner: StageRunner, key: Key, step: int = 1) -> None:
     runner.take_arguments(key, TRAINING)
-    runner.take_activation(step, key, Incoming(ONES, True))
+    runner.take_activation(step, key, INCOMING)
 
 
 def next_name(runner: StageRunner) -> str | None:
@@ -62,7 +64,7 @@ def test_a_forward_waits_for_its_activation_and_its_arguments_in_any_order() -> 
         runner.take_arguments(Key(0), TRAINING)
 
     def activation(runner: StageRunner) -> None:
-        runner.take_activation(1, Key(0), Incoming(ONES, True))
+        runner.take_activation(1, Key(0), INCOMING)
 
     arrivals: tuple[Callable[[StageRunner], None], ...] = (arguments, activation)
     for first, second in itertools.permutations(arrivals):
@@ -79,7 +81,7 @@ def test_a_backward_goes_first_while_another_microbatch_is_downstream() -> None:
         give_forward(runner, Key(microbatch))
         run_next(runner)
     give_forward(runner, Key(2))
-    runner.take_gradient(1, Key(0), ONES)
+    runner.take_gradients(1, Key(0), (ONES,))
     assert run_all(runner) == ["1B0", "1F2"]
 
 
@@ -88,7 +90,7 @@ def test_a_forward_goes_first_when_nothing_is_downstream() -> None:
     give_forward(runner, Key(0))
     run_next(runner)
     give_forward(runner, Key(1))
-    runner.take_gradient(1, Key(0), ONES)
+    runner.take_gradients(1, Key(0), (ONES,))
     assert run_all(runner) == ["1F1", "1B0"]
 
 
@@ -97,7 +99,7 @@ def test_a_forward_beyond_the_bound_waits_for_a_backward() -> None:
     for microbatch in range(3):
         give_forward(runner, Key(microbatch))
     assert run_all(runner) == ["1F0", "1F1"]
-    runner.take_gradient(1, Key(0), ONES)
+    runner.take_gradients(1, Key(0), (ONES,))
     assert run_all(runner) == ["1B0", "1F2"]
 
 
@@ -108,9 +110,9 @@ def test_a_second_visit_of_a_microbatch_in_flight_is_not_held_back() -> None:
     assert run_all(runner) == ["1F0"]
     give_forward(runner, Key(0, 1))
     assert run_all(runner) == ["1F0.1"]
-    runner.take_gradient(1, Key(0, 1), ONES)
+    runner.take_gradients(1, Key(0, 1), (ONES,))
     assert run_all(runner) == ["1B0.1"]
-    runner.take_gradient(1, Key(0), ONES)
+    runner.take_gradients(1, Key(0), (ONES,))
     assert run_all(runner) == ["1B0", "1F1"]
 
 
@@ -118,7 +120,7 @@ def test_forwards_without_a_backward_never_wait() -> None:
     runner = begun(limit=1)
     for microbatch in range(3):
         runner.take_arguments(Key(microbatch), EVALUATION)
-        runner.take_activation(1, Key(microbatch), Incoming(ONES, False))
+        runner.take_activation(1, Key(microbatch), Activation(ONES))
     assert run_all(runner) == ["1F0", "1F1", "1F2"]
 
 
@@ -126,13 +128,15 @@ def test_results_say_what_they_are_of() -> None:
     runner = begun()
     give_forward(runner, Key(0))
     forward = run_next(runner)
-    assert forward.tensor is not None
+    assert isinstance(forward.content, Activation)
     assert str(forward.action) == "1F0"
-    runner.take_gradient(1, Key(0), ONES)
+    runner.take_gradients(1, Key(0), (ONES,))
     backward = run_next(runner)
     assert str(backward.action) == "1B0"
-    assert backward.tensor is not None
-    assert torch.equal(backward.tensor, ONES @ runner.stage.layers.get_parameter("0.weight"))
+    assert isinstance(backward.content, tuple)
+    [gradient] = backward.content
+    assert gradient is not None
+    assert torch.equal(gradient, ONES @ runner.stage.layers.get_parameter("0.weight"))
 
 
 def test_a_missing_gradient_passes_on_as_missing_and_ends_the_microbatch() -> None:
@@ -140,8 +144,8 @@ def test_a_missing_gradient_passes_on_as_missing_and_ends_the_microbatch() -> No
     give_forward(runner, Key(0))
     give_forward(runner, Key(1))
     run_next(runner)
-    runner.take_gradient(1, Key(0), None)
-    assert run_next(runner).tensor is None
+    runner.take_gradients(1, Key(0), (None,))
+    assert run_next(runner).content == (None,)
     assert next_name(runner) == "1F1"
 
 
@@ -153,7 +157,7 @@ def test_gradients_of_the_last_step_stay_only_for_an_accumulating_one(accumulate
             runner.begin(2, 2, accumulate)
         give_forward(runner, Key(0), step)
         run_next(runner)
-        runner.take_gradient(step, Key(0), ONES)
+        runner.take_gradients(step, Key(0), (ONES,))
         run_next(runner)
     found = weight_gradient(runner)
     assert found is not None
@@ -162,7 +166,7 @@ def test_gradients_of_the_last_step_stay_only_for_an_accumulating_one(accumulate
 
 def test_a_neighbor_may_be_a_step_ahead_of_the_coordinators_word() -> None:
     runner = begun()
-    runner.take_activation(2, Key(0), Incoming(ONES, True))
+    runner.take_activation(2, Key(0), INCOMING)
     runner.take_arguments(Key(0), TRAINING)
     assert runner.next_action() is None
     runner.begin(2, 2, accumulate=False)
@@ -173,7 +177,7 @@ def test_a_neighbor_may_be_a_step_ahead_of_the_coordinators_word() -> None:
 
 def test_what_came_early_survives_an_abort_of_the_step_before() -> None:
     runner = begun()
-    runner.take_activation(2, Key(0), Incoming(ONES, True))
+    runner.take_activation(2, Key(0), INCOMING)
     runner.abort()
     runner.begin(2, 2, accumulate=False)
     runner.take_arguments(Key(0), TRAINING)
@@ -186,13 +190,13 @@ def test_an_aborted_step_is_forgotten_with_all_that_still_comes_of_it() -> None:
     run_next(runner)
     give_forward(runner, Key(1))
     runner.abort()
-    runner.take_gradient(1, Key(0), ONES)
+    runner.take_gradients(1, Key(0), (ONES,))
     give_forward(runner, Key(2))
     assert runner.next_action() is None
     assert weight_gradient(runner) is None
     runner.begin(2, 2, accumulate=True)
-    runner.take_gradient(1, Key(0), ONES)
-    runner.take_activation(1, Key(1), Incoming(ONES, True))
+    runner.take_gradients(1, Key(0), (ONES,))
+    runner.take_activation(1, Key(1), INCOMING)
     assert runner.next_action() is None
 
 
@@ -200,7 +204,7 @@ def test_an_abort_drops_the_gradients_gathered_so_far() -> None:
     runner = begun()
     give_forward(runner, Key(0))
     run_next(runner)
-    runner.take_gradient(1, Key(0), ONES)
+    runner.take_gradients(1, Key(0), (ONES,))
     run_next(runner)
     runner.abort()
     assert weight_gradient(runner) is None

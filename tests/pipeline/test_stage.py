@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import install_output_capuring_hook
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.collecting import collecting, install_hooks
+from lightning_hetero.pipeline.activation import Activation, Collected, Gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage, Surroundings
 
+from ..families import tiny_model
+
 FIRST = Key(0)
+ONES = (torch.ones(1, 4),)
 
 
 class Scaled(nn.Module):
@@ -46,6 +53,10 @@ def plain_calls(count: int, training: bool = True) -> list[LayerCall]:
     return [LayerCall(3 + i, training, (), {}) for i in range(count)]
 
 
+def wanting(size: int = 4) -> Activation:
+    return Activation(torch.ones(1, size, requires_grad=True))
+
+
 def linear(seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(4, 4)
@@ -62,8 +73,8 @@ class Trip:
 
 def forward_and_backward(stage: Stage, around: Surroundings, key: Key = FIRST) -> Trip:
     hidden = torch.linspace(-1, 1, 8).reshape(2, 4)
-    output = stage.forward(key, hidden, True, around)
-    gradient = stage.backward(key, torch.linspace(1, 2, 8).reshape(2, 4))
+    output = stage.forward(key, Activation(hidden.requires_grad_()), around).hidden
+    [gradient] = stage.backward(key, (torch.linspace(1, 2, 8).reshape(2, 4),))
     return Trip(output, gradient, [p.grad for p in stage.layers.parameters()])
 
 
@@ -79,7 +90,7 @@ def test_forward_and_backward_are_bit_equal_to_the_layers_own(recompute: bool) -
     leaf = torch.linspace(-1, 1, 8).reshape(2, 4).requires_grad_()
     expected = plain[1](plain[0](leaf, 2.0, shift=shift), scale=0.5)
     expected.backward(torch.linspace(1, 2, 8).reshape(2, 4))
-    torch.testing.assert_close(found.output, expected, rtol=0, atol=0)
+    assert torch.equal(found.output, expected)
     torch.testing.assert_close(found.input_gradient, leaf.grad, rtol=0, atol=0)
     gradients = [p.grad for module in plain for p in module.parameters()]
     torch.testing.assert_close(found.gradients, gradients, rtol=0, atol=0)
@@ -97,7 +108,7 @@ def test_autocast_holds_in_the_forward_and_when_it_runs_again(recompute: bool) -
 
 def test_what_is_sent_on_is_cut_from_the_graph() -> None:
     stage = stage_of(linear())
-    output = stage.forward(Key(0), torch.ones(1, 4), True, surroundings(*plain_calls(1)))
+    output = stage.forward(Key(0), wanting(), surroundings(*plain_calls(1))).hidden
     assert output.grad_fn is None
     assert output.requires_grad
 
@@ -112,12 +123,11 @@ def test_a_gradient_is_wanted_if_the_input_or_a_weight_wants_one(
 ) -> None:
     layer = linear().requires_grad_(not is_frozen)
     stage = stage_of(layer, recompute=recompute)
-    output = stage.forward(
-        Key(0), torch.ones(1, 4), input_wants_gradient, surroundings(*plain_calls(1))
-    )
+    incoming = Activation(torch.ones(1, 4, requires_grad=input_wants_gradient))
+    output = stage.forward(Key(0), incoming, surroundings(*plain_calls(1)))
     assert output.requires_grad == wanted
     assert stage.has_saved(0) == wanted
-    gradient = stage.backward(Key(0), torch.ones(1, 4))
+    [gradient] = stage.backward(Key(0), ONES)
     assert (gradient is not None) == (wanted and input_wants_gradient)
     assert (layer.weight.grad is not None) == (not is_frozen)
 
@@ -125,15 +135,15 @@ def test_a_gradient_is_wanted_if_the_input_or_a_weight_wants_one(
 def test_a_forward_without_grad_mode_saves_nothing() -> None:
     stage = stage_of(linear())
     around = surroundings(*plain_calls(1), grad_enabled=False)
-    assert not stage.forward(Key(0), torch.ones(1, 4), True, around).requires_grad
+    assert not stage.forward(Key(0), wanting(), around).requires_grad
     assert not stage.has_saved(0)
 
 
 def test_no_gradient_from_downstream_means_none_upstream_and_nothing_saved() -> None:
     layer = linear()
     stage = stage_of(layer)
-    stage.forward(Key(0), torch.ones(1, 4), True, surroundings(*plain_calls(1)))
-    assert stage.backward(Key(0), None) is None
+    stage.forward(Key(0), wanting(), surroundings(*plain_calls(1)))
+    assert stage.backward(Key(0), (None,)) == (None,)
     assert layer.weight.grad is None
     assert not stage.has_saved(0)
 
@@ -142,10 +152,10 @@ def test_microbatches_add_their_gradients_up() -> None:
     layer = linear()
     stage = stage_of(layer)
     for microbatch in range(3):
-        hidden = torch.full((1, 4), float(microbatch))
-        stage.forward(Key(microbatch), hidden, False, surroundings(*plain_calls(1)))
+        hidden = Activation(torch.full((1, 4), float(microbatch)))
+        stage.forward(Key(microbatch), hidden, surroundings(*plain_calls(1)))
     for microbatch in range(3):
-        stage.backward(Key(microbatch), torch.ones(1, 4))
+        stage.backward(Key(microbatch), ONES)
     assert layer.weight.grad is not None
     assert torch.equal(layer.weight.grad, torch.full((4, 4), 3.0))
 
@@ -153,9 +163,9 @@ def test_microbatches_add_their_gradients_up() -> None:
 def test_what_is_forgotten_has_no_backward() -> None:
     layer = linear()
     stage = stage_of(layer)
-    stage.forward(Key(0), torch.ones(1, 4), True, surroundings(*plain_calls(1)))
+    stage.forward(Key(0), wanting(), surroundings(*plain_calls(1)))
     stage.forget()
-    assert stage.backward(Key(0), torch.ones(1, 4)) is None
+    assert stage.backward(Key(0), ONES) == (None,)
     assert layer.weight.grad is None
 
 
@@ -163,14 +173,16 @@ def test_each_layer_runs_in_the_mode_that_the_model_called_it_in() -> None:
     calls = [LayerCall(3, False, (), {}), LayerCall(4, True, (), {})]
     hidden = torch.ones(1, 1000)
     stage = stage_of(nn.Dropout(0.5), nn.Identity())
-    assert torch.equal(stage.forward(Key(0), hidden, False, surroundings(*calls)), hidden)
+    around, incoming = surroundings(*calls), Activation(hidden)
+    assert torch.equal(stage.forward(Key(0), incoming, around).hidden, hidden)
     stage = stage_of(nn.Identity(), nn.Dropout(0.5))
-    assert not torch.equal(stage.forward(Key(0), hidden, False, surroundings(*calls)), hidden)
+    assert not torch.equal(stage.forward(Key(0), incoming, around).hidden, hidden)
 
 
 def dropout_mask(step: int = 1, key: Key = FIRST, stage_index: int = 1, seed: int = 5) -> Tensor:
     stage = Stage(layers(nn.Dropout(0.5)), torch.device("cpu"), stage_index, seed=seed, step=step)
-    return stage.forward(key, torch.ones(1, 64), False, surroundings(*plain_calls(1)))
+    incoming = Activation(torch.ones(1, 64))
+    return stage.forward(key, incoming, surroundings(*plain_calls(1))).hidden
 
 
 def test_a_replayed_forward_draws_the_same_dropout_mask() -> None:
@@ -199,10 +211,179 @@ def test_a_forward_that_runs_again_draws_the_same_dropout_mask() -> None:
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=0, atol=0)
 
 
-def test_a_layer_that_returns_more_than_a_tensor_is_refused_by_number() -> None:
-    class Both(nn.Module):
-        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            return hidden, hidden
+class Returning(nn.Module):
+    """A layer that returns its hidden states in the form that it is told."""
 
-    with pytest.raises(ModelError, match=r"Layer 3 \(Both\) returns a tuple"):
-        stage_of(Both()).forward(Key(0), torch.ones(1, 4), True, surroundings(*plain_calls(1)))
+    def forward(self, hidden: Tensor, form: str) -> Any:
+        return {
+            "tensor": hidden,
+            "pair": (hidden, None),
+            "two": (hidden, hidden),
+            "dict": {"hidden": hidden},
+            "nothing": (),
+            "list": [hidden],
+        }[form]
+
+
+def returning(form: str, tuple_length: int) -> Tensor:
+    call = LayerCall(3, True, (), {"form": form}, tuple_length)
+    return stage_of(Returning()).forward(FIRST, wanting(), surroundings(call)).hidden
+
+
+@pytest.mark.parametrize(("form", "tuple_length"), [("tensor", 0), ("pair", 2)])
+def test_hidden_states_may_come_alone_or_first_in_a_tuple(form: str, tuple_length: int) -> None:
+    assert torch.equal(returning(form, tuple_length), torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("form", "tuple_length", "sentence"),
+    [
+        ("two", 2, r"Layer 3 \(Returning\) returns Tensor besides its hidden states"),
+        ("dict", 0, r"Layer 3 \(Returning\) returns a dict; a layer on a worker must return"),
+        ("list", 0, r"Layer 3 \(Returning\) returns a list; a layer on a worker must return"),
+        ("nothing", 0, r"Layer 3 \(Returning\) returns a tuple; a layer on a worker must return"),
+        ("pair", 0, "returned a tuple of 2 on the worker, and the model was given a tensor"),
+        ("tensor", 2, "returned a tensor on the worker, and the model was given a tuple of 2"),
+        ("pair", 3, "a tuple of 2 on the worker, and the model was given a tuple of 3"),
+    ],
+)
+def test_another_form_than_the_model_was_given_is_refused(
+    form: str, tuple_length: int, sentence: str
+) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        returning(form, tuple_length)
+
+
+ARGUMENTS = {"position_embeddings": (torch.ones(1, 3, 8), torch.zeros(1, 3, 8))}
+
+
+def experts_stage(recompute: bool = False) -> Stage:
+    """The last two layers of a Mixtral that collects router logits."""
+    model = tiny_model("mixtral")
+    names = ["model.layers.2", "model.layers.3"]
+    install_hooks(model, names)
+    return stage_of(*map(model.get_submodule, names), recompute=recompute)
+
+
+def collecting_calls(*kinds: str, **options: Any) -> Surroundings:
+    calls = [LayerCall(3 + i, True, (), ARGUMENTS) for i in range(2)]
+    return replace(surroundings(*calls, **options), collect=kinds)
+
+
+def before_it() -> Activation:
+    """What comes from a stage that has collected, too."""
+    hidden = torch.linspace(-1, 1, 96).reshape(2, 3, 16).requires_grad_()
+    return Activation(hidden, (Collected("router_logits", torch.ones(6, 4, requires_grad=True)),))
+
+
+def test_a_stage_adds_what_it_collects_to_what_was_collected_before() -> None:
+    output = experts_stage().forward(FIRST, before_it(), collecting_calls("router_logits"))
+    assert [kind for kind, _ in output.collected] == ["router_logits"] * 3
+    first, second, third = (tensor for _, tensor in output.collected)
+    assert torch.equal(first, torch.ones(6, 4))
+    assert second.shape == third.shape == (6, 4)
+    assert not torch.equal(second, third)
+    assert all(tensor.is_leaf and tensor.requires_grad for tensor in output.tensors)
+
+
+def test_what_a_stage_collects_is_kind_by_kind_and_in_the_order_of_its_layers() -> None:
+    around = collecting_calls("router_logits", "hidden_states")
+    output = experts_stage().forward(FIRST, before_it(), around)
+    kinds = [kind for kind, _ in output.collected]
+    assert kinds == ["router_logits"] * 3 + ["hidden_states"] * 2
+    assert torch.equal(output.collected[-1].tensor, output.hidden)
+    assert not torch.equal(output.collected[-2].tensor, output.hidden)
+
+
+def test_a_stage_collects_nothing_that_is_not_wanted() -> None:
+    output = experts_stage().forward(FIRST, before_it(), collecting_calls())
+    assert len(output.collected) == 1
+
+
+def gradients_with(recompute: bool, used: Sequence[int]) -> tuple[Gradients, list[Tensor | None]]:
+    """A stage's gradients if only these of its outgoing tensors have one."""
+    stage, around = experts_stage(recompute), collecting_calls("router_logits")
+    output = stage.forward(FIRST, before_it(), around)
+    given = tuple(
+        torch.full_like(tensor, 2.0 + place) if place in used else None
+        for place, tensor in enumerate(output.tensors)
+    )
+    found = stage.backward(FIRST, given)
+    assert not stage.has_saved(0)
+    return found, [p.grad for p in stage.layers.parameters()]
+
+
+def plain_gradients(used: Sequence[int]) -> tuple[Gradients, list[Tensor | None]]:
+    """The same by autograd alone."""
+    stage, incoming = experts_stage(), before_it()
+    hidden, outputs = incoming.hidden, [incoming.collected[0].tensor]
+    with collecting(["router_logits"]) as collected:
+        for layer in stage.layers.values():
+            hidden = layer(hidden, **ARGUMENTS)
+    outputs = [hidden, *outputs, *(tensor for _, tensor in collected())]
+    losses = [(2.0 + place) * outputs[place].sum() for place in used]
+    torch.autograd.backward(losses)
+    return tuple(t.grad for t in incoming.tensors), [p.grad for p in stage.layers.parameters()]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (3,), (0, 1, 2, 3), (1, 3)], ids=str)
+def test_gradients_of_collected_outputs_reach_the_weights_and_the_stages_before(
+    recompute: bool, used: tuple[int, ...]
+) -> None:
+    found, expected = gradients_with(recompute, used), plain_gradients(used)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_pass_a_stage_that_has_nothing_to_learn(recompute: bool) -> None:
+    stage = stage_of(linear().requires_grad_(False), recompute=recompute)
+    logits = torch.ones(3, 2, requires_grad=True)
+    incoming = Activation(torch.ones(1, 4), (Collected("router_logits", logits),))
+    output = stage.forward(FIRST, incoming, surroundings(*plain_calls(1)))
+    assert [tensor.requires_grad for tensor in output.tensors] == [False, True]
+    gradient = torch.full((3, 2), 5.0)
+    assert stage.backward(FIRST, (None, gradient)) == (None, gradient)
+
+
+class Choosing(nn.Module):
+    """Has a part of which whole numbers are collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.choice = nn.Identity()
+        install_output_capuring_hook(self.choice, "choices", 0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.linear(hidden)
+        self.choice(hidden.argmax(-1))
+        return hidden
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_collected_whole_numbers_need_no_gradient(recompute: bool) -> None:
+    stage = stage_of(Choosing(), recompute=recompute)
+    around = replace(surroundings(*plain_calls(1)), collect=["choices"])
+    output = stage.forward(FIRST, wanting(), around)
+    assert [tensor.requires_grad for tensor in output.tensors] == [True, False]
+    [gradient] = stage.backward(FIRST, (*ONES, None))
+    assert gradient is not None
+
+
+class Detaching(Choosing):
+    """Shows something that nothing can be learned from."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.linear(hidden)
+        self.choice(hidden.detach() * 2)
+        return hidden
+
+
+def test_a_gradient_for_what_turns_out_to_be_detached_is_left_alone() -> None:
+    stage = stage_of(Detaching(), recompute=True)
+    around = replace(surroundings(*plain_calls(1)), collect=["choices"])
+    stage.forward(FIRST, wanting(), around)
+    assert stage.backward(FIRST, (None, *ONES)) == (None,)
+    stage.forward(FIRST, wanting(), around)
+    assert stage.backward(FIRST, (*ONES, *ONES))[0] is not None

@@ -14,7 +14,7 @@ from .pairs import channel_pair, one_end
 
 
 def activation(microbatch: int) -> m.Activation:
-    return m.Activation(1, microbatch, 0, requires_grad=True)
+    return m.Activation(1, microbatch, 0, requires_grad=[True], collected=[])
 
 
 def test_tensors_arrive_as_they_were_sent_and_in_order() -> None:
@@ -34,7 +34,7 @@ def test_both_directions_at_once() -> None:
     with channel_pair() as (up, down):
         for index in range(4):
             up.channel.send(activation(index), big)
-            down.channel.send(m.Gradient(1, index, 0), big)
+            down.channel.send(m.Gradient(1, index, 0, [True]), big)
         for end in (up, down):
             for _ in range(4):
                 frame = end.next().content
@@ -44,7 +44,7 @@ def test_both_directions_at_once() -> None:
 
 def test_a_message_against_the_rules_is_refused_before_it_is_sent() -> None:
     with channel_pair() as (up, _), pytest.raises(LocalProtocolError, match="must not be sent"):
-        up.channel.send(m.Gradient(1, 0, 0))
+        up.channel.send(m.Gradient(1, 0, 0, [True]))
 
 
 def test_a_message_that_cannot_be_encoded_is_refused_where_it_is_sent() -> None:
@@ -59,7 +59,7 @@ def test_a_message_that_cannot_be_encoded_is_refused_where_it_is_sent() -> None:
 
 def test_a_peer_that_breaks_a_rule_is_told_which() -> None:
     with one_end() as (end, upstream):
-        for buffer in encode_frame(Frame(m.Gradient(1, 0, 0))):
+        for buffer in encode_frame(Frame(m.Gradient(1, 0, 0, [True]))):
             upstream.sendall(buffer)
         error = end.next().content
         assert isinstance(error, RemoteProtocolError)

@@ -14,11 +14,14 @@ from lightning_hetero.model.calls import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_tensors
+from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
 from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.frames import Frame
 
 from ..models import tiny_llama
 from .pairs import worker_thread
@@ -88,16 +91,14 @@ def test_a_forward_and_a_backward_equal_those_in_one_place(
     coordinator.send_forward(Key(0), hidden, surroundings())
     returned = coordinator.receive()
     expected = run_here(layers, hidden)
-    assert returned.tensor is not None
-    assert torch.equal(returned.tensor, expected)
+    assert isinstance(returned.content, Activation)
+    assert torch.equal(returned.content.hidden, expected)
     gradient = torch.randn_like(expected)
-    coordinator.send_backward(Key(0), gradient)
+    coordinator.send_backward(Key(0), (gradient,))
     expected.backward(gradient)
-    back = coordinator.receive()
-    assert back.is_gradient
-    assert back.tensor is not None
-    assert hidden.grad is not None
-    assert torch.equal(back.tensor, hidden.grad)
+    back = coordinator.receive().content
+    assert isinstance(back, tuple)
+    torch.testing.assert_close(back, (hidden.grad,), rtol=0, atol=0)
 
 
 def test_norms_and_optimizer_state_are_those_of_the_stages(
@@ -111,7 +112,7 @@ def test_norms_and_optimizer_state_are_those_of_the_stages(
     coordinator.begin_step(1, accumulate=False)
     coordinator.send_forward(Key(0), hidden, surroundings())
     coordinator.receive()
-    coordinator.send_backward(Key(0), torch.ones(2, 5, 16))
+    coordinator.send_backward(Key(0), (torch.ones(2, 5, 16),))
     coordinator.receive()
     run_here(layers, hidden).backward(torch.ones(2, 5, 16))
     norms = [
@@ -160,7 +161,19 @@ def test_a_stage_that_fails_says_why_and_goes_on(coordinator: Coordinator) -> No
     coordinator.abort_step()
     coordinator.begin_step(1, accumulate=False)
     coordinator.send_forward(Key(0), torch.randn(2, 5, 16), surroundings(grad_enabled=False))
-    assert coordinator.receive().tensor is not None
+    assert isinstance(coordinator.receive().content, Activation)
+
+
+def test_a_worker_that_describes_other_tensors_than_it_sends_is_lost(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.begin_step(1, accumulate=False)
+    frame = Frame(m.Activation(1, 0, 0, [True], ["router_logits"]), (torch.ones(2),))
+    sender = coordinator._workers[-1]
+    monkeypatch.setattr(coordinator, "_receive", lambda _seconds: (sender, frame))
+    with pytest.raises(WorkerLost, match=r"stage 2 on .* broke the rules in step 1.* 1 tensors"):
+        coordinator.receive()
+    assert coordinator.lost is not None
 
 
 def test_after_close_every_use_says_so(coordinator: Coordinator) -> None:

@@ -69,6 +69,19 @@ def test_layers_without_weights_are_refused(coordinator: Coordinator) -> None:
         deploy(model, coordinator)
 
 
+def test_layers_that_cannot_become_hollow_leave_the_model_as_it_was(
+    coordinator: Coordinator,
+) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    handle = model.model.layers[3].register_forward_hook(print)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(ModelError, match="has a hook"):
+        deploy(model, coordinator)
+    handle.remove()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 def test_what_a_worker_cannot_build_leaves_the_model_as_it_was(coordinator: Coordinator) -> None:
     model = tiny_llama(NUM_LAYERS)
     model.model.layers[3].extra = torch.nn.Linear(2, 2)

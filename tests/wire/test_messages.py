@@ -107,16 +107,25 @@ def test_a_message_cannot_be_changed() -> None:
         message.step = 4  # type: ignore[misc]
 
 
-GRADIENT = {"type": "Gradient", "step": 1, "microbatch": 2, "visit": 0}
+PLACE = {"step": 1, "microbatch": 2, "visit": 0}
+GRADIENT = PLACE | {"type": "Gradient", "is_present": [True]}
+ACTIVATION = PLACE | {"type": "Activation", "requires_grad": [True], "collected": []}
 BEGIN_STEP = {"type": "BeginStep", "step": 1, "in_flight": 1, "accumulate": False}
 HELLO = {"type": "Hello", "protocol": 1, "role": "neighbor", "session": "s", "torch_version": "2"}
-ARGUMENTS = GRADIENT | {"type": "Arguments", "grad_enabled": True, "autocast_dtype": None}
-CALL = {"layer_index": 0, "training": True, "args": None, "kwargs": None}
+ARGUMENTS = PLACE | {
+    "type": "Arguments",
+    "grad_enabled": True,
+    "autocast_dtype": None,
+    "collect": ["router_logits"],
+    "calls": [],
+}
+CALL = {"layer_index": 0, "training": True, "args": None, "kwargs": None, "tuple_length": 0}
 
 
 def test_the_messages_that_the_refusals_spoil_are_sound() -> None:
     arguments = ARGUMENTS | {"calls": [CALL]}
-    for content in (GRADIENT, BEGIN_STEP, HELLO, arguments, {"type": "LoadTensor", "name": "n"}):
+    named = {"type": "LoadTensor", "name": "n"}
+    for content in (GRADIENT, ACTIVATION, BEGIN_STEP, HELLO, arguments, named):
         assert type(decoded(content)).__name__ == content["type"]
 
 
@@ -146,6 +155,13 @@ def test_the_messages_that_the_refusals_spoil_are_sound() -> None:
         (ARGUMENTS | {"calls": [CALL | {"args": {"type": "code"}}]}, "code"),
         (ARGUMENTS | {"calls": [CALL | {"args": {"type": "tensor", "index": "0"}}]}, "index"),
         (ARGUMENTS | {"calls": [CALL | {"layer_index": -1}]}, "layer_index"),
+        (ARGUMENTS | {"calls": [CALL | {"tuple_length": -1}]}, "tuple_length"),
+        (ARGUMENTS | {"collect": ["k" * 1025]}, "collect"),
+        (ARGUMENTS | {"collect": [None]}, "collect"),
+        (ACTIVATION | {"collected": ["k" * 1025]}, "collected"),
+        (ACTIVATION | {"requires_grad": True}, "requires_grad"),
+        (ACTIVATION | {"requires_grad": [1]}, "requires_grad"),
+        (GRADIENT | {"is_present": [None]}, "is_present"),
     ],
 )
 def test_what_is_no_message_is_refused_by_its_place(content: object, place: str) -> None:

@@ -43,9 +43,9 @@ MESSAGES: list[m.Message] = [
     m.BuildOptimizer("SGD", None, []),
     m.LoadOptimizerState("0.weight", DictNode({})),
     m.BeginStep(2, in_flight=4, accumulate=False),
-    m.Arguments(1, 0, 0, grad_enabled=True, autocast_dtype=None, calls=[]),
-    m.Activation(1, 0, 0, requires_grad=True),
-    m.Gradient(1, 0, 0),
+    m.Arguments(1, 0, 0, grad_enabled=True, autocast_dtype=None, collect=[], calls=[]),
+    m.Activation(1, 0, 0, requires_grad=[True], collected=[]),
+    m.Gradient(1, 0, 0, [True]),
     m.AbortStep(1),
     m.MeasureNorm(1),
     m.Norm(1, 0.5),
@@ -231,11 +231,13 @@ def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
     for step in (1, 2, 3):
         pair.ask(m.BeginStep(step, in_flight=2, accumulate=step == 2))
         for microbatch in (0, 1):
-            pair.ask(m.Arguments(step, microbatch, 0, True, "bfloat16", []))
-            pair.ask(m.Activation(step, microbatch, 0, requires_grad=True))
-            pair.answer(m.Activation(step, microbatch, 0, requires_grad=True), m.Ping())
-            pair.ask(m.Pong(), m.Gradient(step, microbatch, 0))
-            pair.answer(m.Gradient(step, microbatch, 0))
+            pair.ask(m.Arguments(step, microbatch, 0, True, "bfloat16", [], []))
+            pair.ask(m.Activation(step, microbatch, 0, requires_grad=[True], collected=[]))
+            pair.answer(
+                m.Activation(step, microbatch, 0, requires_grad=[True], collected=[]), m.Ping()
+            )
+            pair.ask(m.Pong(), m.Gradient(step, microbatch, 0, [True]))
+            pair.answer(m.Gradient(step, microbatch, 0, [True]))
         pair.ask(m.MeasureNorm(step))
         pair.answer(m.Norm(step, 0.5))
         pair.ask(m.ApplyOptimizer(step, [], gradient_factor=0.1, clip_value=None))
@@ -255,8 +257,8 @@ def test_a_whole_run_of_two_neighbors() -> None:
     pair.ask(HELLO)
     pair.answer(WELCOME)
     for step in (1, 2):
-        pair.ask(m.Activation(step, 0, 0, True), m.Activation(step, 1, 0, True))
-        pair.answer(m.Gradient(step, 0, 0), m.Ping(), m.Gradient(step, 1, 0))
+        pair.ask(m.Activation(step, 0, 0, [True], []), m.Activation(step, 1, 0, [True], []))
+        pair.answer(m.Gradient(step, 0, 0, [True]), m.Ping(), m.Gradient(step, 1, 0, [True]))
         pair.ask(m.Pong())
     assert pair.state is State.LINKED
     pair.answer(m.Goodbye())
@@ -287,13 +289,17 @@ def test_a_refused_step_does_not_count_as_begun() -> None:
     with pytest.raises(RemoteProtocolError):
         worker.received(m.BeginStep(3, in_flight=1, accumulate=False))
     worker.received(m.BeginStep(2, in_flight=1, accumulate=False))
-    worker.received(m.Gradient(2, 0, 0))
+    worker.received(m.Gradient(2, 0, 0, [True]))
 
 
 def test_a_worker_may_still_answer_for_the_step_that_was_aborted() -> None:
     pair = bring(workers_pair(), State.SERVING)
     pair.ask(m.AbortStep(1), m.BeginStep(2, in_flight=1, accumulate=False))
-    pair.answer(m.Activation(1, 0, 0, requires_grad=True), m.Gradient(1, 0, 0), m.Norm(1, 0.5))
+    pair.answer(
+        m.Activation(1, 0, 0, requires_grad=[True], collected=[]),
+        m.Gradient(1, 0, 0, [True]),
+        m.Norm(1, 0.5),
+    )
     assert pair.state is State.SERVING
 
 

@@ -1,0 +1,135 @@
+"""What a model passes to a layer, and what the layer answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.calls import (
+    LayerCall,
+    expected_tuple_length,
+    hidden_of,
+    without_cache,
+)
+
+HIDDEN = torch.ones(2, 4)
+LAYER = nn.Linear(4, 4)
+
+
+def call(tuple_length: int = 0) -> LayerCall:
+    return LayerCall(7, True, (), {}, tuple_length)
+
+
+def test_every_tensor_of_a_call_is_named_by_its_argument() -> None:
+    found = LayerCall(0, True, (HIDDEN, [HIDDEN]), {"mask": None, "rope": {"cos": (HIDDEN,)}})
+    assert [name for name, _ in found.named_tensors()] == ["0", "1", "rope"]
+
+
+def test_no_cache_is_left_among_the_arguments() -> None:
+    cache = DynamicCache()
+    args, kwargs = without_cache((cache, 1), {"past_key_values": cache, "use_cache": True, "x": 2})
+    assert args == (None, 1)
+    assert kwargs == {"past_key_values": None, "use_cache": False, "x": 2}
+
+
+@pytest.mark.parametrize(
+    ("result", "tuple_length"), [(HIDDEN, 0), ((HIDDEN,), 1), ((HIDDEN, None, None), 3)]
+)
+def test_hidden_states_are_taken_out_of_what_the_model_expects(
+    result: Any, tuple_length: int
+) -> None:
+    assert hidden_of(result, LAYER, call(tuple_length)) is HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("result", "tuple_length", "forms"),
+    [
+        (HIDDEN, 2, "a tensor on the worker, and the model was given a tuple of 2"),
+        ((HIDDEN,), 0, "a tuple of 1 on the worker, and the model was given a tensor"),
+        ((HIDDEN, None), 3, "a tuple of 2 on the worker, and the model was given a tuple of 3"),
+    ],
+)
+def test_another_form_than_the_model_expects_is_refused(
+    result: Any, tuple_length: int, forms: str
+) -> None:
+    with pytest.raises(ModelError, match=rf"Layer 7 \(Linear\) returned {forms}"):
+        hidden_of(result, LAYER, call(tuple_length))
+
+
+@pytest.mark.parametrize(
+    ("result", "what"),
+    [
+        ((HIDDEN, HIDDEN), "returns Tensor besides its hidden states"),
+        ((HIDDEN, None, (HIDDEN,), HIDDEN), "returns tuple, Tensor besides its hidden states"),
+        ({"hidden": HIDDEN}, "returns a dict; a layer on a worker must return its hidden states"),
+        ([HIDDEN], "returns a list;"),
+        ((), "returns a tuple;"),
+        ((None, HIDDEN), "returns a tuple;"),
+        (None, "returns a NoneType;"),
+    ],
+    ids=str,
+)
+def test_what_cannot_come_back_from_a_worker_is_refused(result: Any, what: str) -> None:
+    with pytest.raises(ModelError, match=rf"Layer 7 \(Linear\) {what}"):
+        hidden_of(result, LAYER, call())
+
+
+class Layer(nn.Module):
+    """Returns a tuple where it is asked for one, and counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, device="meta")
+        self.seen: list[Tensor] = []
+
+    def forward(self, hidden: Tensor, mask: Tensor, rope: Any = None, how: str = "tensor") -> Any:
+        self.seen += [hidden, mask, *(rope or ())]
+        hidden = self.linear(hidden) * mask
+        return {"tensor": hidden, "pair": (hidden, None), "two": (hidden, mask)}[how]
+
+
+def tried(layer: nn.Module, **kwargs: Any) -> int:
+    hidden = HIDDEN.clone().requires_grad_()
+    return expected_tuple_length(layer, 7, hidden, (torch.ones(2, 1),), kwargs)
+
+
+@pytest.mark.parametrize(("how", "length"), [("tensor", 0), ("pair", 2)])
+def test_a_layer_is_tried_on_meta(how: str, length: int) -> None:
+    layer = Layer()
+    assert tried(layer, how=how, rope=(HIDDEN, HIDDEN)) == length
+    assert len(layer.seen) == 4
+    assert all(tensor.is_meta and not tensor.requires_grad for tensor in layer.seen)
+
+
+def test_a_layer_that_would_return_more_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"Layer 7 \(Layer\) returns Tensor besides"):
+        tried(Layer(), how="two")
+
+
+def test_a_layer_whose_forward_is_replaced_is_tried_by_its_class() -> None:
+    layer = Layer()
+    layer.forward = lambda *_: pytest.fail("the replacement ran")  # type: ignore[method-assign]
+    assert tried(layer, how="pair") == 2
+
+
+def test_a_layer_that_depends_on_data_is_taken_to_return_a_tensor() -> None:
+    class Routed(Layer):
+        def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+            return (hidden[: int(hidden.sum())], None)
+
+    assert tried(Routed()) == 0
+
+
+def test_a_trial_draws_no_random_numbers() -> None:
+    class Dropping(Layer):
+        def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+            return nn.functional.dropout(hidden, 0.5), torch.rand_like(hidden).sum() and None
+
+    before = torch.get_rng_state()
+    tried(Dropping())
+    assert torch.equal(torch.get_rng_state(), before)

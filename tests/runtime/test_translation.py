@@ -1,0 +1,173 @@
+"""What the pipeline passes on survives its way as messages; other messages are refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.pipeline.activation import Activation, Collected, Gradients
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.runtime.translation import (
+    Content,
+    read_activation,
+    read_arguments,
+    read_gradients,
+    say_activation,
+    say_arguments,
+    say_gradients,
+)
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.frames import Frame, FrameReader
+
+from ..wire.test_frames import feed, joined
+
+KEY = Key(3, 1)
+
+
+def carried(content: Content) -> Frame:
+    """What arrives at the other end of the wire."""
+    message, tensors = content
+    [frame] = feed(FrameReader(), joined(Frame(message, tuple(tensors))))
+    return frame
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("grad_enabled", [False, True])
+def test_arguments_arrive_as_they_were(grad_enabled: bool, dtype: torch.dtype | None) -> None:
+    mask = torch.ones(2, 3)
+    calls = [
+        LayerCall(4, True, (None, mask), {"rope": (mask, 2.0)}, 2),
+        LayerCall(5, False, (), {"mask": mask}),
+    ]
+    sent = Surroundings(grad_enabled, dtype, calls, ["router_logits", "attentions"])
+    frame = carried(say_arguments(7, KEY, sent, range(4, 6)))
+    assert isinstance(frame.message, m.Arguments)
+    assert (frame.message.step, frame.message.microbatch, frame.message.visit) == (7, 3, 1)
+    found = read_arguments(frame.message, frame.tensors)
+    assert (found.grad_enabled, found.autocast_dtype) == (grad_enabled, dtype)
+    assert found.collect == ["router_logits", "attentions"]
+    first, second = found.calls
+    assert (first.layer_index, first.training, first.tuple_length) == (4, True, 2)
+    assert (second.layer_index, second.training, second.tuple_length) == (5, False, 0)
+    assert first.args[0] is None
+    assert first.kwargs["rope"][1] == 2.0
+    for tensor in (first.args[1], first.kwargs["rope"][0], second.kwargs["mask"]):
+        assert torch.equal(tensor, mask)
+
+
+def test_a_stage_is_told_of_its_own_layers_only() -> None:
+    calls = [LayerCall(number, True, (torch.ones(number),), {}) for number in range(1, 5)]
+    message, tensors = say_arguments(1, KEY, Surroundings(True, None, calls), {2, 3})
+    assert isinstance(message, m.Arguments)
+    assert [call.layer_index for call in message.calls] == [2, 3]
+    assert [len(tensor) for tensor in tensors] == [2, 3]
+
+
+def test_an_argument_that_cannot_be_sent_is_refused_by_its_layer() -> None:
+    calls = [LayerCall(4, True, (), {"what": object()})]
+    with pytest.raises(LocalProtocolError, match="layer 4"):
+        say_arguments(1, KEY, Surroundings(True, None, calls), {4})
+
+
+def activation(*collected: bool) -> Activation:
+    """Hidden states that want a gradient, and collected outputs of which these want one."""
+    return Activation(
+        torch.ones(2, 3, requires_grad=True),
+        tuple(
+            Collected(f"kind {place}", torch.full((place + 1,), 2.0, requires_grad=wants))
+            for place, wants in enumerate(collected)
+        ),
+    )
+
+
+@pytest.mark.parametrize("collected", [(), (True,), (False, True, False)], ids=str)
+def test_an_activation_arrives_as_it_was(collected: tuple[bool, ...]) -> None:
+    sent = activation(*collected)
+    frame = carried(say_activation(7, KEY, sent))
+    assert isinstance(frame.message, m.Activation)
+    assert (frame.message.step, frame.message.microbatch, frame.message.visit) == (7, 3, 1)
+    found = read_activation(frame.message, frame.tensors)
+    assert [kind for kind, _ in found.collected] == [kind for kind, _ in sent.collected]
+    assert [t.requires_grad for t in found.tensors] == [t.requires_grad for t in sent.tensors]
+    assert all(tensor.is_leaf for tensor in found.tensors)
+    for mine, its in zip(found.tensors, sent.tensors, strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_without_grad_mode_no_gradient_is_asked_for() -> None:
+    with torch.no_grad():
+        message, _ = say_activation(1, KEY, activation(True))
+    assert isinstance(message, m.Activation)
+    assert message.requires_grad == [False, False]
+
+
+def test_whole_numbers_never_want_a_gradient() -> None:
+    message = m.Activation(1, 0, 0, [True, True], ["choices"])
+    found = read_activation(message, (torch.ones(2), torch.ones(2, dtype=torch.int64)))
+    assert [tensor.requires_grad for tensor in found.tensors] == [True, False]
+
+
+ONE = torch.ones(1)
+TWO = torch.full((1,), 2.0)
+
+
+@pytest.mark.parametrize("gradients", [(ONE,), (None,), (None, ONE, None, TWO)], ids=str)
+def test_gradients_arrive_in_their_places(gradients: Gradients) -> None:
+    frame = carried(say_gradients(7, KEY, gradients))
+    assert isinstance(frame.message, m.Gradient)
+    assert (frame.message.step, frame.message.microbatch, frame.message.visit) == (7, 3, 1)
+    found = read_gradients(frame.message, frame.tensors)
+    torch.testing.assert_close(found, gradients, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("requires_grad", "collected", "tensors"),
+    [
+        ([], [], ()),
+        ([True], [], ()),
+        ([], [], (ONE,)),
+        ([True, True], [], (ONE, ONE)),
+        ([True, True], ["a"], (ONE,)),
+        ([True], ["a"], (ONE, ONE)),
+        ([True], [], (ONE, ONE)),
+        ([True, True], ["a", "b"], (ONE, ONE)),
+    ],
+)
+def test_an_activation_that_does_not_describe_its_tensors_is_refused(
+    requires_grad: list[bool], collected: list[str], tensors: tuple[Tensor, ...]
+) -> None:
+    message = m.Activation(1, 2, 0, requires_grad, collected)
+    with pytest.raises(RemoteProtocolError, match=f"does not describe its {len(tensors)} tensors"):
+        read_activation(message, tensors)
+
+
+@pytest.mark.parametrize(
+    ("is_present", "tensors"),
+    [([], ()), ([], (ONE,)), ([True], ()), ([False], (ONE,)), ([True, True], (ONE,))],
+)
+def test_gradients_that_do_not_describe_their_tensors_are_refused(
+    is_present: list[bool], tensors: tuple[Tensor, ...]
+) -> None:
+    message = m.Gradient(1, 2, 0, is_present)
+    with pytest.raises(RemoteProtocolError, match=f"does not describe its {len(tensors)} tensors"):
+        read_gradients(message, tensors)
+
+
+def test_an_argument_that_names_a_tensor_that_did_not_come_is_refused() -> None:
+    calls = [LayerCall(4, True, (ONE,), {})]
+    message, _ = say_arguments(1, KEY, Surroundings(True, None, calls), {4})
+    assert isinstance(message, m.Arguments)
+    with pytest.raises(RemoteProtocolError):
+        read_arguments(message, ())
+
+
+def test_an_autocast_that_is_no_dtype_is_refused() -> None:
+    message, _ = say_arguments(1, KEY, Surroundings(True, None, []), ())
+    assert isinstance(message, m.Arguments)
+    with pytest.raises(RemoteProtocolError, match="'code'"):
+        read_arguments(msgspec.structs.replace(message, autocast_dtype="code"), ())
