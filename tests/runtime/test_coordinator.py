@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lightning_hetero.errors import StageFailed, WorkerLost
 from lightning_hetero.model.calls import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
-from lightning_hetero.model.tensors import named_tensors
+from lightning_hetero.model.tensors import named_contents, named_tensors
 from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.pipeline.rule import Key
@@ -43,10 +44,11 @@ def coordinator(layers: dict[int, nn.Module]) -> Iterator[Coordinator]:
     with ExitStack() as stack:
         addresses = [stack.enter_context(worker_thread()) for _ in range(2)]
         made = Coordinator([(str(a), a) for a in addresses], Deadlines(request_seconds=20.0))
-        stages = [
-            RemoteStage(write_recipe(model, part), {i: layer.module for i, layer in part}, False, 0)
-            for part in (found[:2], found[2:])
-        ]
+        stages = []
+        for part in (found[:2], found[2:]):
+            modules = {i: layer.module for i, layer in part}
+            contents = partial(named_contents, modules)
+            stages.append(RemoteStage(write_recipe(model, part), modules, contents, False, 0))
         assert len(list(made.deploy(stages))) == len(list(named_tensors(layers)))
         yield made
         made.close()

@@ -91,8 +91,8 @@ def test_state_dict_has_the_indices_of_one_device() -> None:
     coordinator.state = {"3.a": filled(1.0), "4.b": filled(2.0)}
     state = optimizer.state_dict()["state"]
     assert list(state) == [0, 1, 2, 3]
-    assert state[1] is coordinator.state["3.a"]
-    assert state[2] is coordinator.state["4.b"]
+    assert state[1]["exp_avg"] is coordinator.state["3.a"]["exp_avg"]
+    assert state[2]["exp_avg"] is coordinator.state["4.b"]["exp_avg"]
 
 
 def test_loading_sends_the_remote_part_and_keeps_the_local_one() -> None:

@@ -102,7 +102,7 @@ def test_a_frame_prints_its_message_and_its_tensors() -> None:
     frame = Frame(
         m.TensorContent("0.weight"), (torch.zeros(2, 3), torch.zeros((), dtype=torch.bool))
     )
-    assert str(frame) == "TensorContent name=0.weight float32[2, 3] bool[]"
+    assert str(frame) == "TensorContent name=0.weight state=[] float32[2, 3] bool[]"
     assert str(Frame(m.Ping())) == "Ping"
 
 
