@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
-from torch import Tensor
+
+from data import Batch
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class History(L.Callback):
         trainer: L.Trainer,
         pl_module: L.LightningModule,
         outputs: Any,
-        batch: dict[str, Tensor],
+        batch: Batch,
         batch_idx: int,
     ) -> None:
         self.num_tokens += int(batch["attention_mask"].sum())

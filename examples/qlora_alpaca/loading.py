@@ -75,11 +75,11 @@ def load_trained(choice: ModelChoice, adapter: Path, device: torch.device) -> Pe
 
 
 def _load_base(choice: ModelChoice, device: torch.device) -> PreTrainedModel:
+    quantization_config = choice.quantization_config
+    # An argument of None would override the configuration that a quantised checkpoint has.
+    options = {"quantization_config": quantization_config} if quantization_config else {}
     model = AutoModelForCausalLM.from_pretrained(
-        choice.name,
-        quantization_config=choice.quantization_config,
-        dtype=choice.dtype,
-        device_map={"": device},
+        choice.name, dtype=choice.dtype, device_map={"": device}, **options
     )
     model.config.use_cache = False
     _keep_weights_as_packed(model)

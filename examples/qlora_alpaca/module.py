@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.optim import AdamW
 from transformers import get_cosine_schedule_with_warmup
 
+from data import IGNORED_LABEL, Batch
 from loading import ModelChoice, load_here, load_hollow
-
-IGNORED_LABEL = -100
 
 
 class InstructionTuner(L.LightningModule):
@@ -41,12 +40,12 @@ class InstructionTuner(L.LightningModule):
         else:
             self.model = load_here(self.choice, self.trainer.strategy.root_device)
 
-    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+    def validation_step(self, batch: Batch, batch_index: int) -> None:
         loss: Tensor = self.model(**batch).loss
         # Weighted by answer tokens, so that long and short answers count alike per token.
         num_labels = int((batch["labels"] != IGNORED_LABEL).sum())

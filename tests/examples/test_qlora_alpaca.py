@@ -242,6 +242,25 @@ def test_validation_leaves_the_gradients_of_the_4_bit_model_alone(
     assert all(map(torch.equal, before, gradients()))
 
 
+def test_a_checkpoint_in_4_bits_keeps_its_own_quantisation(
+    example: SimpleNamespace, miniature: Path, tmp_path: Path
+) -> None:
+    choice = example.loading.ModelChoice(str(miniature))
+    example.loading._load_base(choice, torch.device("cpu")).save_pretrained(tmp_path)
+
+    quantized = example.loading.ModelChoice(str(tmp_path))
+    assert choice.quantization_config is not None
+    assert quantized.quantization_config is None
+    model = example.loading.load_here(quantized, torch.device("cpu"))
+    assert sum(isinstance(layer, Linear4bit) for layer in model.modules()) == 7 * NUM_LAYERS
+
+
+def test_no_quantize_keeps_the_weights(example: SimpleNamespace, miniature: Path) -> None:
+    choice = example.loading.ModelChoice(str(miniature), quantize=False)
+    model = example.loading.load_here(choice, torch.device("cpu"))
+    assert not any(isinstance(layer, Linear4bit) for layer in model.modules())
+
+
 def test_a_run_ends_with_a_sample_and_the_whole_adapter(
     example: SimpleNamespace,
     miniature: Path,
