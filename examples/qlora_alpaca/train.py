@@ -59,7 +59,7 @@ def small_model(folder: Path) -> Path:
     if not path.exists():
         to_read, _ = halve(read_documentation())
         print(f"making {path}: a small Llama reads the documentation of {len(to_read):,} things")
-        texts = [f"{thing.written}\n{thing.opening}\n" for thing in to_read]
+        texts = [f"{thing.written}\n{thing.opening}" for thing in to_read]
         make_small_model(texts, path, SmallModel())
     return path
 
