@@ -1,0 +1,290 @@
+"""Peak memory of every process against what its part of the training needs.
+
+A Llama is written to disk by a process of its own and trained from there, in fp32 with all weights
+and as LoRA on NF4. What a worker needs is the sum of its layers' weights, gradients and optimizer
+state and of the activations that the plan lets be in flight; the coordinator needs the same for
+the embedding, the head and the loss, and the two tensors that it reads and sends at a time. The
+baseline is what a process has after training a model of a few kilobytes: all is imported then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+import lightning_hetero
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+
+CONFIG = LlamaConfig(
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=12,
+    num_attention_heads=16,
+    vocab_size=4000,
+    use_cache=False,
+)
+TINY = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=CONFIG.num_hidden_layers,
+    num_attention_heads=2,
+    vocab_size=CONFIG.vocab_size,
+    use_cache=False,
+)
+SEQUENCE_LENGTH = 128
+BATCH_SIZE = 8
+NUM_MICROBATCHES = 4
+IN_FLIGHT = 3
+NUM_STEPS = 3
+MIB = 2**20
+
+# glibc keeps what was freed for the next tensor, and often cannot use it for that. With a threshold
+# of 1 MiB it gives larger tensors back at once, which costs a part of the speed.
+ALLOCATORS = {
+    "glibc as it is": {},
+    "MALLOC_MMAP_THRESHOLD_=1048576": {"MALLOC_MMAP_THRESHOLD_": "1048576"},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A way to train the model; ``options`` are those of `from_pretrained`."""
+
+    name: str
+    options: dict[str, Any]
+
+
+JOBS = [
+    Job("all weights, fp32", {}),
+    Job(
+        "LoRA on NF4",
+        {
+            "quantization_config": BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.float32,
+            ),
+            "peft_config": LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+        },
+    ),
+]
+
+
+class Decoder(pl.LightningModule):
+    """Builds its model where Lightning wants it to."""
+
+    def __init__(self, folder: Path, job: Job) -> None:
+        super().__init__()
+        self.folder = folder
+        self.job = job
+
+    def configure_model(self) -> None:
+        self.model = lightning_hetero.from_pretrained(self.folder, **self.job.options)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-4)
+
+
+class PeakMemory(pl.Callback):
+    """The greatest resident memory of processes over what they had at the start."""
+
+    def __init__(self, processes: dict[str, str]) -> None:
+        self.processes = processes
+        self.baselines: dict[str, int] = {}
+        self.peaks: dict[str, int] = {}
+
+    def start(self) -> None:
+        for name, pid in self.processes.items():
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts anew
+            self.baselines[name] = memory_bytes(pid, "VmRSS")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        for name, pid in self.processes.items():
+            self.peaks[name] = memory_bytes(pid, "VmHWM") - self.baselines[name]
+
+
+def memory_bytes(pid: str, entry: str) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kibibytes,) = re.findall(rf"{entry}:\s+(\d+) kB", status)
+    return int(kibibytes) * 1024
+
+
+@contextmanager
+def worker() -> Iterator[tuple[str, str]]:
+    """A worker process; its address and its pid."""
+    command = [sys.executable, "-m", "lightning_hetero", "worker"]
+    command += ["--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        for line in process.stderr:
+            if "listening on" in line:
+                yield line.split("listening on ")[1].split(",")[0], str(process.pid)
+                break
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def saved_bytes(run: Callable[[], Tensor], parameters: set[int]) -> int:
+    """Bytes that a forward keeps for its backward, weights left out."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        held.append(tensor)
+        return tensor
+
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = run()
+    del result
+    return sum(kept.values())
+
+
+def activation_bytes(job: Job) -> tuple[int, int]:
+    """Bytes in flight for one micro-batch: of one layer, and of the head with its loss."""
+    small = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 1})
+    model = LlamaForCausalLM(small)
+    if job.options:
+        get_peft_model(model, job.options["peft_config"])
+    tokens = torch.zeros(BATCH_SIZE // NUM_MICROBATCHES, SEQUENCE_LENGTH, dtype=torch.long)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with_layer = saved_bytes(lambda: model(input_ids=tokens, labels=tokens).loss, weights)
+    model.model.layers = nn.ModuleList()
+    model.config.num_hidden_layers = 0
+    model.get_input_embeddings().weight.requires_grad_(True)
+    without = saved_bytes(lambda: model(input_ids=tokens, labels=tokens).loss, weights)
+    return with_layer - without, without
+
+
+def needed_bytes(module: nn.Module, layers: range, num_activation_bytes: int) -> int:
+    """Bytes for these layers, or for what is in none of them if there are none."""
+    total = num_activation_bytes
+    for name, parameter in module.named_parameters():
+        found = re.search(r"\.layers\.(\d+)\.", name)
+        if (int(found[1]) in layers) if found else not layers:
+            # Its gradient and Adam's two moments besides.
+            total += parameter.nbytes * (4 if parameter.requires_grad else 1)
+    return total
+
+
+def fit(module: Decoder, strategy: HeteroPipelineStrategy, callbacks: list[pl.Callback]) -> None:
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        callbacks=callbacks,
+        max_steps=NUM_STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    tokens = torch.randint(CONFIG.vocab_size, (NUM_STEPS * BATCH_SIZE, SEQUENCE_LENGTH))
+    trainer.fit(module, DataLoader(tokens, batch_size=BATCH_SIZE))
+
+
+def train(folder: Path, job: Job) -> list[tuple[str, int, int]]:
+    """Needed and peak bytes of every process."""
+    num_layers = CONFIG.num_hidden_layers
+    of_layer, of_head = activation_bytes(job)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(worker()) for _ in range(2))
+        ranges = {
+            "worker 1": range(num_layers // 2),
+            "worker 2": range(num_layers // 2, num_layers),
+        }
+        stages = [
+            StagePlan([address], (layers.start, layers.stop))
+            for (address, _), layers in zip((first, second), ranges.values(), strict=True)
+        ]
+        plan = Plan(stages, micro_batches=NUM_MICROBATCHES, in_flight=IN_FLIGHT)
+        peaks = PeakMemory({"coordinator": "self", "worker 1": first[1], "worker 2": second[1]})
+        strategy = HeteroPipelineStrategy([first[0], second[0]], plan)
+        fit(Decoder(folder / "tiny", job), strategy, [])
+        peaks.start()
+        module = Decoder(folder / "model", job)
+        fit(module, HeteroPipelineStrategy([first[0], second[0]], plan), [peaks])
+    needed = {
+        name: needed_bytes(module, layers, len(layers) * of_layer * IN_FLIGHT)
+        for name, layers in ranges.items()
+    }
+    largest = 4 * max(CONFIG.vocab_size, CONFIG.intermediate_size) * CONFIG.hidden_size
+    needed["coordinator"] = needed_bytes(module, range(0), of_head * IN_FLIGHT + 2 * largest)
+    return [(name, needed[name], peaks.peaks[name]) for name in sorted(needed)]
+
+
+def make(folder: Path) -> None:
+    torch.manual_seed(0)
+    LlamaForCausalLM(TINY).save_pretrained(folder / "tiny")
+    LlamaForCausalLM(CONFIG).save_pretrained(folder / "model")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    # A process of its own makes the weights, and one each trains: freed memory is not all returned.
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    if options.make:
+        make(options.make)
+    elif options.train:
+        folder, name, allocator = options.train
+        (job,) = (job for job in JOBS if job.name == name)
+        report(f"{name}, {allocator}", train(Path(folder), job))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            run = [sys.executable, __file__]
+            subprocess.run([*run, "--make", folder], check=True)
+            for job, (allocator, settings) in itertools.product(JOBS, ALLOCATORS.items()):
+                subprocess.run(
+                    [*run, "--train", folder, job.name, allocator],
+                    env={**os.environ, **settings},
+                    check=True,
+                )
+
+
+def report(title: str, rows: list[tuple[str, int, int]]) -> None:
+    table = Table(title=f"{title}: MiB over the baseline")
+    for column in ("process", "needed", "peak", "peak / needed"):
+        table.add_column(column, justify="right")
+    for name, needed, peak in rows:
+        table.add_row(name, f"{needed / MIB:.0f}", f"{peak / MIB:.0f}", f"{peak / needed:.2f}")
+    console = Console()
+    console.print(table)
+    console.print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
