@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from .errors import HeteroError, ModelError
+from .model.four_bit import accepting_states, keep_layout
 from .model.imports import Allowed, refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import bring_here, weights_in_checkpoint
@@ -116,8 +117,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         super().setup_environment()
 
     @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with accepting_states(self._module()):
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
     def model_to_device(self) -> None:
         module = self._module()
+        keep_layout(module)
         layers = find_decoder_layers(module, self._layers)
         if layers:
             self._deploy(module, layers)
