@@ -196,6 +196,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         try:
             if deployment is not None:
                 _bring_back(deployment, remote_steps)
+            self._leave_weights()
             super().teardown()
         finally:
             local_workers, self._local_workers = self._local_workers, []
@@ -231,6 +232,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if weights is not None:
             for name in bring_here(module, weights, hollow, self.root_device):
                 logger.debug("reading %s", name)
+            weights.is_deployed = True
+
+    def _leave_weights(self) -> None:
+        weights = None if self.lightning_module is None else weights_in_checkpoint(self._module())
+        if weights is not None:
+            weights.is_deployed = False
 
     def _start_local_workers(self, count: int, imports: set[str]) -> None:
         threads = threads_per_process(count + 1)
