@@ -122,6 +122,7 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
         known = {key: value for key, value in plain.items() if key not in _NOT_SENT}
         try:
             config = library.PeftConfig.from_peft_type(**known)
+            _check_understood(config, known)
             with unpacked_on_meta(model):
                 library.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
         except (KeyError, TypeError, ValueError) as error:
@@ -133,8 +134,8 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
         if _is_switched(module):
             module.set_adapter(adapters.active)
             module.enable_adapters(adapters.is_enabled)
-        for name, factor in adapters.scaling.get(path, {}).items():
-            module.scaling[name] = factor
+        if _scaling(module):
+            module.scaling.update(adapters.scaling.get(path, {}))
 
 
 class AdapterSwitches:
@@ -164,6 +165,13 @@ def _check_kind(config: Mapping[str, Any]) -> None:
             f"Adapters of the kind {config.get('peft_type')!r} cannot live on workers; use one of "
             f"{', '.join(sorted(_KINDS))}, or keep their layers with the coordinator."
         )
+
+
+def _check_understood(config: Any, content: Mapping[str, Any]) -> None:
+    """Refuse options of another version of peft, which this one leaves out without a word."""
+    unknown = [name for name, value in content.items() if value and not hasattr(config, name)]
+    if unknown:
+        raise ValueError(f"its config has the option {unknown[0]!r}, which is not known here")
 
 
 def _use(module: Any) -> tuple[bool, list[str]]:

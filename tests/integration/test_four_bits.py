@@ -218,3 +218,25 @@ def test_a_worker_without_the_library_says_so_and_lives_on(library: str, folder:
             with pytest.raises(StageFailed, match=rf"{library} is not installed.*pip install"):
                 fit(FourBitModule(folder), [worker.address], plan=plan)
         assert worker.process.poll() is None
+
+
+class GivesAllToTheOptimizer(FourBitModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def test_an_optimizer_of_parameters_that_do_not_train(
+    folder: Path, workers: list[str], tmp_path: Path
+) -> None:
+    whole = fit(GivesAllToTheOptimizer(folder), None)
+    saved = GivesAllToTheOptimizer(folder)
+    fit(saved, workers, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
+    path = saved.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    resumed = fit(GivesAllToTheOptimizer(folder), workers, ckpt_path=path)
+    assert [*saved.losses, *resumed.losses] == pytest.approx(whole.losses, rel=1e-5)
+
+
+class FreezesAll(FourBitModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.model.requires_grad_(False)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
