@@ -25,6 +25,9 @@ from ..errors import ModelError
 # The pieces of a state by the names that they have in a checkpoint, behind the tensor's own.
 State = dict[str, Tensor]
 
+# Those that the library's kernels know.
+_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
 REMEDY = "pip install 'lightning-hetero[lora]'"
 
 
@@ -90,15 +93,20 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
     """A parameter to put in the place of a 4-bit one; its state is given to the owner.
 
     Without a state the parameter is one without content.
+
+    Raises:
+        ModelError: If the state does not fit; the library's kernels would read beyond its end.
     """
     if not _is_linear(owner):
-        owner[0].quant_state = _read_state(state, packed.device)  # type: ignore[index]
+        described = _describe_parametrization(owner)
+        owner[0].quant_state = _read_state(state, packed, described)  # type: ignore[index]
+        owner[0].four_bit = described  # type: ignore[index]
         return nn.Parameter(packed, requires_grad=False)
     kind = bitsandbytes().nn.Params4bit
     old: Any = owner.weight
     options = {
         "requires_grad": False,
-        "quant_state": _read_state(state, packed.device),
+        "quant_state": _read_state(state, packed, _describe_linear(owner)),
         "blocksize": old.blocksize,
         "compress_statistics": old.compress_statistics,
         "quant_type": old.quant_type,
@@ -142,8 +150,8 @@ def describe_four_bit(module: nn.Module) -> dict[str, FourBit]:
             )
         elif _is_parametrization(owner):
             # Without the step in between: `experts.parametrizations.down_proj`.
-            experts, _, name = path.rpartition(".parametrizations.")
-            found[f"{experts}.{name}"] = _describe_parametrization(owner)
+            *experts, _, name = path.split(".")
+            found[".".join([*experts, name])] = _describe_parametrization(owner)
     return found
 
 
@@ -192,8 +200,45 @@ def keep_layout(root: nn.Module) -> None:
         module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
         state: Any = getattr(module.weight, "quant_state", None)
         if getattr(state, "packing_format_for_cpu", False):
-            unpack = bitsandbytes().functional._convert_weight_packed_for_cpu_inverse
-            module.weight.data, module.weight.quant_state = unpack(module.weight.data, state)  # type: ignore[union-attr]
+            module.weight.data = _unpacked_layout(module.weight.data, state)  # type: ignore[arg-type]
+
+
+@contextmanager
+def accepting_states(root: nn.Module) -> Iterator[None]:
+    """Inside, ``load_state_dict`` takes the states that ``state_dict`` has written.
+
+    bitsandbytes writes them, and when they come back they are unexpected keys.
+    """
+    hooks = [
+        module.register_load_state_dict_pre_hook(_take_states)
+        for module in root.modules()
+        if _is_linear(module) or hasattr(module, "parametrizations")
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def unpacked_on_meta(model: nn.Module) -> Iterator[None]:
+    """Inside, the weights of 4-bit linear layers without content have the shape they stand for.
+
+    Some adapters measure a weight when they are made.
+    """
+    packed = [(module, module.weight) for module in model.modules() if _is_linear(module)]
+    for linear, weight in packed:
+        shape = _describe_linear(linear).shape
+        plain = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        plain.compress_statistics = weight.compress_statistics  # type: ignore[attr-defined, union-attr]
+        plain.quant_type = weight.quant_type  # type: ignore[attr-defined, union-attr]
+        linear.weight = plain
+    try:
+        yield
+    finally:
+        for linear, weight in packed:
+            linear.weight = weight
 
 
 @contextmanager
@@ -223,7 +268,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_parametrization(module: nn.Module) -> bool:
-    if "bitsandbytes" not in sys.modules or not isinstance(module, parametrize.ParametrizationList):
+    if not isinstance(module, parametrize.ParametrizationList):
+        return False
+    if sys.modules.get("bitsandbytes") is None:
         return False
     from bitsandbytes.nn.parametrize import Bnb4bitParametrization
 
@@ -276,6 +323,7 @@ def _empty(four_bit: FourBit) -> Tensor:
 
 
 def _parametrize(owner: nn.Module, name: str, four_bit: FourBit) -> None:
+    bitsandbytes()
     from bitsandbytes.nn import parametrize as four_bit_parametrize
 
     setattr(owner, name, nn.Parameter(_empty(four_bit), requires_grad=False))
@@ -285,8 +333,108 @@ def _parametrize(owner: nn.Module, name: str, four_bit: FourBit) -> None:
     four_bit_parametrize._register_parametrization_hooks(owner, name)
 
 
-def _read_state(state: State, device: torch.device) -> Any:
+def _read_state(state: State, packed: Tensor, described: FourBit) -> Any:
     if not state:
         return None
-    # A copy, since reading takes entries out.
-    return bitsandbytes().functional.QuantState.from_dict(dict(state), device=device)
+    try:
+        # A copy, since reading takes entries out.
+        read = bitsandbytes().functional.QuantState.from_dict(dict(state), device=packed.device)
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"The state of a tensor in 4 bits cannot be read: {type(error).__name__}: {error}."
+        ) from error
+    _check_state(read, packed, described)
+    return read
+
+
+def _check_state(state: Any, packed: Tensor, described: FourBit) -> None:
+    """Refuse a state of other lengths than its tensor needs."""
+    found, wanted = _lengths(state), _lengths_wanted(state, described)
+    found["packed bytes"] = [str(packed.dtype), list(packed.shape)]
+    wanted["packed bytes"] = [f"torch.{described.storage}", described.packed_shape]
+    for what, value in wanted.items():
+        if found.get(what) != value:
+            raise ModelError(
+                f"The state of a tensor in 4 bits does not fit {described.shape}: its {what} "
+                f"should be {value} and is {found.get(what)}."
+            )
+
+
+def _lengths(state: Any) -> dict[str, Any]:
+    found = {
+        "shape": list(state.shape or ()),
+        "code": state.quant_type,
+        "dtype is floating": getattr(state.dtype, "is_floating_point", None),
+        "code book": _form(state.code),
+        "scales": _form(state.absmax),
+    }
+    if state.nested:
+        found["scales' code book"] = _form(state.state2.code)
+        found["scales' scales"] = _form(state.state2.absmax)
+    return found
+
+
+def _lengths_wanted(state: Any, described: FourBit) -> dict[str, Any]:
+    num_scales = _num_blocks(torch.Size(described.shape).numel(), state.blocksize)
+    wanted = {
+        "shape": described.shape,
+        "code": described.quant_type,
+        "dtype is floating": True,
+        "code book": ("torch.float32", 16),
+        "scales": ("torch.uint8" if state.nested else "torch.float32", num_scales),
+    }
+    if state.nested:
+        num_outer = _num_blocks(num_scales, state.state2.blocksize)
+        wanted["scales' code book"] = ("torch.float32", 256)
+        wanted["scales' scales"] = ("torch.float32", num_outer)
+    return wanted
+
+
+def _num_blocks(num_elements: int, block_size: Any) -> int:
+    if block_size not in _BLOCK_SIZES:
+        raise ModelError(
+            f"A tensor in 4 bits has blocks of {block_size!r}; they must be one of {_BLOCK_SIZES}."
+        )
+    return -(-num_elements // int(block_size))
+
+
+def _form(tensor: Tensor) -> tuple[str, int]:
+    return str(tensor.dtype), tensor.numel()
+
+
+def _unpacked_layout(weight: Tensor, state: Any) -> Tensor:
+    """A repacked weight in its ordinary layout; its state is changed in place."""
+    functional = bitsandbytes().functional
+    # The library's own way back forgets the scales that are not quantised themselves.
+    scales = state.absmax.T.reshape(-1).float()
+    unpacked: Tensor = functional._convert_weight_packed_for_cpu_inverse(weight, state)[0]
+    state.absmax = scales
+    if state.nested:
+        state.offset = scales.mean()
+        state.absmax, state.state2 = functional.quantize_blockwise(
+            scales - state.offset, blocksize=256
+        )
+    return unpacked
+
+
+def _take_states(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    if _is_linear(module):
+        _take_state(module, "weight", state, f"{prefix}weight")
+    for name, owner in getattr(module, "parametrizations", {}).items():
+        if _is_parametrization(owner) and f"{prefix}{name}" in state:
+            _take_state(owner, "original", state, f"{prefix}{name}")
+            state[f"{prefix}parametrizations.{name}.original"] = state.pop(f"{prefix}{name}")
+
+
+def _take_state(owner: nn.Module, leaf: str, state: dict[str, Any], key: str) -> None:
+    parts = [name for name in state if name.startswith(f"{key}.")]
+    taken = {name.removeprefix(f"{key}."): state.pop(name) for name in parts}
+    packed: Any = getattr(owner, leaf)
+    if taken and not packed.is_meta:
+        linear = _is_linear(owner)
+        described = _describe_linear(owner) if linear else _describe_parametrization(owner)
+        read = _read_state(taken, packed, described)
+        holder: Any = packed if linear else owner[0]  # type: ignore[index]
+        holder.quant_state = read
+        if linear:
+            owner.quant_state = read

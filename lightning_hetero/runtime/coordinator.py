@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import (
     HeteroError,
+    ModelError,
     ProtocolError,
     RemoteProtocolError,
     StageFailed,
@@ -316,10 +317,21 @@ class Coordinator:
         return found
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the content of remote tensors."""
+        """Replace the content of remote tensors.
+
+        Raises:
+            ModelError: If one is stored in 4 bits and comes without its state.
+        """
         self._check_usable()
         for name in tensors.keys() & self._owner_of.keys():
             state = state_in(tensors, name)
+            stage = self._stages[self._owner_of[name].number - 1]
+            if stored_in_four_bits(stage.layers, name) and not state:
+                raise ModelError(
+                    f"The tensor {name!r} is stored in 4 bits, and what is to replace it lacks "
+                    f"{name + '.absmax'!r} and the like, which belong to it; load a whole "
+                    "`state_dict()`."
+                )
             message = m.LoadTensor(name, list(state))
             self._owner_of[name].channel.send(message, tensors[name], *state.values())
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.calls import LayerCall, without_cache
 from ..model.collecting import CollectingHooks
-from ..model.four_bit import State, keep_layout, state_of
+from ..model.four_bit import State, state_of
 from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer, check_layers_stand_alone
 from ..model.pretrained import CheckpointWeights, weights_in_checkpoint
@@ -63,7 +63,6 @@ class Deployment:
         seed: int,
         converts_weights: bool = True,
     ) -> None:
-        keep_layout(root)
         self.plan = plan
         self.coordinator = coordinator
         stages = [_numbered(layers, stage) for stage in plan.remote_stages]
