@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ CONFIG = LlamaConfig(
 )
 # What a process may take after its imports. The weights are 220 MiB.
 LIMIT_BYTES = 170 * 2**20
+
+# Small stacks: the threads' stacks count, although they are hardly used.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SHELL = ["sh", "-c", 'ulimit -s 1024; exec "$@"', "limited"]
 
 LIMITED = f"""
 import re, resource, sys
@@ -76,9 +81,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def limited_worker() -> Iterator[str]:
-    command = [sys.executable, "-c", WORKER, "worker", "--listen", "127.0.0.1:0"]
+    command = [*SHELL, sys.executable, "-c", WORKER, "worker", "--listen", "127.0.0.1:0"]
     command += ["--threads", "1", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
         assert process.stderr is not None
         address = next(
@@ -93,8 +98,8 @@ def limited_worker() -> Iterator[str]:
 
 
 def train(folder: Path, workers: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", TRAINING, str(folder), *workers]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    command = [*SHELL, sys.executable, "-c", TRAINING, str(folder), *workers]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=ENVIRONMENT)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
