@@ -261,17 +261,21 @@ def test_no_quantize_keeps_the_weights(example: SimpleNamespace, miniature: Path
     assert not any(isinstance(layer, Linear4bit) for layer in model.modules())
 
 
+@pytest.mark.parametrize("on_workers", [False, True], ids=["plain", "workers"])
 def test_a_run_ends_with_a_sample_and_the_whole_adapter(
     example: SimpleNamespace,
     miniature: Path,
     tmp_path: Path,
+    workers: list[str],
+    on_workers: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(example.train, "keep_quiet", lambda: None)
     pairs = tmp_path / "pairs.json"
     pairs.write_text(json.dumps(ROWS))
-    words = f"--workers 0 --max-steps 2 --batch-size 2 --accumulate 2 --output {tmp_path}"
+    where = " ".join(workers[:2]) if on_workers else "0"
+    words = f"--workers {where} --max-steps 2 --batch-size 2 --accumulate 2 --output {tmp_path}"
     example.train.main(
         [*words.split(), "--model", str(miniature), "--data", str(pairs), "--max-length", "512"]
     )
