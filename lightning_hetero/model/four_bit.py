@@ -47,8 +47,8 @@ class FourBit:
     shape: list[int]
     quant_type: Literal["nf4", "fp4"]
     compress_statistics: bool
-    storage: str = "uint8"
-    compute_dtype: str | None = None
+    storage: Literal["uint8", "float32", "bfloat16", "float16"] = "uint8"
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     has_bias: bool = False
 
     @property
@@ -279,15 +279,18 @@ def _is_parametrization(module: nn.Module) -> bool:
 
 def _describe_linear(linear: nn.Module) -> FourBit:
     weight: Any = linear.weight
-    compute_dtype: Any = linear.compute_dtype
     return FourBit(
         shape=[int(linear.out_features), int(linear.in_features)],  # type: ignore[arg-type]
         quant_type=weight.quant_type,
         compress_statistics=weight.compress_statistics,
-        storage=str(weight.quant_storage).removeprefix("torch."),
-        compute_dtype=None if compute_dtype is None else str(compute_dtype).removeprefix("torch."),
+        storage=_name(linear.quant_storage),
+        compute_dtype=None if linear.compute_dtype is None else _name(linear.compute_dtype),
         has_bias=linear.bias is not None,
     )
+
+
+def _name(dtype: Any) -> Any:
+    return str(dtype).removeprefix("torch.")
 
 
 def _describe_parametrization(parametrization: nn.Module) -> FourBit:
