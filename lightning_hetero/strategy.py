@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from .errors import HeteroError, ModelError
+from .model.four_bit import accepting_states, keep_layout
 from .model.imports import Allowed, refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import bring_here, weights_in_checkpoint
@@ -116,8 +117,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         super().setup_environment()
 
     @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with accepting_states(self._module()):
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
     def model_to_device(self) -> None:
         module = self._module()
+        keep_layout(module)
         layers = find_decoder_layers(module, self._layers)
         if layers:
             self._deploy(module, layers)
@@ -157,6 +164,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._deployment is None:
             return super().training_step(*args, **kwargs)
+        self._deployment.check_trained_ones()
         accumulate = not self._is_first_of_window()
         if self._microbatched is not None:
             batch, *rest = (*args, *kwargs.values())
@@ -189,6 +197,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         try:
             if deployment is not None:
                 _bring_back(deployment, remote_steps)
+            self._leave_weights()
             super().teardown()
         finally:
             local_workers, self._local_workers = self._local_workers, []
@@ -224,6 +233,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if weights is not None:
             for name in bring_here(module, weights, hollow, self.root_device):
                 logger.debug("reading %s", name)
+            weights.is_deployed = True
+
+    def _leave_weights(self) -> None:
+        weights = None if self.lightning_module is None else weights_in_checkpoint(self._module())
+        if weights is not None:
+            weights.is_deployed = False
 
     def _start_local_workers(self, count: int, imports: set[str]) -> None:
         threads = threads_per_process(count + 1)

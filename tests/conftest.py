@@ -26,9 +26,15 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_process(*options: str) -> Iterator[WorkerProcess]:
-    """A worker on a free loopback port; it ends with the block."""
+def worker_process(*options: str, before: str = "") -> Iterator[WorkerProcess]:
+    """A worker on a free loopback port; it ends with the block.
+
+    ``before`` is code that its process runs first.
+    """
     command = [sys.executable, "-m", "lightning_hetero", "worker"]
+    if before:
+        main = "import runpy; runpy.run_module('lightning_hetero', run_name='__main__')"
+        command = [sys.executable, "-c", f"{before}; {main}", "worker"]
     command += ["--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:

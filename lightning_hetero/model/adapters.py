@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from torch import nn
 
 from ..errors import ModelError
-from .four_bit import REMEDY
+from .four_bit import unpacked_on_meta
+from .packed import REMEDY
+
+# Others share tensors between layers, change them while training, or load from a hub.
+_KINDS = frozenset({"BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT"})
 
 # Says how adapters start, which their weights overrule, or names code to import.
 _NOT_SENT = frozenset(
@@ -42,11 +46,16 @@ class Adapters:
 
     Args:
         configs: Each adapter's PEFT config as plain data, by the adapter's name.
-        active: Names of the adapters that are switched on.
+        active: Names of the adapters in use.
+        is_enabled: Whether they are switched on.
+        scaling: Their factors, by the path of a layer in the model and the adapter's name; a
+            config says how they start.
     """
 
     configs: dict[str, dict[str, Any]]
     active: list[str]
+    is_enabled: bool = True
+    scaling: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def peft() -> Any:
@@ -70,7 +79,8 @@ def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters
     Raises:
         ModelError: If they cannot be injected elsewhere, or are merged into the weights.
     """
-    tuned = [module for layer in layers for module in layer.modules() if _is_tuned(module)]
+    inside = {module for layer in layers for module in layer.modules() if _is_tuned(module)}
+    tuned: dict[str, Any] = {p: module for p, module in owner.named_modules() if module in inside}
     if not tuned:
         return None
     configs: Any = getattr(owner, "peft_config", None)
@@ -79,15 +89,25 @@ def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters
             f"{type(owner).__name__} has layers of PEFT but no `peft_config`, so workers cannot "
             "rebuild them; add adapters with peft.get_peft_model or inject_adapter_in_model."
         )
-    first: Any = tuned[0]
-    if any(module.merged for module in tuned if hasattr(module, "merged")):
+    plain = {name: _plain_config(config) for name, config in configs.items()}
+    for content in plain.values():
+        _check_kind(content)
+    if any(module.merged for module in tuned.values()):
         raise ModelError(
             "The adapters are merged into the weights of the model, so they would not train; call "
             "`unmerge_adapter()` first."
         )
+    first, *others = tuned.values()
+    if any(_use(module) != _use(first) for module in others):
+        raise ModelError(
+            "The layers of the model use different adapters; call `set_adapter` on the model, "
+            "which switches all of them."
+        )
     return Adapters(
-        {name: _plain_config(config) for name, config in configs.items()},
-        list(first.active_adapters),
+        configs=plain,
+        active=list(first.active_adapters),
+        is_enabled=not first.disable_adapters,
+        scaling={path: _scaling(module) for path, module in tuned.items() if _scaling(module)},
     )
 
 
@@ -99,22 +119,100 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
     """
     library = peft()
     for name, plain in adapters.configs.items():
+        _check_kind(plain)
+        known = {key: value for key, value in plain.items() if key not in _NOT_SENT}
         try:
-            config = library.PeftConfig.from_peft_type(**plain)
-            library.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
+            config = library.PeftConfig.from_peft_type(**known)
+            _check_understood(config, known)
+            with unpacked_on_meta(model):
+                library.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
                 f"peft {library.__version__} cannot inject the adapter {name!r} here: {error}. "
                 "Install the coordinator's version on this worker."
             ) from error
-    for module in model.modules():
-        if _is_tuned(module):
-            module.set_adapter(adapters.active)  # type: ignore[operator]
+    for path, module in model.named_modules():
+        if _is_switched(module):
+            module.set_adapter(adapters.active)
+            module.enable_adapters(adapters.is_enabled)
+        if _scaling(module):
+            module.scaling.update(adapters.scaling.get(path, {}))
+
+
+class AdapterSwitches:
+    """Notices when the adapters of a layer are used in another way than at the beginning.
+
+    A layer on a worker would go on as before. Until `release` its adapters cannot be merged.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._switched = [module for module in layer.modules() if _is_switched(module)]
+        self._before = self._read()
+        self._kept_apart = [module for module in self._switched if hasattr(module, "merge")]
+        for module in self._kept_apart:
+            module.merge = _refuse_to_merge  # type: ignore[assignment]
+
+    def release(self) -> None:
+        """Let adapters be merged again."""
+        for module in self._kept_apart:
+            del module.merge
+
+    def have_changed(self) -> bool:
+        """Whether adapters were switched, rescaled or merged."""
+        return bool(self._switched) and self._read() != self._before
+
+    def _read(self) -> list[Any]:
+        return [
+            (_use(module), _scaling(module), list(getattr(module, "merged_adapters", ())))
+            for module in self._switched
+        ]
+
+
+def _refuse_to_merge(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise ModelError(
+        "The adapters of layers on workers cannot be merged into weights that are not here; merge "
+        "them after the run."
+    )
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") not in _KINDS:
+        raise ModelError(
+            f"Adapters of the kind {config.get('peft_type')!r} cannot live on workers; use one of "
+            f"{', '.join(sorted(_KINDS))}, or keep their layers with the coordinator."
+        )
+
+
+def _check_understood(config: Any, content: Mapping[str, Any]) -> None:
+    """Refuse options of another version of peft, which this one leaves out without a word."""
+    unknown = [name for name, value in content.items() if value and not hasattr(config, name)]
+    if unknown:
+        raise ValueError(f"its config has the option {unknown[0]!r}, which is not known here")
+
+
+def _use(module: Any) -> tuple[bool, list[str]]:
+    return module.disable_adapters, list(module.active_adapters)
+
+
+def _scaling(module: nn.Module) -> dict[str, float]:
+    found = getattr(module, "scaling", None)
+    if not isinstance(found, dict):
+        return {}
+    return {name: float(factor) for name, factor in found.items()}
+
+
+def _is_switched(module: nn.Module) -> bool:
+    """Whether a module answers to PEFT's switches."""
+    if sys.modules.get("peft") is None:
+        return False
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return _is_tuned(module) or isinstance(module, AuxiliaryTrainingWrapper)
 
 
 def _is_tuned(module: nn.Module) -> bool:
     """Whether a module is one of PEFT's layers around one of the model's."""
-    if "peft" not in sys.modules:
+    if sys.modules.get("peft") is None:
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
 

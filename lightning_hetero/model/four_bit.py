@@ -13,61 +13,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import ModelError
-
-# The pieces of a state by the names that they have in a checkpoint, behind the tensor's own.
-State = dict[str, Tensor]
-
-REMEDY = "pip install 'lightning-hetero[lora]'"
-
-
-@dataclass(frozen=True)
-class FourBit:
-    """How one tensor is stored in 4 bits, as plain data.
-
-    Args:
-        shape: What it stands for; ``[out_features, in_features]`` for a linear layer.
-        quant_type: The code book.
-        compress_statistics: Whether the blocks' scales are quantised themselves.
-        storage: dtype of the packed bytes.
-        compute_dtype: dtype in which a linear layer multiplies; None is decided by its first input.
-        has_bias: Whether the linear layer has a bias.
-    """
-
-    shape: list[int]
-    quant_type: Literal["nf4", "fp4"]
-    compress_statistics: bool
-    storage: str = "uint8"
-    compute_dtype: str | None = None
-    has_bias: bool = False
-
-    @property
-    def packed_shape(self) -> list[int]:
-        """Shape of the packed bytes, two numbers to a byte."""
-        num_bytes = (torch.Size(self.shape).numel() + 1) // 2
-        return [num_bytes // getattr(torch, self.storage).itemsize, 1]
-
-
-def bitsandbytes() -> Any:
-    """The library.
-
-    Raises:
-        ModelError: If it is not installed here.
-    """
-    try:
-        import bitsandbytes as library
-    except ImportError as error:
-        raise ModelError(
-            f"bitsandbytes is not installed here, and 4-bit layers need it ({error}); {REMEDY}."
-        ) from error
-    return library
+from .packed import FourBit, State, bitsandbytes, read_state
 
 
 def is_four_bit(owner: nn.Module, leaf: str) -> bool:
@@ -90,15 +43,20 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
     """A parameter to put in the place of a 4-bit one; its state is given to the owner.
 
     Without a state the parameter is one without content.
+
+    Raises:
+        ModelError: If the state does not fit; the library's kernels would read beyond its end.
     """
     if not _is_linear(owner):
-        owner[0].quant_state = _read_state(state, packed.device)  # type: ignore[index]
+        described = _describe_parametrization(owner)
+        owner[0].quant_state = read_state(state, packed, described)  # type: ignore[index]
+        owner[0].four_bit = described  # type: ignore[index]
         return nn.Parameter(packed, requires_grad=False)
     kind = bitsandbytes().nn.Params4bit
     old: Any = owner.weight
     options = {
         "requires_grad": False,
-        "quant_state": _read_state(state, packed.device),
+        "quant_state": read_state(state, packed, _describe_linear(owner)),
         "blocksize": old.blocksize,
         "compress_statistics": old.compress_statistics,
         "quant_type": old.quant_type,
@@ -142,8 +100,8 @@ def describe_four_bit(module: nn.Module) -> dict[str, FourBit]:
             )
         elif _is_parametrization(owner):
             # Without the step in between: `experts.parametrizations.down_proj`.
-            experts, _, name = path.rpartition(".parametrizations.")
-            found[f"{experts}.{name}"] = _describe_parametrization(owner)
+            *experts, _, name = path.split(".")
+            found[".".join([*experts, name])] = _describe_parametrization(owner)
     return found
 
 
@@ -192,8 +150,45 @@ def keep_layout(root: nn.Module) -> None:
         module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
         state: Any = getattr(module.weight, "quant_state", None)
         if getattr(state, "packing_format_for_cpu", False):
-            unpack = bitsandbytes().functional._convert_weight_packed_for_cpu_inverse
-            module.weight.data, module.weight.quant_state = unpack(module.weight.data, state)  # type: ignore[union-attr]
+            module.weight.data = _unpacked_layout(module.weight.data, state)  # type: ignore[arg-type]
+
+
+@contextmanager
+def accepting_states(root: nn.Module) -> Iterator[None]:
+    """Inside, ``load_state_dict`` takes the states that ``state_dict`` has written.
+
+    bitsandbytes writes them, and when they come back they are unexpected keys.
+    """
+    hooks = [
+        module.register_load_state_dict_pre_hook(_take_states)
+        for module in root.modules()
+        if _is_linear(module) or hasattr(module, "parametrizations")
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def unpacked_on_meta(model: nn.Module) -> Iterator[None]:
+    """Inside, the weights of 4-bit linear layers without content have the shape they stand for.
+
+    Some adapters measure a weight when they are made.
+    """
+    packed = [(module, module.weight) for module in model.modules() if _is_linear(module)]
+    for linear, weight in packed:
+        shape = _describe_linear(linear).shape
+        plain = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        plain.compress_statistics = weight.compress_statistics  # type: ignore[attr-defined, union-attr]
+        plain.quant_type = weight.quant_type  # type: ignore[attr-defined, union-attr]
+        linear.weight = plain
+    try:
+        yield
+    finally:
+        for linear, weight in packed:
+            linear.weight = weight
 
 
 @contextmanager
@@ -223,7 +218,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_parametrization(module: nn.Module) -> bool:
-    if "bitsandbytes" not in sys.modules or not isinstance(module, parametrize.ParametrizationList):
+    if not isinstance(module, parametrize.ParametrizationList):
+        return False
+    if sys.modules.get("bitsandbytes") is None:
         return False
     from bitsandbytes.nn.parametrize import Bnb4bitParametrization
 
@@ -276,6 +273,7 @@ def _empty(four_bit: FourBit) -> Tensor:
 
 
 def _parametrize(owner: nn.Module, name: str, four_bit: FourBit) -> None:
+    bitsandbytes()
     from bitsandbytes.nn import parametrize as four_bit_parametrize
 
     setattr(owner, name, nn.Parameter(_empty(four_bit), requires_grad=False))
@@ -285,8 +283,39 @@ def _parametrize(owner: nn.Module, name: str, four_bit: FourBit) -> None:
     four_bit_parametrize._register_parametrization_hooks(owner, name)
 
 
-def _read_state(state: State, device: torch.device) -> Any:
-    if not state:
-        return None
-    # A copy, since reading takes entries out.
-    return bitsandbytes().functional.QuantState.from_dict(dict(state), device=device)
+def _unpacked_layout(weight: Tensor, state: Any) -> Tensor:
+    """A repacked weight in its ordinary layout; its state is changed in place."""
+    functional = bitsandbytes().functional
+    # The library's own way back forgets the scales that are not quantised themselves.
+    scales = state.absmax.T.reshape(-1).float()
+    unpacked: Tensor = functional._convert_weight_packed_for_cpu_inverse(weight, state)[0]
+    state.absmax = scales
+    if state.nested:
+        state.offset = scales.mean()
+        state.absmax, state.state2 = functional.quantize_blockwise(
+            scales - state.offset, blocksize=256
+        )
+    return unpacked
+
+
+def _take_states(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    if _is_linear(module):
+        _take_state(module, "weight", state, f"{prefix}weight")
+    for name, owner in getattr(module, "parametrizations", {}).items():
+        if _is_parametrization(owner) and f"{prefix}{name}" in state:
+            _take_state(owner, "original", state, f"{prefix}{name}")
+            state[f"{prefix}parametrizations.{name}.original"] = state.pop(f"{prefix}{name}")
+
+
+def _take_state(owner: nn.Module, leaf: str, state: dict[str, Any], key: str) -> None:
+    parts = [name for name in state if name.startswith(f"{key}.")]
+    taken = {name.removeprefix(f"{key}."): state.pop(name) for name in parts}
+    packed: Any = getattr(owner, leaf)
+    if taken and not packed.is_meta:
+        linear = _is_linear(owner)
+        described = _describe_linear(owner) if linear else _describe_parametrization(owner)
+        read = read_state(taken, packed, described)
+        holder: Any = packed if linear else owner[0]  # type: ignore[index]
+        holder.quant_state = read
+        if linear:
+            owner.quant_state = read

@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from transformers import Cache
 
 from ..errors import ModelError
+from .adapters import AdapterSwitches
 from .calls import LayerCall, expected_tuple_length, without_cache
 from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
 from .four_bit import is_cache_hook, shapes_only
@@ -68,6 +69,7 @@ class HollowLayers:
         self._records = threading.local()
         self._dropped_caches: WeakSet[Cache] = WeakSet()
         self._silenced: list[SilencedHooks] = []
+        self._switches: dict[int, AdapterSwitches] = {}
         self._tuple_lengths: dict[Hashable, int] = {}
 
     def hollow(self) -> None:
@@ -80,6 +82,7 @@ class HollowLayers:
             _check_no_hooks(decoder_layer)
         empty_tensors(self._modules)
         self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
+        self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}
         for number, layer in self._modules.items():
             layer.forward = _HollowForward(self, number)
             # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
@@ -102,6 +105,8 @@ class HollowLayers:
         self._hooks.clear()
         for silenced in self._silenced:
             silenced.restore()
+        for switches in self._switches.values():
+            switches.release()
         for layer in self._modules.values():
             del layer.forward
             del layer._apply
@@ -132,6 +137,7 @@ class HollowLayers:
         hidden, args, kwargs = _take_hidden(number, args, kwargs)
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
         args, kwargs = without_cache(args, kwargs)
+        self._check_adapters(number)
         length = self._tuple_length(number, hidden, args, kwargs)
         call = LayerCall(number, self._modules[number].training, args, kwargs, length)
         if number == min(self._modules):
@@ -164,6 +170,15 @@ class HollowLayers:
             self._tuple_lengths[key] = length
         return self._tuple_lengths[key]
 
+    def _check_adapters(self, number: int) -> None:
+        if self._switches[number].have_changed():
+            raise ModelError(
+                f"The adapters of layer {number} are switched, scaled or merged in another way "
+                "than when its weights went to a worker, which does not follow; leave them as they "
+                "are during the run (no `disable_adapter()` in it), or keep the layers that have "
+                "adapters with the coordinator."
+            )
+
     def _check_new(self, caches: list[Cache]) -> None:
         """Refuse a key-value cache that comes again: its reader would miss what was left out.
 
@@ -173,7 +188,8 @@ class HollowLayers:
             if cache in self._dropped_caches or cache.get_seq_length(min(self._modules)) > 0:
                 raise ModelError(
                     "Generating with a key-value cache does not work through layers on workers in "
-                    "this version; pass `use_cache=False`, or generate after `fit`."
+                    "this version, nor does prefix tuning; pass `use_cache=False`, or generate "
+                    "after `fit`."
                 )
             self._dropped_caches.add(cache)
 

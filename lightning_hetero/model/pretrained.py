@@ -8,6 +8,7 @@ Each tensor is read by itself, so that no process ever holds the whole model.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,18 +34,18 @@ from ..errors import CheckpointError, ModelError
 from .adapters import peft
 from .checkpoint import Checkpoint
 from .four_bit import (
-    FourBit,
-    State,
     apply_four_bit,
-    bitsandbytes,
     is_four_bit,
     pack_linears,
     quantize,
 )
 from .layers import find_decoder_layers
+from .packed import FourBit, State, bitsandbytes
 from .tensors import fill
 
 _WEIGHTS = "weights_in_checkpoint"
+
+_HUB_OPTIONS = frozenset({"cache_dir", "local_files_only", "revision", "subfolder", "token"})
 
 
 def from_pretrained(
@@ -80,6 +81,7 @@ def from_pretrained(
     Raises:
         ModelError: If the checkpoint cannot be used; the text says why.
     """
+    _check_options(dtype, quantize_on, hub_options)
     config = _read_config(source, hub_options)
     quantization = _choose_quantization(source, config, quantization_config)
     model = _build_on_meta(config, dtype, attn_implementation)
@@ -91,7 +93,7 @@ def from_pretrained(
     weights = CheckpointWeights(checkpoint, model, conv1d, quantize_on)
     setattr(model, _WEIGHTS, weights)
     model._apply = _ApplyToContent(model)  # type: ignore[method-assign]
-    return model if peft_config is None else _with_adapters(model, peft_config)
+    return model if peft_config is None else _with_adapters(model, weights, peft_config)
 
 
 class CheckpointWeights:
@@ -102,6 +104,9 @@ class CheckpointWeights:
         model: The model on ``meta``.
         conv1d: Weights whose rows are what a linear layer calls its columns.
         quantize_on: Who packs weights into 4 bits.
+
+    Attributes:
+        is_deployed: Whether a strategy has brought the weights to where they are needed.
     """
 
     def __init__(
@@ -115,6 +120,8 @@ class CheckpointWeights:
         self._dtype = model.dtype
         self._conv1d = conv1d
         self._quantize_on = quantize_on
+        self.is_deployed = False
+        model.register_forward_pre_hook(self._check_is_here)
         # A parameter stays the same object while its content comes and goes.
         self._names = {parameter: _on_disk(name) for name, parameter in model.named_parameters()}
         for module in model.modules():
@@ -144,6 +151,17 @@ class CheckpointWeights:
         if for_worker and self._quantize_on == "worker":
             return content, {}
         return quantize(owner, leaf, content)
+
+    def _check_is_here(self, model: nn.Module, _args: Any) -> None:
+        if self.is_deployed:
+            return
+        missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if missing:
+            raise ModelError(
+                f"{missing[0]} is still in the checkpoint; run the model with a Trainer whose "
+                "strategy is HeteroPipelineStrategy, or load it with "
+                "AutoModelForCausalLM.from_pretrained."
+            )
 
     def _leave_out(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
@@ -212,6 +230,22 @@ def _on_disk(name: str) -> str:
     return re.sub(r"parametrizations\.(\w+)\.original$", r"\1", name)
 
 
+def _check_options(dtype: Any, quantize_on: Any, hub_options: Mapping[str, Any]) -> None:
+    unknown = sorted(hub_options.keys() - _HUB_OPTIONS)
+    if unknown:
+        raise ModelError(
+            f"lightning_hetero.from_pretrained has no option {unknown[0]!r}; besides those of its "
+            f"own it takes {', '.join(sorted(_HUB_OPTIONS))}."
+        )
+    if not isinstance(dtype, torch.dtype | None):
+        raise ModelError(
+            f"dtype is {dtype!r}; give a type of torch such as torch.bfloat16, or leave it out for "
+            "the one that the config names."
+        )
+    if quantize_on not in ("coordinator", "worker"):
+        raise ModelError(f"quantize_on is {quantize_on!r}; it is 'coordinator' or 'worker'.")
+
+
 def _read_config(source: str | Path, hub_options: Mapping[str, Any]) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(source, **hub_options)
@@ -229,6 +263,12 @@ def _choose_quantization(
 ) -> BitsAndBytesConfig | None:
     """How the linear layers are stored, as the checkpoint says or, if it does not, as wanted."""
     stored = getattr(config, "quantization_config", None)
+    if wanted is not None and not isinstance(wanted, BitsAndBytesConfig):
+        raise ModelError(
+            f"quantization_config is a {type(wanted).__name__}, and workers can only hold the 4 "
+            "bits of bitsandbytes; give BitsAndBytesConfig(load_in_4bit=True, "
+            "bnb_4bit_quant_type='nf4')."
+        )
     if stored is not None and wanted is not None:
         raise ModelError(
             f"{source} is quantised already, as its config says; leave `quantization_config` out."
@@ -252,6 +292,11 @@ def _choose_quantization(
 def _build_on_meta(
     config: PretrainedConfig, dtype: torch.dtype | None, attention: str | None
 ) -> PreTrainedModel:
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            f"{type(config).__name__} is not the config of a causal language model, and only those "
+            "can stay on disk; load others with transformers."
+        )
     options = {} if attention is None else {"attn_implementation": attention}
     # Buffers such as rotary tables are in no checkpoint; they are computed, so they are kept.
     with no_init_weights(), init_empty_weights(include_buffers=False):
@@ -290,25 +335,31 @@ def _store_in_four_bits(
     quantizer.postprocess_model(model)
 
 
-def _with_adapters(model: PreTrainedModel, config: Any) -> Any:
+def _with_adapters(model: PreTrainedModel, weights: CheckpointWeights, config: Any) -> Any:
     library = peft()
-    start = getattr(config, "init_lora_weights", True)
-    if getattr(config, "use_dora", False) or (isinstance(start, str) and start != "gaussian"):
-        what = "DoRA" if getattr(config, "use_dora", False) else f"init_lora_weights={start!r}"
+    if not isinstance(config, library.PeftConfig):
         raise ModelError(
-            f"{what} starts from the weights of the layers, which are still in the checkpoint; "
-            "load the model with AutoModelForCausalLM.from_pretrained and peft.get_peft_model."
+            f"peft_config is a {type(config).__name__}; give one of peft's configs, such as "
+            "peft.LoraConfig(r=16, task_type='CAUSAL_LM')."
         )
+    start = getattr(config, "init_lora_weights", True)
+    is_dora = getattr(config, "use_dora", False)
+    if is_dora or (isinstance(start, str) and start != "gaussian"):
+        raise _adapters_need_weights("DoRA" if is_dora else f"init_lora_weights={start!r}")
     with _pretending_to_be_here(model):
         adapted = library.get_peft_model(model, config)
-    on_meta = [n for n, p in adapted.named_parameters() if p.requires_grad and p.is_meta]
-    if on_meta:
-        raise ModelError(
-            f"The adapters of {type(config).__name__} need the weights of the layers ({on_meta[0]} "
-            "has no content), which are still in the checkpoint; load the model with "
-            "AutoModelForCausalLM.from_pretrained and peft.get_peft_model."
-        )
+    for name, parameter in adapted.named_parameters():
+        is_new = parameter.requires_grad and parameter not in weights
+        if is_new and (parameter.is_meta or bool(parameter.isnan().any())):
+            raise _adapters_need_weights(name)
     return adapted
+
+
+def _adapters_need_weights(what: str) -> ModelError:
+    return ModelError(
+        f"{what} starts from the weights of the model, which are still in the checkpoint; load the "
+        "model with AutoModelForCausalLM.from_pretrained and peft.get_peft_model."
+    )
 
 
 @contextmanager
@@ -316,6 +367,7 @@ def _pretending_to_be_here(model: nn.Module) -> Iterator[None]:
     """Inside, the weights on ``meta`` are on the CPU, all of them without memory of their own.
 
     PEFT puts new adapters to where the weights are, and on ``meta`` they would lose their content.
+    What is not a number here tells what was copied or computed from them.
     """
     places = [
         (module, leaf, parameter.dtype, parameter.shape)
@@ -324,7 +376,8 @@ def _pretending_to_be_here(model: nn.Module) -> Iterator[None]:
         if parameter is not None and parameter.is_meta
     ]
     for module, leaf, dtype, shape in places:
-        fill(module, leaf, torch.zeros((), dtype=dtype).expand(shape), {})
+        unknown = torch.tensor(math.nan if dtype.is_floating_point else 0, dtype=dtype)
+        fill(module, leaf, unknown.expand(shape), {})
     try:
         yield
     finally:

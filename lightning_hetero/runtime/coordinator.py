@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
+from ..errors import HeteroError, ModelError, ProtocolError, StageFailed, WorkerError, WorkerLost
 from ..model.blocks import BlocksRecipe
-from ..model.four_bit import State
+from ..model.packed import State
 from ..model.recipe import Recipe
 from ..model.tensors import (
     dtypes_on_stage,
@@ -291,8 +291,18 @@ class Coordinator:
     # tensors
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones."""
+        """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
+
+        Raises:
+            ModelError: If there is none of that name on a worker.
+        """
         self._check_usable()
+        unknown = [name for name in names if name not in self._owner_of]
+        if unknown:
+            raise ModelError(
+                f"The tensor {unknown[0]!r} came into its layer when the layer was on a worker "
+                "already, which does not have it; change the model before the run."
+            )
         found = {}
         for worker in self._workers:
             wanted = [name for name in names if self._owner_of[name] is worker]
@@ -306,10 +316,21 @@ class Coordinator:
         return found
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the content of remote tensors."""
+        """Replace the content of remote tensors.
+
+        Raises:
+            ModelError: If one is stored in 4 bits and comes without its state.
+        """
         self._check_usable()
         for name in tensors.keys() & self._owner_of.keys():
             state = state_in(tensors, name)
+            stage = self._stages[self._owner_of[name].number - 1]
+            if stored_in_four_bits(stage.layers, name) and not state:
+                raise ModelError(
+                    f"The tensor {name!r} is stored in 4 bits, and what is to replace it lacks "
+                    f"{name + '.absmax'!r} and the like, which belong to it; load a whole "
+                    "`state_dict()`."
+                )
             message = m.LoadTensor(name, list(state))
             self._owner_of[name].channel.send(message, tensors[name], *state.values())
 

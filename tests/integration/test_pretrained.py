@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import lightning_hetero
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.checkpoint import Checkpoint
 
 from ..families import MIXTURES, NUM_LAYERS, tiny_model
 from ..models import loader, trainer
@@ -211,3 +213,122 @@ def test_fit_twice(workers: list[str], tmp_path: Path) -> None:
         strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
         trainer(strategy, max_epochs=1).fit(module, loader(BATCH_SIZE * 2, BATCH_SIZE))
     assert module.losses[2] < module.losses[0]
+
+
+class EvaluatedModule(PretrainedModule):
+    """With the other loops."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.model(**batch).loss)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits: Tensor = self.model(**batch).logits
+        return logits
+
+
+def evaluate(module: EvaluatedModule, strategy: Any) -> list[Any]:
+    """What validating, testing and predicting one after the other give."""
+    batches = loader(BATCH_SIZE, BATCH_SIZE, padded=True)
+    run = trainer(strategy)
+    found: list[Any] = [run.validate(module, batches, verbose=False)]
+    found.append(run.test(module, batches, verbose=False))
+    found.append(run.predict(module, batches))
+    return found
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
+def test_evaluating_before_and_after_training(
+    quantize: bool, workers: list[str], tmp_path: Path
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    whole = EvaluatedModule(lambda: build_whole(folder, quantize, lora=True))
+    on_disk = EvaluatedModule(lambda: build_from_checkpoint(folder, quantize, lora=True))
+    batches = loader(BATCH_SIZE * 2, BATCH_SIZE)
+    results: list[list[Any]] = []
+    for module in (whole, on_disk):
+
+        def strategy(module: EvaluatedModule = module) -> Any:
+            if module is whole:
+                return "auto"
+            return HeteroPipelineStrategy(workers[:2], plan_over(workers))
+
+        before = evaluate(module, strategy())
+        trainer(strategy(), max_epochs=1).fit(module, batches, loader(BATCH_SIZE, BATCH_SIZE))
+        results.append([before, evaluate(module, strategy()), module.losses])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_without_workers_everything_is_read_here(
+    family: str, quantize: bool, tmp_path: Path
+) -> None:
+    folder = save_tiny(family, tmp_path)
+    expected = fit(lambda: build_whole(folder, quantize, lora=True), "auto")
+    alone = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=3)
+    strategy = HeteroPipelineStrategy([], alone)
+    found = fit(lambda: build_from_checkpoint(folder, quantize, lora=True), strategy)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert not [name for name, p in found.named_parameters() if p.is_meta]
+
+
+def test_biases_of_the_checkpoint_can_train(workers: list[str], tmp_path: Path) -> None:
+    folder = save_tiny("qwen2", tmp_path)
+    config = LoraConfig(**LORA, bias="lora_only")
+
+    def whole() -> Any:
+        torch.manual_seed(3)
+        return get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+
+    def on_disk() -> Any:
+        torch.manual_seed(3)
+        return lightning_hetero.from_pretrained(folder, peft_config=config)
+
+    strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    expected, found = fit(whole, "auto"), fit(on_disk, strategy)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    biases = {n: p for n, p in expected.named_parameters() if n.endswith("q_proj.base_layer.bias")}
+    assert len(biases) == NUM_LAYERS
+    for name, parameter in found.named_parameters():
+        if name in biases:
+            torch.testing.assert_close(parameter, biases[name], rtol=1e-4, atol=1e-6)
+
+
+def test_plain_lightning_is_told_that_weights_are_missing(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    with pytest.raises(ModelError, match="HeteroPipelineStrategy"):
+        fit(lambda: build_from_checkpoint(folder, False, lora=True), "auto")
+
+
+def test_after_training_the_model_says_that_it_is_not_here(
+    workers: list[str], tmp_path: Path
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    found = fit(lambda: build_from_checkpoint(folder, False, lora=True), strategy)
+    (batch,) = loader(BATCH_SIZE, BATCH_SIZE)
+    with pytest.raises(ModelError, match=r"layers\.1\..* is still in the checkpoint"):
+        found.model(**batch)
+
+
+def test_an_interrupted_stream_of_weights_leaves_workers_free(
+    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    read, count = Checkpoint.read, iter(range(100))
+
+    def interrupted(self: Checkpoint, name: str) -> dict[str, Tensor]:
+        if next(count) == 12:
+            raise KeyboardInterrupt
+        return read(self, name)
+
+    monkeypatch.setattr(Checkpoint, "read", interrupted)
+    strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(lambda: build_from_checkpoint(folder, True, lora=True), strategy)
+    monkeypatch.undo()
+    strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    fit(lambda: build_from_checkpoint(folder, True, lora=True), strategy)

@@ -1,0 +1,238 @@
+"""Adapters of PEFT on layers that live on workers: as on one device, or refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    get_peft_model,
+    inject_adapter_in_model,
+)
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.errors import ModelError
+
+from ..families import tiny_model
+from ..models import loader, trainer
+from .test_families import BATCH_SIZE, FamilyModule, assert_equal_runs, in_four_bits, plan_over
+
+ATTENTION = ["q_proj", "v_proj"]
+
+
+def fit(model: nn.Module, workers: list[str] | None, **options: Any) -> FamilyModule:
+    """Two steps, by Lightning alone where there are no workers."""
+    strategy: Any = "auto"
+    if workers is not None:
+        strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    module = options.pop("module", None) or FamilyModule(model)  # type: ignore[arg-type]
+    trainer(strategy, max_steps=2, max_epochs=1, **options).fit(
+        module, loader(BATCH_SIZE * 2, BATCH_SIZE, padded=True)
+    )
+    return module
+
+
+def shaken(model: Any) -> Any:
+    """The model with adapters whose every part has a say in the loss from the start."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "ia3_" in name:
+                change = torch.empty_like(parameter).normal_(std=0.1, generator=generator)
+                parameter.add_(change)
+    return model
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": ATTENTION, "task_type": "CAUSAL_LM", **options})
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "rslora": lambda: lora(use_rslora=True),
+    "dora": lambda: lora(use_dora=True),
+    "all-linear": lambda: lora(target_modules="all-linear"),
+    "regex": lambda: lora(target_modules=r".*layers\.[13]\..*\.(up|down)_proj"),
+    "patterns": lambda: lora(rank_pattern={"q_proj": 2}, alpha_pattern={r"layers.2.*v_proj": 32}),
+    "some layers": lambda: lora(layers_to_transform=[0, 2]),
+    "excluded": lambda: lora(target_modules="all-linear", exclude_modules=["down_proj"]),
+    "head saved": lambda: lora(modules_to_save=["lm_head"]),
+    "norms saved": lambda: lora(modules_to_save=["input_layernorm"]),
+    "biases": lambda: lora(bias="lora_only"),
+    "lora bias": lambda: lora(lora_bias=True),
+    "loha": lambda: LoHaConfig(r=4, target_modules=ATTENTION),
+    "oft": lambda: OFTConfig(oft_block_size=4, target_modules=ATTENTION),
+    "norms tuned": lambda: LNTuningConfig(target_modules=["input_layernorm"]),
+    "pissa": lambda: lora(init_lora_weights="pissa"),
+    "ia3": lambda: IA3Config(
+        target_modules=["k_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
+        task_type="CAUSAL_LM",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_kind_of_adapter_equals_one_device(name: str, workers: list[str]) -> None:
+    def model() -> Any:
+        torch.manual_seed(1)
+        return shaken(get_peft_model(tiny_model("qwen2"), CONFIGS[name]()))
+
+    assert_equal_runs(fit(model(), workers), fit(model(), None))
+
+
+@pytest.mark.parametrize("name", ["rslora", "dora", "all-linear", "ia3"])
+def test_every_kind_of_adapter_on_four_bits(name: str, workers: list[str], tmp_path: Path) -> None:
+    def model() -> Any:
+        quantized = in_four_bits("llama", tmp_path)
+        torch.manual_seed(1)
+        return shaken(get_peft_model(quantized, CONFIGS[name]()))
+
+    assert_equal_runs(fit(model(), workers), fit(model(), None))
+
+
+def two_adapters(active: str) -> PeftModel:
+    torch.manual_seed(1)
+    model: PeftModel = get_peft_model(tiny_model("llama"), lora())
+    model.add_adapter("second", lora(r=2, target_modules=["q_proj", "up_proj"]))
+    model.set_adapter(active)
+    return shaken(model)
+
+
+def injected() -> PreTrainedModel:
+    torch.manual_seed(1)
+    return shaken(inject_adapter_in_model(lora(), tiny_model("llama")))
+
+
+def added() -> PreTrainedModel:
+    torch.manual_seed(1)
+    model = tiny_model("llama")
+    model.add_adapter(lora())
+    return shaken(model)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: two_adapters("default"), lambda: two_adapters("second"), injected, added],
+    ids=["first of two", "second of two", "injected", "add_adapter"],
+)
+def test_however_adapters_came_into_the_model(build: Any, workers: list[str]) -> None:
+    assert_equal_runs(fit(build(), workers), fit(build(), None))
+
+
+def test_dropout_in_an_adapter_trains(workers: list[str]) -> None:
+    model = shaken(get_peft_model(tiny_model("llama"), lora(lora_dropout=0.3)))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fit(model, workers)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+
+
+def test_merged_adapters_are_refused(workers: list[str]) -> None:
+    model = get_peft_model(tiny_model("llama"), lora())
+    model.merge_adapter()
+    with pytest.raises(ModelError, match="unmerge_adapter"):
+        fit(model, workers)
+
+
+def test_adapters_that_change_while_training_are_refused(workers: list[str]) -> None:
+    config = AdaLoraConfig(total_step=10, target_modules=ATTENTION, task_type="CAUSAL_LM")
+    with pytest.raises(ModelError, match="'ADALORA' cannot live on workers; use one of"):
+        fit(get_peft_model(tiny_model("llama"), config), workers)
+
+
+class DisablesInStep(FamilyModule):
+    """As preference losses do, for the answers of the model before training."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with self.model.disable_adapter():
+            reference = self.model(**batch).loss
+        return super().training_step(batch, batch_idx) - reference
+
+
+def test_switching_adapters_off_for_a_forward_is_refused(workers: list[str]) -> None:
+    model = shaken(get_peft_model(tiny_model("llama"), lora()))
+    with pytest.raises(ModelError, match="switched, scaled or merged .* `disable_adapter"):
+        fit(model, workers, module=DisablesInStep(model))
+
+
+def test_a_scale_set_by_hand_goes_with_the_layer(workers: list[str]) -> None:
+    def model() -> Any:
+        made = shaken(get_peft_model(tiny_model("llama"), lora()))
+        for module in made.modules():
+            if hasattr(module, "set_scale"):
+                module.set_scale("default", 3.0)
+        return made
+
+    assert_equal_runs(fit(model(), workers), fit(model(), None))
+
+
+def test_adapters_that_are_switched_off_stay_so(workers: list[str]) -> None:
+    def model() -> Any:
+        made = shaken(
+            get_peft_model(tiny_model("llama"), lora(modules_to_save=["input_layernorm"]))
+        )
+        made.base_model.disable_adapter_layers()
+        made.base_model.model.model.norm.weight.requires_grad_(True)
+        return made
+
+    assert_equal_runs(fit(model(), workers), fit(model(), None))
+
+
+class FreezesLate(FamilyModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("lora_A" in name)
+        return super().configure_optimizers()
+
+
+def test_what_is_frozen_when_layers_are_away_is_refused(workers: list[str]) -> None:
+    model = get_peft_model(tiny_model("llama"), lora())
+    with pytest.raises(ModelError, match="lora_B.* of layer 1 was frozen .*`configure_model`"):
+        fit(model, workers, module=FreezesLate(model))
+
+
+class ChangesAtTheEnd(FamilyModule):
+    """Does something with the adapters when training is over, and the layers still away."""
+
+    def __init__(self, model: Any, change: Callable[[Any], Any]) -> None:
+        super().__init__(model)
+        self.change = change
+
+    def on_train_end(self) -> None:
+        self.change(self.model)
+
+
+def assert_layers_are_trained(found: FamilyModule) -> None:
+    """Whatever else happened, what the workers trained came back."""
+    expected = fit(shaken(get_peft_model(tiny_model("llama"), lora())), None)
+    parameters = dict(found.named_parameters())
+    for name, parameter in expected.named_parameters():
+        if any(f".layers.{number}." in name for number in (1, 2, 3)):
+            torch.testing.assert_close(parameters[name], parameter, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["merge_adapter", "merge_and_unload"])
+def test_merging_into_layers_that_are_away_is_refused(method: str, workers: list[str]) -> None:
+    model = shaken(get_peft_model(tiny_model("llama"), lora()))
+    module = ChangesAtTheEnd(model, lambda model: getattr(model, method)())
+    with pytest.raises(ModelError, match="merge them after the run"):
+        fit(model, workers, module=module)
+    assert_layers_are_trained(module)
+
+
+def test_an_adapter_that_comes_when_layers_are_away_harms_no_other(workers: list[str]) -> None:
+    model = shaken(get_peft_model(tiny_model("llama"), lora()))
+    module = ChangesAtTheEnd(model, lambda model: model.add_adapter("late", lora()))
+    assert_layers_are_trained(fit(model, workers, module=module))

@@ -1,0 +1,227 @@
+"""Adapters are described as plain data and injected again as they were."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
+from torch import nn
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.adapters import (
+    Adapters,
+    AdapterSwitches,
+    describe_adapters,
+    inject_adapters,
+    without_wrappers,
+)
+
+from ..families import tiny_model
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **options})
+
+
+def adapted(config: Any, **options: Any) -> Any:
+    """A Hugging Face model with adapters in it."""
+    return get_peft_model(tiny_model("qwen2"), config, **options).base_model.model
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    return list(model.model.layers)
+
+
+def described(model: Any) -> Adapters:
+    found = describe_adapters(model, layers_of(model))
+    assert found is not None
+    return found
+
+
+def injected(adapters: Adapters) -> Any:
+    """What a worker makes of a description that came as JSON."""
+    read = msgspec.json.decode(msgspec.json.encode(adapters), type=Adapters)
+    model = tiny_model("qwen2").to("meta")
+    inject_adapters(model, read)
+    return model
+
+
+def outline(model: Any) -> list[tuple[str, torch.Size]]:
+    return [(name, p.shape) for name, p in model.model.layers.named_parameters()]
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "lora": lora,
+    "rslora": lambda: lora(use_rslora=True, lora_alpha=3),
+    "dora": lambda: lora(use_dora=True),
+    "all linear": lambda: lora(target_modules="all-linear"),
+    "regex": lambda: lora(target_modules=r".*layers\.[13]\..*up_proj"),
+    "patterns": lambda: lora(rank_pattern={"q_proj": 2}, alpha_pattern={r"layers.2.*v_proj": 32}),
+    "some layers": lambda: lora(layers_to_transform=[0, 2]),
+    "saved": lambda: lora(modules_to_save=["input_layernorm", "lm_head"]),
+    "biases": lambda: lora(lora_bias=True, bias="lora_only"),
+    "pissa": lambda: lora(init_lora_weights="pissa"),
+    "ia3": lambda: IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_injected_adapters_are_those_described(name: str) -> None:
+    model = adapted(CONFIGS[name]())
+    found = injected(described(model))
+    assert outline(found) == outline(model)
+    assert described(found) == described(model)
+    adapters = {n for n, p in model.model.layers.named_parameters() if p.requires_grad}
+    assert all(p.is_meta for n, p in found.model.layers.named_parameters() if n in adapters)
+
+
+def test_a_description_is_plain_data() -> None:
+    text = msgspec.json.encode(described(adapted(lora())))
+    assert json.loads(text)["configs"]["default"]["peft_type"] == "LORA"
+
+
+def test_what_only_says_how_adapters_start_stays_here() -> None:
+    config = described(adapted(lora(init_lora_weights="gaussian"))).configs["default"]
+    assert not {"init_lora_weights", "base_model_name_or_path", "megatron_core"} & config.keys()
+
+
+def test_a_model_without_adapters_has_no_description() -> None:
+    model = tiny_model("qwen2")
+    assert describe_adapters(model, layers_of(model)) is None
+
+
+def test_adapters_only_elsewhere_are_not_described() -> None:
+    model = adapted(lora(layers_to_transform=[0]))
+    assert describe_adapters(model, layers_of(model)[1:]) is None
+
+
+def test_the_adapters_in_use_are_said() -> None:
+    wrapped = get_peft_model(tiny_model("qwen2"), lora())
+    wrapped.add_adapter("second", lora(r=2))
+    wrapped.set_adapter("second")
+    found = described(wrapped.base_model.model)
+    assert (list(found.configs), found.active) == (["default", "second"], ["second"])
+    assert injected(found).model.layers[0].self_attn.q_proj.active_adapters == ["second"]
+
+
+def test_adapters_that_are_switched_off_stay_so() -> None:
+    wrapped = get_peft_model(tiny_model("qwen2"), lora(modules_to_save=["input_layernorm"]))
+    with wrapped.disable_adapter():
+        found = injected(described(wrapped.base_model.model))
+    assert found.model.layers[0].self_attn.q_proj.disable_adapters
+    assert found.model.layers[0].input_layernorm.disable_adapters
+
+
+def test_a_scale_set_by_hand_is_said() -> None:
+    model = adapted(lora())
+    model.model.layers[1].self_attn.q_proj.set_scale("default", 5.0)
+    found = injected(described(model))
+    scales = [found.model.layers[n].self_attn.q_proj.scaling["default"] for n in (0, 1)]
+    assert scales == [2.0, 10.0]
+
+
+def test_merged_adapters_are_refused() -> None:
+    model = adapted(lora())
+    model.model.layers[2].self_attn.q_proj.merge()
+    with pytest.raises(ModelError, match=r"merged.*unmerge_adapter\(\)"):
+        described(model)
+
+
+def test_layers_that_use_different_adapters_are_refused() -> None:
+    model = adapted(lora())
+    model.model.layers[2].self_attn.q_proj.enable_adapters(False)
+    with pytest.raises(ModelError, match="different adapters.*set_adapter"):
+        described(model)
+
+
+def test_adapters_without_a_config_are_refused() -> None:
+    model = adapted(lora())
+    del model.peft_config
+    with pytest.raises(ModelError, match="no `peft_config`.*get_peft_model"):
+        described(model)
+
+
+def test_adapters_that_share_tensors_are_refused() -> None:
+    model = adapted(VeraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ModelError, match="'VERA' cannot live on workers; use one of .*LORA"):
+        described(model)
+
+
+@pytest.mark.parametrize("key", ["megatron_core", "runtime_config", "init_lora_weights"])
+def test_a_worker_reads_nothing_that_is_never_sent(key: str) -> None:
+    found = described(adapted(lora()))
+    configs = {"default": {**found.configs["default"], key: "no.such.module"}}
+    injected(Adapters(configs, found.active))
+
+
+def test_an_option_of_another_version_is_refused() -> None:
+    found = described(adapted(lora()))
+    for value, is_refused in [(None, False), (False, False), (7, True)]:
+        configs = {"default": {**found.configs["default"], "use_new_thing": value}}
+        if is_refused:
+            with pytest.raises(ModelError, match=r"'use_new_thing'.*coordinator's version"):
+                injected(Adapters(configs, found.active))
+        else:
+            injected(Adapters(configs, found.active))
+
+
+def test_a_missing_library_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = described(adapted(lora()))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModelError, match=r"peft is not installed.*pip install"):
+        inject_adapters(tiny_model("qwen2").to("meta"), adapters)
+
+
+def test_without_the_library_there_are_no_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    model = tiny_model("qwen2")
+    assert describe_adapters(model, layers_of(model)) is None
+    assert not AdapterSwitches(model.model.layers[0]).have_changed()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "switched off": lambda model: model.disable_adapter_layers(),
+    "another": lambda model: model.set_adapter("second"),
+    "scaled": lambda model: model.model.model.layers[0].self_attn.q_proj.scale_layer(2.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed(name: str) -> None:
+    wrapped = get_peft_model(tiny_model("qwen2"), lora())
+    wrapped.add_adapter("second", lora(r=2))
+    switches = AdapterSwitches(wrapped.base_model.model.model.layers[0])
+    assert not switches.have_changed()
+    CHANGES[name](wrapped.base_model)
+    assert switches.have_changed()
+
+
+def test_adapters_of_a_layer_elsewhere_cannot_be_merged() -> None:
+    model = adapted(lora())
+    switches = AdapterSwitches(model.model.layers[0])
+    merge = model.model.layers[0].self_attn.q_proj.merge
+    with pytest.raises(ModelError, match="merge them after the run"):
+        merge()
+    switches.release()
+    model.model.layers[0].self_attn.q_proj.merge()
+    assert switches.have_changed()
+
+
+def test_switching_off_and_on_again_is_no_change() -> None:
+    wrapped = get_peft_model(tiny_model("qwen2"), lora())
+    switches = AdapterSwitches(wrapped.base_model.model.model.layers[0])
+    with wrapped.disable_adapter():
+        assert switches.have_changed()
+    assert not switches.have_changed()
+
+
+def test_a_path_is_the_same_with_and_without_wrappers() -> None:
+    assert without_wrappers("self_attn.q_proj.base_layer") == "self_attn.q_proj"
+    assert without_wrappers("mlp.experts.base_layer.down_proj") == "mlp.experts.down_proj"
+    assert without_wrappers("") == ""
