@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import yaml
@@ -99,6 +99,7 @@ class Plan:
         stages = content.get("stages")
         for index, stage in enumerate(stages if isinstance(stages, list) else []):
             _refuse_unknown_keys(stage, StagePlan, f"stage {index}")
+            _check_dtype(stage.get("dtype"), f"stage {index}")
         try:
             return msgspec.convert(content, cls)
         except msgspec.ValidationError as error:
@@ -161,6 +162,7 @@ class Plan:
                 raise PlanError(
                     f"Stage {index} is on the coordinator, which can only hold the first stage."
                 )
+            _check_dtype(stage.dtype, f"stage {index}")
             if stage.is_local and stage.dtype is not None:
                 raise PlanError(
                     f"The coordinator's stage has dtype {stage.dtype!r}; what the coordinator "
@@ -174,6 +176,12 @@ class Plan:
             if stage.worker in seen:
                 raise PlanError(f"{stage.worker!r} serves two stages; give it one range of layers.")
             seen.add(stage.worker)
+
+
+def _check_dtype(dtype: Any, where: str) -> None:
+    known = (None, *get_args(Dtype))
+    if dtype not in known:
+        raise PlanError(f"Unknown dtype {dtype!r} in {where}; it is one of {', '.join(known[1:])}.")
 
 
 def _refuse_unknown_keys(content: Any, kind: type, where: str) -> None:

@@ -164,6 +164,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._deployment is None:
             return super().training_step(*args, **kwargs)
+        self._deployment.check_trained_ones()
         accumulate = not self._is_first_of_window()
         if self._microbatched is not None:
             batch, *rest = (*args, *kwargs.values())

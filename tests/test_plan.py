@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -77,8 +78,12 @@ def test_a_written_plan_is_plain_yaml(tmp_path: Path) -> None:
     Plan([HERE, THERE]).to_yaml(path)
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert list(content) == ["stages", "micro_batches", "in_flight"]
-    expected = {"workers": ["strix.local:9999"], "layers": [2, 6], "recompute": False}
-    expected["dtype"] = None
+    expected = {
+        "workers": ["strix.local:9999"],
+        "layers": [2, 6],
+        "recompute": False,
+        "dtype": None,
+    }
     assert content["stages"][1] == expected
 
 
@@ -214,3 +219,24 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_numbers(
     with pytest.raises(PlanError) as caught:
         plan.check(6, WORKERS)
     assert [fragment for fragment in fragments if fragment not in str(caught.value)] == []
+
+
+def test_a_stages_dtype_is_read_from_a_file(tmp_path: Path) -> None:
+    text = FILE_OF_THE_DESIGN.replace("recompute: true", "dtype: float16")
+    assert Plan.from_yaml(written(tmp_path, text)).stages[1].dtype == "float16"
+
+
+@pytest.mark.parametrize("dtype", ["float8", "fp16", "torch.float16", 16, "", []])
+def test_an_unknown_dtype_is_refused_with_those_there_are(dtype: Any, tmp_path: Path) -> None:
+    text = FILE_OF_THE_DESIGN.replace("recompute: true", f"dtype: {dtype!r}")
+    with pytest.raises(PlanError, match="stage 1; it is one of float32, bfloat16, float16"):
+        Plan.from_yaml(written(tmp_path, text))
+    there = StagePlan(["strix.local:9999"], (2, 6), dtype=dtype)
+    with pytest.raises(PlanError, match=re.escape(f"Unknown dtype {dtype!r} in stage 1")):
+        Plan([HERE, there]).check(6, WORKERS)
+
+
+def test_a_dtype_of_the_coordinators_stage_is_refused() -> None:
+    here = StagePlan(["coordinator"], (0, 2), dtype="float16")
+    with pytest.raises(PlanError, match="'float16'.*Lightning's `precision`"):
+        Plan([here, THERE]).check(6, WORKERS)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from ..errors import ModelError
-from .four_bit import REMEDY, unpacked_on_meta
+from .four_bit import unpacked_on_meta
+from .packed import REMEDY
 
 # Others share tensors between layers, change them while training, or load from a hub.
 _KINDS = frozenset({"BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT"})
@@ -141,12 +142,20 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
 class AdapterSwitches:
     """Notices when the adapters of a layer are used in another way than at the beginning.
 
-    A layer on a worker would go on as before.
+    A layer on a worker would go on as before. Until `release` its adapters cannot be merged.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self._switched = [module for module in layer.modules() if _is_switched(module)]
         self._before = self._read()
+        self._kept_apart = [module for module in self._switched if hasattr(module, "merge")]
+        for module in self._kept_apart:
+            module.merge = _refuse_to_merge  # type: ignore[assignment]
+
+    def release(self) -> None:
+        """Let adapters be merged again."""
+        for module in self._kept_apart:
+            del module.merge
 
     def have_changed(self) -> bool:
         """Whether adapters were switched, rescaled or merged."""
@@ -157,6 +166,13 @@ class AdapterSwitches:
             (_use(module), _scaling(module), list(getattr(module, "merged_adapters", ())))
             for module in self._switched
         ]
+
+
+def _refuse_to_merge(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise ModelError(
+        "The adapters of layers on workers cannot be merged into weights that are not here; merge "
+        "them after the run."
+    )
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:

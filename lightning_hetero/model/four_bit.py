@@ -13,64 +13,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import ModelError
-
-# The pieces of a state by the names that they have in a checkpoint, behind the tensor's own.
-State = dict[str, Tensor]
-
-# Those that the library's kernels know.
-_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-REMEDY = "pip install 'lightning-hetero[lora]'"
-
-
-@dataclass(frozen=True)
-class FourBit:
-    """How one tensor is stored in 4 bits, as plain data.
-
-    Args:
-        shape: What it stands for; ``[out_features, in_features]`` for a linear layer.
-        quant_type: The code book.
-        compress_statistics: Whether the blocks' scales are quantised themselves.
-        storage: dtype of the packed bytes.
-        compute_dtype: dtype in which a linear layer multiplies; None is decided by its first input.
-        has_bias: Whether the linear layer has a bias.
-    """
-
-    shape: list[int]
-    quant_type: Literal["nf4", "fp4"]
-    compress_statistics: bool
-    storage: Literal["uint8", "float32", "bfloat16", "float16"] = "uint8"
-    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    has_bias: bool = False
-
-    @property
-    def packed_shape(self) -> list[int]:
-        """Shape of the packed bytes, two numbers to a byte."""
-        num_bytes = (torch.Size(self.shape).numel() + 1) // 2
-        return [num_bytes // getattr(torch, self.storage).itemsize, 1]
-
-
-def bitsandbytes() -> Any:
-    """The library.
-
-    Raises:
-        ModelError: If it is not installed here.
-    """
-    try:
-        import bitsandbytes as library
-    except ImportError as error:
-        raise ModelError(
-            f"bitsandbytes is not installed here, and 4-bit layers need it ({error}); {REMEDY}."
-        ) from error
-    return library
+from .packed import FourBit, State, bitsandbytes, read_state
 
 
 def is_four_bit(owner: nn.Module, leaf: str) -> bool:
@@ -99,14 +49,14 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
     """
     if not _is_linear(owner):
         described = _describe_parametrization(owner)
-        owner[0].quant_state = _read_state(state, packed, described)  # type: ignore[index]
+        owner[0].quant_state = read_state(state, packed, described)  # type: ignore[index]
         owner[0].four_bit = described  # type: ignore[index]
         return nn.Parameter(packed, requires_grad=False)
     kind = bitsandbytes().nn.Params4bit
     old: Any = owner.weight
     options = {
         "requires_grad": False,
-        "quant_state": _read_state(state, packed, _describe_linear(owner)),
+        "quant_state": read_state(state, packed, _describe_linear(owner)),
         "blocksize": old.blocksize,
         "compress_statistics": old.compress_statistics,
         "quant_type": old.quant_type,
@@ -336,75 +286,6 @@ def _parametrize(owner: nn.Module, name: str, four_bit: FourBit) -> None:
     four_bit_parametrize._register_parametrization_hooks(owner, name)
 
 
-def _read_state(state: State, packed: Tensor, described: FourBit) -> Any:
-    if not state:
-        return None
-    try:
-        # A copy, since reading takes entries out.
-        read = bitsandbytes().functional.QuantState.from_dict(dict(state), device=packed.device)
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"The state of a tensor in 4 bits cannot be read: {type(error).__name__}: {error}."
-        ) from error
-    _check_state(read, packed, described)
-    return read
-
-
-def _check_state(state: Any, packed: Tensor, described: FourBit) -> None:
-    """Refuse a state of other lengths than its tensor needs."""
-    found, wanted = _lengths(state), _lengths_wanted(state, described)
-    found["packed bytes"] = [str(packed.dtype), list(packed.shape)]
-    wanted["packed bytes"] = [f"torch.{described.storage}", described.packed_shape]
-    for what, value in wanted.items():
-        if found.get(what) != value:
-            raise ModelError(
-                f"The state of a tensor in 4 bits does not fit {described.shape}: its {what} "
-                f"should be {value} and is {found.get(what)}."
-            )
-
-
-def _lengths(state: Any) -> dict[str, Any]:
-    found = {
-        "shape": list(state.shape or ()),
-        "code": state.quant_type,
-        "dtype is floating": getattr(state.dtype, "is_floating_point", None),
-        "code book": _form(state.code),
-        "scales": _form(state.absmax),
-    }
-    if state.nested:
-        found["scales' code book"] = _form(state.state2.code)
-        found["scales' scales"] = _form(state.state2.absmax)
-    return found
-
-
-def _lengths_wanted(state: Any, described: FourBit) -> dict[str, Any]:
-    num_scales = _num_blocks(torch.Size(described.shape).numel(), state.blocksize)
-    wanted = {
-        "shape": described.shape,
-        "code": described.quant_type,
-        "dtype is floating": True,
-        "code book": ("torch.float32", 16),
-        "scales": ("torch.uint8" if state.nested else "torch.float32", num_scales),
-    }
-    if state.nested:
-        num_outer = _num_blocks(num_scales, state.state2.blocksize)
-        wanted["scales' code book"] = ("torch.float32", 256)
-        wanted["scales' scales"] = ("torch.float32", num_outer)
-    return wanted
-
-
-def _num_blocks(num_elements: int, block_size: Any) -> int:
-    if block_size not in _BLOCK_SIZES:
-        raise ModelError(
-            f"A tensor in 4 bits has blocks of {block_size!r}; they must be one of {_BLOCK_SIZES}."
-        )
-    return -(-num_elements // int(block_size))
-
-
-def _form(tensor: Tensor) -> tuple[str, int]:
-    return str(tensor.dtype), tensor.numel()
-
-
 def _unpacked_layout(weight: Tensor, state: Any) -> Tensor:
     """A repacked weight in its ordinary layout; its state is changed in place."""
     functional = bitsandbytes().functional
@@ -436,7 +317,7 @@ def _take_state(owner: nn.Module, leaf: str, state: dict[str, Any], key: str) ->
     if taken and not packed.is_meta:
         linear = _is_linear(owner)
         described = _describe_linear(owner) if linear else _describe_parametrization(owner)
-        read = _read_state(taken, packed, described)
+        read = read_state(taken, packed, described)
         holder: Any = packed if linear else owner[0]  # type: ignore[index]
         holder.quant_state = read
         if linear:

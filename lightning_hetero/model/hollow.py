@@ -105,6 +105,8 @@ class HollowLayers:
         self._hooks.clear()
         for silenced in self._silenced:
             silenced.restore()
+        for switches in self._switches.values():
+            switches.release()
         for layer in self._modules.values():
             del layer.forward
             del layer._apply

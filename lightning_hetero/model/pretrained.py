@@ -32,15 +32,13 @@ from ..errors import CheckpointError, ModelError
 from .adapters import peft
 from .checkpoint import Checkpoint
 from .four_bit import (
-    FourBit,
-    State,
     apply_four_bit,
-    bitsandbytes,
     is_four_bit,
     pack_linears,
     quantize,
 )
 from .layers import find_decoder_layers
+from .packed import FourBit, State, bitsandbytes
 from .tensors import fill
 
 _WEIGHTS = "weights_in_checkpoint"

@@ -22,9 +22,10 @@ from .adapters import Adapters, describe_adapters, inject_adapters, without_wrap
 from .blocks import BlocksRecipe, build_blocks, describe_blocks
 from .collecting import install_hooks
 from .configs import experts_kind, plain_config, read_config
-from .four_bit import FourBit, apply_four_bit, describe_four_bit
+from .four_bit import apply_four_bit, describe_four_bit
 from .imports import Allowed
 from .layers import DecoderLayer
+from .packed import FourBit
 
 # Building is on `meta` and takes no memory, but each layer takes time; the deepest published
 # decoders have fewer than 200 layers.

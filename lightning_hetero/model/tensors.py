@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from ..errors import ModelError
-from .four_bit import State, is_four_bit, state_of, with_state
+from .four_bit import is_four_bit, state_of, with_state
+from .packed import State
 
 
 def named_tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor]]:

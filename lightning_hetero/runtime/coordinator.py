@@ -23,7 +23,7 @@ from ..errors import (
     WorkerLost,
 )
 from ..model.blocks import BlocksRecipe
-from ..model.four_bit import State
+from ..model.packed import State
 from ..model.recipe import Recipe
 from ..model.tensors import (
     dtypes_on_stage,
@@ -302,8 +302,18 @@ class Coordinator:
     # tensors
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones."""
+        """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
+
+        Raises:
+            ModelError: If there is none of that name on a worker.
+        """
         self._check_usable()
+        unknown = [name for name in names if name not in self._owner_of]
+        if unknown:
+            raise ModelError(
+                f"The tensor {unknown[0]!r} came into its layer when the layer was on a worker "
+                "already, which does not have it; change the model before the run."
+            )
         found = {}
         for worker in self._workers:
             wanted = [name for name in names if self._owner_of[name] is worker]

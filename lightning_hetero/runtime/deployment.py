@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.calls import LayerCall, without_cache
 from ..model.collecting import CollectingHooks
-from ..model.four_bit import State, state_of
+from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer, check_layers_stand_alone
+from ..model.packed import State
 from ..model.pretrained import CheckpointWeights, weights_in_checkpoint
 from ..model.recipe import write_recipe
 from ..model.tensors import locate, named_tensors
@@ -72,6 +73,8 @@ class Deployment:
         self._weights = weights_in_checkpoint(root)
         _check_weights_can_be_sent(self._away, self._weights)
         self.names_of = {parameter: name for name, parameter in named_tensors(self._away)}
+        self._sent = {name for name, _ in named_tensors(self._away)}
+        self._trained = {p for p in self.names_of if p.requires_grad}
         self._visits: int | None = None
         self._send(root, stages, seed, converts_weights)
         self._collecting = CollectingHooks(root, [layer.name for layer in away.values()])
@@ -129,6 +132,22 @@ class Deployment:
         if self.coordinator.lost is None:
             self.coordinator.abort_step()
 
+    def check_trained_ones(self) -> None:
+        """Refuse to go on when other parameters are to be trained than were at the beginning.
+
+        Raises:
+            ModelError: With the name of one.
+        """
+        changed = [p for p in self.names_of if p.requires_grad != (p in self._trained)]
+        if changed:
+            number, _, name = self.names_of[changed[0]].partition(".")
+            was = "unfrozen" if changed[0].requires_grad else "frozen"
+            raise ModelError(
+                f"{name} of layer {number} was {was} when it was on a worker already, which does "
+                "not follow; set `requires_grad` before the run: in `configure_model`, in `setup` "
+                "or where the module is built."
+            )
+
     def check_forward_finished(self) -> None:
         """Refuse a ``training_step`` that left the decoder layers half-way."""
         self._hollow.check_finished()
@@ -148,7 +167,8 @@ class Deployment:
                 [
                     name
                     for name, tensor in named_tensors(self._away)
-                    if tensor.requires_grad or not _is_in(tensor, self._weights)
+                    if name in self._sent
+                    and (tensor in self._trained or not _is_in(tensor, self._weights))
                 ]
             )
         except HeteroError as error:

@@ -188,3 +188,51 @@ def test_adapters_that_are_switched_off_stay_so(workers: list[str]) -> None:
         return made
 
     assert_equal_runs(fit(model(), workers), fit(model(), None))
+
+
+class FreezesLate(FamilyModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("lora_A" in name)
+        return super().configure_optimizers()
+
+
+def test_what_is_frozen_when_layers_are_away_is_refused(workers: list[str]) -> None:
+    model = get_peft_model(tiny_model("llama"), lora())
+    with pytest.raises(ModelError, match="lora_B.* of layer 1 was frozen .*`configure_model`"):
+        fit(model, workers, module=FreezesLate(model))
+
+
+class ChangesAtTheEnd(FamilyModule):
+    """Does something with the adapters when training is over, and the layers still away."""
+
+    def __init__(self, model: Any, change: Callable[[Any], Any]) -> None:
+        super().__init__(model)
+        self.change = change
+
+    def on_train_end(self) -> None:
+        self.change(self.model)
+
+
+def assert_layers_are_trained(found: FamilyModule) -> None:
+    """Whatever else happened, what the workers trained came back."""
+    expected = fit(shaken(get_peft_model(tiny_model("llama"), lora())), None)
+    parameters = dict(found.named_parameters())
+    for name, parameter in expected.named_parameters():
+        if any(f".layers.{number}." in name for number in (1, 2, 3)):
+            torch.testing.assert_close(parameters[name], parameter, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["merge_adapter", "merge_and_unload"])
+def test_merging_into_layers_that_are_away_is_refused(method: str, workers: list[str]) -> None:
+    model = shaken(get_peft_model(tiny_model("llama"), lora()))
+    module = ChangesAtTheEnd(model, lambda model: getattr(model, method)())
+    with pytest.raises(ModelError, match="merge them after the run"):
+        fit(model, workers, module=module)
+    assert_layers_are_trained(module)
+
+
+def test_an_adapter_that_comes_when_layers_are_away_harms_no_other(workers: list[str]) -> None:
+    model = shaken(get_peft_model(tiny_model("llama"), lora()))
+    module = ChangesAtTheEnd(model, lambda model: model.add_adapter("late", lora()))
+    assert_layers_are_trained(fit(model, workers, module=module))

@@ -234,9 +234,3 @@ def test_an_optimizer_of_parameters_that_do_not_train(
     path = saved.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     resumed = fit(GivesAllToTheOptimizer(folder), workers, ckpt_path=path)
     assert [*saved.losses, *resumed.losses] == pytest.approx(whole.losses, rel=1e-5)
-
-
-class FreezesAll(FourBitModule):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.model.requires_grad_(False)
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)

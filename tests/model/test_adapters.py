@@ -189,7 +189,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "switched off": lambda model: model.disable_adapter_layers(),
     "another": lambda model: model.set_adapter("second"),
     "scaled": lambda model: model.model.model.layers[0].self_attn.q_proj.scale_layer(2.0),
-    "merged": lambda model: model.merge_adapter(),
 }
 
 
@@ -200,6 +199,17 @@ def test_a_change_is_noticed(name: str) -> None:
     switches = AdapterSwitches(wrapped.base_model.model.model.layers[0])
     assert not switches.have_changed()
     CHANGES[name](wrapped.base_model)
+    assert switches.have_changed()
+
+
+def test_adapters_of_a_layer_elsewhere_cannot_be_merged() -> None:
+    model = adapted(lora())
+    switches = AdapterSwitches(model.model.layers[0])
+    merge = model.model.layers[0].self_attn.q_proj.merge
+    with pytest.raises(ModelError, match="merge them after the run"):
+        merge()
+    switches.release()
+    model.model.layers[0].self_attn.q_proj.merge()
     assert switches.have_changed()
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.tensors import empty_tensors, named_tensors, set_tensor
+from lightning_hetero.model.tensors import (
+    dtypes_on_stage,
+    empty_tensors,
+    flatten,
+    named_contents,
+    named_tensors,
+    narrowed,
+    set_tensor,
+    state_in,
+    stored_in_four_bits,
+)
 
 
 class Layer(nn.Module):
@@ -121,3 +132,114 @@ def test_a_buffer_that_two_modules_share_is_emptied_in_both() -> None:
     empty_tensors({0: first, 1: second})
     tensors: list[Tensor] = [first.table, second.table]
     assert all(tensor.is_meta for tensor in tensors)
+
+
+class Mixed(nn.Module):
+    """A 4-bit weight, one that is frozen, one that trains, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        packed: nn.Module = bnb.nn.Linear4bit(
+            24, 20, bias=False, quant_type="nf4", quant_storage=torch.bfloat16
+        ).to("cpu")
+        self.packed = packed
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.trained = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.ones(2))
+        self.register_buffer("counts", torch.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "frozen", "trained"),
+    [
+        (None, torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16, torch.float32),
+        (torch.float32, torch.float32, torch.float32),
+    ],
+)
+def test_a_stages_dtype_is_for_what_is_frozen(
+    dtype: torch.dtype | None, frozen: torch.dtype, trained: torch.dtype
+) -> None:
+    assert dtypes_on_stage({3: Mixed()}, dtype) == {
+        "3.packed.weight": torch.bfloat16,
+        "3.frozen": frozen,
+        "3.trained": trained,
+        "3.table": torch.float32,
+        "3.counts": torch.int64,
+    }
+
+
+def test_what_trains_is_widened() -> None:
+    layer = nn.Linear(2, 2).to(torch.bfloat16)
+    dtypes = dtypes_on_stage({0: layer}, torch.float32)
+    assert set(dtypes.values()) == {torch.float32}
+    assert set(dtypes_on_stage({0: layer}, torch.float16).values()) == {torch.bfloat16}
+
+
+def test_what_a_narrower_type_cannot_hold_becomes_its_largest_number() -> None:
+    least = torch.finfo(torch.float32).min
+    found = narrowed(torch.tensor([least, -1.0, 0.0, -least]), torch.float16)
+    assert found.tolist() == [-65504.0, -1.0, 0.0, 65504.0]
+    assert found.dtype == torch.float16
+
+
+def test_numbers_that_are_none_stay_none() -> None:
+    found = narrowed(torch.tensor([float("nan"), float("inf")]), torch.bfloat16)
+    assert found[0].isnan()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype"),
+    [
+        (torch.tensor([True]), torch.float16),
+        (torch.tensor([2**40]), torch.bfloat16),
+        (torch.ones(1), torch.float32),
+    ],
+)
+def test_what_has_no_range_to_leave_stays_as_it_is(tensor: Tensor, dtype: torch.dtype) -> None:
+    assert narrowed(tensor, dtype) is tensor
+
+
+def test_a_tensor_and_its_state_are_flat_and_found_again() -> None:
+    state = {"absmax": torch.ones(1), "quant_state.bitsandbytes__nf4": torch.ones(2)}
+    flat = flatten("0.up.weight", torch.ones(3), state)
+    others = {"0.up.weight_2": torch.ones(1), "0.up.bias": torch.ones(1), "0.up": torch.ones(1)}
+    assert list(flat) == [
+        "0.up.weight",
+        "0.up.weight.absmax",
+        "0.up.weight.quant_state.bitsandbytes__nf4",
+    ]
+    assert state_in({**others, **flat}, "0.up.weight") == state
+    assert state_in(others, "0.up.weight") == {}
+
+
+def packed_in(layer: Mixed) -> tuple[Tensor, dict[str, Tensor]]:
+    contents = {name: (tensor, state) for name, tensor, state in named_contents({0: layer})}
+    return contents["0.packed.weight"]
+
+
+def test_four_bits_take_new_content_with_their_state_and_identity() -> None:
+    layer, other = Mixed(), Mixed()
+    packed, state = packed_in(other)
+    held = layer.packed.weight
+    set_tensor({0: layer}, "0.packed.weight", packed.detach().clone(), state)
+    assert layer.packed.weight is held
+    hidden = torch.randn(2, 24)
+    assert torch.equal(layer.packed(hidden), other.packed(hidden))
+    assert stored_in_four_bits({0: layer}, "0.packed.weight")
+    assert not stored_in_four_bits({0: layer}, "0.frozen")
+
+
+def test_four_bits_are_emptied_and_filled_again() -> None:
+    layer = Mixed()
+    hidden = torch.randn(2, 24)
+    expected = layer.packed(hidden)
+    packed, state = packed_in(layer)
+    content = packed.detach().clone()
+    empty_tensors({0: layer})
+    emptied, no_state = packed_in(layer)
+    assert emptied.is_meta
+    assert no_state == {}
+    set_tensor({0: layer}, "0.packed.weight", content, state)
+    assert torch.equal(layer.packed(hidden), expected)
