@@ -150,6 +150,7 @@ def test_a_model_that_was_evaluated_before_trains_as_its_weights_now_are(
     assert fit(evaluated(), workers).losses == pytest.approx(expected.losses, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
 @pytest.mark.parametrize("resume_on", ["another split", "no worker"])
 def test_a_checkpoint_with_four_bits_resumes(
     resume_on: str, folder: Path, workers: list[str], tmp_path: Path
