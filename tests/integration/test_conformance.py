@@ -1,0 +1,167 @@
+"""Lightning stays Lightning: the same hooks in the same order, the same metrics at every turn."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+
+from ..models import TinyModule, loader, trainer
+
+NUM_LAYERS = 5
+BATCH_SIZE = 8
+# Called once per micro-batch by design, so not as often as on one device.
+PER_MICROBATCH = {"training_step", "log", "log_dict"}
+# A module must not have both this and its successor.
+DEPRECATED = {"configure_sharded_model"}
+PREFIXES = ("on_", "optimizer_", "configure_", "lr_scheduler_", "setup", "teardown", "prepare_")
+MORE = ("backward", "clip_gradients", "transfer_batch_to_device", "validation_step", "test_step")
+MORE += ("predict_step", "state_dict", "load_state_dict")
+
+Record = list[tuple[str, Any]]
+
+
+def shape_of(value: Any) -> Any:
+    """What a hook was given, without the numbers."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Mapping):
+        return {key: shape_of(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [shape_of(item) for item in value]
+    if isinstance(value, (bool, int, str, type(None))):
+        return value
+    return type(value).__name__
+
+
+def hooks_of(kind: type) -> list[str]:
+    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
+    wanted = [name for name in names if name.startswith(PREFIXES) or name in MORE]
+    return [name for name in wanted if name not in PER_MICROBATCH | DEPRECATED]
+
+
+def recording(kind: type, who: str, record: Record) -> type:
+    """A subclass that notes every call of a hook, and its arguments' shapes."""
+
+    def recorded(name: str) -> Callable[..., Any]:
+        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+            record.append((f"{who}.{name}", shape_of([*args, *kwargs.values()])))
+            return getattr(super(made, self), name)(*args, **kwargs)
+
+        return hook
+
+    made: type = type(kind.__name__, (kind,), {name: recorded(name) for name in hooks_of(kind)})
+    return made
+
+
+class Metrics(pl.Callback):
+    """What the trainer's metrics are after every batch and at the end."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+    def _note(self, pl_trainer: pl.Trainer) -> None:
+        for kind in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+            found = getattr(pl_trainer, kind)
+            self.record.append((kind, {name: float(value) for name, value in found.items()}))
+        self.record.append(("global_step", float(pl_trainer.global_step)))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_args: Any) -> None:
+        self._note(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note(trainer)
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note(trainer)
+
+
+class LoggingModule(TinyModule):
+    """Logs in every way that `self.log` has."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss: Tensor = self.model(**batch).loss
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("longest", float(batch["attention_mask"].sum(1).max()), reduce_fx="max")
+        self.log_dict({"double": 2 * loss, "rows": float(len(batch["labels"]))}, batch_size=1)
+        return {"loss": loss, "rows": torch.ones(len(batch["labels"]))}
+
+
+def run(strategy: Any) -> tuple[Record, Record]:
+    calls: Record = []
+    metrics: Record = []
+    module = recording(LoggingModule, "module", calls)(NUM_LAYERS)
+    callback = recording(pl.Callback, "callback", calls)()
+    data = loader(5 * BATCH_SIZE, BATCH_SIZE)
+    made = trainer(
+        strategy,
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        num_sanity_val_steps=1,
+        gradient_clip_val=1.0,
+        callbacks=[callback, Metrics(metrics)],
+    )
+    made.fit(module, data, loader(2 * BATCH_SIZE, BATCH_SIZE))
+    made.validate(module, loader(2 * BATCH_SIZE, BATCH_SIZE), verbose=False)
+    made.test(module, loader(2 * BATCH_SIZE, BATCH_SIZE), verbose=False)
+    made.predict(module, loader(2 * BATCH_SIZE, BATCH_SIZE))
+    return calls, metrics
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[Record, Record]:
+    return run("auto")
+
+
+@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
+def test_hooks_and_metrics_are_those_of_one_device(
+    micro_batching: Any, plain: tuple[Record, Record], workers: list[str]
+) -> None:
+    stages = [
+        StagePlan(["coordinator"], (0, 1)),
+        StagePlan([workers[0]], (1, 3)),
+        StagePlan([workers[1]], (3, NUM_LAYERS)),
+    ]
+    plan = Plan(stages, micro_batches=4)
+    strategy = HeteroPipelineStrategy(workers[:2], plan, micro_batching=micro_batching)
+    calls, metrics = run(strategy)
+    assert calls == plain[0]
+    assert [name for name, _ in metrics] == [name for name, _ in plain[1]]
+    for (name, found), (_, expected) in zip(metrics, plain[1], strict=True):
+        if micro_batching == "step" and isinstance(found, dict):
+            # How many rows a step had is logged per micro-batch: the mean over them.
+            found, expected = (
+                {k: v for k, v in d.items() if "rows" not in k} for d in (found, expected)
+            )
+        assert found == pytest.approx(expected, rel=1e-5), name
+
+
+def run_boring(strategy: Any) -> tuple[Tensor, list[Tensor]]:
+    """Lightning's own model: its weights after training, and what it predicts."""
+    torch.manual_seed(0)
+    module, data = BoringModel(), BoringDataModule()
+    made = trainer(strategy, max_epochs=1, limit_train_batches=5, limit_val_batches=2)
+    made.fit(module, datamodule=data)
+    made.validate(module, datamodule=data, verbose=False)
+    made.test(module, datamodule=data, verbose=False)
+    predicted = made.predict(module, datamodule=data)
+    return module.layer.weight, [torch.as_tensor(batch) for batch in predicted or []]
+
+
+def test_a_single_linear_is_a_list_of_one_layer(workers: list[str]) -> None:
+    weight, predicted = run_boring(HeteroPipelineStrategy(workers[:1], layers="layer"))
+    expected_weight, expected = run_boring("auto")
+    assert torch.equal(weight, expected_weight)
+    assert len(predicted) == len(expected) > 0
+    assert all(map(torch.equal, predicted, expected))
