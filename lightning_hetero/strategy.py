@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -213,6 +214,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
             return
+        _check_callbacks(module.trainer)
         if isinstance(self._workers, int):
             self._start_local_workers(self._workers, imports_of(module, layers, plan))
         addresses = self._addresses()
@@ -310,6 +312,17 @@ def _bring_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> Non
         if remote_steps is not None:
             remote_steps.detach()
         deployment.close()
+
+
+def _check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that copy parameters which are not here."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} averages copies of the weights, and those of layers on "
+                "workers are not here to be copied; leave it out, or average the checkpoints of "
+                "the run afterwards."
+            )
 
 
 def _check_supported(module: pl.LightningModule, micro_batching: str) -> None:

@@ -149,7 +149,8 @@ class RemoteOptimizer:
     def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Send the stages what is theirs, and load the rest here."""
         local = dict(state_dict["state"])
-        remote = {name: local.pop(index) for index, name in self._indexed() if index in local}
+        # A parameter without state loses the one that it has there, as it does here.
+        remote = {name: local.pop(index, {}) for index, name in self._indexed()}
         self._coordinator.load_optimizer_state({k: _flattened(v) for k, v in remote.items()})
         self._load_local_state({**state_dict, "state": local}, *args, **kwargs)
 

@@ -1,0 +1,98 @@
+"""Lightning's own callbacks do over stages what they do on one device, or say that they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import callbacks as c
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_hetero import HeteroPipelineStrategy
+
+from ..models import TinyModule, loader, trainer
+
+
+class TunableModule(TinyModule):
+    """Has what the finders look for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 1e-3
+        self.batch_size = 4
+
+    def train_dataloader(self) -> Any:
+        return loader(24, self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return loader(8, 4)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"}
+
+
+def train(callback: c.Callback, strategy: Any, folder: Path, **options: Any) -> TunableModule:
+    module = TunableModule()
+    options = {"max_epochs": 2, "default_root_dir": folder, **options}
+    trainer(strategy, callbacks=callback, **options).fit(module)
+    return module
+
+
+CALLBACKS: dict[str, Callable[[Path], c.Callback]] = {
+    "early stopping": lambda _: c.EarlyStopping("val_loss", patience=0, min_delta=10.0),
+    "learning rate monitor": lambda _: c.LearningRateMonitor("step"),
+    "learning rate finder": lambda _: c.LearningRateFinder(num_training_steps=6),
+    "batch size finder": lambda _: c.BatchSizeFinder(max_trials=2, steps_per_trial=2),
+    "accumulation": lambda _: c.GradientAccumulationScheduler({0: 1, 1: 2}),
+    "device statistics": lambda _: c.DeviceStatsMonitor(cpu_stats=False),
+    "timer": lambda _: c.Timer(),
+    "summary": lambda _: c.ModelSummary(max_depth=-1),
+    "tqdm": lambda _: c.TQDMProgressBar(),
+    "rich": lambda _: c.RichProgressBar(),
+    "best and last": lambda folder: c.ModelCheckpoint(
+        folder, monitor="val_loss", save_top_k=2, save_last=True
+    ),
+    "weights every third step": lambda folder: c.ModelCheckpoint(
+        folder, every_n_train_steps=3, save_top_k=-1, save_weights_only=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_changes_nothing_that_it_does_not_change_on_one_device(
+    name: str, workers: list[str], tmp_path: Path
+) -> None:
+    runs = []
+    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], plan="even")):
+        folder = tmp_path / type(strategy).__name__
+        options: dict[str, Any] = {"enable_checkpointing": "step" in name or "last" in name}
+        options["enable_progress_bar"] = name in ("tqdm", "rich")
+        options["logger"] = CSVLogger(folder)
+        module = train(CALLBACKS[name](folder), strategy, folder, **options)
+        files = sorted(path.name for path in folder.glob("*.ckpt"))
+        runs.append((module, files))
+    (expected, expected_files), (found, files) = runs
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.lr == pytest.approx(expected.lr, rel=1e-4)
+    assert found.batch_size == expected.batch_size
+    assert files == expected_files
+    for parameter, wanted in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [c.StochasticWeightAveraging(1e-3), c.WeightAveraging(), c.EMAWeightAveraging()],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_averages_of_weights_that_are_elsewhere_are_refused(
+    callback: c.Callback, workers: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(MisconfigurationException, match=f"{type(callback).__name__} averages"):
+        train(callback, HeteroPipelineStrategy(workers[:2], plan="even"), tmp_path)
