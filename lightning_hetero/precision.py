@@ -13,7 +13,10 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
 
+from .errors import ModelError
+from .pipeline.optimizer import optimizer_gradients
 from .runtime.remote_optimizer import RemoteOptimizer
 
 
@@ -46,7 +49,15 @@ class RemoteSteps:
         """Gradients are final here, and the optimizer is about to step."""
         scaler = scaler_of(self._plugin)
         is_finite = scaler is None or self._unscale(scaler, optimizer)
+        before = _versions(optimizer)
         self._original_after_closure(model, optimizer)
+        if before and not self.optimizer.is_clipped and not before & _versions(optimizer):
+            raise ModelError(
+                "All gradients on this process were changed before the optimizer's step, and those "
+                "of layers on workers were not here to be changed; clip them with "
+                "`self.clip_gradients(...)` in `configure_gradient_clipping`, or with the "
+                "Trainer's `gradient_clip_val`."
+            )
         if is_finite:
             self.optimizer.step()
         else:
@@ -67,6 +78,11 @@ class RemoteSteps:
             # Where nothing trains on this process, the scaler has not looked at anything yet.
             found[torch.device("cpu")] = torch.tensor(0.0 if is_finite else 1.0)
         return not any(flag.item() for flag in found.values())
+
+
+def _versions(optimizer: Optimizer) -> set[tuple[int, int]]:
+    """What tells whether gradients were replaced or changed in place."""
+    return {(id(gradient), gradient._version) for gradient in optimizer_gradients(optimizer)}
 
 
 def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:

@@ -68,8 +68,9 @@ class MicrobatchedStep:
 
     def _cut(self, batch: Any) -> tuple[list[Any], list[float]]:
         try:
-            microbatches = split_batch(batch, self._deployment.plan.micro_batches)
-            counts = [batch_size(microbatch) for microbatch in microbatches]
+            several = isinstance(self._module.trainer.train_dataloader, list)
+            microbatches = split_batch(batch, self._deployment.plan.micro_batches, several)
+            counts = [batch_size(piece[0] if several else piece) for piece in microbatches]
         except BatchError as error:
             rank_zero_warn(
                 f"The batch runs in one piece, so the stages work one after the other. {error}"

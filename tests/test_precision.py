@@ -33,7 +33,7 @@ def test_clipping_and_stepping_go_to_the_stages_until_detached() -> None:
     steps = RemoteSteps(plugin, optimizer)  # type: ignore[arg-type]
     plugin.clip_gradients(SimpleNamespace(), 0.5)  # type: ignore[arg-type]
     plugin.clip_gradients(SimpleNamespace(), 0.1, gradient_clip_algorithm="value")  # type: ignore[arg-type]
-    plugin._after_closure(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    plugin._after_closure(SimpleNamespace(), SimpleNamespace(param_groups=[]))  # type: ignore[arg-type]
     steps.detach()
     assert optimizer.told == [
         ("norm", 0.5),

@@ -18,15 +18,21 @@ IGNORED_LABEL = -100
 LossWeighting = Literal["auto", "samples", "labels"] | Callable[[Any], float]
 
 
-def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
+def split_batch(batch: Any, num_microbatches: int, of_several_loaders: bool = False) -> list[Any]:
     """Cut a batch along the first dimension of its tensors into nearly equal micro-batches.
 
     The containers keep their types. A batch of fewer samples gives fewer micro-batches. Tensors
-    without dimensions, numbers and texts go into every micro-batch.
+    without dimensions, numbers and texts go into every micro-batch. A list of dicts is one of
+    samples, unless it holds a batch of each of several data loaders.
 
     Raises:
         BatchError: If something in the batch cannot be cut; the text says what.
     """
+    if of_several_loaders and isinstance(batch, list):
+        columns = [split_batch(part, num_microbatches) for part in batch]
+        if len({len(column) for column in columns}) > 1:
+            raise BatchError(f"The batches of {len(batch)} data loaders differ in their samples.")
+        return [list(row) for row in zip(*columns, strict=True)]
     size = batch_size(batch)
     return [_cut(batch, start, end, size) for start, end in spans(size, num_microbatches)]
 

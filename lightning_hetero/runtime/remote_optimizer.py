@@ -60,6 +60,11 @@ class RemoteOptimizer:
         self._load_local_state = optimizer.load_state_dict
         optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
 
+    @property
+    def is_clipped(self) -> bool:
+        """Whether the gradients of this step are clipped."""
+        return self._clipping != Clipping()
+
     def unscale(self, scale: float) -> bool:
         """Divide the stages' gradients by a loss scale, with the step.
 

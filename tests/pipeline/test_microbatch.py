@@ -253,3 +253,17 @@ def test_asking_for_labels_that_are_not_there_is_refused() -> None:
 def test_a_weight_below_zero_or_not_a_number_is_refused(weight: float) -> None:
     with pytest.raises(BatchError, match="negative"):
         loss_weights([1.0, weight], lambda microbatch: microbatch, [1, 1])
+
+
+def test_a_list_of_several_loaders_batches_is_cut_inside() -> None:
+    batch = [{"x": torch.arange(4)}, {"y": torch.arange(8).view(4, 2)}]
+    pieces = split_batch(batch, 2, of_several_loaders=True)
+    assert [len(piece) for piece in pieces] == [2, 2]
+    assert torch.equal(pieces[1][0]["x"], torch.tensor([2, 3]))
+    assert torch.equal(pieces[0][1]["y"], torch.arange(4).view(2, 2))
+
+
+def test_batches_of_several_loaders_must_have_as_many_samples() -> None:
+    batch = [{"x": torch.arange(4)}, {"x": torch.arange(1)}]
+    with pytest.raises(BatchError, match="2 data loaders differ in their samples"):
+        split_batch(batch, 2, of_several_loaders=True)

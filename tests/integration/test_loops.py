@@ -1,0 +1,137 @@
+"""Loops, loaders, overridden hooks: what a project does with Lightning, it may do over stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.errors import ModelError
+
+from ..models import TinyModule, loader, sequences, trainer
+
+Batch = dict[str, Tensor]
+
+
+class Streamed(IterableDataset[Batch]):
+    def __iter__(self) -> Any:
+        return iter(sequences(20))
+
+
+class OfTwoLoaders(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = list(batch.values()) if isinstance(batch, dict) else batch
+        loss: Tensor = self.model(**parts[0]).loss + 0.5 * self.model(**parts[1]).loss
+        return loss
+
+
+class OfTwoValidations(TinyModule):
+    def validation_step(  # type: ignore[override]
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+
+class OwnSteps(TinyModule):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 1e-4 * (1 + self.trainer.global_step)
+        super().optimizer_step(*args, **kwargs)
+
+
+class OwnClipping(TinyModule):
+    def configure_gradient_clipping(self, optimizer: Any, *_args: Any, **_kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+class TorchClipping(TinyModule):
+    def configure_gradient_clipping(self, optimizer: Any, *_args: Any, **_kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class Skipping(TinyModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+class EndsEpochs(TinyModule):
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:  # type: ignore[override]
+        return -1 if batch_idx == 3 else None
+
+
+class WarmRestarts(TinyModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def two_loaders(mode: Any) -> CombinedLoader:
+    return CombinedLoader([loader(20, 4), loader(12, 4)], mode)
+
+
+def named_loaders() -> CombinedLoader:
+    return CombinedLoader({"first": loader(20, 4), "second": loader(12, 4)}, "min_size")
+
+
+def ordinary() -> Any:
+    return loader(20, 4)
+
+
+CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]] = {
+    "iterable": (TinyModule, lambda: DataLoader(Streamed(), batch_size=4), None, {}),
+    "shortest of two": (OfTwoLoaders, lambda: two_loaders("min_size"), None, {}),
+    "longest of two": (OfTwoLoaders, lambda: two_loaders("max_size_cycle"), None, {}),
+    "named loaders": (OfTwoLoaders, named_loaders, None, {}),
+    "two validations": (OfTwoValidations, ordinary, [loader(8, 4), loader(4, 4)], {}),
+    "fast_dev_run": (TinyModule, ordinary, loader(8, 4), {"fast_dev_run": 2}),
+    "overfit_batches": (TinyModule, ordinary, loader(8, 4), {"overfit_batches": 2}),
+    "val_check_interval": (TinyModule, ordinary, loader(8, 4), {"val_check_interval": 2}),
+    "limits": (TinyModule, ordinary, loader(8, 4), {"limit_train_batches": 0.5}),
+    "max_time": (TinyModule, ordinary, None, {"max_time": "00:00:05:00"}),
+    "short last window": (TinyModule, ordinary, None, {"accumulate_grad_batches": 3}),
+    "detect_anomaly": (TinyModule, ordinary, None, {"detect_anomaly": True}),
+    "optimizer_step": (OwnSteps, ordinary, None, {}),
+    "configure_gradient_clipping": (OwnClipping, ordinary, None, {}),
+    "skipped batches": (Skipping, ordinary, None, {"accumulate_grad_batches": 2}),
+    "ended epochs": (EndsEpochs, ordinary, None, {}),
+    "warm restarts": (WarmRestarts, ordinary, None, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_one_device(case: str, workers: list[str]) -> None:
+    kind, data, validation, options = CASES[case]
+    runs = []
+    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], plan="even")):
+        module = kind()
+        run = trainer(strategy, **{"max_epochs": 2, **options})
+        run.fit(module, data(), validation)
+        metrics = {name: float(value) for name, value in run.callback_metrics.items()}
+        runs.append((module, run.global_step, metrics))
+    (expected, steps, expected_metrics), (found, found_steps, metrics) = runs
+    assert found_steps == steps
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4)
+    for parameter, wanted in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_clipping_by_hand_is_refused(workers: list[str]) -> None:
+    """It would see the gradients of this process alone."""
+    strategy = HeteroPipelineStrategy(workers[:2], plan="even")
+    with pytest.raises(ModelError, match=r"clip them with `self\.clip_gradients"):
+        trainer(strategy, max_epochs=1).fit(TorchClipping(), ordinary())
