@@ -116,6 +116,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         refuse_training_in_worker()
         super().setup_environment()
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # A parameter on `meta` takes no content, and before the setup there are no others.
+        return weights_in_checkpoint(self._module()) is not None
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         with accepting_states(self._module()):
@@ -238,7 +244,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def _leave_weights(self) -> None:
         weights = None if self.lightning_module is None else weights_in_checkpoint(self._module())
         if weights is not None:
-            weights.is_deployed = False
+            weights.end_run()
 
     def _start_local_workers(self, count: int, imports: set[str]) -> None:
         threads = threads_per_process(count + 1)
