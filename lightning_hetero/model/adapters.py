@@ -155,7 +155,7 @@ class AdapterSwitches:
     def release(self) -> None:
         """Let adapters be merged again."""
         for module in self._kept_apart:
-            del module.merge
+            vars(module).pop("merge", None)  # layers may share one
 
     def have_changed(self) -> bool:
         """Whether adapters were switched, rescaled or merged."""

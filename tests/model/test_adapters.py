@@ -213,6 +213,14 @@ def test_adapters_of_a_layer_elsewhere_cannot_be_merged() -> None:
     assert switches.have_changed()
 
 
+def test_layers_that_share_an_adapter_let_it_be_merged_again() -> None:
+    layer = adapted(lora()).model.layers[0]
+    switches = [AdapterSwitches(layer), AdapterSwitches(nn.ModuleList([layer]))]
+    for one in switches:
+        one.release()
+    layer.self_attn.q_proj.merge()
+
+
 def test_switching_off_and_on_again_is_no_change() -> None:
     wrapped = get_peft_model(tiny_model("qwen2"), lora())
     switches = AdapterSwitches(wrapped.base_model.model.model.layers[0])
