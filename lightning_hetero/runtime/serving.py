@@ -287,12 +287,6 @@ class StageSession:
         return self._optimizer
 
 
-def _only(tensors: tuple[Tensor, ...], message: m.Message) -> Tensor:
-    if len(tensors) != 1:
-        raise ModelError(f"{message} carries {len(tensors)} tensors and needs one.")
-    return tensors[0]
-
-
 def _check_parameters(layers: dict[int, nn.Module], specs: list[m.ParameterSpec]) -> None:
     """Refuse layers that are not those of the coordinator, before any weight comes."""
     built = {name: TensorSpec.of(tensor).shape for name, tensor in named_tensors(layers)}
