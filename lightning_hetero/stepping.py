@@ -88,7 +88,7 @@ class MicrobatchedStep:
 
     def _merge(self, results: list[Any], weights: list[float], loss_scale: float) -> Any:
         kept = [(r, w) for r, w in zip(results, weights, strict=True) if loss_of(r) is not None]
-        if not kept:
+        if not any(weight > 0 for _, weight in kept):
             return None
         losses = [loss_of(result) for result, _ in kept]
         combined = weighted_mean(losses, [weight for _, weight in kept])

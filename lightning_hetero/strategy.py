@@ -12,6 +12,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -20,6 +21,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from .errors import HeteroError, ModelError
@@ -30,7 +32,7 @@ from .model.pretrained import bring_here, weights_in_checkpoint
 from .pipeline.microbatch import LossWeighting
 from .plan import Plan
 from .planning.even import even_plan
-from .precision import RemoteSteps
+from .precision import RemoteSteps, scaler_of
 from .runtime.address import Address
 from .runtime.coordinator import Coordinator
 from .runtime.deadlines import Deadlines
@@ -117,6 +119,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         refuse_training_in_worker()
         super().setup_environment()
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # A parameter on `meta` takes no content, and before the setup there are no others.
+        return weights_in_checkpoint(self._module()) is not None
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         with accepting_states(self._module()):
@@ -152,6 +160,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 f"configure_optimizers returned {len(self.optimizers)} optimizers; "
                 "HeteroPipelineStrategy works with exactly one in this version."
             )
+        _check_precision(self.precision_plugin, self.optimizers[0])
         optimizer = RemoteOptimizer(
             self.optimizers[0], self._deployment.coordinator, self._deployment.names_of
         )
@@ -240,7 +249,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def _leave_weights(self) -> None:
         weights = None if self.lightning_module is None else weights_in_checkpoint(self._module())
         if weights is not None:
-            weights.is_deployed = False
+            weights.end_run()
 
     def _start_local_workers(self, count: int, imports: set[str]) -> None:
         threads = threads_per_process(count + 1)
@@ -335,6 +344,15 @@ def _check_supported(module: pl.LightningModule, micro_batching: str) -> None:
         rank_zero_warn(
             f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
             "micro-batch; use micro_batching='boundary' for those of the batch."
+        )
+
+
+def _check_precision(plugin: Precision, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that checks for overflows within its step: the stages would miss it."""
+    if scaler_of(plugin) is not None and _optimizer_handles_unscaling(optimizer):
+        raise MisconfigurationException(
+            f"A fused {type(optimizer).__name__} takes the loss scale of precision '16-mixed' off "
+            "by itself, without the stages; build it with `fused=False`."
         )
 
 

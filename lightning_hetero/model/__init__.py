@@ -1,7 +1,20 @@
 """What is cut: finding the decoder layers, hollowing them, and the recipe that rebuilds them.
 
-finding, emptying   layers  tensors  hollow  calls  collecting
-rebuilding          recipe  configs;  for layers of the user's own: blocks  attributes  imports
-changed layers      adapters (PEFT);  four_bit  packed (bitsandbytes)
-weights on disk     checkpoint  pretrained
+layers.py       finds the decoder layers, and refuses what they share with the rest
+hollow.py       layers that stay in the module tree while their weights are elsewhere
+calls.py        how the model calls a layer, and what the layer answers
+collecting.py   outputs from inside layers, such as router logits
+tensors.py      parameters and buffers: naming, emptying, filling
+
+recipe.py       what a worker rebuilds its layers from; of transformers' own classes
+configs.py      Hugging Face configs as plain data
+adapters.py     PEFT's adapters in them
+four_bit.py     bitsandbytes' 4-bit weights in them
+packed.py       what one such weight is made of
+blocks.py       the recipe of the user's own classes
+attributes.py   their plain attributes as data
+imports.py      what may be imported for them
+
+pretrained.py   models whose weights stay on disk
+checkpoint.py   reads them, tensor by tensor
 """

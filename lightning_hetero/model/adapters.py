@@ -6,6 +6,7 @@ and their like) can live on a worker.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,11 @@ _NOT_SENT = frozenset(
         "runtime_config",
     }
 )
+
+# Options of PEFT that may hold regular expressions.
+_NAMED_BY_PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
+_VALUES_BY_PATTERN = ("rank_pattern", "alpha_pattern")
+_PLAIN_NAME = re.compile(r"\^?[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,14 @@ def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters
             f"{type(owner).__name__} has layers of PEFT but no `peft_config`, so workers cannot "
             "rebuild them; add adapters with peft.get_peft_model or inject_adapter_in_model."
         )
-    plain = {name: _plain_config(config) for name, config in configs.items()}
-    for content in plain.values():
-        _check_kind(content)
+    plain = {}
+    for name, config in configs.items():
+        own = {path: m for path, m in tuned.items() if name in m._get_available_adapters()}
+        content = _without_patterns(_plain_config(config), own)
+        _check_config(content)
+        # Without modules here, PEFT would take it for a mistake on the worker.
+        if content.get("target_modules") != []:
+            plain[name] = content
     if any(module.merged for module in tuned.values()):
         raise ModelError(
             "The adapters are merged into the weights of the model, so they would not train; call "
@@ -119,7 +130,7 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
     """
     library = peft()
     for name, plain in adapters.configs.items():
-        _check_kind(plain)
+        _check_config(plain)
         known = {key: value for key, value in plain.items() if key not in _NOT_SENT}
         try:
             config = library.PeftConfig.from_peft_type(**known)
@@ -155,7 +166,7 @@ class AdapterSwitches:
     def release(self) -> None:
         """Let adapters be merged again."""
         for module in self._kept_apart:
-            del module.merge
+            vars(module).pop("merge", None)  # layers may share one
 
     def have_changed(self) -> bool:
         """Whether adapters were switched, rescaled or merged."""
@@ -173,6 +184,53 @@ def _refuse_to_merge(*_args: Any, **_kwargs: Any) -> NoReturn:
         "The adapters of layers on workers cannot be merged into weights that are not here; merge "
         "them after the run."
     )
+
+
+def _without_patterns(content: dict[str, Any], tuned: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with what its regular expressions match, in their place.
+
+    A worker does not run one: those that go back and forth over a name can take for ever.
+    """
+    made = dict(content)
+    paths = {without_wrappers(path): module for path, module in tuned.items()}
+    whole = {p: module for p, module in paths.items() if not hasattr(module, "parameter_name")}
+    if any(isinstance(content.get(option), str) for option in _NAMED_BY_PATTERNS):
+        made["target_modules"] = sorted(whole)
+        made["exclude_modules"] = None
+        if "feedforward_modules" in content:
+            made["feedforward_modules"] = sorted(p for p, m in whole.items() if m.is_feedforward)
+    names = [*paths, *(f"{p}.{m.parameter_name}" for p, m in paths.items() if p not in whole)]
+    for option in _VALUES_BY_PATTERN:
+        if content.get(option):
+            made[option] = _matched(content[option], names)
+    return made
+
+
+def _matched(patterns: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    from peft.utils.other import get_pattern_key
+
+    keys = {name: get_pattern_key(list(patterns), name) for name in names}
+    return {name: patterns[key] for name, key in keys.items() if key in patterns}
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """Refuse an adapter that workers would not build, and text that they would run."""
+    _check_kind(config)
+    if config.get("layer_replication"):
+        raise ModelError(
+            f"An adapter replicates layers {config['layer_replication']}, which cannot live on "
+            "workers; build the model with as many layers as it needs."
+        )
+    texts = [config[name] for name in _NAMED_BY_PATTERNS if isinstance(config.get(name), str)]
+    for option in (*_VALUES_BY_PATTERN, "layers_pattern", "modules_to_save"):
+        value = config.get(option) or ()
+        texts += [value] if isinstance(value, str) else list(value)
+    for text in texts:
+        if not _PLAIN_NAME.fullmatch(text):
+            raise ModelError(
+                f"An adapter's config has the regular expression {text!r}, which workers do not "
+                "run; write the names out."
+            )
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:

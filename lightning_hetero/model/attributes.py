@@ -100,7 +100,7 @@ def write_value(value: Any, where: str, paths: set[ImportPath], depth: int = 0) 
     if type(value) is float:
         return value if abs(value) < float("inf") else Text("float", str(value))
     if type(value) is torch.dtype:
-        return Text("dtype", str(value).removeprefix("torch."))
+        return Text("dtype", dtype_name(value))
     if type(value) in _CONTAINERS:
         return Items(_CONTAINERS[type(value)], [write(item) for item in value])
     if type(value) is dict:
@@ -199,6 +199,11 @@ def read_value(value: Value, allowed: Allowed, depth: int = 0) -> Any:
             return read_config(_config_class(path, allowed), content, attention)
         case _:
             return value
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name by which `dtype_named` finds it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..errors import ModelError
-from .attributes import MOST_DEPTH, Value, dtype_named, read_value, write_value
+from .attributes import MOST_DEPTH, Value, dtype_name, dtype_named, read_value, write_value
 from .imports import Allowed, ImportPath, find_class, path_of
 from .layers import DecoderLayer
 
@@ -165,7 +165,7 @@ class _Description:
         if parameter not in self._parameter_numbers:
             self.parameters.append(
                 TensorNode(
-                    list(parameter.shape), _dtype_name(parameter.dtype), parameter.requires_grad
+                    list(parameter.shape), dtype_name(parameter.dtype), parameter.requires_grad
                 )
             )
             self._parameter_numbers[parameter] = len(self.parameters) - 1
@@ -198,15 +198,11 @@ def _buffers(module: nn.Module) -> dict[str, BufferNode | None]:
         if buffer is None
         else BufferNode(
             list(buffer.shape),
-            _dtype_name(buffer.dtype),
+            dtype_name(buffer.dtype),
             is_persistent=name not in module._non_persistent_buffers_set,
         )
         for name, buffer in module._buffers.items()
     }
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:

@@ -289,6 +289,11 @@ class _HollowForward:
         return self._run.call(self._number, args, kwargs)
 
 
+def is_hollow(layer: nn.Module) -> bool:
+    """Whether a layer is away, or was when its worker was lost."""
+    return isinstance(vars(layer).get("forward"), _HollowForward)
+
+
 class _Unmoved:
     """Stands in for ``Module._apply``."""
 

@@ -126,7 +126,7 @@ class CheckpointWeights:
             if any(parameter in self._names for parameter in module._parameters.values()):
                 # torch marks the hooks that it is given, and a method cannot be marked.
                 module.register_state_dict_post_hook(partial(self._leave_out))
-                module.register_load_state_dict_pre_hook(partial(self._expect_nothing))
+                module.register_load_state_dict_pre_hook(partial(self._expect))
 
     def __contains__(self, tensor: Tensor | None) -> bool:
         return tensor in self._names
@@ -150,6 +150,12 @@ class CheckpointWeights:
             return content, {}
         return quantize(owner, leaf, content)
 
+    def end_run(self) -> None:
+        """What a run has trained is from now on as little in the checkpoint as new adapters are."""
+        self.is_deployed = False
+        for parameter in [p for p in self._names if p.requires_grad and not p.is_meta]:
+            del self._names[parameter]
+
     def _check_is_here(self, model: nn.Module, _args: Any) -> None:
         if self.is_deployed:
             return
@@ -169,16 +175,38 @@ class CheckpointWeights:
             for key in [key for key in state if f"{key}.".startswith(f"{prefix}{leaf}.")]:
                 del state[key]
 
-    def _expect_nothing(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any
+    def _expect(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *_rest: Any,
     ) -> None:
-        """What was not written is not missed."""
-        for leaf in self._frozen(module):
-            state.setdefault(prefix + leaf, module._parameters[leaf])
+        """What was not written is not missed, and what was takes the place of the checkpoint's."""
+        if metadata.get("assign_to_params_buffers"):
+            return
+        frozen = self._frozen(module)
+        for leaf, parameter in self._parameters_of(module):
+            content = state.get(prefix + leaf)
+            if content is None and leaf in frozen:
+                state[prefix + leaf] = parameter
+            elif content is not None and parameter.is_meta and not self.is_deployed:
+                raise ModelError(
+                    f"{prefix}{leaf} is still in the checkpoint that the model was made from, so "
+                    "no other content can be loaded into it; give that to the Trainer as "
+                    "`ckpt_path`, or load the model with AutoModelForCausalLM.from_pretrained."
+                )
+            elif content is not None:
+                del self._names[parameter]
 
     def _frozen(self, module: nn.Module) -> list[str]:
+        return [leaf for leaf, p in self._parameters_of(module) if not p.requires_grad]
+
+    def _parameters_of(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """A module's own parameters that are as in the checkpoint."""
         found = module._parameters.items()
-        return [leaf for leaf, p in found if p is not None and p in self and not p.requires_grad]
+        return [(leaf, p) for leaf, p in found if p is not None and p in self]
 
 
 def weights_in_checkpoint(root: nn.Module) -> CheckpointWeights | None:

@@ -178,6 +178,7 @@ class Coordinator:
                     self._collect(m.Done, 1)
                 # One is on its way while the next one is read, and no more.
                 worker.channel.wait_until_sent(most_queued=1)
+                self._check_none_failed()
                 yield name
         # From the last to the first, so that nobody dials a neighbor that is not ready.
         for worker in reversed(self._workers):
@@ -354,6 +355,11 @@ class Coordinator:
     def _await_done(self) -> None:
         """Wait until every worker has carried out what it was asked last."""
         self._collect(m.Done, len(self._workers))
+
+    def _check_none_failed(self) -> None:
+        """Raise what a worker has reported unasked; that can only be a failure or its end."""
+        while not self._inbox.empty():
+            self._receive(self._deadlines.request_seconds)
 
     def _collect(self, kind: type[Wanted], count: int) -> list[Wanted]:
         """The next ``count`` messages of a kind that are not of an earlier step."""

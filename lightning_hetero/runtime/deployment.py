@@ -19,7 +19,7 @@ from ..errors import BatchError, HeteroError, ModelError
 from ..model.calls import LayerCall, without_cache
 from ..model.collecting import CollectingHooks
 from ..model.four_bit import state_of
-from ..model.hollow import HollowLayers
+from ..model.hollow import HollowLayers, is_hollow
 from ..model.layers import DecoderLayer, check_layers_stand_alone
 from ..model.packed import State
 from ..model.pretrained import CheckpointWeights, weights_in_checkpoint
@@ -259,6 +259,13 @@ def _check_weights_can_be_sent(
                 f"The decoder layers have no weights: {name} is on `meta`. If a worker was lost in "
                 "the run before, build the module anew and continue with `ckpt_path`."
             )
+    # What was trained there is lost; what the model was made from would come in its place.
+    lost = [number for number, layer in layers.items() if is_hollow(layer)]
+    if lost:
+        raise ModelError(
+            f"Decoder layer {lost[0]} has not come back from the worker that was lost in the run "
+            "before; build the module anew and continue with `ckpt_path`."
+        )
 
 
 def _pieces(request: Request, num_pieces: int) -> list[Request]:

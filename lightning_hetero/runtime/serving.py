@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 # Of an error's text and traceback each; more helps nobody.
 _MOST_TEXT = 2**16
 
+# Tensors of a GPU that are on their way at once: what is sent is copied to main memory first.
+_MOST_COPIES = 2
+
 
 class SessionOver(Exception):
     """Ends a session's loop."""
@@ -258,6 +261,7 @@ class StageSession:
         for name in message.names:
             tensor, state = found[name]
             self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
+            self._coordinator.wait_until_sent(_MOST_COPIES)
         self._coordinator.send(m.Done())
 
     def _on_fetch_optimizer_state(
@@ -267,6 +271,7 @@ class StageSession:
             packer = Packer()
             value = packer.pack(state, f"the optimizer state of {name}")
             self._coordinator.send(m.OptimizerState(name, value), *packer.tensors)
+            self._coordinator.wait_until_sent(_MOST_COPIES)
         self._coordinator.send(m.Done())
 
     def _perform(self, action: Action) -> None:
@@ -285,12 +290,6 @@ class StageSession:
         if self._optimizer is None:
             raise ModelError(f"Stage {self._stage_index} has no optimizer yet.")
         return self._optimizer
-
-
-def _only(tensors: tuple[Tensor, ...], message: m.Message) -> Tensor:
-    if len(tensors) != 1:
-        raise ModelError(f"{message} carries {len(tensors)} tensors and needs one.")
-    return tensors[0]
 
 
 def _check_parameters(layers: dict[int, nn.Module], specs: list[m.ParameterSpec]) -> None:

@@ -124,7 +124,8 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BuildOptimizer(_Message, frozen=True, tag=True):
-    """Build the stage's part of the optimizer ``torch.optim.<class_name>``."""
+    """Build the stage's part of the optimizer; ``class_name`` is one of torch.optim or, with
+    ``bitsandbytes.`` before it, of that library's."""
 
     class_name: Name
     defaults: Value

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
@@ -105,6 +106,17 @@ def test_stages_train_under_loss_scaling_where_nothing_trains_on_the_coordinator
     changed = relative_change(fit(workers, plugins=[scaled_precision()], module=module), start)
     moved = {name for name, change in changed.items() if change > 0}
     assert moved == {name for name in changed if ".layers.4." in name}
+
+
+def test_an_optimizer_that_takes_the_scale_off_by_itself_is_refused(workers: list[str]) -> None:
+    """It would step here and never on the stages."""
+
+    class Fused(TinyModule):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+    with pytest.raises(MisconfigurationException, match="fused=False"):
+        fit(workers, plugins=[scaled_precision()], module=Fused(NUM_LAYERS))
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", None), (None, "float16"), ("bfloat16", "float16")])

@@ -218,6 +218,53 @@ def test_fit_twice(workers: list[str], tmp_path: Path) -> None:
     assert module.losses[2] < module.losses[0]
 
 
+def test_a_run_that_trains_all_weights_resumes(workers: list[str], tmp_path: Path) -> None:
+    """What the checkpoint brings replaces what is read from the model's folder."""
+    folder = save_tiny("llama", tmp_path)
+
+    def build() -> Any:
+        return build_from_checkpoint(folder, quantize=False, lora=False)
+
+    def run(**options: Any) -> Any:
+        strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+        return trainer(strategy, **options)
+
+    batches = loader(BATCH_SIZE * 2, BATCH_SIZE)
+    whole = PretrainedModule(build)
+    run(max_epochs=2).fit(whole, batches)
+    saving = run(max_epochs=1)
+    saving.fit(PretrainedModule(build), batches)
+    saving.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = PretrainedModule(build)
+    run(max_epochs=2).fit(resumed, batches, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+
+
+def test_what_was_trained_once_is_kept_when_it_is_frozen(
+    workers: list[str], tmp_path: Path
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    module = PretrainedModule(lambda: build_from_checkpoint(folder, quantize=False, lora=False))
+    batches = loader(BATCH_SIZE, BATCH_SIZE)
+
+    def fit_again() -> Any:
+        strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+        run = trainer(strategy, max_epochs=1)
+        run.fit(module, batches)
+        return run
+
+    fit_again()
+    trained = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("embed_tokens" in name)
+    fit_again().save_checkpoint(tmp_path / "after.ckpt")
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
+    for found in (module.state_dict(), saved):
+        for name, tensor in trained.items():
+            if "embed_tokens" not in name:
+                torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
 def test_four_bits_move_a_seventh_of_the_bytes(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

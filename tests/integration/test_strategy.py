@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
@@ -212,3 +213,24 @@ def test_a_batch_that_cannot_be_cut_runs_in_one_piece_with_a_warning(workers: li
     with pytest.warns(UserWarning, match=r"one piece.*shape \(3,\)"):
         trainer(HeteroPipelineStrategy(workers, "even"), max_steps=1).fit(module, loader(12, 12))
     assert len(module.losses) == 1
+
+
+class CountedLabelsSkipped(TinyModule):
+    """Asks for no step wherever there is something to learn."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        has_labels = bool((batch["labels"] != -100).any())
+        return None if has_labels else super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert not outputs
+
+
+def test_a_batch_whose_counted_micro_batches_are_skipped_is_skipped(workers: list[str]) -> None:
+    """What is left has no labels, and its loss is not a number."""
+    (batch,) = loader(4, 4)
+    batch["labels"][:2] = -100
+    module, before = CountedLabelsSkipped(), TinyModule().state_dict()
+    strategy = HeteroPipelineStrategy(workers[:2], "even", micro_batches=2)
+    trainer(strategy, max_epochs=1).fit(module, DataLoader([batch], batch_size=None))
+    torch.testing.assert_close(dict(module.state_dict()), dict(before), rtol=0, atol=0)

@@ -62,6 +62,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "dora": lambda: lora(use_dora=True),
     "all linear": lambda: lora(target_modules="all-linear"),
     "regex": lambda: lora(target_modules=r".*layers\.[13]\..*up_proj"),
+    "excluding": lambda: lora(exclude_modules=r".*layers\.0\..*"),
+    "feedforward": lambda: IA3Config(
+        target_modules=r".*(k|down)_proj", feedforward_modules=r".*down_proj"
+    ),
     "patterns": lambda: lora(rank_pattern={"q_proj": 2}, alpha_pattern={r"layers.2.*v_proj": 32}),
     "some layers": lambda: lora(layers_to_transform=[0, 2]),
     "saved": lambda: lora(modules_to_save=["input_layernorm", "lm_head"]),
@@ -211,6 +215,32 @@ def test_adapters_of_a_layer_elsewhere_cannot_be_merged() -> None:
     switches.release()
     model.model.layers[0].self_attn.q_proj.merge()
     assert switches.have_changed()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": r"(_?\w+)*X"},
+        {"exclude_modules": r"(_?\w+)*X"},
+        {"rank_pattern": {r"(_?\w+)*X": 2}},
+        {"modules_to_save": [r"(_?\w+)*X"]},
+        {"layers_pattern": [r"(_?\w+)*X"]},
+        {"layer_replication": [[0, 10**9]]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_worker_runs_no_regular_expression_and_copies_no_layers(options: Any) -> None:
+    config = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], **options}
+    with pytest.raises(ModelError, match="regular expression|replicates"):
+        injected(Adapters({"default": config}, ["default"]))
+
+
+def test_layers_that_share_an_adapter_let_it_be_merged_again() -> None:
+    layer = adapted(lora()).model.layers[0]
+    switches = [AdapterSwitches(layer), AdapterSwitches(nn.ModuleList([layer]))]
+    for one in switches:
+        one.release()
+    layer.self_attn.q_proj.merge()
 
 
 def test_switching_off_and_on_again_is_no_change() -> None:

@@ -237,3 +237,16 @@ def test_a_model_that_is_not_here_says_so_when_called(folder: Path) -> None:
 
 def test_other_models_have_nothing_on_disk() -> None:
     assert weights_in_checkpoint(tiny_model("llama")) is None
+
+
+def test_other_content_than_the_checkpoints_is_refused_before_a_run(folder: Path) -> None:
+    """Copied into what is on `meta`, it would be gone."""
+    content = tiny_model("llama").state_dict()
+    with pytest.raises(ModelError, match="ckpt_path"):
+        from_pretrained(folder).load_state_dict(content)
+
+
+def test_content_can_be_assigned_before_a_run(folder: Path) -> None:
+    model, other = from_pretrained(folder), tiny_model("llama", tie_word_embeddings=False)
+    model.load_state_dict(other.state_dict(), assign=True)
+    torch.testing.assert_close(dict(model.state_dict()), dict(other.state_dict()))

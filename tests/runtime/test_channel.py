@@ -6,7 +6,12 @@ from queue import Empty
 import pytest
 import torch
 
-from lightning_hetero.errors import ChannelError, LocalProtocolError, RemoteProtocolError
+from lightning_hetero.errors import (
+    ChannelError,
+    HeteroError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame, FrameReader, encode_frame
 
@@ -112,3 +117,20 @@ def test_close_sends_what_is_queued_and_ends_all_threads() -> None:
         kinds = [type(down.next().content) for _ in range(21)]
         assert kinds == [Frame] * 21
     assert threading.active_count() == before
+
+
+def test_waiting_for_the_queue_ends_when_the_peer_has_taken_it() -> None:
+    with channel_pair() as (upstream, downstream):
+        for _ in range(3):
+            upstream.channel.send(activation(0), torch.ones(2**20))
+        upstream.channel.wait_until_sent(most_queued=0)
+        for _ in range(3):
+            assert isinstance(downstream.next().content, Frame)
+
+
+def test_waiting_for_the_queue_ends_with_the_channel() -> None:
+    """The peer is silent and takes nothing."""
+    with one_end() as (end, _):
+        end.channel.send(m.Gradient(1, 0, 0, [True]), torch.ones(2**24))
+        end.channel.wait_until_sent(most_queued=0)
+        assert isinstance(end.next().content, HeteroError)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lightning_hetero.errors import StageFailed, WorkerLost
 from lightning_hetero.model.calls import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.packed import State
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents, named_tensors
 from lightning_hetero.pipeline.activation import Activation
@@ -52,6 +54,18 @@ def coordinator(layers: dict[int, nn.Module]) -> Iterator[Coordinator]:
         assert len(list(made.deploy(stages))) == len(list(named_tensors(layers)))
         yield made
         made.close()
+
+
+def test_a_failure_ends_the_sending_of_weights(layers: dict[int, nn.Module]) -> None:
+    """However many are still to be read and sent."""
+    model = tiny_llama(NUM_LAYERS)
+    recipe = write_recipe(model, list(enumerate(find_decoder_layers(model))))
+    too_small = ("0.mlp.up_proj.weight", torch.zeros(1), State())
+    contents = partial(itertools.repeat, too_small, 100_000)
+    with worker_thread() as address, closing(Coordinator([("worker", address)])) as made:
+        sent = made.deploy([RemoteStage(recipe, layers, contents, False, 0)])
+        with pytest.raises(StageFailed, match="should have the shape"):
+            list(itertools.islice(sent, 99_999))
 
 
 def surroundings(grad_enabled: bool = True) -> Surroundings:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_hetero import from_pretrained
 from lightning_hetero.errors import ModelError, StageFailed
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.plan import Plan, StagePlan
@@ -66,6 +68,19 @@ def test_layers_without_weights_are_refused(coordinator: Coordinator) -> None:
     with torch.device("meta"):
         model = tiny_llama(NUM_LAYERS)
     with pytest.raises(ModelError, match="have no weights"):
+        deploy(model, coordinator)
+
+
+def test_layers_that_were_lost_are_not_read_from_their_checkpoint_again(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    """They have been trained since."""
+    tiny_llama(NUM_LAYERS).save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path)
+    deployment = deploy(model, coordinator)
+    deployment.close()
+    assert not deployment.bring_back()
+    with pytest.raises(ModelError, match="layer 2 has not come back"):
         deploy(model, coordinator)
 
 
