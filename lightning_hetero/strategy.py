@@ -293,6 +293,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         for number, stage in enumerate(plan.remote_stages, start=1):
             first, end = stage.layers
             rank_zero_info(f"stage {number}: layers {first} to {end - 1} on {stage.worker}")
+            if stage.dtype == "float16" and scaler_of(self.precision_plugin) is None:
+                rank_zero_info(
+                    f"stage {number} computes in float16 without loss scaling, so that gradients "
+                    "below 6e-8 become zero there; precision '16-mixed' scales the loss"
+                )
         what = "training_step runs on each" if self._micro_batching == "step" else "boundary only"
         rank_zero_info(
             f"each batch is cut into {plan.micro_batches} micro-batches ({what}), "

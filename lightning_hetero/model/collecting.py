@@ -145,7 +145,7 @@ def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
     Up to the last layer of a run on workers, the model passes on the hidden states that it put in.
     """
     values = output.values() if isinstance(output, dict) else output
-    if isinstance(values, Tensor):
+    if isinstance(values, Tensor) or not isinstance(values, Iterable):
         return
     gathered = [value for value in values if isinstance(value, tuple)]
     for first, second in (pair for value in gathered for pair in pairwise(value)):

@@ -15,7 +15,16 @@ ATTENTION_KINDS = ("eager", "sdpa", "flex_attention")
 EXPERTS_KINDS = ("eager", "batched_mm", "grouped_mm")
 
 # These are said apart from the config, or with the layers that they are about.
-_NOT_FROM_CONFIG = ("attn_implementation", "experts_implementation", "quantization_config")
+# A backbone is another model, which transformers would fetch by its name.
+_NOT_FROM_CONFIG = (
+    "attn_implementation",
+    "backbone",
+    "experts_implementation",
+    "quantization_config",
+)
+
+# Of anything that is counted in a config: layers, heads, experts. Each is built, if only on `meta`.
+MOST_COUNTED = 8192
 
 
 def plain_config(config: PretrainedConfig) -> dict[str, Any]:
@@ -52,6 +61,7 @@ def read_config(
             f"The experts implementation {experts!r} is not allowed on a worker; "
             f"use one of {', '.join(EXPERTS_KINDS)}."
         )
+    _check_counts(plain)
     content = {
         key: value
         for key, value in plain.items()
@@ -61,3 +71,12 @@ def read_config(
     config._attn_implementation = attention
     config._experts_implementation = experts
     return config
+
+
+def _check_counts(plain: dict[str, Any]) -> None:
+    for key, value in plain.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        is_count = key.startswith("num_") or key.endswith(("_layers", "n_layer", "n_head"))
+        if is_count and isinstance(value, int) and value > MOST_COUNTED:
+            raise ModelError(f"The config's {key} is {value}; at most {MOST_COUNTED} are built.")

@@ -27,7 +27,14 @@ from .calls import LayerCall, expected_tuple_length, without_cache
 from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
 from .four_bit import is_cache_hook, shapes_only
 from .layers import DecoderLayer
-from .tensors import empty_tensors, flatten, named_tensors, set_tensor, state_in
+from .tensors import (
+    check_can_be_emptied,
+    empty_tensors,
+    flatten,
+    named_tensors,
+    set_tensor,
+    state_in,
+)
 
 # Hidden states, recorded calls and the kinds of outputs to collect, to hidden states and outputs.
 Exchange = Callable[
@@ -78,8 +85,7 @@ class HollowLayers:
         Raises:
             ModelError: If a forward hook on a layer would never fire.
         """
-        for decoder_layer in self._layers.values():
-            _check_no_hooks(decoder_layer)
+        self.check()
         empty_tensors(self._modules)
         self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
         self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}
@@ -94,6 +100,17 @@ class HollowLayers:
                     module.register_state_dict_post_hook(fill),
                     module.register_load_state_dict_pre_hook(forward),
                 ]
+
+    def check(self) -> None:
+        """Refuse layers that cannot be hollow, before anything has changed.
+
+        Raises:
+            ModelError: With the reason and the remedy.
+        """
+        for decoder_layer in self._layers.values():
+            _check_no_hooks(decoder_layer)
+            _check_no_own_forward(decoder_layer)
+        check_can_be_emptied(self._modules)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the layers ordinary again, with this content for their tensors."""
@@ -336,6 +353,17 @@ def _check_no_hooks(layer: DecoderLayer) -> None:
             + " has a hook, which would not fire on a worker; remove it or keep the layer with the "
             "coordinator."
         )
+
+
+def _check_no_own_forward(layer: DecoderLayer) -> None:
+    """Kernels that a library puts over the ``forward`` of an instance would be lost on a worker."""
+    for name, module in layer.module.named_modules():
+        if "forward" in vars(module):
+            raise ModelError(
+                f"{layer.name}.{name}".rstrip(".")
+                + " has a `forward` of its own over that of its class, which a worker cannot "
+                "rebuild; take it away, or keep the layer with the coordinator."
+            )
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -135,12 +135,21 @@ def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
     Raises:
         ModelError: If that is not possible; nothing is lost then.
     """
+    check_can_be_emptied(layers)
     tensors = list(named_tensors(layers))
-    for name, tensor in tensors:
-        _check_can_be_swapped(layers, name, tensor)
     for name, tensor in tensors:
         if not tensor.is_meta:
             set_tensor(layers, name, torch.empty_like(tensor, device="meta"))
+
+
+def check_can_be_emptied(layers: Mapping[int, nn.Module]) -> None:
+    """Refuse parameters that something else holds.
+
+    Raises:
+        ModelError: With the name of one.
+    """
+    for name, tensor in list(named_tensors(layers)):
+        _check_can_be_swapped(layers, name, tensor)
 
 
 def _check_can_be_swapped(layers: Mapping[int, nn.Module], name: str, tensor: Tensor) -> None:

@@ -55,9 +55,11 @@ class StepGradients:
         """Inside, backwards of this micro-batch may run."""
         total = self._take(self._tied)
         self._put(self._tied, self._partial.pop(microbatch, [None] * len(self._tied)))
-        yield
-        self._partial[microbatch] = self._take(self._tied)
-        self._put(self._tied, total)
+        try:
+            yield
+        finally:
+            self._partial[microbatch] = self._take(self._tied)
+            self._put(self._tied, total)
 
     def finish_microbatch(self, microbatch: int) -> None:
         """All backwards of the micro-batch have run."""

@@ -125,9 +125,11 @@ class Stage:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)].train(call.training)
                 hidden = hidden_of(layer(hidden, *call.args, **call.kwargs), layer, call)
-            if inside is not None:
-                hidden = hidden.to(given)
-        return Activation(hidden, tuple(Collected(kind, tensor) for kind, tensor in collected()))
+            if inside is None:
+                return Activation(hidden, tuple(Collected(*each) for each in collected()))
+            # Behind the stage everything is as it would be without its own dtype.
+            others = (Collected(k, t.to(given) if t.dtype == inside else t) for k, t in collected())
+            return Activation(hidden.to(given), tuple(others))
 
     def _inside_dtype(self, surroundings: Surroundings) -> torch.dtype | None:
         """The dtype of hidden states between the layers, if it is the stage's own.

@@ -76,9 +76,10 @@ class Deployment:
         self._sent = {name for name, _ in named_tensors(self._away)}
         self._trained = {p for p in self.names_of if p.requires_grad}
         self._visits: int | None = None
+        self._hollow = HollowLayers(away, self._exchange, coordinator)
+        self._hollow.check()  # before any weight travels
         self._send(root, stages, seed, converts_weights)
         self._collecting = CollectingHooks(root, [layer.name for layer in away.values()])
-        self._hollow = HollowLayers(away, self._exchange, coordinator)
         with contextlib.ExitStack() as undo:
             undo.callback(self._collecting.remove)
             self._hollow.hollow()

@@ -50,7 +50,8 @@ def read_arguments(message: m.Arguments, tensors: tuple[Tensor, ...]) -> Surroun
     """What a stage runs its layers with.
 
     Raises:
-        RemoteProtocolError: If the message names a tensor or a dtype that there is not.
+        RemoteProtocolError: If the message names a tensor, a dtype or a kind of output that there
+            is not.
     """
     calls = [
         LayerCall(
@@ -65,6 +66,10 @@ def read_arguments(message: m.Arguments, tensors: tuple[Tensor, ...]) -> Surroun
     autocast = message.autocast_dtype
     if autocast is not None and autocast not in DTYPES:
         raise RemoteProtocolError(f"There is no autocast to {autocast!r}.")
+    if len(set(message.collect)) < len(message.collect) or any(
+        kind.startswith("_") for kind in message.collect
+    ):
+        raise RemoteProtocolError(f"The outputs {message.collect} cannot be collected.")
     dtype = None if autocast is None else DTYPES[autocast]
     return Surroundings(message.grad_enabled, dtype, calls, message.collect)
 

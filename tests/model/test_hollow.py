@@ -323,6 +323,16 @@ HOOKS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+def test_a_forward_over_that_of_the_class_is_refused_by_name() -> None:
+    model = tiny_llama()
+    norm = model.model.layers[2].input_layernorm
+    norm.forward = norm.forward
+    run = HollowLayers({2: DecoderLayer("model.layers.2", model.model.layers[2])}, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"model\.layers\.2\.input_layernorm has a `forward`"):
+        run.hollow()
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("part", ["", ".mlp.up_proj"])
 def test_a_hook_that_would_not_fire_is_refused_by_name(part: str, hook: str) -> None:

@@ -191,6 +191,11 @@ def test_an_absurd_number_of_layers_is_refused(number: Any) -> None:
         build_layers(with_config(num_hidden_layers=number))
 
 
+def test_an_absurd_number_inside_the_config_is_refused() -> None:
+    with pytest.raises(ModelError, match="num_experts is 100000; at most 8192"):
+        build_layers(with_config(text_config={"num_experts": 100_000}))
+
+
 def test_an_absurd_number_of_layers_is_refused_under_a_familys_own_name() -> None:
     root = gpt2()
     written = write_recipe(root, numbered(root))

@@ -171,3 +171,11 @@ def test_an_autocast_that_is_no_dtype_is_refused() -> None:
     assert isinstance(message, m.Arguments)
     with pytest.raises(RemoteProtocolError, match="'code'"):
         read_arguments(msgspec.structs.replace(message, autocast_dtype="code"), ())
+
+
+@pytest.mark.parametrize("kinds", [["_hidden_states_layers"], ["attentions", "attentions"]])
+def test_outputs_that_no_model_collects_are_refused(kinds: list[str]) -> None:
+    message, _ = say_arguments(1, KEY, Surroundings(True, None, []), ())
+    assert isinstance(message, m.Arguments)
+    with pytest.raises(RemoteProtocolError, match="cannot be collected"):
+        read_arguments(msgspec.structs.replace(message, collect=kinds), ())
