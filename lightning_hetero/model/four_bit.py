@@ -138,6 +138,14 @@ def pack_linears(model: nn.Module) -> None:
     keep_layout(model)
 
 
+def multiply_in(root: nn.Module, dtype: torch.dtype) -> None:
+    """Let 4-bit linear layers multiply in this dtype, whatever they were built for."""
+    for module in root.modules():
+        if _is_linear(module):
+            module.compute_dtype = dtype  # type: ignore[assignment]
+            module.compute_type_is_set = True  # type: ignore[assignment]
+
+
 def keep_layout(root: nn.Module) -> None:
     """Keep bitsandbytes from repacking weights on CPUs with AVX512-BF16.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeteroError, LocalProtocolError, ModelError
-from ..model.four_bit import is_four_bit, quantize
+from ..model.four_bit import is_four_bit, multiply_in, quantize
 from ..model.imports import Allowed
 from ..model.recipe import Recipe, build_layers
 from ..model.tensors import locate, named_contents, named_tensors, narrowed, set_tensor
@@ -176,13 +176,16 @@ class StageSession:
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(self._specs[name].requires_grad)
         self._downstream_address = message.downstream_address
+        dtype = None if message.dtype is None else DTYPES[message.dtype]
+        if dtype is not None:
+            multiply_in(layers, dtype)
         stage = Stage(
             layers=layers,
             device=self._device,
             stage_index=message.stage_index,
             recompute=message.recompute,
             seed=message.seed,
-            dtype=None if message.dtype is None else DTYPES[message.dtype],
+            dtype=dtype,
         )
         self._runner = StageRunner(stage)
         self._optimizer = None

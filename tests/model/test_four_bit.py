@@ -20,6 +20,7 @@ from lightning_hetero.model.four_bit import (
     describe_four_bit,
     is_four_bit,
     keep_layout,
+    multiply_in,
     quantize,
     shapes_only,
     state_of,
@@ -331,3 +332,14 @@ def test_shapes_are_known_without_content() -> None:
     with shapes_only(layer):
         assert layer(torch.empty(2, 5, 24, device="meta")).shape == (2, 5, 20)
     assert "forward" not in vars(layer)
+
+
+def test_a_layer_multiplies_in_the_dtype_of_its_stage() -> None:
+    layer = linear(compute_dtype=torch.bfloat16)
+    hidden = torch.randn(3, 24)
+    rounded = layer(hidden)
+    multiply_in(nn.ModuleDict({"0": layer}), torch.float32)
+    weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    exact = nn.functional.linear(hidden, weight.float(), layer.bias)
+    torch.testing.assert_close(layer(hidden), exact)
+    assert not torch.equal(rounded, exact)
