@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ def worker_process(*options: str, before: str = "") -> Iterator[WorkerProcess]:
         for line in process.stderr:
             lines.append(line)
             if "listening on" in line:
+                # Somebody has to read on: with a full pipe the worker would wait for ever.
+                threading.Thread(target=process.stderr.read, daemon=True).start()
                 yield WorkerProcess(line.split("listening on ")[1].split(",")[0], process)
                 break
         else:
