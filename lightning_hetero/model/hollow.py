@@ -85,7 +85,7 @@ class HollowLayers:
         Raises:
             ModelError: If a forward hook on a layer would never fire.
         """
-        self.check()
+        self._check_layers()
         empty_tensors(self._modules)
         self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
         self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}
@@ -107,10 +107,13 @@ class HollowLayers:
         Raises:
             ModelError: With the reason and the remedy.
         """
+        self._check_layers()
+        check_can_be_emptied(self._modules)
+
+    def _check_layers(self) -> None:
         for decoder_layer in self._layers.values():
             _check_no_hooks(decoder_layer)
             _check_no_own_forward(decoder_layer)
-        check_can_be_emptied(self._modules)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the layers ordinary again, with this content for their tensors."""
