@@ -11,6 +11,7 @@ configs.py      Hugging Face configs as plain data
 adapters.py     PEFT's adapters in them
 four_bit.py     bitsandbytes' 4-bit weights in them
 packed.py       what one such weight is made of
+libraries.py    the libraries behind both, which are an extra
 blocks.py       the recipe of the user's own classes
 attributes.py   their plain attributes as data
 imports.py      what may be imported for them

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ModelError
 from .four_bit import unpacked_on_meta
-from .packed import REMEDY
+from .libraries import peft
 
 # Others share tensors between layers, change them while training, or load from a hub.
 _KINDS = frozenset({"BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT"})
@@ -62,21 +62,6 @@ class Adapters:
     active: list[str]
     is_enabled: bool = True
     scaling: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
-def peft() -> Any:
-    """The library.
-
-    Raises:
-        ModelError: If it is not installed here.
-    """
-    try:
-        import peft as library
-    except ImportError as error:
-        raise ModelError(
-            f"peft is not installed here, and adapters need it ({error}); {REMEDY}."
-        ) from error
-    return library
 
 
 def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters | None:

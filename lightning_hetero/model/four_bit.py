@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import ModelError
-from .packed import FourBit, State, bitsandbytes, read_state
+from .libraries import bitsandbytes
+from .packed import FourBit, State, read_state
 
 
 def is_four_bit(owner: nn.Module, leaf: str) -> bool:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from .libraries import bitsandbytes
 
 # The pieces of a state by the names that they have in a checkpoint, behind the tensor's own.
 State = dict[str, Tensor]
 
 # Those that the library's kernels know.
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-REMEDY = "pip install 'lightning-hetero[lora]'"
 
 
 @dataclass(frozen=True)
@@ -44,21 +43,6 @@ class FourBit:
         """Shape of the packed bytes, two numbers to a byte."""
         num_bytes = (torch.Size(self.shape).numel() + 1) // 2
         return [num_bytes // getattr(torch, self.storage).itemsize, 1]
-
-
-def bitsandbytes() -> Any:
-    """The library.
-
-    Raises:
-        ModelError: If it is not installed here.
-    """
-    try:
-        import bitsandbytes as library
-    except ImportError as error:
-        raise ModelError(
-            f"bitsandbytes is not installed here, and 4-bit layers need it ({error}); {REMEDY}."
-        ) from error
-    return library
 
 
 def read_state(state: State, packed: Tensor, described: FourBit) -> Any:

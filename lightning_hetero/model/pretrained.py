@@ -29,7 +29,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..errors import CheckpointError, ModelError
-from .adapters import peft
 from .checkpoint import Checkpoint
 from .four_bit import (
     apply_four_bit,
@@ -38,7 +37,8 @@ from .four_bit import (
     quantize,
 )
 from .layers import find_decoder_layers
-from .packed import FourBit, State, bitsandbytes
+from .libraries import bitsandbytes, peft
+from .packed import FourBit, State
 from .tensors import fill
 
 _WEIGHTS = "weights_in_checkpoint"
