@@ -9,6 +9,8 @@
     runtime/         where it runs: channels, worker, coordinator, local worker processes
     stepping.py      one training step, cut into micro-batches for the driver
     precision.py     where a precision plugin clips and steps, the stages do too
+    manual.py        where a user's code zeroes gradients, the stages do too
+    callbacks/       Lightning callbacks that know of stages
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli.py           the command lightning-hetero
 

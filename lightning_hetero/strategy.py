@@ -15,7 +15,13 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -24,12 +30,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .callbacks.averaging import StageWeightAveraging
 from .errors import HeteroError, ModelError
+from .manual import FollowedZeroGrad
 from .model.four_bit import accepting_states, keep_layout
 from .model.imports import Allowed, refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import bring_here, weights_in_checkpoint
+from .pipeline.averaging import AveragingAction
 from .pipeline.microbatch import LossWeighting
+from .pipeline.optimizer import (
+    Clipping,
+    clip_gradients,
+    clipping_factor,
+    gradient_norms,
+    total_norm,
+)
 from .plan import Plan
 from .planning.even import even_plan
 from .precision import RemoteSteps, scaler_of
@@ -45,7 +61,7 @@ from .runtime.local import (
     stop_local_workers,
     threads_per_process,
 )
-from .runtime.remote_optimizer import RemoteOptimizer
+from .runtime.remote_optimizer import RemoteOptimizer, optimized_parameters
 from .stepping import MicrobatchedStep
 
 logger = logging.getLogger(__name__)
@@ -108,6 +124,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._deployment: Deployment | None = None
         self._microbatched: MicrobatchedStep | None = None
         self._remote_steps: RemoteSteps | None = None
+        self._followed: FollowedZeroGrad | None = None
 
     @property
     @override
@@ -150,39 +167,99 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         _check_supported(self._module(), self._micro_batching)
         super().setup(trainer)
 
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        SingleDeviceStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        if self._followed is not None:
+            self._followed.follow_wrappers(self._lightning_optimizers)
+
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self._deployment is None:
+        deployment = self._deployment
+        if deployment is None:
             return
-        if len(self.optimizers) != 1:
-            raise MisconfigurationException(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers; "
-                "HeteroPipelineStrategy works with exactly one in this version."
+        remote = [
+            RemoteOptimizer(optimizer, number, deployment.coordinator, deployment.names_of)
+            for number, optimizer in enumerate(self.optimizers)
+            if _has_parameters_in(optimizer, deployment.names_of)
+        ]
+        for each in remote:
+            _check_precision(self.precision_plugin, each.optimizer)
+        self._remote_steps = RemoteSteps(self.precision_plugin, remote, deployment.names_of)
+        module = self._module()
+        if not module.automatic_optimization:
+            self._followed = FollowedZeroGrad(
+                module, deployment.coordinator, deployment.names_of, remote
             )
-        _check_precision(self.precision_plugin, self.optimizers[0])
-        optimizer = RemoteOptimizer(
-            self.optimizers[0], self._deployment.coordinator, self._deployment.names_of
-        )
-        self._remote_steps = RemoteSteps(self.precision_plugin, optimizer)
-        if self._micro_batching == "step":
-            self._microbatched = MicrobatchedStep(
-                self._module(), self._deployment, self._loss_weighting, _seed()
-            )
+        elif self._micro_batching == "step":
+            self._microbatched = MicrobatchedStep(module, deployment, self._loss_weighting, _seed())
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._deployment is None:
+        deployment = self._deployment
+        if deployment is None:
             return super().training_step(*args, **kwargs)
-        self._deployment.check_trained_ones()
-        accumulate = not self._is_first_of_window()
+        accumulate = self._followed is not None or not self._is_first_of_window()
         if self._microbatched is not None:
+            deployment.follow_trained_ones()
             batch, *rest = (*args, *kwargs.values())
             return self._microbatched.run(batch, rest, accumulate)
-        with self._deployment.whole_batch_step(self._deployment.plan.micro_batches, accumulate):
+        with deployment.whole_batch_step(deployment.plan.micro_batches, accumulate):
             result = super().training_step(*args, **kwargs)
-        self._deployment.check_forward_finished()
+        deployment.check_forward_finished()
         return result
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._remote_steps is not None:
+            self._remote_steps.note_backward()
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients, here and on the workers, so that their 2-norm together is at most
+        ``max_norm``; as `torch.nn.utils.clip_grad_norm_` on one device.
+
+        For `configure_gradient_clipping`, `on_before_optimizer_step`, or manual optimization; with
+        several optimizers, `self.clip_gradients` clips the gradients of one.
+
+        Returns:
+            The norm before.
+        """
+        gradients = [p.grad for p in self._module().parameters() if p.grad is not None]
+        norm = total_norm([*self.grad_norms().values()])
+        clipping = Clipping(factor=clipping_factor(max_norm, norm))
+        clip_gradients(gradients, clipping)
+        if self._deployment is not None:
+            self._deployment.coordinator.clip_gradients(None, clipping)
+        if self._remote_steps is not None:
+            self._remote_steps.note_clipping()
+        return norm
+
+    def grad_norms(self) -> dict[str, float]:
+        """The 2-norm of every gradient, here and on the workers, by its parameter's name in the
+        LightningModule; parameters without a gradient are left out."""
+        here = {name: p.grad for name, p in self._module().named_parameters() if p.grad is not None}
+        norms = dict(zip(here, gradient_norms([*here.values()]), strict=True))
+        if self._deployment is not None:
+            norms.update(self._deployment.grad_norms())
+        names = [name for name, _ in self._module().named_parameters() if name in norms]
+        return {name: norms[name] for name in names}
+
+    def average_weights(
+        self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
+    ) -> None:
+        """What `StageWeightAveraging` asks the stages to do with the averages of their weights."""
+        if self._deployment is not None:
+            self._deployment.coordinator.average_weights(action, num_averaged, decay)
 
     @override
     def save_checkpoint(
@@ -203,7 +280,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         deployment, self._deployment = self._deployment, None
         remote_steps, self._remote_steps = self._remote_steps, None
+        followed, self._followed = self._followed, None
         self._microbatched = None
+        if followed is not None:
+            followed.detach()
         try:
             if deployment is not None:
                 _bring_back(deployment, remote_steps)
@@ -298,7 +378,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                     f"stage {number} computes in float16 without loss scaling, so that gradients "
                     "below 6e-8 become zero there; precision '16-mixed' scales the loss"
                 )
-        what = "training_step runs on each" if self._micro_batching == "step" else "boundary only"
+        cuts_step = self._micro_batching == "step" and self._module().automatic_optimization
+        what = "training_step runs on each" if cuts_step else "boundary only"
         rank_zero_info(
             f"each batch is cut into {plan.micro_batches} micro-batches ({what}), "
             f"at most {plan.max_in_flight} in flight"
@@ -319,7 +400,8 @@ def _bring_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> Non
     """Weights and optimizer state come home; if they cannot, the log has said so."""
     try:
         if deployment.bring_back() and remote_steps is not None:
-            remote_steps.optimizer.bring_back()
+            for optimizer in remote_steps.optimizers:
+                optimizer.bring_back()
     except HeteroError as error:
         logger.error("The optimizer state on the workers could not be brought back: %s", error)
     finally:
@@ -329,27 +411,37 @@ def _bring_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> Non
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that copy parameters which are not here."""
+    """Refuse callbacks that look into parameters which are not here."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        if isinstance(callback, (BaseFinetuning, ModelPruning)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} compares or changes the values of parameters, and "
+                "those of layers on workers are not here; to fine-tune in phases, give the "
+                "optimizer all parameters and set `requires_grad` in `on_train_epoch_start`."
+            )
+        averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
+        if averages and not isinstance(callback, StageWeightAveraging):
             raise MisconfigurationException(
                 f"{type(callback).__name__} averages copies of the weights, and those of layers on "
-                "workers are not here to be copied; leave it out, or average the checkpoints of "
-                "the run afterwards."
+                "workers are not here to be copied; use "
+                "`lightning_hetero.callbacks.StageWeightAveraging`, which averages them where they "
+                "are."
             )
 
 
 def _check_supported(module: pl.LightningModule, micro_batching: str) -> None:
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            "HeteroPipelineStrategy does not support manual optimization in this version; set "
-            "`automatic_optimization = True`."
-        )
-    if micro_batching == "step" and any(isinstance(m, _BatchNorm) for m in module.modules()):
+    cuts_step = micro_batching == "step" and module.automatic_optimization
+    if cuts_step and any(isinstance(m, _BatchNorm) for m in module.modules()):
         rank_zero_warn(
             f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
             "micro-batch; use micro_batching='boundary' for those of the batch."
         )
+
+
+def _has_parameters_in(optimizer: Optimizer, names_of: Mapping[Tensor, str]) -> bool:
+    """Whether the optimizer has to do with layers on workers."""
+    is_real = not isinstance(optimizer, _MockOptimizer)
+    return is_real and any(p in names_of for p in optimized_parameters(optimizer))
 
 
 def _check_precision(plugin: Precision, optimizer: Optimizer) -> None:

@@ -25,9 +25,9 @@ LAYERS = (
     {"wire", "model"},
     {"pipeline"},
     {"planning", "runtime"},
-    {"precision"},
+    {"precision", "manual", "callbacks"},
     {"stepping"},
-    {"strategy", "callbacks"},
+    {"strategy"},
     {"cli"},
     {"__init__", "__main__"},
 )

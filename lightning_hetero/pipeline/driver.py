@@ -189,7 +189,7 @@ class _RunningStep:
     def _backward(self, key: Key) -> None:
         """The stages' gradient has come: run the backward of the piece before the hand-over."""
         index = key.microbatch
-        gradient = self._gradients.pop(key)[0]
+        gradient = self._gradients.pop(key).tensors[0]
         visit = self._in_flight[index].visits.pop()
         if gradient is not None and visit.out.requires_grad:
             self._run_backward(index, visit.out, gradient.to(visit.out.device))
@@ -209,7 +209,7 @@ class _RunningStep:
             self._driver.gradients.finish_microbatch(index)
             del self._in_flight[index]
             return
-        gradients = tuple(leaf.grad for leaf in visits[-1].leaves)
+        gradients = Gradients(tuple(leaf.grad for leaf in visits[-1].leaves))
         visits[-1].leaves = ()
         self._driver.stages.send_backward(visits[-1].key, gradients)
 

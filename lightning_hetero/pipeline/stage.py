@@ -36,6 +36,7 @@ class _Saved:
     num_passed_on: int
     output: Activation | None
     surroundings: Surroundings
+    trained: Sequence[nn.Parameter] = ()
 
 
 @dataclass
@@ -79,28 +80,36 @@ class Stage:
             outgoing = output.map(leaf_of)
         outgoing = Activation(outgoing.hidden, incoming.collected + outgoing.collected)
         if outgoing.requires_grad:
-            kept = output if keep_graph else None
-            self._saved[key] = _Saved(leaf, len(incoming.collected), kept, surroundings)
+            passed_on = len(incoming.collected)
+            self._saved[key] = (
+                _Saved(leaf, passed_on, output, surroundings)
+                if keep_graph
+                else _Saved(leaf, passed_on, None, surroundings, self._trained())
+            )
         return outgoing
 
     def backward(self, key: Key, gradients: Gradients) -> Gradients:
         """Accumulate parameter gradients; the gradients of what came in, where it wants some."""
-        saved = self._saved.pop(key, None)
+        saved = self._saved.get(key)
         if saved is None:
-            return (None,)
-        passed_on = gradients[1 : 1 + saved.num_passed_on]
-        own = (gradients[0], *gradients[1 + saved.num_passed_on :])
+            return Gradients((None,))
+        if not gradients.keeps_graph:
+            del self._saved[key]
+        behind = 1 + saved.num_passed_on
+        passed_on = gradients.tensors[1:behind]
+        own = (gradients.tensors[0], *gradients.tensors[behind:])
         if any(gradient is not None for gradient in own):
-            output = saved.output
-            if output is None:
-                output = self._run_layers(key, saved.leaf, saved.surroundings, keep_graph=True)
+            output = saved.output or self._run_again(key, saved)
             pairs = [
                 (tensor, gradient.to(self.device))
                 for tensor, gradient in zip(output.tensors, own, strict=True)
                 if gradient is not None and tensor.requires_grad
             ]
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        return (saved.leaf.grad, *passed_on)
+            torch.autograd.backward(
+                [t for t, _ in pairs], [g for _, g in pairs], retain_graph=gradients.keeps_graph
+            )
+        incoming, saved.leaf.grad = saved.leaf.grad, None
+        return Gradients((incoming, *passed_on), gradients.keeps_graph)
 
     def has_saved(self, microbatch: int) -> bool:
         """Whether a backward of the micro-batch is still to come."""
@@ -109,6 +118,22 @@ class Stage:
     def forget(self) -> None:
         """Drop everything saved for backwards."""
         self._saved.clear()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.layers.parameters() if parameter.requires_grad]
+
+    def _run_again(self, key: Key, saved: _Saved) -> Activation:
+        """The forward once more, with what was to be trained when it ran first."""
+        trained_now = self._trained()
+        self.layers.requires_grad_(False)
+        try:
+            for parameter in saved.trained:
+                parameter.requires_grad_()
+            return self._run_layers(key, saved.leaf, saved.surroundings, keep_graph=True)
+        finally:
+            self.layers.requires_grad_(False)
+            for parameter in trained_now:
+                parameter.requires_grad_()
 
     def _run_layers(
         self, key: Key, hidden: Tensor, surroundings: Surroundings, keep_graph: bool

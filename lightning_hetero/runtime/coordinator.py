@@ -33,6 +33,7 @@ from ..model.tensors import (
     stored_in_four_bits,
 )
 from ..pipeline.activation import Activation, Gradients
+from ..pipeline.averaging import AveragingAction
 from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
 from ..pipeline.rule import Key
@@ -221,6 +222,12 @@ class Coordinator:
             with contextlib.suppress(HeteroError):
                 self._broadcast(m.AbortStep(self.step))
 
+    def _present_step(self) -> int:
+        """The step that gradients belong to; before the first forward there is none yet."""
+        if self.step == 0:
+            self.begin_step(1, accumulate=True)
+        return self.step
+
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
         for worker, stage in zip(self._workers, self._stages, strict=True):
@@ -250,12 +257,37 @@ class Coordinator:
             except RemoteProtocolError as error:
                 raise self._note_lost(worker, error) from error
 
-    # optimizer
+    # gradients
+
+    def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
+        """Freeze remote parameters, or train them, from the next forward on."""
+        for worker, own in self._by_owner(names):
+            worker.channel.send(m.SetTrained(own, requires_grad))
+
+    def zero_gradients(self, names: Sequence[str], set_to_none: bool) -> None:
+        """Drop the gradients of remote parameters, or make them zero."""
+        for worker, own in self._by_owner(names):
+            worker.channel.send(m.ZeroGradients(own, set_to_none))
+
+    def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
+        """The norms of remote gradients by their parameters' names: those that an optimizer
+        would use, or all."""
+        self._broadcast(m.MeasureNorms(self._present_step(), optimizer))
+        answers = self._collect(m.Norms, len(self._workers))
+        return {name: norm for answer in answers for name, norm in answer.norms.items()}
+
+    def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
+        """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
+        step = self._present_step()
+        message = m.ClipGradients(step, optimizer, clipping.factor, clipping.value)
+        self._broadcast(message)
+
+    # optimizers
 
     def build_optimizer(
-        self, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
+        self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
     ) -> None:
-        """Give every stage its part of the optimizer."""
+        """Give every stage its part of an optimizer."""
         for worker in self._workers:
             packer = Packer()
             packed_defaults = packer.pack(dict(defaults), "An optimizer default")
@@ -267,38 +299,40 @@ class Coordinator:
                 for group in groups
             ]
             worker.channel.send(
-                m.BuildOptimizer(class_name, packed_defaults, specs), *packer.tensors
+                m.BuildOptimizer(optimizer, class_name, packed_defaults, specs), *packer.tensors
             )
         self._await_done()
 
-    def gradient_norms(self) -> list[float]:
-        """Each stage's gradient norm."""
-        self._broadcast(m.MeasureNorm(self.step))
-        return [message.norm for message in self._collect(m.Norm, len(self._workers))]
-
-    def apply_optimizer(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
-        """Let every stage clip and step; does not wait for it."""
+    def apply_optimizer(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
+        """Let every stage step; does not wait for it."""
         packer = Packer()
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
-        message = m.ApplyOptimizer(self.step, values, clipping.factor, clipping.value)
+        message = m.ApplyOptimizer(self._present_step(), optimizer, values)
         self._broadcast(message, *packer.tensors)
 
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of all remote parameters, by tensor name."""
+    def optimizer_state(self, optimizer: int) -> dict[str, dict[str, Any]]:
+        """An optimizer's state of all remote parameters, by tensor name."""
         found = {}
         for worker in self._workers:
-            request = m.FetchOptimizerState()
+            request = m.FetchOptimizerState(optimizer)
             for message, tensors in self._ask(worker, request, m.OptimizerState):
                 found[message.parameter] = unpack(message.state, tensors)
         return found
 
-    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the optimizer's state of remote parameters."""
+    def load_optimizer_state(self, optimizer: int, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace an optimizer's state of remote parameters."""
         for name, values in state.items():
             packer = Packer()
             value = packer.pack(dict(values), f"the optimizer state of {name}")
-            message = m.LoadOptimizerState(name, value)
+            message = m.LoadOptimizerState(optimizer, name, value)
             self._owner_of[name].channel.send(message, *packer.tensors)
+
+    def average_weights(
+        self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
+    ) -> None:
+        """Do something with every stage's running average of its weights; does not wait for it."""
+        self._check_usable()
+        self._broadcast(m.AverageWeights(action, num_averaged, decay))
 
     # tensors
 
@@ -347,6 +381,13 @@ class Coordinator:
             self._owner_of[name].channel.send(message, tensors[name], *state.values())
 
     # talking
+
+    def _by_owner(self, names: Sequence[str]) -> Iterator[tuple[_Worker, list[str]]]:
+        """Workers that have something of those names, each with what it has."""
+        for worker in self._workers:
+            own = [name for name in names if self._owner_of.get(name) is worker]
+            if own:
+                yield worker, own
 
     def _broadcast(self, message: m.Message, *tensors: Tensor) -> None:
         for worker in self._workers:

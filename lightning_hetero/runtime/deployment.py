@@ -72,9 +72,14 @@ class Deployment:
         self._away = {number: layer.module for number, layer in away.items()}
         self._weights = weights_in_checkpoint(root)
         _check_weights_can_be_sent(self._away, self._weights)
-        self.names_of = {parameter: name for name, parameter in named_tensors(self._away)}
+        self.names_of = {tensor: name for name, tensor in named_tensors(self._away)}
         self._sent = {name for name, _ in named_tensors(self._away)}
+        self._root = root
+        self._stage_of = {n: stage for stage in plan.remote_stages for n in stage.layer_indices}
+        self._converts_weights = converts_weights
+        # What trains at present, as the stages know it, and what ever did.
         self._trained = {p for p in self.names_of if p.requires_grad}
+        self._ever_trained = set(self._trained)
         self._visits: int | None = None
         self._hollow = HollowLayers(away, self._exchange, coordinator)
         self._hollow.check()  # before any weight travels
@@ -133,21 +138,45 @@ class Deployment:
         if self.coordinator.lost is None:
             self.coordinator.abort_step()
 
-    def check_trained_ones(self) -> None:
-        """Refuse to go on when other parameters are to be trained than were at the beginning.
+    def follow_trained_ones(self) -> None:
+        """Freeze on the stages what is frozen now, and train what is not.
 
         Raises:
-            ModelError: With the name of one.
+            ModelError: If a stage keeps a parameter in a dtype in which it must not be trained.
         """
-        changed = [p for p in self.names_of if p.requires_grad != (p in self._trained)]
-        if changed:
-            number, _, name = self.names_of[changed[0]].partition(".")
-            was = "unfrozen" if changed[0].requires_grad else "frozen"
+        trained = {p for p in self.names_of if p.requires_grad}
+        if trained == self._trained:
+            return
+        for parameter in trained - self._ever_trained:
+            self._check_trainable(parameter)
+        for changed, requires_grad in (
+            (trained - self._trained, True),
+            (self._trained - trained, False),
+        ):
+            self.coordinator.set_trained([self.names_of[p] for p in changed], requires_grad)
+        self._trained = trained
+        self._ever_trained |= trained
+
+    def _check_trainable(self, parameter: Tensor) -> None:
+        name = self.names_of[parameter]
+        stage = self._stage_of[int(name.partition(".")[0])]
+        if stage.dtype is not None and self._converts_weights:
+            number, _, inside = name.partition(".")
             raise ModelError(
-                f"{name} of layer {number} was {was} when it was on a worker already, which does "
-                "not follow; set `requires_grad` before the run: in `configure_model`, in `setup` "
-                "or where the module is built."
+                f"{inside} of layer {number} was unfrozen while {stage.worker} kept it in "
+                f"{stage.dtype}, as frozen weights are there, and its steps would be lost in "
+                "rounding; set `requires_grad` before the run, or take `dtype` from the plan."
             )
+
+    def grad_norms(self) -> dict[str, float]:
+        """The norms of the gradients on the stages, by their parameters' names in the module."""
+        norms = self.coordinator.gradient_norms()
+        named: dict[Tensor, str] = {p: name for name, p in self._root.named_parameters()}
+        return {
+            named[p]: norms[name]
+            for p, name in self.names_of.items()
+            if name in norms and p in named
+        }
 
     def check_forward_finished(self) -> None:
         """Refuse a ``training_step`` that left the decoder layers half-way."""
@@ -169,7 +198,7 @@ class Deployment:
                     name
                     for name, tensor in named_tensors(self._away)
                     if name in self._sent
-                    and (tensor in self._trained or not _is_in(tensor, self._weights))
+                    and (tensor in self._ever_trained or not _is_in(tensor, self._weights))
                 ]
             )
         except HeteroError as error:
@@ -211,6 +240,8 @@ class Deployment:
             return self._exchange_whole(request)
 
     def _exchange_whole(self, request: Request) -> Activation:
+        if request.surroundings.grad_enabled:
+            self.follow_trained_ones()
         visit, self._visits = self._visits or 0, (self._visits or 0) + 1
         pieces = _pieces(request, self.plan.micro_batches)
         if not request.surroundings.grad_enabled:

@@ -99,8 +99,9 @@ def read_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activ
 
 def say_gradients(step: int, key: Key, gradients: Gradients) -> Content:
     """The gradients of an activation on their way upstream."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    return m.Gradient(step, *key, [gradient is not None for gradient in gradients]), present
+    is_present = [gradient is not None for gradient in gradients.tensors]
+    present = [gradient for gradient in gradients.tensors if gradient is not None]
+    return m.Gradient(step, *key, is_present, gradients.keeps_graph), present
 
 
 def read_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradients:
@@ -112,4 +113,5 @@ def read_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradient
     if len(tensors) != sum(message.is_present) or not message.is_present:
         raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
     left = iter(tensors)
-    return tuple(next(left) if is_present else None for is_present in message.is_present)
+    found = tuple(next(left) if is_present else None for is_present in message.is_present)
+    return Gradients(found, message.keeps_graph)

@@ -124,19 +124,21 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BuildOptimizer(_Message, frozen=True, tag=True):
-    """Build the stage's part of the optimizer; ``class_name`` is one of torch.optim or, with
-    ``bitsandbytes.`` before it, of that library's."""
+    """Build the stage's part of an optimizer; ``class_name`` is one of torch.optim or, with
+    ``bitsandbytes.`` before it, of that library's. Optimizers are known by their numbers."""
 
+    optimizer: Count
     class_name: Name
     defaults: Value
     groups: list[GroupSpec]
 
 
 class LoadOptimizerState(_Message, frozen=True, tag=True):
-    """The optimizer's state of one parameter."""
+    """An optimizer's state of one parameter."""
 
     is_kept = True
 
+    optimizer: Count
     parameter: Name
     state: Value
 
@@ -185,12 +187,13 @@ class Activation(_Message, frozen=True, tag=True):
 
 class Gradient(_Message, frozen=True, tag=True):
     """The gradients of an activation on their way upstream; ``is_present`` says for each of its
-    tensors whether one is needed and comes."""
+    tensors whether one is needed and comes. With ``keeps_graph`` others may follow them."""
 
     step: Count
     microbatch: Count
     visit: Count
     is_present: list[bool]
+    keeps_graph: bool = False
 
 
 class AbortStep(_Message, frozen=True, tag=True):
@@ -199,26 +202,62 @@ class AbortStep(_Message, frozen=True, tag=True):
     step: Count
 
 
-class MeasureNorm(_Message, frozen=True, tag=True):
-    """Asks for the norm of the gradients that the optimizer would use."""
+class SetTrained(_Message, frozen=True, tag=True):
+    """From the next forward on, parameters are frozen, or are so no longer."""
+
+    parameters: list[Name]
+    requires_grad: bool
+
+
+class ZeroGradients(_Message, frozen=True, tag=True):
+    """Drop the gradients of parameters or, without ``set_to_none``, make them zero."""
+
+    parameters: list[Name]
+    set_to_none: bool
+
+
+class MeasureNorms(_Message, frozen=True, tag=True):
+    """Asks for the norms of gradients: those that an optimizer would use, or all."""
 
     step: Count
+    optimizer: Count | None
 
 
-class Norm(_Message, frozen=True, tag=True):
-    """The stage's gradient norm."""
+class Norms(_Message, frozen=True, tag=True):
+    """The gradient norm of every parameter that has a gradient."""
 
     step: Count
-    norm: float
+    norms: dict[Name, float]
+
+
+class ClipGradients(_Message, frozen=True, tag=True):
+    """Multiply gradients by a factor or cut them at a value: those that an optimizer would use,
+    or all."""
+
+    step: Count
+    optimizer: Count | None
+    factor: float | None
+    value: float | None
 
 
 class ApplyOptimizer(_Message, frozen=True, tag=True):
-    """Clip, then step the optimizer with these group options."""
+    """Step an optimizer with these group options."""
 
     step: Count
+    optimizer: Count
     options: list[Value]
-    gradient_factor: float | None
-    clip_value: float | None
+
+
+class AverageWeights(_Message, frozen=True, tag=True):
+    """What to do with the running average of the stage's weights: make one, bring it up to date
+    with the present weights, exchange the two, or go on with it as the weights.
+
+    Without ``decay`` every update counts the same; ``num_averaged`` is their number so far.
+    """
+
+    action: Literal["begin", "update", "swap", "adopt"]
+    num_averaged: Count
+    decay: float | None
 
 
 class FetchTensors(_Message, frozen=True, tag=True):
@@ -237,7 +276,9 @@ class TensorContent(_Message, frozen=True, tag=True):
 
 
 class FetchOptimizerState(_Message, frozen=True, tag=True):
-    """Asks for the optimizer's state of every parameter of the stage."""
+    """Asks for an optimizer's state of every parameter of the stage."""
+
+    optimizer: Count
 
 
 class OptimizerState(_Message, frozen=True, tag=True):
@@ -268,9 +309,13 @@ Message = (
     | Activation
     | Gradient
     | AbortStep
-    | MeasureNorm
-    | Norm
+    | SetTrained
+    | ZeroGradients
+    | MeasureNorms
+    | Norms
+    | ClipGradients
     | ApplyOptimizer
+    | AverageWeights
     | FetchTensors
     | TensorContent
     | FetchOptimizerState

@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -108,13 +107,6 @@ def test_layers_can_be_named(workers: list[str], choice: Any) -> None:
     strategy = HeteroPipelineStrategy(workers[:1], "even", layers=choice)
     trainer(strategy, max_steps=1).fit(module, loader(12, 12))
     assert len(module.losses) == 1
-
-
-def test_manual_optimization_is_refused_at_the_start(workers: list[str]) -> None:
-    module = TinyModule()
-    module.automatic_optimization = False
-    with pytest.raises(MisconfigurationException, match="manual optimization"):
-        trainer(HeteroPipelineStrategy(workers), max_steps=1).fit(module, loader(12, 12))
 
 
 def test_an_optimizer_that_cannot_be_cut_is_refused_by_name(workers: list[str]) -> None:

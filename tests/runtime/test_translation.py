@@ -116,13 +116,17 @@ ONE = torch.ones(1)
 TWO = torch.full((1,), 2.0)
 
 
-@pytest.mark.parametrize("gradients", [(ONE,), (None,), (None, ONE, None, TWO)], ids=str)
-def test_gradients_arrive_in_their_places(gradients: Gradients) -> None:
-    frame = carried(say_gradients(7, KEY, gradients))
+@pytest.mark.parametrize("keeps_graph", [False, True])
+@pytest.mark.parametrize("tensors", [(ONE,), (None,), (None, ONE, None, TWO)], ids=str)
+def test_gradients_arrive_in_their_places(
+    tensors: tuple[Tensor | None, ...], keeps_graph: bool
+) -> None:
+    frame = carried(say_gradients(7, KEY, Gradients(tensors, keeps_graph)))
     assert isinstance(frame.message, m.Gradient)
     assert (frame.message.step, frame.message.microbatch, frame.message.visit) == (7, 3, 1)
     found = read_gradients(frame.message, frame.tensors)
-    torch.testing.assert_close(found, gradients, rtol=0, atol=0)
+    assert found.keeps_graph is keeps_graph
+    torch.testing.assert_close(found.tensors, tensors, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
