@@ -308,7 +308,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._start_local_workers(self._workers, imports_of(module, layers, plan))
         addresses = self._addresses()
         used = [(stage.worker, addresses[stage.worker]) for stage in plan.remote_stages]
-        coordinator = Coordinator(used, self._patient_deadlines())
+        coordinator = Coordinator(used, self._patient_deadlines(), plan.coordinator_narrowing)
         try:
             is_mixed = isinstance(self.precision_plugin, MixedPrecision)
             self._deployment = Deployment(module, layers, plan, coordinator, _seed(), not is_mixed)

@@ -38,7 +38,7 @@ from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
-from ..plan import Dtype
+from ..plan import Dtype, Narrowing
 from ..wire import messages as m
 from ..wire.frames import Frame
 from ..wire.session import coordinator_session
@@ -73,6 +73,8 @@ class RemoteStage:
         seed: Start of all dropout masks.
         dtype: As in the plan.
         converts_weights: Whether ``dtype`` is for weights too; under autocast it is not.
+        narrowing: What it rounds the activations to that it sends downstream, and the gradients
+            that it sends upstream.
     """
 
     recipe: Recipe | BlocksRecipe
@@ -82,6 +84,7 @@ class RemoteStage:
     seed: int
     dtype: Dtype | None = None
     converts_weights: bool = True
+    narrowing: Narrowing = Narrowing()
 
     @property
     def tensor_dtypes(self) -> dict[str, torch.dtype]:
@@ -113,14 +116,20 @@ class Coordinator:
 
     Args:
         workers: Name and address of each remote stage's worker.
+        narrowing: What the coordinator rounds the activations to that it sends to the first stage,
+            and the gradients that it sends to the last one.
 
     Raises:
         WorkerUnreachable: If one does not answer or refuses.
     """
 
     def __init__(
-        self, workers: Sequence[tuple[str, Address]], deadlines: Deadlines | None = None
+        self,
+        workers: Sequence[tuple[str, Address]],
+        deadlines: Deadlines | None = None,
+        narrowing: Narrowing | None = None,
     ) -> None:
+        self._narrowing = narrowing or Narrowing()
         self._deadlines = deadlines or Deadlines()
         self._inbox: Inbox = SimpleQueue()
         self._workers: list[_Worker] = []
@@ -206,6 +215,8 @@ class Coordinator:
             seed=stage.seed,
             downstream_address=downstream,
             dtype=stage.dtype,
+            activation_dtype=stage.narrowing.activation_dtype,
+            gradient_dtype=stage.narrowing.gradient_dtype,
         )
 
     # steps
@@ -234,12 +245,14 @@ class Coordinator:
             arguments, tensors = say_arguments(self.step, key, surroundings, stage.layers)
             worker.channel.send(arguments, *tensors)
         with torch.set_grad_enabled(surroundings.grad_enabled):
-            activation, tensors = say_activation(self.step, key, Activation(hidden))
+            activation, tensors = say_activation(
+                self.step, key, Activation(hidden), self._narrowing.activation_dtype
+            )
         self._workers[0].channel.send(activation, *tensors)
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of a returned activation to the last stage."""
-        message, tensors = say_gradients(self.step, key, gradients)
+        message, tensors = say_gradients(self.step, key, gradients, self._narrowing.gradient_dtype)
         self._workers[-1].channel.send(message, *tensors)
 
     def receive(self) -> Returned:

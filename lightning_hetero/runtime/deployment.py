@@ -107,8 +107,11 @@ class Deployment:
                 seed=seed,
                 dtype=stage.dtype,
                 converts_weights=converts_weights,
+                narrowing=narrowing,
             )
-            for stage, layers in zip(self.plan.remote_stages, stages, strict=True)
+            for stage, layers, narrowing in zip(
+                self.plan.remote_stages, stages, self.plan.stage_narrowings, strict=True
+            )
         ]
         tensors = list(named_tensors(self._away))
         num_bytes = sum(tensor.nbytes for _, tensor in tensors)

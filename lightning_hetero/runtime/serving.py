@@ -23,6 +23,7 @@ from ..pipeline.optimizer import Clipping, Group, StageOptimizer, clip_gradients
 from ..pipeline.rule import Action, Key
 from ..pipeline.runner import Result, StageRunner
 from ..pipeline.stage import Stage
+from ..plan import Narrowing
 from ..wire import messages as m
 from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES, TensorSpec
@@ -83,6 +84,7 @@ class StageSession:
         self._specs: dict[str, m.ParameterSpec] = {}
         self._missing: set[str] = set()
         self._runner = StageRunner(Stage(nn.ModuleDict(), device, 0))
+        self._narrowing = Narrowing()
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages([])
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
@@ -194,6 +196,7 @@ class StageSession:
             dtype=dtype,
         )
         self._runner = StageRunner(stage)
+        self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
         self._optimizers = {}
         self._averages = WeightAverages([])
         self._coordinator.send(m.Done())
@@ -315,10 +318,12 @@ class StageSession:
     def _route(self, result: Result) -> None:
         step, key, content = self._runner.step, result.action.key, result.content
         if isinstance(content, Activation):
-            message, tensors = say_activation(step, key, content)
+            wire_dtype = self._narrowing.activation_dtype
+            message, tensors = say_activation(step, key, content, wire_dtype)
             self._downstream.send(message, *tensors)
         else:
-            message, tensors = say_gradients(step, key, content)
+            wire_dtype = self._narrowing.gradient_dtype
+            message, tensors = say_gradients(step, key, content, wire_dtype)
             self._upstream.send(message, *tensors)
 
     def _optimizer(self, number: int) -> StageOptimizer:

@@ -10,8 +10,10 @@ from torch import Tensor
 from ..errors import RemoteProtocolError
 from ..model.calls import LayerCall
 from ..pipeline.activation import Activation, Collected, Gradients
+from ..pipeline.narrowing import narrow, widen
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
+from ..plan import WireDtype
 from ..wire import messages as m
 from ..wire.tensors import DTYPES, dtype_name
 from ..wire.values import Packer, unpack
@@ -74,12 +76,15 @@ def read_arguments(message: m.Arguments, tensors: tuple[Tensor, ...]) -> Surroun
     return Surroundings(message.grad_enabled, dtype, calls, message.collect)
 
 
-def say_activation(step: int, key: Key, activation: Activation) -> Content:
-    """An activation on its way downstream."""
+def say_activation(
+    step: int, key: Key, activation: Activation, wire_dtype: WireDtype | None = None
+) -> Content:
+    """An activation on its way downstream, rounded if a dtype is given."""
     tensors = activation.tensors
     requires_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     kinds = [kind for kind, _ in activation.collected]
-    return m.Activation(step, *key, requires_grad, kinds), tensors
+    narrowed, sent = _narrowed(tensors, wire_dtype)
+    return m.Activation(step, *key, requires_grad, kinds, narrowed), sent
 
 
 def read_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activation:
@@ -88,6 +93,7 @@ def read_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activ
     Raises:
         RemoteProtocolError: If the message describes other tensors than came with it.
     """
+    tensors = _widened(message, message.narrowed, tensors)
     if not len(tensors) == len(message.requires_grad) == len(message.collected) + 1:
         raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
     for tensor, requires_grad in zip(tensors, message.requires_grad, strict=True):
@@ -97,11 +103,14 @@ def read_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activ
     return Activation(hidden, tuple(collected))
 
 
-def say_gradients(step: int, key: Key, gradients: Gradients) -> Content:
-    """The gradients of an activation on their way upstream."""
+def say_gradients(
+    step: int, key: Key, gradients: Gradients, wire_dtype: WireDtype | None = None
+) -> Content:
+    """The gradients of an activation on their way upstream, rounded if a dtype is given."""
     is_present = [gradient is not None for gradient in gradients.tensors]
     present = [gradient for gradient in gradients.tensors if gradient is not None]
-    return m.Gradient(step, *key, is_present, gradients.keeps_graph), present
+    narrowed, sent = _narrowed(present, wire_dtype)
+    return m.Gradient(step, *key, is_present, gradients.keeps_graph, narrowed), sent
 
 
 def read_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradients:
@@ -110,8 +119,43 @@ def read_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradient
     Raises:
         RemoteProtocolError: If the message describes other tensors than came with it.
     """
+    tensors = _widened(message, message.narrowed, tensors)
     if len(tensors) != sum(message.is_present) or not message.is_present:
         raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
     left = iter(tensors)
     found = tuple(next(left) if is_present else None for is_present in message.is_present)
     return Gradients(found, message.keeps_graph)
+
+
+def _narrowed(
+    tensors: Sequence[Tensor], wire_dtype: WireDtype | None
+) -> tuple[list[m.Narrowed | None], list[Tensor]]:
+    """What to say of each tensor, and what to send for them; nothing is said if none is rounded."""
+    if wire_dtype is None:
+        return [], list(tensors)
+    parts = [narrow(tensor, wire_dtype) for tensor in tensors]
+    said = [
+        None if sent[0].dtype == tensor.dtype else m.Narrowed(dtype_name(tensor.dtype), len(sent))  # type: ignore[arg-type]
+        for tensor, sent in zip(tensors, parts, strict=True)
+    ]
+    return said, [part for sent in parts for part in sent]
+
+
+def _widened(
+    message: m.Message, narrowed: Sequence[m.Narrowed | None], tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The tensors as they were before they were rounded for their way."""
+    if not narrowed:
+        return tensors
+    if sum(1 if said is None else said.num_parts for said in narrowed) != len(tensors):
+        raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
+    left = iter(tensors)
+    try:
+        return tuple(
+            next(left)
+            if said is None
+            else widen([next(left) for _ in range(said.num_parts)], DTYPES[said.dtype])
+            for said in narrowed
+        )
+    except ValueError as error:
+        raise RemoteProtocolError(f"{message} has parts that do not fit: {error}.") from error

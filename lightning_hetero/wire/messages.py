@@ -11,6 +11,7 @@ from .values import Value
 
 PROTOCOL_VERSION = 1
 
+WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Text = Annotated[str, msgspec.Meta(max_length=2**20)]
@@ -86,8 +87,9 @@ class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Deploy(_Message, frozen=True, tag=True):
-    """Build a stage's layers; their tensors follow. ``recipe`` is JSON for the model folder, and
-    ``dtype`` what the stage computes in, if not in what it is given."""
+    """Build a stage's layers; their tensors follow. ``recipe`` is JSON for the model folder,
+    ``dtype`` what the stage computes in, if not in what it is given, and the two others what it
+    rounds the activations and gradients to that it sends."""
 
     stage_index: Count
     recipe: Text
@@ -96,6 +98,16 @@ class Deploy(_Message, frozen=True, tag=True):
     seed: int
     downstream_address: Name
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    activation_dtype: WireDtype | None = None
+    gradient_dtype: WireDtype | None = None
+
+
+class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that was rounded for its way: what it is to become again, and how many of the
+    frame's tensors it is in."""
+
+    dtype: Literal["float64", "float32", "bfloat16", "float16"]
+    num_parts: Literal[1, 2]
 
 
 class LoadTensor(_Message, frozen=True, tag=True):
@@ -176,13 +188,14 @@ class Arguments(_Message, frozen=True, tag=True):
 
 class Activation(_Message, frozen=True, tag=True):
     """Hidden states on their way downstream, and the outputs of each kind that are collected so
-    far; ``requires_grad`` is for each tensor."""
+    far; ``requires_grad`` is for each tensor, ``narrowed`` for those that were rounded."""
 
     step: Count
     microbatch: Count
     visit: Count
     requires_grad: list[bool]
     collected: list[Name]
+    narrowed: list[Narrowed | None] = []
 
 
 class Gradient(_Message, frozen=True, tag=True):
@@ -194,6 +207,7 @@ class Gradient(_Message, frozen=True, tag=True):
     visit: Count
     is_present: list[bool]
     keeps_graph: bool = False
+    narrowed: list[Narrowed | None] = []
 
 
 class AbortStep(_Message, frozen=True, tag=True):
