@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
 from ..plan import Dtype, Narrowing
 from ..wire import messages as m
+from ..wire.constants import Digests, SentConstants
 from ..wire.frames import Frame
 from ..wire.session import coordinator_session
 from ..wire.tensors import DTYPES, TensorSpec, dtype_name
@@ -101,6 +102,7 @@ class _Worker:
     name: str
     address: Address
     channel: Channel
+    constants: SentConstants = field(default_factory=SentConstants)
 
     def __str__(self) -> str:
         return f"stage {self.number} on {self.name}" + (
@@ -241,9 +243,15 @@ class Coordinator:
 
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
+        digests = Digests()
         for worker, stage in zip(self._workers, self._stages, strict=True):
-            arguments, tensors = say_arguments(self.step, key, surroundings, stage.layers)
-            worker.channel.send(arguments, *tensors)
+            try:
+                packer = Packer(worker.constants, digests)
+                message, tensors = say_arguments(self.step, key, surroundings, stage.layers, packer)
+                worker.channel.send(message, *tensors)
+            except BaseException:
+                worker.constants.clear()
+                raise
         with torch.set_grad_enabled(surroundings.grad_enabled):
             activation, tensors = say_activation(
                 self.step, key, Activation(hidden), self._narrowing.activation_dtype
@@ -467,6 +475,7 @@ class Coordinator:
             raise self._note_lost(worker, arrival.content)
         message = arrival.content.message
         if isinstance(message, m.Failure):
+            worker.constants.clear()
             raise StageFailed(
                 f"{worker} failed in step {self.step}: {message.reason}\n\n"
                 f"The worker's traceback:\n{message.traceback}"

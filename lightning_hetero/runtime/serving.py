@@ -25,6 +25,7 @@ from ..pipeline.runner import Result, StageRunner
 from ..pipeline.stage import Stage
 from ..plan import Narrowing
 from ..wire import messages as m
+from ..wire.constants import KeptConstants
 from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES, TensorSpec
 from ..wire.values import Packer, unpack
@@ -87,6 +88,7 @@ class StageSession:
         self._narrowing = Narrowing()
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages([])
+        self._constants = KeptConstants()
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             m.Deploy: self._on_deploy,
             m.LoadTensor: self._on_load_tensor,
@@ -249,7 +251,7 @@ class StageSession:
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
         here = tuple(tensor.to(self._device) for tensor in tensors)
         key = Key(message.microbatch, message.visit)
-        self._runner.take_arguments(key, read_arguments(message, here))
+        self._runner.take_arguments(key, read_arguments(message, here, self._constants))
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
         key = Key(message.microbatch, message.visit)

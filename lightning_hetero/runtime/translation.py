@@ -15,6 +15,7 @@ from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
 from ..plan import WireDtype
 from ..wire import messages as m
+from ..wire.constants import KeptConstants
 from ..wire.tensors import DTYPES, dtype_name
 from ..wire.values import Packer, unpack
 
@@ -22,14 +23,13 @@ Content = tuple[m.Message, Sequence[Tensor]]
 
 
 def say_arguments(
-    step: int, key: Key, surroundings: Surroundings, layers: Container[int]
+    step: int, key: Key, surroundings: Surroundings, layers: Container[int], packer: Packer
 ) -> Content:
     """What a stage with these layers runs them with.
 
     Raises:
         LocalProtocolError: If an argument cannot be sent.
     """
-    packer = Packer()
     calls = [
         m.LayerArguments(
             call.layer_index,
@@ -44,23 +44,31 @@ def say_arguments(
     autocast = surroundings.autocast_dtype
     autocast_name = None if autocast is None else dtype_name(autocast)
     grad_enabled, collect = surroundings.grad_enabled, list(surroundings.collect)
-    message = m.Arguments(step, *key, grad_enabled, autocast_name, collect, calls)
+    message = m.Arguments(step, *key, grad_enabled, autocast_name, collect, calls, packer.kept)
     return message, packer.tensors
 
 
-def read_arguments(message: m.Arguments, tensors: tuple[Tensor, ...]) -> Surroundings:
-    """What a stage runs its layers with.
+def read_arguments(
+    message: m.Arguments, tensors: tuple[Tensor, ...], constants: KeptConstants
+) -> Surroundings:
+    """What a stage runs its layers with; ``constants`` are brought up to date.
 
     Raises:
         RemoteProtocolError: If the message names a tensor, a dtype or a kind of output that there
             is not.
     """
+    for index, slot in message.kept.items():
+        if index >= len(tensors):
+            raise RemoteProtocolError(
+                f"Tensor {index} is to be kept and the frame carries {len(tensors)}."
+            )
+        constants.keep(slot, tensors[index])
     calls = [
         LayerCall(
             call.layer_index,
             call.training,
-            unpack(call.args, tensors),
-            unpack(call.kwargs, tensors),
+            unpack(call.args, tensors, constants),
+            unpack(call.kwargs, tensors, constants),
             call.tuple_length,
         )
         for call in message.calls

@@ -6,12 +6,14 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from .constants import NUM_SLOTS
 from .tensors import TensorSpec
 from .values import Value
 
 PROTOCOL_VERSION = 1
 
 WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
+Slot = Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Text = Annotated[str, msgspec.Meta(max_length=2**20)]
@@ -175,7 +177,8 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arguments(_Message, frozen=True, tag=True):
-    """What a stage's layers are called with for one micro-batch."""
+    """What a stage's layers are called with for one micro-batch. ``kept`` says which of the
+    frame's tensors the stage keeps for later ones, and in which slot."""
 
     step: Count
     microbatch: Count
@@ -184,6 +187,7 @@ class Arguments(_Message, frozen=True, tag=True):
     autocast_dtype: str | None
     collect: list[Name]
     calls: list[LayerArguments]
+    kept: dict[Count, Slot] = {}
 
 
 class Activation(_Message, frozen=True, tag=True):
