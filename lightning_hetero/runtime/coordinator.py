@@ -221,6 +221,10 @@ class Coordinator:
             with contextlib.suppress(HeteroError):
                 self._broadcast(m.AbortStep(self.step))
 
+    def drop_caches(self, numbers: Sequence[int]) -> None:
+        """Let every stage forget key-value caches."""
+        self._broadcast(m.DropCaches(list(numbers)))
+
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
         for worker, stage in zip(self._workers, self._stages, strict=True):

@@ -46,6 +46,7 @@ MESSAGES: list[m.Message] = [
     m.Arguments(1, 0, 0, grad_enabled=True, autocast_dtype=None, collect=[], calls=[]),
     m.Activation(1, 0, 0, requires_grad=[True], collected=[]),
     m.Gradient(1, 0, 0, [True]),
+    m.DropCaches([1]),
     m.AbortStep(1),
     m.MeasureNorm(1),
     m.Norm(1, 0.5),
@@ -121,7 +122,7 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.LOADING): ("LoadTensor Launch", "Done"),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
-        "AbortStep MeasureNorm ApplyOptimizer FetchTensors FetchOptimizerState",
+        "DropCaches AbortStep MeasureNorm ApplyOptimizer FetchTensors FetchOptimizerState",
         "Done Activation Gradient Norm TensorContent OptimizerState NeighborLost",
     ),
     (workers_pair, State.CLOSED): ("", ""),
