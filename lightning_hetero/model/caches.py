@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..errors import ModelError
 from .calls import CacheUse, caches_among, without_cache
 from .layers import models_around
-from .layers_away import OVER, CacheAway, LayerAway, cache_index
+from .layers_away import OVER, CacheAway, LayerAway, LayerLeftOut, cache_index
 
 
 class HollowCaches:
@@ -105,10 +105,17 @@ class HollowCaches:
         index = cache_index(layer)
         self._check_is_new(cache, number if index is None else index)
         if torch.is_grad_enabled() or not getattr(self._here, "is_wanted", False):
-            self._dropped.add(cache)
+            self._drop(cache, index)
             return False
         _check_can_be_kept(cache)
         return True
+
+    def _drop(self, cache: Cache, index: int | None) -> None:
+        """Make sure that nobody reads what is not there, in the run or after it."""
+        self._dropped.add(cache)
+        if index is not None and type(cache) is DynamicCache:
+            _reach(cache, index)
+            cache.layers[index] = LayerLeftOut(cache.is_sliding[index])
 
     def _check_can_go_on(self, away: LayerAway) -> None:
         if away.cache.owner is not self:
@@ -121,6 +128,11 @@ class HollowCaches:
 
     def _check_is_new(self, cache: Cache, index: int) -> None:
         """Refuse a cache whose content for the hollow layers was left out, or made elsewhere."""
+        if cache in self._dropped and not self._hooks:
+            raise ModelError(
+                "A key-value cache is kept on workers only for layers that are all inside one "
+                "Hugging Face model; call the layers without a cache."
+            )
         if cache in self._dropped:
             raise ModelError(
                 "The key-value cache was not kept on the workers, because the call that made it "
@@ -142,9 +154,7 @@ class HollowCaches:
                 f"A {type(layer).__name__} does not say where in a key-value cache it belongs "
                 "(`layer_idx`); call the model with `use_cache=False`."
             )
-        # A cache that was made without a config has its layers by and by.
-        while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
-            cache.layers.append(cache.layer_class_to_replicate())
+        _reach(cache, index)
         found = cache.layers[index] if index < len(cache.layers) else None
         if isinstance(found, LayerAway):
             return found
@@ -165,6 +175,12 @@ def _is_wanted(arguments: Mapping[str, Any]) -> bool:
     """Whether a model's caller passed a cache or asked for one."""
     has_cache = any(isinstance(value, Cache) for value in arguments.values())
     return has_cache or arguments.get("use_cache") is True
+
+
+def _reach(cache: Cache, index: int) -> None:
+    """Give a cache that was made without a config its layers up to this one."""
+    while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
+        cache.layers.append(cache.layer_class_to_replicate())
 
 
 def _layers_away(cache: Cache) -> list[LayerAway]:

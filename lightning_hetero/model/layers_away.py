@@ -39,6 +39,23 @@ class CacheAway:
         self.number = number
 
 
+class LayerLeftOut(DynamicLayer):
+    """Stands for a layer on a worker in a cache that was not kept.
+
+    It takes nothing, so that nobody goes on with such a cache when the run is over.
+    """
+
+    def __init__(self, is_sliding: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_sliding = is_sliding
+
+    def update(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise ModelError(
+            "The key-value cache lacks the layers that were on workers when it was made, because "
+            "the call that made it did not ask for it; begin with a new one."
+        )
+
+
 class LayerAway(CacheLayerMixin):
     """Stands in a cache for the keys and values of a layer on a worker.
 

@@ -223,6 +223,7 @@ class Coordinator:
 
     def drop_caches(self, numbers: Sequence[int]) -> None:
         """Let every stage forget key-value caches."""
+        self._check_usable()
         self._broadcast(m.DropCaches(list(numbers)))
 
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:

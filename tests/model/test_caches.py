@@ -111,6 +111,14 @@ def test_an_evaluation_or_a_training_leaves_its_cache_out(
         go_on(hollowed.model, cache)
 
 
+@torch.no_grad()
+def test_what_an_evaluation_returns_can_still_be_copied(hollowed: Hollowed) -> None:
+    copied = copy.deepcopy(hollowed.model(tokens()).past_key_values)
+    hollowed.refill()
+    with pytest.raises(ModelError, match="lacks the layers that were on workers"):
+        go_on(hollowed.model, copied)
+
+
 def test_a_wish_ends_with_its_forward(hollowed: Hollowed) -> None:
     filled(hollowed.model)
     with torch.no_grad():
@@ -144,6 +152,17 @@ def test_a_cache_of_the_run_is_refused_after_it(hollowed: Hollowed) -> None:
     with pytest.raises(ModelError, match="run that has ended"):
         go_on(hollowed.model, cache)
     assert torch.equal(decode(hollowed.model, None), decode(tiny_llama(5), None))
+
+
+@pytest.mark.parametrize("maker", [m for m in MAKERS if m != "the model's"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_cache_that_was_left_out_is_refused_after_the_run(maker: str, first: int) -> None:
+    hollowed = Hollowed(tiny_llama(5), away=range(first, 4))
+    cache = MAKERS[maker](hollowed.model)
+    out = hollowed.model(tokens(), past_key_values=cache)  # with gradients
+    hollowed.refill()
+    with pytest.raises(ModelError, match="lacks the layers that were on workers"):
+        go_on(hollowed.model, out.past_key_values)
 
 
 def test_gradients_through_a_kept_cache_are_refused(hollowed: Hollowed) -> None:
@@ -300,6 +319,8 @@ def test_where_no_model_is_nobody_asks() -> None:
         caches.begin(0, nn.Linear(1, 1), (cache,), {})
         args, kwargs, use = caches.leave_out(nn.Linear(1, 1), torch.ones(1), (cache,), {})
     assert (args, kwargs, use) == ((None,), {}, None)
+    with torch.no_grad(), pytest.raises(ModelError, match="inside one Hugging Face model"):
+        caches.begin(0, nn.Linear(1, 1), (cache,), {})
 
 
 def test_generating_without_a_cache_needs_nothing_elsewhere(hollowed: Hollowed) -> None:
