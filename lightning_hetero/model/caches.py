@@ -75,7 +75,6 @@ class HollowCaches:
         Raises:
             ModelError: If its content is needed and was not kept, or if it cannot be kept.
         """
-        self._here.is_kept = False
         found = [cache for _, cache in caches_among(args, kwargs)]
         kept = [self._is_kept(cache, number, layer) for cache in found]
         if len(kept) > 1 and any(kept):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import threading
 from collections.abc import Callable
@@ -255,6 +254,10 @@ SELECTIONS: dict[str, Callable[[Cache], None]] = {
     "chosen": lambda cache: cache.batch_select_indices(torch.tensor([-1])),
     "masked": lambda cache: cache.batch_select_indices(torch.tensor([False, True])),
     "repeated": lambda cache: cache.batch_repeat_interleave(3),
+    "chosen and repeated": lambda cache: (
+        cache.batch_select_indices(torch.tensor([1])),
+        cache.batch_repeat_interleave(3),
+    ),
     "repeated and chosen": lambda cache: (
         cache.batch_repeat_interleave(2),
         cache.batch_select_indices(torch.tensor([0, 3, 3])),
@@ -288,12 +291,10 @@ def test_a_cache_is_forgotten_with_its_last_holder(hollowed: Hollowed) -> None:
     assert caches.take_forgotten() == []
     shallow = copy.copy(first)
     del first, second
-    gc.collect()
     [forgotten] = caches.take_forgotten()
     assert forgotten == 2
     go_on(hollowed.model, shallow)
     del shallow
-    gc.collect()
     assert (caches.take_forgotten(), caches.take_forgotten()) == ([1], [])
 
 
@@ -302,7 +303,6 @@ def test_a_cache_may_be_let_go_in_any_thread(hollowed: Hollowed) -> None:
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    gc.collect()
     assert hollowed.run.caches.take_forgotten() == [1]
 
 
