@@ -14,16 +14,15 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
-from transformers import Cache
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
-from .calls import LayerCall, expected_tuple_length, without_cache
+from .caches import HollowCaches
+from .calls import LayerCall, expected_tuple_length
 from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
 from .four_bit import is_cache_hook, shapes_only
 from .layers import DecoderLayer
@@ -72,9 +71,9 @@ class HollowLayers:
         self._modules = {number: layer.module for number, layer in layers.items()}
         self._exchange = exchange
         self._remote = remote
+        self.caches = HollowCaches()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._records = threading.local()
-        self._dropped_caches: WeakSet[Cache] = WeakSet()
         self._silenced: list[SilencedHooks] = []
         self._switches: dict[int, AdapterSwitches] = {}
         self._tuple_lengths: dict[Hashable, int] = {}
@@ -155,14 +154,15 @@ class HollowLayers:
     ) -> Tensor | tuple[Tensor | None, ...]:
         """What a hollow layer's ``forward`` does."""
         hidden, args, kwargs = _take_hidden(number, args, kwargs)
-        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        args, kwargs = without_cache(args, kwargs)
-        self._check_adapters(number)
-        length = self._tuple_length(number, hidden, args, kwargs)
-        call = LayerCall(number, self._modules[number].training, args, kwargs, length)
-        if number == min(self._modules):
+        layer, is_first = self._modules[number], number == min(self._modules)
+        if is_first:
             self.check_finished()
-            self._check_new(caches)
+            self.caches.begin(number, layer, args, kwargs)
+        self._check_adapters(number)
+        args, kwargs, cache = self.caches.leave_out(layer, hidden, args, kwargs)
+        length = self._tuple_length(number, hidden, args, kwargs)
+        call = LayerCall(number, layer.training, args, kwargs, length, cache)
+        if is_first:
             self._records.calls = [call]
             self._records.hidden = hidden
             self._records.version = _version(hidden)
@@ -199,20 +199,6 @@ class HollowLayers:
                 "are during the run (no `disable_adapter()` in it), or keep the layers that have "
                 "adapters with the coordinator."
             )
-
-    def _check_new(self, caches: list[Cache]) -> None:
-        """Refuse a key-value cache that comes again: its reader would miss what was left out.
-
-        Training and evaluation hand an empty cache to every forward and never read it.
-        """
-        for cache in caches:
-            if cache in self._dropped_caches or cache.get_seq_length(min(self._modules)) > 0:
-                raise ModelError(
-                    "Generating with a key-value cache does not work through layers on workers in "
-                    "this version, nor does prefix tuning; pass `use_cache=False`, or generate "
-                    "after `fit`."
-                )
-            self._dropped_caches.add(cache)
 
     def _check_continues(self, number: int, hidden: Tensor) -> None:
         calls = getattr(self._records, "calls", None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..errors import ModelError
 
@@ -124,6 +125,16 @@ def _is_layer_list(model: nn.Module, module: nn.Module) -> bool:
         and len(module) == count
         and all(type(layer).__name__ in unsplit for layer in module)
     )
+
+
+def models_around(root: nn.Module, layer_names: Sequence[str]) -> list[PreTrainedModel]:
+    """The Hugging Face models that hold all the layers, from the outermost to the innermost."""
+    return [
+        module
+        for name, module in root.named_modules()
+        if isinstance(module, PreTrainedModel)
+        and all(layer.startswith(f"{name}." if name else "") for layer in layer_names)
+    ]
 
 
 def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderLayer]]) -> None:

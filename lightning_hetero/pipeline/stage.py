@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..model.calls import LayerCall, hidden_of
 from ..model.collecting import collecting
 from .activation import Activation, Collected, Gradients, leaf_of
+from .caches import StageCaches
 from .rule import Key
 from .seeds import seed_action
 
@@ -26,6 +27,11 @@ class Surroundings:
     autocast_dtype: torch.dtype | None
     calls: Sequence[LayerCall]
     collect: Sequence[str] = ()
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a key-value cache is read and extended."""
+        return any(call.cache is not None for call in self.calls)
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Stage:
     seed: int = 0
     dtype: torch.dtype | None = None
     step: int = 0
+    caches: StageCaches = field(default_factory=StageCaches)
     _saved: dict[Key, _Saved] = field(default_factory=dict)
 
     def forward(self, key: Key, incoming: Activation, surroundings: Surroundings) -> Activation:
@@ -149,7 +156,8 @@ class Stage:
                 if inside is not None:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)].train(call.training)
-                hidden = hidden_of(layer(hidden, *call.args, **call.kwargs), layer, call)
+                args, kwargs = self.caches.arguments(call, layer, hidden)
+                hidden = hidden_of(layer(hidden, *args, **kwargs), layer, call)
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in collected()))
             # Behind the stage everything is as it would be without its own dtype.

@@ -241,6 +241,11 @@ class Coordinator:
             self.begin_step(1, accumulate=True)
         return self.step
 
+    def drop_caches(self, numbers: Sequence[int]) -> None:
+        """Let every stage forget key-value caches."""
+        self._check_usable()
+        self._broadcast(m.DropCaches(list(numbers)))
+
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
         digests = Digests()

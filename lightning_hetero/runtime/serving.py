@@ -99,6 +99,7 @@ class StageSession:
             m.Arguments: self._on_arguments,
             m.Activation: self._on_activation,
             m.Gradient: self._on_gradient,
+            m.DropCaches: self._on_drop_caches,
             m.AbortStep: self._on_abort_step,
             m.SetTrained: self._on_set_trained,
             m.ZeroGradients: self._on_zero_gradients,
@@ -260,6 +261,9 @@ class StageSession:
     def _on_gradient(self, message: m.Gradient, tensors: tuple[Tensor, ...]) -> None:
         key = Key(message.microbatch, message.visit)
         self._runner.take_gradients(message.step, key, read_gradients(message, tensors))
+
+    def _on_drop_caches(self, message: m.DropCaches, _tensors: tuple[Tensor, ...]) -> None:
+        self._runner.stage.caches.drop(message.numbers)
 
     def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RemoteProtocolError
-from ..model.calls import LayerCall
+from ..model.calls import CacheUse, LayerCall
 from ..pipeline.activation import Activation, Collected, Gradients
 from ..pipeline.narrowing import narrow, widen
 from ..pipeline.rule import Key
@@ -37,6 +37,7 @@ def say_arguments(
             packer.pack(call.args, f"An argument of layer {call.layer_index}: args"),
             packer.pack(call.kwargs, f"An argument of layer {call.layer_index}: kwargs"),
             call.tuple_length,
+            None if call.cache is None else _say_cache(call.cache, packer),
         )
         for call in surroundings.calls
         if call.layer_index in layers
@@ -55,7 +56,7 @@ def read_arguments(
 
     Raises:
         RemoteProtocolError: If the message names a tensor, a dtype or a kind of output that there
-            is not.
+            is not, or a cache where gradients are wanted.
     """
     for index, slot in message.kept.items():
         if index >= len(tensors):
@@ -70,6 +71,7 @@ def read_arguments(
             unpack(call.args, tensors, constants),
             unpack(call.kwargs, tensors, constants),
             call.tuple_length,
+            None if call.cache is None else _read_cache(call.cache, tensors, constants),
         )
         for call in message.calls
     ]
@@ -81,7 +83,24 @@ def read_arguments(
     ):
         raise RemoteProtocolError(f"The outputs {message.collect} cannot be collected.")
     dtype = None if autocast is None else DTYPES[autocast]
-    return Surroundings(message.grad_enabled, dtype, calls, message.collect)
+    surroundings = Surroundings(message.grad_enabled, dtype, calls, message.collect)
+    if surroundings.has_cache and message.grad_enabled:
+        raise RemoteProtocolError("A key-value cache carries no gradients.")
+    return surroundings
+
+
+def _say_cache(use: CacheUse, packer: Packer) -> m.CacheArgument:
+    rows = packer.pack(use.rows, "The samples wanted of a key-value cache")
+    return m.CacheArgument(use.number, use.place, use.length, use.window, rows)
+
+
+def _read_cache(
+    argument: m.CacheArgument, tensors: tuple[Tensor, ...], constants: KeptConstants
+) -> CacheUse:
+    rows = unpack(argument.rows, tensors, constants)
+    if not isinstance(rows, Tensor | None):
+        raise RemoteProtocolError(f"The samples wanted of a key-value cache are {rows!r:.60}.")
+    return CacheUse(argument.number, argument.place, argument.length, argument.window, rows)
 
 
 def say_activation(

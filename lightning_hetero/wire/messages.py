@@ -165,15 +165,28 @@ class BeginStep(_Message, frozen=True, tag=True):
     accumulate: bool
 
 
+class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The key-value cache that a layer is called with: its number, the argument's position or name,
+    the positions and the window that the coordinator counts for the layer, and the tensor of the
+    samples that are wanted of it, if not all."""
+
+    number: Count
+    place: Count | Name
+    length: Count
+    window: Count | None
+    rows: Value
+
+
 class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the model called one layer, its hidden states left out, and the length of the tuple that
-    it takes the layer to return; 0 stands for a tensor."""
+    """How the model called one layer, its hidden states and its key-value cache left out, and the
+    length of the tuple that it takes the layer to return; 0 stands for a tensor."""
 
     layer_index: Count
     training: bool
     args: Value
     kwargs: Value
     tuple_length: Count
+    cache: CacheArgument | None = None
 
 
 class Arguments(_Message, frozen=True, tag=True):
@@ -214,8 +227,14 @@ class Gradient(_Message, frozen=True, tag=True):
     narrowed: list[Narrowed | None] = []
 
 
+class DropCaches(_Message, frozen=True, tag=True):
+    """Forget these key-value caches: nobody holds them any more."""
+
+    numbers: list[Count]
+
+
 class AbortStep(_Message, frozen=True, tag=True):
-    """Forget the step: saved activations, gradients and pending actions."""
+    """Forget the step: saved activations, gradients, pending actions, and all key-value caches."""
 
     step: Count
 
@@ -326,6 +345,7 @@ Message = (
     | Arguments
     | Activation
     | Gradient
+    | DropCaches
     | AbortStep
     | SetTrained
     | ZeroGradients

@@ -53,6 +53,7 @@ COORDINATOR_SAYS: Table = {
         m.Arguments,
         m.Activation,
         m.Gradient,
+        m.DropCaches,
         m.AbortStep,
         m.SetTrained,
         m.ZeroGradients,

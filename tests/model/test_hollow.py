@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     Cache,
-    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     MistralConfig,
@@ -32,6 +31,7 @@ from lightning_hetero.model.collecting import CollectingHooks, collecting, is_co
 from lightning_hetero.model.hollow import Exchange, HollowLayers
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.tensors import named_tensors, set_tensor
+from lightning_hetero.pipeline.caches import StageCaches
 
 from ..families import NUM_LAYERS, tiny_model
 from ..models import VOCABULARY, tiny_llama
@@ -45,6 +45,7 @@ class Elsewhere:
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         self.layers = copy.deepcopy(dict(layers))
         self.calls: list[list[LayerCall]] = []
+        self.caches = StageCaches()
 
     def exchange(
         self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
@@ -53,8 +54,8 @@ class Elsewhere:
         with collecting(collect) as collected:
             for call in calls:
                 layer = self.layers[call.layer_index].train(call.training)
-                result = layer(hidden, *call.args, **call.kwargs)
-                hidden = hidden_of(result, layer, call)
+                args, kwargs = self.caches.arguments(call, layer, hidden)
+                hidden = hidden_of(layer(hidden, *args, **kwargs), layer, call)
         return hidden, collected()
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -81,11 +82,13 @@ class Hollowed:
         self.layers = {number: layer.module for number, layer in chosen.items()}
         self.elsewhere = Elsewhere(self.layers)
         self.run = HollowLayers(chosen, exchange or self.elsewhere.exchange, self.elsewhere)
+        self.run.caches.listen(model, [layer.name for layer in chosen.values()])
         self.run.hollow()
 
     def refill(self) -> None:
         self.run.refill(self.elsewhere.everything())
         self.collecting.remove()
+        self.run.caches.remove()
 
     def is_away(self, name: str) -> bool:
         return any(f"layers.{number}." in name for number in AWAY)
@@ -644,34 +647,6 @@ def test_each_call_says_the_layers_mode_and_arguments(hollowed: Hollowed, traini
     [calls] = hollowed.elsewhere.calls
     assert [call.training for call in calls] == [training, not training, training]
     assert all("position_embeddings" in call.kwargs for call in calls)
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_NAMES)
-def test_a_cache_is_left_out_once_and_refused_when_it_comes_again(
-    family: Callable[[], Any],
-) -> None:
-    hollow = Hollowed(family().eval())
-    cache = DynamicCache(config=hollow.model.config)
-    hollow.model(tokens(), past_key_values=cache)
-    with pytest.raises(ModelError, match="pass `use_cache=False`"):
-        hollow.model(tokens()[:, :1], past_key_values=cache)
-
-
-def test_a_cache_that_was_filled_before_is_refused() -> None:
-    model = tiny_llama(5).eval()
-    with torch.no_grad():
-        cache = model(tokens(), use_cache=True).past_key_values
-    Hollowed(model)
-    with pytest.raises(ModelError, match="key-value cache"):
-        model(tokens()[:, :1], past_key_values=cache)
-
-
-def test_generation_works_without_a_cache_and_is_refused_with_one(hollowed: Hollowed) -> None:
-    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    expected = tiny_llama(5).generate(tokens(), use_cache=False, **options)
-    assert torch.equal(hollowed.model.generate(tokens(), use_cache=False, **options), expected)
-    with pytest.raises(ModelError, match="pass `use_cache=False`"):
-        hollowed.model.generate(tokens(), use_cache=True, **options)
 
 
 def test_refilled_layers_are_ordinary_again() -> None:

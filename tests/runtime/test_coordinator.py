@@ -197,3 +197,5 @@ def test_after_close_every_use_says_so(coordinator: Coordinator) -> None:
         coordinator.fetch([])
     with pytest.raises(WorkerLost, match="ended the session"):
         coordinator.begin_step(1, accumulate=False)
+    with pytest.raises(WorkerLost, match="ended the session"):
+        coordinator.drop_caches([1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.calls import CacheUse, LayerCall
 from lightning_hetero.pipeline.activation import Activation, Collected, Gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
@@ -60,6 +60,43 @@ def test_arguments_arrive_as_they_were(grad_enabled: bool, dtype: torch.dtype | 
     assert first.kwargs["rope"][1] == 2.0
     for tensor in (first.args[1], first.kwargs["rope"][0], second.kwargs["mask"]):
         assert torch.equal(tensor, mask)
+
+
+ROWS = torch.tensor([1, 0])
+
+
+def with_cache(grad_enabled: bool = False) -> m.Arguments:
+    calls = [
+        LayerCall(4, False, (None,), {}, cache=CacheUse(3, 0, 7, None, ROWS)),
+        LayerCall(5, False, (), {}, cache=CacheUse(3, "past", 7, 4)),
+    ]
+    message, tensors = say_arguments(
+        7, KEY, Surroundings(grad_enabled, None, calls), range(4, 6), Packer()
+    )
+    assert isinstance(message, m.Arguments)
+    assert tensors == [ROWS]
+    return message
+
+
+def test_what_a_call_does_with_a_cache_arrives_as_it_was() -> None:
+    found = read_arguments(carried((with_cache(), [ROWS])).message, (ROWS,), KeptConstants())  # type: ignore[arg-type]
+    assert found.has_cache
+    assert found.calls[0].cache == CacheUse(3, 0, 7, None, ROWS)
+    assert found.calls[1].cache == CacheUse(3, "past", 7, 4)
+
+
+def test_a_cache_where_gradients_are_wanted_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="carries no gradients"):
+        read_arguments(with_cache(grad_enabled=True), (ROWS,), KeptConstants())
+
+
+def test_samples_that_are_no_tensor_are_refused() -> None:
+    message = with_cache()
+    assert message.calls[0].cache is not None
+    cache = msgspec.structs.replace(message.calls[0].cache, rows=3)
+    call = msgspec.structs.replace(message.calls[0], cache=cache)
+    with pytest.raises(RemoteProtocolError, match="wanted of a key-value cache are 3"):
+        read_arguments(msgspec.structs.replace(message, calls=[call]), (ROWS,), KeptConstants())
 
 
 def test_a_stage_is_told_of_its_own_layers_only() -> None:

@@ -46,6 +46,7 @@ MESSAGES: list[m.Message] = [
     m.Arguments(1, 0, 0, grad_enabled=True, autocast_dtype=None, collect=[], calls=[]),
     m.Activation(1, 0, 0, requires_grad=[True], collected=[]),
     m.Gradient(1, 0, 0, [True]),
+    m.DropCaches([1]),
     m.AbortStep(1),
     m.SetTrained(["0.weight"], requires_grad=False),
     m.ZeroGradients(["0.weight"], set_to_none=True),
@@ -125,7 +126,7 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.LOADING): ("LoadTensor Launch", "Done"),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
-        "AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients ApplyOptimizer "
+        "DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients ApplyOptimizer "
         "AverageWeights FetchTensors FetchOptimizerState",
         "Done Activation Gradient Norms TensorContent OptimizerState NeighborLost",
     ),
