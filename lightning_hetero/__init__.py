@@ -9,6 +9,7 @@
     runtime/         where it runs: channels, worker, coordinator, local worker processes
     stepping.py      one training step, cut into micro-batches for the driver
     precision.py     where a precision plugin clips and steps, the stages do too
+    saving.py        checkpoint files: written straight to the disk, whole or not at all
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli.py           the command lightning-hetero
 

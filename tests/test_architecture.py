@@ -25,7 +25,7 @@ LAYERS = (
     {"wire", "model"},
     {"pipeline"},
     {"planning", "runtime"},
-    {"precision"},
+    {"precision", "saving"},
     {"stepping"},
     {"strategy", "callbacks"},
     {"cli"},

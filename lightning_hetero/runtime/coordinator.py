@@ -47,6 +47,7 @@ from .address import Address
 from .channel import Channel, Inbox
 from .deadlines import Deadlines
 from .handshake import dial
+from .progress import Progress
 from .translation import (
     read_activation,
     read_gradients,
@@ -283,14 +284,12 @@ class Coordinator:
         message = m.ApplyOptimizer(self.step, values, clipping.factor, clipping.value)
         self._broadcast(message, *packer.tensors)
 
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of all remote parameters, by tensor name."""
-        found = {}
+    def optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The optimizer's state of all remote parameters, with their names, one by one."""
         for worker in self._workers:
             request = m.FetchOptimizerState()
             for message, tensors in self._ask(worker, request, m.OptimizerState):
-                found[message.parameter] = unpack(message.state, tensors)
-        return found
+                yield message.parameter, unpack(message.state, tensors)
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the optimizer's state of remote parameters."""
@@ -302,7 +301,7 @@ class Coordinator:
 
     # tensors
 
-    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def fetch(self, names: Sequence[str], progress: Progress | None = None) -> dict[str, Tensor]:
         """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
 
         Raises:
@@ -325,6 +324,8 @@ class Coordinator:
                     content = content.to(self._dtype_of[message.name])
                     state = dict(zip(message.state, parts, strict=True))
                     found.update(flatten(message.name, content, state))
+                    if progress is not None:
+                        progress.advance(content.nbytes)
         return found
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:

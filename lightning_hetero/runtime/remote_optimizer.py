@@ -27,6 +27,7 @@ from ..pipeline.optimizer import (
     total_norm,
 )
 from .coordinator import Coordinator
+from .progress import Progress
 
 
 class RemoteOptimizer:
@@ -129,12 +130,17 @@ class RemoteOptimizer:
 
     def _remote_state(self) -> dict[str, dict[str, Any]]:
         """The stages' optimizer state in the dtypes that the parameters have here."""
-        return {
-            name: {k: in_dtype_of(self._parameters[name], k, v) for k, v in state.items()}
-            for name, state in self._coordinator.optimizer_state().items()
+        trained = [p for p in self._names_of if p.requires_grad]
+        what = "Gathering the optimizer's state, counted by the weights that it is for"
+        progress = Progress(what, sum(parameter.nbytes for parameter in trained))
+        found = {}
+        for name, state in self._coordinator.optimizer_state():
             # A parameter that its layer has twice comes under both names, and is known by one.
-            if name in self._parameters
-        }
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                found[name] = {k: in_dtype_of(parameter, k, v) for k, v in state.items()}
+                progress.advance(parameter.nbytes)
+        return found
 
     def _indexed(self) -> Iterator[tuple[int, str]]:
         """Position in a state dict, and name, of every remote parameter."""

@@ -29,8 +29,8 @@ class FakeCoordinator:
     def apply_optimizer(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
         self.applied.append((options, clipping))
 
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        return self.state
+    def optimizer_state(self) -> list[tuple[str, dict[str, Any]]]:
+        return list(self.state.items())
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         self.state = dict(state)
