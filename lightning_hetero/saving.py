@@ -2,7 +2,7 @@
 
     .unfinished-1f0c93ab.tmp ── written, flushed ──▶ renamed to epoch=1-step=100.ckpt
 
-Lightning writes the whole checkpoint into memory first, so that a save takes its size twice more.
+Lightning writes the whole checkpoint into memory first, so that a save takes its size once more.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class RemoteOptimizer:
             # A parameter that its layer has twice comes under both names, and is known by one.
             parameter = self._parameters.get(name)
             if parameter is not None:
-                found[name] = {k: in_dtype_of(parameter, k, v) for k, v in state.items()}
+                found[name] = _as_here(parameter, state)
                 progress.advance(parameter.nbytes)
         return found
 
@@ -164,6 +164,20 @@ class RemoteOptimizer:
         remote = {name: local.pop(index, {}) for index, name in self._indexed()}
         self._coordinator.load_optimizer_state({k: _flattened(v) for k, v in remote.items()})
         self._load_local_state({**state_dict, "state": local}, *args, **kwargs)
+
+
+def _as_here(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A received state in the dtypes of its parameter.
+
+    The tensors of a frame share its memory: a step count of four bytes would keep all of it, when
+    the others are replaced by converted ones.
+    """
+    converted = {key: in_dtype_of(parameter, key, value) for key, value in state.items()}
+    unchanged = [key for key, value in state.items() if converted[key] is value]
+    if len(unchanged) < len(state):
+        copies = {k: state[k].clone() for k in unchanged if isinstance(state[k], Tensor)}
+        converted.update(copies)
+    return converted
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
