@@ -78,7 +78,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         checkpoint_weights: ``"all"``, or ``"trainable"`` to leave out of checkpoints what does not
             train, as the weights under adapters: they hold the parameters that require gradients
             and every persistent buffer. The module that loads one keeps its own frozen weights;
-            without this strategy, by Lightning's ``strict_loading = False``.
+            without this strategy, by Lightning's ``strict_loading = False``. A model made by
+            `from_pretrained` leaves out what is in its source either way.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy; None writes files without a copy in memory.
         precision_plugin: As for every Lightning strategy.

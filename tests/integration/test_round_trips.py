@@ -76,7 +76,12 @@ def in_mid_epoch(folder: Path) -> dict[str, Any]:
     return {"callbacks": [saver], "enable_checkpointing": True}
 
 
-@pytest.mark.parametrize("data", [lambda: loader(BATCH_SIZE * NUM_BATCHES, BATCH_SIZE), Loader])
+def forgetful() -> Any:
+    """An ordinary data loader, which cannot be told where it was."""
+    return loader(BATCH_SIZE * NUM_BATCHES, BATCH_SIZE)
+
+
+@pytest.mark.parametrize("data", [forgetful, Loader])
 def test_a_run_resumed_in_mid_epoch_is_lightnings_own(
     workers: list[str], tmp_path: Path, data: Any
 ) -> None:
