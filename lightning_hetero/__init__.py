@@ -11,6 +11,7 @@
     precision.py     where a precision plugin clips and steps, the stages do too
     manual.py        where a user's code zeroes gradients, the stages do too
     callbacks/       Lightning callbacks that know of stages
+    saving.py        checkpoint files: written straight to the disk, whole or not at all
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli.py           the command lightning-hetero
 

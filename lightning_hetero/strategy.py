@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -31,12 +32,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .callbacks.averaging import StageWeightAveraging
-from .errors import HeteroError, ModelError
+from .errors import HeteroError
 from .manual import FollowedZeroGrad
 from .model.four_bit import accepting_states, keep_layout
 from .model.imports import Allowed, refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import bring_here, weights_in_checkpoint
+from .model.state_dicts import frozen_by_key, leave_out
 from .pipeline.averaging import AveragingAction
 from .pipeline.microbatch import LossWeighting
 from .pipeline.optimizer import (
@@ -62,6 +64,7 @@ from .runtime.local import (
     threads_per_process,
 )
 from .runtime.remote_optimizer import RemoteOptimizer, optimized_parameters
+from .saving import check_choice, check_complete, checkpoint_io_or_ours, keeping_frozen
 from .stepping import MicrobatchedStep
 
 logger = logging.getLogger(__name__)
@@ -88,8 +91,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         loss_weighting: How micro-batch losses combine: ``"samples"``, ``"labels"`` (those that
             are not -100), ``"auto"`` (labels where the batch has them), or a function from a
             micro-batch to its weight.
+        checkpoint_weights: ``"all"``, or ``"trainable"`` to leave out of checkpoints what does not
+            train, as the weights under adapters: they hold the parameters that require gradients
+            and every persistent buffer. The module that loads one keeps its own frozen weights;
+            without this strategy, by Lightning's ``strict_loading = False``. A model made by
+            `from_pretrained` leaves out what is in its source either way.
         accelerator: As for every Lightning strategy.
-        checkpoint_io: As for every Lightning strategy.
+        checkpoint_io: As for every Lightning strategy; None writes files without a copy in memory.
         precision_plugin: As for every Lightning strategy.
     """
 
@@ -104,6 +112,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         micro_batches: int | None = None,
         micro_batching: Literal["step", "boundary"] = "step",
         loss_weighting: LossWeighting = "auto",
+        checkpoint_weights: Literal["all", "trainable"] = "all",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -117,6 +126,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._micro_batches = micro_batches
         self._micro_batching = micro_batching
         self._loss_weighting = loss_weighting
+        self._trainable_only = check_choice(checkpoint_weights) == "trainable"
         # Lightning's connector fills this in; the coordinator computes on the first of them.
         self.parallel_devices: list[torch.device] | None = None
         self._local_workers: list[LocalWorker] = []
@@ -125,6 +135,17 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._microbatched: MicrobatchedStep | None = None
         self._remote_steps: RemoteSteps | None = None
         self._followed: FollowedZeroGrad | None = None
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = checkpoint_io_or_ours(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     @override
@@ -144,8 +165,21 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if strict:
+            checkpoint = keeping_frozen(checkpoint, self._module())
         with accepting_states(self._module()):
             super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with contextlib.ExitStack() as stack:
+            if self._deployment is not None:
+                gathering = self._deployment.gathering(trainable_only=self._trainable_only)
+                stack.enter_context(gathering)
+            state = super().lightning_module_state_dict()
+        if self._trainable_only:
+            leave_out(state, frozen_by_key(self._module()))
+        return state
 
     @override
     def model_to_device(self) -> None:
@@ -265,9 +299,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        missing = [k for k, v in checkpoint.get("state_dict", {}).items() if _is_meta(v)]
-        if missing:
-            raise ModelError(f"The checkpoint {str(filepath)!r} would lack the weights {missing}.")
+        check_complete(checkpoint, filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -456,7 +488,3 @@ def _check_precision(plugin: Precision, optimizer: Optimizer) -> None:
 def _seed() -> int:
     """Where dropout masks start: the seed of `seed_everything`, or torch's own."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta

@@ -25,7 +25,7 @@ LAYERS = (
     {"wire", "model"},
     {"pipeline"},
     {"planning", "runtime"},
-    {"precision", "manual", "callbacks"},
+    {"precision", "manual", "callbacks", "saving"},
     {"stepping"},
     {"strategy"},
     {"cli"},

@@ -11,13 +11,10 @@ of the run exchanges the hidden states for those that come back. Nothing here kn
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
@@ -25,11 +22,11 @@ from .caches import HollowCaches
 from .calls import LayerCall, expected_tuple_length
 from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
 from .four_bit import is_cache_hook, shapes_only
+from .hollow_state import HollowStateDicts, RemoteTensors
 from .layers import DecoderLayer
 from .tensors import (
     check_can_be_emptied,
     empty_tensors,
-    flatten,
     named_tensors,
     set_tensor,
     state_in,
@@ -41,16 +38,6 @@ Exchange = Callable[
 ]
 
 
-class RemoteTensors(Protocol):
-    """Where a hollow layer's weights are. Names are those of `tensors.py`."""
-
-    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Bring the content of tensors here, with the state of those stored in 4 bits."""
-
-    def store(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the content of tensors there."""
-
-
 class HollowLayers:
     """A run of consecutive hollow layers.
 
@@ -59,6 +46,9 @@ class HollowLayers:
         exchange: Gets the hidden states, the recorded calls and the kinds of outputs that the
             model collects; returns the hidden states behind the last layer, and those outputs.
         remote: Where the weights are; asked by ``state_dict`` and ``load_state_dict``.
+
+    Attributes:
+        state_dicts: What state dicts say of the layers.
     """
 
     def __init__(
@@ -70,9 +60,8 @@ class HollowLayers:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
         self._exchange = exchange
-        self._remote = remote
         self.caches = HollowCaches()
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.state_dicts = HollowStateDicts(self._modules, remote)
         self._records = threading.local()
         self._silenced: list[SilencedHooks] = []
         self._switches: dict[int, AdapterSwitches] = {}
@@ -92,13 +81,7 @@ class HollowLayers:
             layer.forward = _HollowForward(self, number)
             # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
             layer._apply = _Unmoved(layer)  # type: ignore[method-assign]
-            for path, module in layer.named_modules():
-                prefix = f"{number}.{path}." if path else f"{number}."
-                fill, forward = partial(self._fill, prefix), partial(self._pass_on, prefix)
-                self._hooks += [
-                    module.register_state_dict_post_hook(fill),
-                    module.register_load_state_dict_pre_hook(forward),
-                ]
+        self.state_dicts.attach()
 
     def check(self) -> None:
         """Refuse layers that cannot be hollow, before anything has changed.
@@ -119,9 +102,7 @@ class HollowLayers:
         for name, _ in list(named_tensors(self._modules)):
             if name in tensors:
                 set_tensor(self._modules, name, tensors[name], state_in(tensors, name))
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self.state_dicts.detach()
         for silenced in self._silenced:
             silenced.restore()
         for switches in self._switches.values():
@@ -214,74 +195,12 @@ class HollowLayers:
                 "coordinator's stage."
             )
 
-    def _fill(
-        self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
-    ) -> None:
-        """Put a module's real tensors where ``state_dict`` found ``meta`` ones."""
-        places = _checkpoint_places(module)
-        leaves = [leaf for leaf, place in places.items() if prefix + place in state]
-        if leaves:
-            found = self._remote.fetch([name + leaf for leaf in leaves])
-            for key, tensor in found.items():
-                leaf = next(leaf for leaf in leaves if f"{key}.".startswith(f"{name}{leaf}."))
-                state[prefix + places[leaf] + key.removeprefix(name + leaf)] = tensor
-
-    def _pass_on(
-        self,
-        name: str,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        *_rest: Any,
-    ) -> None:
-        """Send what ``load_state_dict`` would copy into a module's ``meta`` tensors."""
-        if metadata.get("assign_to_params_buffers"):
-            raise ModelError(
-                f"{prefix.rstrip('.')} lives on a worker, and load_state_dict(assign=True) would "
-                "put other parameters in the place of its own; call it without `assign`."
-            )
-        sent = {}
-        for leaf, place in _checkpoint_places(module).items():
-            tensor, content = _tensor_at(module, leaf), state.get(prefix + place)
-            if content is not None and not content.is_meta and content.shape == tensor.shape:
-                # What belongs to a tensor in 4 bits goes with it; torch knows no place for it.
-                parts = state_in(state, prefix + place)
-                for part in parts:
-                    del state[f"{prefix}{place}.{part}"]
-                sent.update(flatten(name + leaf, content.to(tensor.dtype), parts))
-                # A meta tensor in its place: torch checks the shape and copies nothing.
-                del state[prefix + place]
-                state[prefix + leaf] = torch.empty_like(content, device="meta")
-        if sent:
-            self._remote.store(sent)
-
     def __reduce__(self) -> NoReturn:
         raise ModelError(
             f"Layers {min(self._modules)} to {max(self._modules)} live on workers while training "
             "runs, so the module cannot be copied or pickled; do it before `fit` or after it, or "
             "use `module.state_dict()`."
         )
-
-
-def _checkpoint_places(module: nn.Module) -> dict[str, str]:
-    """A module's own parameters and buffers, each with the key that it has in a state dict.
-
-    Only those of 4-bit experts have another: the parametrization in between is left out there.
-    """
-    if isinstance(module, ParametrizationList):
-        return {}
-    own = {**module._parameters, **module._buffers}
-    places = {leaf: leaf for leaf, tensor in own.items() if tensor is not None}
-    for name in getattr(module, "parametrizations", {}):
-        places[f"parametrizations.{name}.original"] = name
-    return places
-
-
-def _tensor_at(module: nn.Module, path: str) -> Tensor:
-    owner, _, leaf = path.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(owner), leaf)
-    return tensor
 
 
 class _HollowForward:

@@ -49,6 +49,7 @@ from .address import Address
 from .channel import Channel, Inbox
 from .deadlines import Deadlines
 from .handshake import dial
+from .progress import Progress
 from .translation import (
     read_activation,
     read_gradients,
@@ -336,14 +337,12 @@ class Coordinator:
         message = m.ApplyOptimizer(self._present_step(), optimizer, values)
         self._broadcast(message, *packer.tensors)
 
-    def optimizer_state(self, optimizer: int) -> dict[str, dict[str, Any]]:
-        """An optimizer's state of all remote parameters, by tensor name."""
-        found = {}
+    def optimizer_state(self, optimizer: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """An optimizer's state of all remote parameters, with their names, one by one."""
         for worker in self._workers:
             request = m.FetchOptimizerState(optimizer)
             for message, tensors in self._ask(worker, request, m.OptimizerState):
-                found[message.parameter] = unpack(message.state, tensors)
-        return found
+                yield message.parameter, unpack(message.state, tensors)
 
     def load_optimizer_state(self, optimizer: int, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace an optimizer's state of remote parameters."""
@@ -362,7 +361,7 @@ class Coordinator:
 
     # tensors
 
-    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def fetch(self, names: Sequence[str], progress: Progress | None = None) -> dict[str, Tensor]:
         """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
 
         Raises:
@@ -385,6 +384,8 @@ class Coordinator:
                     content = content.to(self._dtype_of[message.name])
                     state = dict(zip(message.state, parts, strict=True))
                     found.update(flatten(message.name, content, state))
+                    if progress is not None:
+                        progress.advance(content.nbytes)
         return found
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:

@@ -18,24 +18,22 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.calls import LayerCall, without_cache
 from ..model.collecting import CollectingHooks
-from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers, is_hollow
 from ..model.layers import DecoderLayer, check_layers_stand_alone
 from ..model.packed import State
 from ..model.pretrained import CheckpointWeights, weights_in_checkpoint
 from ..model.recipe import write_recipe
-from ..model.tensors import locate, named_tensors
+from ..model.state_dicts import is_frozen
+from ..model.tensors import locate, named_contents, named_tensors
 from ..pipeline.activation import Activation, Collected, join_activations
 from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
 from ..pipeline.pieces import cut_request
 from ..pipeline.turns import current_turn
 from ..plan import Plan, StagePlan
 from .coordinator import Coordinator, RemoteStage
+from .progress import PROGRESS_FROM_BYTES, Progress
 
 logger = logging.getLogger(__name__)
-
-# Below this nobody needs a progress bar to watch weights travel.
-_PROGRESS_FROM_BYTES = 256 * 2**20
 
 
 class Deployment:
@@ -81,7 +79,8 @@ class Deployment:
         self._trained = {p for p in self.names_of if p.requires_grad}
         self._ever_trained = set(self._trained)
         self._visits: int | None = None
-        self._hollow = HollowLayers(away, self._exchange, coordinator)
+        self._progress: Progress | None = None
+        self._hollow = HollowLayers(away, self._exchange, self)
         self._hollow.check()  # before any weight travels
         self._send(root, stages, seed, converts_weights)
         self._collecting = CollectingHooks(root, [layer.name for layer in away.values()])
@@ -121,7 +120,7 @@ class Deployment:
             self.coordinator.deploy(remote),
             description="Sending layers to the workers",
             total=len(tensors),
-            disable=num_bytes < _PROGRESS_FROM_BYTES,
+            disable=num_bytes < PROGRESS_FROM_BYTES,
         )
         for _name in sending:
             pass
@@ -187,6 +186,31 @@ class Deployment:
         """Refuse a ``training_step`` that left the decoder layers half-way."""
         self._hollow.check_finished()
 
+    @contextmanager
+    def gathering(self, *, trainable_only: bool) -> Iterator[None]:
+        """Inside, ``state_dict`` is for a checkpoint: it tells how far it is, and has what does
+        not train only if that is wanted."""
+        num_bytes = sum(
+            parameter.nbytes
+            for parameter in self.names_of
+            if not (is_frozen(parameter) and (trainable_only or _is_in(parameter, self._weights)))
+        )
+        self._progress = Progress("Gathering the weights of the layers on workers", num_bytes)
+        self._hollow.state_dicts.leaves_out_frozen = trainable_only
+        try:
+            yield
+        finally:
+            self._progress = None
+            self._hollow.state_dicts.leaves_out_frozen = False
+
+    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Bring tensors of hollow layers here."""
+        return self.coordinator.fetch(names, self._progress)
+
+    def store(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the content of tensors of hollow layers."""
+        self.coordinator.store(tensors)
+
     def bring_back(self) -> bool:
         """Make the layers ordinary again with their present weights.
 
@@ -197,15 +221,15 @@ class Deployment:
         """
         for layer in self._recomputed:
             del layer.forward
+        coming = {
+            name: tensor.nbytes
+            for name, tensor in named_tensors(self._away)
+            if name in self._sent
+            and (tensor in self._ever_trained or not _is_in(tensor, self._weights))
+        }
+        progress = Progress("Bringing the layers back", sum(coming.values()))
         try:
-            tensors = self.coordinator.fetch(
-                [
-                    name
-                    for name, tensor in named_tensors(self._away)
-                    if name in self._sent
-                    and (tensor in self._ever_trained or not _is_in(tensor, self._weights))
-                ]
-            )
+            tensors = self.coordinator.fetch(list(coming), progress)
         except HeteroError as error:
             layers = f"{min(self._away)} to {max(self._away)}"
             logger.error(
@@ -283,12 +307,12 @@ def _contents(
     layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
 ) -> Iterator[tuple[str, Tensor, State]]:
     """The layers' tensors from here or, where they are not here, from the checkpoint."""
-    for name, tensor in named_tensors(layers):
-        owner, leaf, _ = locate(layers, name)
+    for name, tensor, state in named_contents(layers):
         if tensor.is_meta and weights is not None:
+            owner, leaf, _ = locate(layers, name)
             yield name, *weights.read(owner, leaf, for_worker=True)
         else:
-            yield name, tensor, state_of(owner, leaf)
+            yield name, tensor, state
 
 
 def _is_in(tensor: Tensor, weights: CheckpointWeights | None) -> bool:

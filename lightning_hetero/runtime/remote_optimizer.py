@@ -28,6 +28,7 @@ from ..pipeline.optimizer import (
     total_norm,
 )
 from .coordinator import Coordinator
+from .progress import Progress
 
 
 class RemoteOptimizer:
@@ -130,12 +131,17 @@ class RemoteOptimizer:
 
     def _remote_state(self) -> dict[str, dict[str, Any]]:
         """The stages' optimizer state in the dtypes that the parameters have here."""
-        return {
-            name: {k: in_dtype_of(self._parameters[name], k, v) for k, v in state.items()}
-            for name, state in self._coordinator.optimizer_state(self._number).items()
+        trained = [p for p in self._names_of if p.requires_grad]
+        what = "Gathering the optimizer's state, counted by the weights that it is for"
+        progress = Progress(what, sum(parameter.nbytes for parameter in trained))
+        found = {}
+        for name, state in self._coordinator.optimizer_state(self._number):
             # A parameter that its layer has twice comes under both names, and is known by one.
-            if name in self._parameters
-        }
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                found[name] = _as_here(parameter, state)
+                progress.advance(parameter.nbytes)
+        return found
 
     def _indexed(self) -> Iterator[tuple[int, str]]:
         """Position in a state dict, and name, of every remote parameter."""
@@ -173,6 +179,20 @@ def changed_parameters(optimizer: Optimizer) -> ModelError:
 def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of an optimizer, in the order of its state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _as_here(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A received state in the dtypes of its parameter.
+
+    The tensors of a frame share its memory: a step count of four bytes would keep all of it, when
+    the others are replaced by converted ones.
+    """
+    converted = {key: in_dtype_of(parameter, key, value) for key, value in state.items()}
+    unchanged = [key for key, value in state.items() if converted[key] is value]
+    if len(unchanged) < len(state):
+        copies = {k: state[k].clone() for k in unchanged if isinstance(state[k], Tensor)}
+        converted.update(copies)
+    return converted
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeteroError, LocalProtocolError, ModelError
-from ..model.four_bit import is_four_bit, multiply_in, quantize
+from ..model.four_bit import is_four_bit, multiply_in, quantize, state_of
 from ..model.imports import Allowed
 from ..model.recipe import Recipe, build_layers
-from ..model.tensors import locate, named_contents, named_tensors, narrowed, set_tensor
+from ..model.tensors import locate, named_tensors, narrowed, set_tensor
 from ..pipeline.activation import Activation
 from ..pipeline.averaging import WeightAverages, averaged_tensors
 from ..pipeline.optimizer import Clipping, Group, StageOptimizer, clip_gradients, gradient_norms
@@ -301,9 +301,9 @@ class StageSession:
             self._averages.adopt()
 
     def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
-        found = {n: (tensor, state) for n, tensor, state in named_contents(self._numbered)}
         for name in message.names:
-            tensor, state = found[name]
+            owner, leaf, tensor = locate(self._numbered, name)
+            state = state_of(owner, leaf)
             self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
             self._coordinator.wait_until_sent(_MOST_COPIES)
         self._coordinator.send(m.Done())

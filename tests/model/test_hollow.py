@@ -46,6 +46,7 @@ class Elsewhere:
         self.layers = copy.deepcopy(dict(layers))
         self.calls: list[list[LayerCall]] = []
         self.caches = StageCaches()
+        self.fetched: list[list[str]] = []
 
     def exchange(
         self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
@@ -60,6 +61,7 @@ class Elsewhere:
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = dict(named_tensors(self.layers))
+        self.fetched.append(list(names))
         return {name: tensors[name].detach().clone() for name in names}
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
@@ -218,6 +220,54 @@ def test_a_layers_own_state_dict_is_real_too(hollowed: Hollowed) -> None:
 def test_a_part_of_a_layer_gives_no_meta_tensors_either(hollowed: Hollowed) -> None:
     found = hollowed.layers[2].mlp.state_dict()
     assert not any(tensor.is_meta for tensor in found.values())
+
+
+def test_a_part_of_a_layer_is_asked_for_alone(hollowed: Hollowed) -> None:
+    found = hollowed.layers[2].mlp.state_dict(prefix="layer.mlp.")
+    expected = tiny_llama(5).model.layers[2].mlp.state_dict(prefix="layer.mlp.")
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
+    (names,) = hollowed.elsewhere.fetched
+    assert all(name.startswith("2.mlp.") for name in names)
+
+
+def test_a_plain_dict_to_be_filled_is_filled(hollowed: Hollowed) -> None:
+    """It does not say which modules torch has entered."""
+    found: dict[str, Tensor] = {}
+    hollowed.layers[2].state_dict(destination=found)
+    expected = tiny_llama(5).model.layers[2].state_dict()
+    assert list(found) == list(expected)
+    torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
+
+
+def test_each_layer_is_asked_for_once(hollowed: Hollowed) -> None:
+    hollowed.model.state_dict()
+    expected = [[n for n, _ in named_tensors({number: hollowed.layers[number]})] for number in AWAY]
+    assert [sorted(names) for names in hollowed.elsewhere.fetched] == [sorted(e) for e in expected]
+
+
+def test_what_a_layer_has_twice_is_asked_for_once() -> None:
+    model = tiny_llama(5)
+    mlp: Any = model.model.layers[2].mlp
+    mlp.gate_proj.weight = mlp.up_proj.weight
+    hollowed = Hollowed(model)
+    found = hollowed.model.state_dict()
+    assert len(set(hollowed.elsewhere.fetched[1])) == len(hollowed.elsewhere.fetched[1]) == 8
+    twice = [found[f"model.layers.2.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert twice[0].data_ptr() == twice[1].data_ptr()
+
+
+def test_what_does_not_train_is_left_out_and_not_asked_for() -> None:
+    model = tiny_llama(5)
+    for number in (1, 2):
+        model.model.layers[number].requires_grad_(False)
+    model.model.layers[1].register_buffer("statistics", torch.ones(3))
+    hollowed = Hollowed(model)
+    hollowed.run.state_dicts.leaves_out_frozen = True
+    found = hollowed.model.model.layers.state_dict()
+    theirs = [key for key in found if key.partition(".")[0] in "123"]
+    assert theirs == ["1.statistics", *(key for key in found if key.startswith("3."))]
+    third = [name for name, _ in named_tensors({3: hollowed.layers[3]})]
+    assert [sorted(n) for n in hollowed.elsewhere.fetched] == [["1.statistics"], sorted(third)]
 
 
 def other_weights() -> dict[str, Tensor]:

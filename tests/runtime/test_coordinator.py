@@ -142,7 +142,7 @@ def test_norms_and_optimizer_state_are_those_of_the_stages(
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.step()
     found = coordinator.fetch(list(parameters))
-    state = coordinator.optimizer_state(0)
+    state = dict(coordinator.optimizer_state(0))
     for name, parameter in parameters.items():
         torch.testing.assert_close(found[name], parameter.detach())
         momentum = optimizer.state[parameter]["momentum_buffer"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,8 @@ class FakeCoordinator:
     def apply_optimizer(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
         self.said.append(("step", optimizer, [group["lr"] for group in options]))
 
-    def optimizer_state(self, optimizer: int) -> dict[str, dict[str, Any]]:
-        return self.state
+    def optimizer_state(self, optimizer: int) -> list[tuple[str, dict[str, Any]]]:
+        return list(self.state.items())
 
     def load_optimizer_state(self, optimizer: int, state: Mapping[str, Any]) -> None:
         self.state = dict(state)
@@ -114,6 +115,22 @@ def test_state_dict_has_the_indices_of_one_device() -> None:
     assert list(state) == [0, 1, 2, 3]
     assert state[1]["exp_avg"] is coordinator.state["3.a"]["exp_avg"]
     assert state[2]["exp_avg"] is coordinator.state["4.b"]["exp_avg"]
+
+
+def test_nothing_keeps_the_memory_in_which_another_dtype_came() -> None:
+    optimizer, _, coordinator, _ = made()
+    body = bytearray(24)
+    references = sys.getrefcount(body)
+    coordinator.state = {
+        "3.a": {
+            "step": torch.frombuffer(body, dtype=torch.float32, count=1),
+            "exp_avg": torch.frombuffer(body, dtype=torch.float64, count=2, offset=8),
+        }
+    }
+    state = optimizer.state_dict()["state"][1]
+    coordinator.state = {}
+    assert [state[key].dtype for key in ("step", "exp_avg")] == [torch.float32, torch.float32]
+    assert sys.getrefcount(body) == references
 
 
 def test_loading_sends_the_remote_part_and_keeps_the_local_one() -> None:
