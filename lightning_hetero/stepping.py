@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .errors import BatchError, ModelError
 from .pipeline.driver import Driver, MicrobatchStep
 from .pipeline.gradients import StepGradients
+from .pipeline.metrics import BatchMetrics
 from .pipeline.microbatch import LossWeighting, batch_size, loss_weights, split_batch
 from .pipeline.results import StepLog, merge_values, weighted_mean
 from .precision import scaler_of
@@ -54,13 +55,14 @@ class MicrobatchedStep:
         trainer = self._module.trainer
         scaler = scaler_of(trainer.precision_plugin)
         scale = (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
-        log = StepLog()
+        metrics = BatchMetrics()
+        log = StepLog(metrics)
         work = [
             MicrobatchStep(partial(self._run_one, microbatch, rest, log, weight), weight * scale)
             for microbatch, weight in zip(microbatches, weights, strict=True)
         ]
         step = self._deployment.coordinator.step + 1
-        with _logging_to(self._module, log):
+        with _logging_to(self._module, log), metrics.gathering(self._module):
             in_flight = self._deployment.plan.max_in_flight
             results = self._driver.run(step, work, in_flight, accumulate)
         log.publish(self._module.log)

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from ..errors import BatchError
+from .metrics import BatchMetrics
 
 
 def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> Any:
@@ -70,6 +72,7 @@ class _Logged:
     values: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
+    of_batch: Metric | None = None
 
 
 class StepLog:
@@ -77,10 +80,14 @@ class StepLog:
 
     A number is averaged with the loss's weights; with ``reduce_fx`` "sum", "max" or "min" it is
     summed up, or the greatest or least is taken. A torchmetrics object has been updated by every
-    micro-batch by then and is logged as it is.
+    micro-batch by then; where it was called, its value on step becomes that of the whole batch.
+
+    Args:
+        metrics: Has gathered what the micro-batches called metrics with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: BatchMetrics) -> None:
+        self._metrics = metrics
         self._logged: dict[str, _Logged] = {}
         self._here = threading.local()
 
@@ -93,6 +100,8 @@ class StepLog:
         entry = self._logged.setdefault(name, _Logged(args, kwargs))
         entry.values.append(value.detach() if isinstance(value, Tensor) else value)
         entry.weights.append(self._here.weight)
+        if isinstance(value, Metric):
+            entry.of_batch = self._metrics.of_latest_call(value)
         if kwargs.get("batch_size") is not None:
             entry.batch_sizes.append(kwargs["batch_size"])
 
@@ -102,6 +111,8 @@ class StepLog:
             kwargs = dict(entry.kwargs)
             if entry.batch_sizes:
                 kwargs["batch_size"] = sum(entry.batch_sizes)
+            if entry.of_batch is not None and kwargs.get("on_step") is not False:
+                entry.values[0]._forward_cache = entry.of_batch.compute()
             log(name, _merge_logged(entry), *entry.args, **kwargs)
 
 
