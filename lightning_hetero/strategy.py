@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -108,6 +110,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._deployment: Deployment | None = None
         self._microbatched: MicrobatchedStep | None = None
         self._remote_steps: RemoteSteps | None = None
+        # Why the checkpoint that is being made after an exception cannot be written.
+        self._unsaved: HeteroError | None = None
 
     @property
     @override
@@ -185,9 +189,21 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         return result
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._unsaved = None
+        return self._unless_interrupted(super().lightning_module_state_dict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._unless_interrupted(partial(super().optimizer_state, optimizer))
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        if self._unsaved is not None:
+            logger.error("No checkpoint was written to %s. %s", filepath, self._unsaved)
+            return
         missing = [k for k, v in checkpoint.get("state_dict", {}).items() if _is_meta(v)]
         if missing:
             raise ModelError(f"The checkpoint {str(filepath)!r} would lack the weights {missing}.")
@@ -308,6 +324,23 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         """Lightning's own rule for calling `zero_grad` in this batch."""
         trainer = self._module().trainer
         return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+    def _unless_interrupted(self, fetch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What a checkpoint needs.
+
+        An exception that ends the run makes callbacks write checkpoints. What hinders them is
+        logged, since Lightning would let it take the exception's place and leave the workers busy.
+        """
+        try:
+            if self._deployment is not None:
+                self._deployment.check_between_steps()
+            return fetch()
+        except HeteroError as error:
+            status = self._module().trainer.state.status
+            if self._deployment is None or status is not TrainerStatus.INTERRUPTED:
+                raise
+            self._unsaved = error
+            return {}
 
     def _module(self) -> pl.LightningModule:
         if self.lightning_module is None:

@@ -149,6 +149,18 @@ class Deployment:
                 "or where the module is built."
             )
 
+    def check_between_steps(self) -> None:
+        """Refuse to make a checkpoint of weights of which only some have made the latest step.
+
+        Raises:
+            ModelError: After an exception inside the optimizer's step.
+        """
+        if not self.coordinator.is_between_steps:
+            raise ModelError(
+                "The run was interrupted inside the optimizer's step, which some layers have made "
+                "and others have not; continue from the last checkpoint."
+            )
+
     def check_forward_finished(self) -> None:
         """Refuse a ``training_step`` that left the decoder layers half-way."""
         self._hollow.check_finished()
@@ -182,6 +194,11 @@ class Deployment:
             )
             return False
         else:
+            if not self.coordinator.is_between_steps:
+                logger.error(
+                    "The run was interrupted inside the optimizer's step, so the weights that came "
+                    "back are of two different steps. Continue from the last checkpoint."
+                )
             self._hollow.refill(tensors)
             self._collecting.remove()
             return True

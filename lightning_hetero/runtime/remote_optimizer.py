@@ -55,7 +55,10 @@ class RemoteOptimizer:
         for parameter in names_of:
             # Some optimizers make state at once; that of meta parameters would be meta.
             optimizer.state.pop(parameter, None)
-        self._hook = optimizer.register_state_dict_post_hook(self._add_remote_state)
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._add_remote_state),
+            optimizer.register_step_post_hook(lambda *_: coordinator.note_applied()),
+        ]
         # Not by a hook: some optimizers load in their own way and call none.
         self._load_local_state = optimizer.load_state_dict
         optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
@@ -108,7 +111,8 @@ class RemoteOptimizer:
 
     def detach(self) -> None:
         """Leave the optimizer an ordinary one."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         del self._optimizer.load_state_dict
 
     def _build(self) -> None:
