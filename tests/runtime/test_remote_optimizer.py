@@ -18,6 +18,7 @@ class FakeCoordinator:
         self.state: dict[str, dict[str, Any]] = {}
         self.built: list[Group] = []
         self.applied: list[tuple[Sequence[Mapping[str, Any]], Clipping]] = []
+        self.is_applying = False
 
     def build_optimizer(self, name: str, defaults: Any, groups: list[Group]) -> None:
         assert name == "AdamW"
@@ -28,6 +29,10 @@ class FakeCoordinator:
 
     def apply_optimizer(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
         self.applied.append((options, clipping))
+        self.is_applying = True
+
+    def note_applied(self) -> None:
+        self.is_applying = False
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         return self.state
@@ -116,3 +121,15 @@ def test_after_bring_back_and_detach_the_optimizer_has_everything_and_is_alone()
     assert torch.equal(optimizer.state[third]["exp_avg"], torch.ones(2))
     coordinator.state = {}
     assert list(optimizer.state_dict()["state"]) == [1]
+
+
+def test_the_coordinator_knows_when_a_step_is_whole() -> None:
+    optimizer, remote, coordinator, _ = made()
+    remote.step()
+    assert coordinator.is_applying
+    optimizer.step()
+    assert not coordinator.is_applying
+    remote.detach()
+    coordinator.is_applying = True
+    optimizer.step()
+    assert coordinator.is_applying
