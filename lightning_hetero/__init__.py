@@ -8,6 +8,7 @@
     planning/        what goes where: makes plans
     runtime/         where it runs: channels, worker, coordinator, local worker processes
     stepping.py      one training step, cut into micro-batches for the driver
+    checks.py        what is refused before a run
     precision.py     where a precision plugin clips and steps, the stages do too
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli.py           the command lightning-hetero

@@ -72,7 +72,7 @@ class MicrobatchedStep:
         try:
             several = isinstance(self._module.trainer.train_dataloader, list)
             microbatches = split_batch(batch, self._deployment.plan.micro_batches, several)
-            counts = [batch_size(piece[0] if several else piece) for piece in microbatches]
+            counts = [batch_size(_one_of(piece) if several else piece) for piece in microbatches]
         except BatchError as error:
             rank_zero_warn(
                 f"The batch runs in one piece, so the stages work one after the other. {error}"
@@ -102,6 +102,11 @@ class MicrobatchedStep:
         total = sum(weight for _, weight in kept)
         merged = merge_values(values, [weight / total for _, weight in kept], "its result")
         return {"loss": loss, **merged}
+
+
+def _one_of(batches: Sequence[Any]) -> Any:
+    """The first of several loaders' batches; a loader that has ended has none."""
+    return next(batch for batch in batches if batch is not None)
 
 
 def loss_of(result: Any) -> Tensor | None:

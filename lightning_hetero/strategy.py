@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .checks import check_arguments, check_not_compiled, warn_of_idle_devices
 from .errors import HeteroError, ModelError
 from .model.four_bit import accepting_states, keep_layout
 from .model.imports import Allowed, refuse_training_in_worker
@@ -97,6 +98,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
+        check_arguments(
+            workers=workers,
+            plan=plan,
+            layers=layers,
+            micro_batches=micro_batches,
+            micro_batching=micro_batching,
+            loss_weighting=loss_weighting,
+        )
         self._workers = workers
         self._plan = plan
         self._layers: LayerChoice = layers
@@ -121,6 +130,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         refuse_training_in_worker()
+        warn_of_idle_devices(self.parallel_devices)
         super().setup_environment()
 
     @property
@@ -240,6 +250,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
             return
         _check_callbacks(module.trainer)
+        check_not_compiled(module, layers)
         if isinstance(self._workers, int):
             self._start_local_workers(self._workers, imports_of(module, layers, plan))
         addresses = self._addresses()
@@ -341,6 +352,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 raise
             self._unsaved = error
             return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._deployment is not None:
+            raise ModelError(
+                "The strategy holds connections to workers while training runs, so it cannot be "
+                "copied or pickled; do it before `fit` or after it."
+            )
+        return super().__getstate__()
 
     def _module(self) -> pl.LightningModule:
         if self.lightning_module is None:

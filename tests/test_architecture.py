@@ -25,7 +25,7 @@ LAYERS = (
     {"wire", "model"},
     {"pipeline"},
     {"planning", "runtime"},
-    {"precision"},
+    {"precision", "checks"},
     {"stepping"},
     {"strategy", "callbacks"},
     {"cli"},
