@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -79,7 +80,8 @@ class StepLog:
     """Stands in for `LightningModule.log` while micro-batches run, and logs once at their end.
 
     A number is averaged with the loss's weights; with ``reduce_fx`` "sum", "max" or "min" it is
-    summed up, or the greatest or least is taken. A torchmetrics object has been updated by every
+    summed up, or the greatest or least is taken. What a name is given twice in a micro-batch is
+    logged twice. A torchmetrics object has been updated by every
     micro-batch by then; where it was called, its value on step becomes that of the whole batch.
 
     Args:
@@ -88,16 +90,20 @@ class StepLog:
 
     def __init__(self, metrics: BatchMetrics) -> None:
         self._metrics = metrics
-        self._logged: dict[str, _Logged] = {}
+        # By the name, and by how often its micro-batch had logged it before.
+        self._logged: dict[tuple[str, int], _Logged] = {}
         self._here = threading.local()
 
     def weigh(self, weight: float) -> None:
         """Say how much the micro-batch counts that runs in this thread."""
         self._here.weight = weight
+        self._here.counts = Counter()
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Note the value that this thread's micro-batch logs."""
-        entry = self._logged.setdefault(name, _Logged(args, kwargs))
+        counts: Counter[str] = self._here.counts
+        entry = self._logged.setdefault((name, counts[name]), _Logged(args, kwargs))
+        counts[name] += 1
         entry.values.append(value.detach() if isinstance(value, Tensor) else value)
         entry.weights.append(self._here.weight)
         if isinstance(value, Metric):
@@ -106,8 +112,8 @@ class StepLog:
             entry.batch_sizes.append(kwargs["batch_size"])
 
     def publish(self, log: LogFunction) -> None:
-        """Log every name once, in the order of its first appearance."""
-        for name, entry in self._logged.items():
+        """Log every name as often as a micro-batch did, in the order of the first appearances."""
+        for (name, _), entry in self._logged.items():
             kwargs = dict(entry.kwargs)
             if entry.batch_sizes:
                 kwargs["batch_size"] = sum(entry.batch_sizes)

@@ -102,6 +102,16 @@ class OfThreeKinds(TinyModule):
             assert outputs["name"] == "a"
 
 
+class LogsTwice(TinyModule):
+    """On step the later value counts, over an epoch both do."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for factor in (2, 3):
+            self.log("twice", factor * loss, on_step=True, on_epoch=True)
+        return loss
+
+
 class Plateau(TinyModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -154,6 +164,7 @@ CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]
     "part of the data": (TinyModule, ordinary, None, {"overfit_batches": 0.4}),
     "new loaders": (Reloading, lambda: None, None, {"reload_dataloaders_every_n_epochs": 1}),
     "three kinds of results": (OfThreeKinds, ordinary, None, {}),
+    "logs twice": (LogsTwice, ordinary, None, {}),
     "plateau every step": (Plateau, ordinary, None, {}),
     "all steps at once": (TinyModule, ordinary, None, {"max_steps": 7, "max_epochs": -1}),
     "inference_mode": (TinyModule, ordinary, loader(8, 4), {"inference_mode": False}),

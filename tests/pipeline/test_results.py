@@ -168,11 +168,22 @@ def test_a_metric_object_is_logged_once_as_itself() -> None:
 
 def test_names_are_logged_in_the_order_of_their_first_appearance() -> None:
     log, logged = StepLog(BatchMetrics()), Logged()
-    log.weigh(0.5)
-    for name in ("b", "a", "b", "c"):
-        log.log(name, 1.0)
+    for names in (("b", "a"), ("b", "c")):
+        log.weigh(0.5)
+        for name in names:
+            log.log(name, 1.0)
     log.publish(logged)
     assert [call[0] for call in logged.calls] == ["b", "a", "c"]
+
+
+def test_a_name_that_a_micro_batch_logs_twice_is_logged_twice() -> None:
+    log, logged = StepLog(BatchMetrics()), Logged()
+    for factor in (1.0, 3.0):
+        log.weigh(0.5)
+        log.log("name", factor)
+        log.log("name", 10 * factor, prog_bar=True)
+    log.publish(logged)
+    assert logged.calls == [("name", 2.0, (), {}), ("name", 20.0, (), {"prog_bar": True})]
 
 
 def test_a_logged_tensor_keeps_no_graph() -> None:
