@@ -95,6 +95,6 @@ def warn_of_idle_devices(devices: Sequence[torch.device] | None) -> None:
     """Say that this process computes on one device, whatever the Trainer was given."""
     if devices is not None and len(devices) > 1:
         rank_zero_warn(
-            f"This process computes on {devices[0]} alone; the other {len(devices) - 1} of the "
-            "Trainer's devices stay idle. Set `devices=1`, and start workers on the others."
+            f"This process computes on {devices[0]} alone, so {len(devices) - 1} of the Trainer's "
+            f"{len(devices)} devices stay idle. Set `devices=1`, and start workers on the others."
         )

@@ -76,5 +76,5 @@ def test_what_is_compiled_beside_the_layers_is_left_alone() -> None:
 
 
 def test_devices_that_stay_idle_are_warned_about() -> None:
-    with pytest.warns(UserWarning, match=r"on cuda:0 alone; the other 1 .* `devices=1`"):
+    with pytest.warns(UserWarning, match=r"on cuda:0 alone, so 1 of the .* `devices=1`"):
         warn_of_idle_devices([torch.device("cuda", 0), torch.device("cuda", 1)])
