@@ -8,6 +8,7 @@
     planning/        what goes where: makes plans
     runtime/         where it runs: channels, worker, coordinator, local worker processes
     stepping.py      one training step, cut into micro-batches for the driver
+    checks.py        what is refused before a run
     precision.py     where a precision plugin clips and steps, the stages do too
     manual.py        where a user's code zeroes gradients, the stages do too
     callbacks/       Lightning callbacks that know of stages

@@ -123,10 +123,12 @@ class RemoteSteps:
 
     def _after_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
         """An optimizer has stepped here: one that the user steps without Lightning, perhaps."""
+        remote = self._remote[id(optimizer)]
         if id(optimizer) in self._sent:
             self._sent.remove(id(optimizer))
         else:
-            self._remote[id(optimizer)].step()
+            remote.step()
+        remote.note_stepped()
 
     def _unscale(self, scaler: torch.amp.GradScaler, remote: RemoteOptimizer) -> bool:
         """Take the loss scale off the stages' gradients, as the scaler did with those here.

@@ -20,7 +20,6 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -57,19 +56,6 @@ def checkpoint_io_or_ours(chosen: CheckpointIO | None) -> CheckpointIO:
     if isinstance(chosen, _WrappingCheckpointIO):
         chosen.checkpoint_io = FileCheckpointIO()  # it keeps another one that it has
     return chosen or FileCheckpointIO()
-
-
-def check_choice(checkpoint_weights: str) -> str:
-    """Refuse what is no choice of weights.
-
-    Raises:
-        MisconfigurationException: With the choices.
-    """
-    if checkpoint_weights not in ("all", "trainable"):
-        raise MisconfigurationException(
-            f"checkpoint_weights is {checkpoint_weights!r}; it is 'all' or 'trainable'."
-        )
-    return checkpoint_weights
 
 
 def check_complete(checkpoint: Mapping[str, Any], path: str | Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -32,13 +34,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .callbacks.averaging import StageWeightAveraging
-from .errors import HeteroError
+from .checks import check_arguments, check_not_compiled, warn_of_idle_devices
+from .errors import HeteroError, ModelError
 from .manual import FollowedZeroGrad
 from .model.four_bit import accepting_states, keep_layout
 from .model.imports import Allowed, refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import bring_here, weights_in_checkpoint
-from .model.state_dicts import frozen_by_key, leave_out
+from .model.state_dicts import keys_of, leave_out
 from .pipeline.averaging import AveragingAction
 from .pipeline.microbatch import LossWeighting
 from .pipeline.optimizer import (
@@ -64,7 +67,7 @@ from .runtime.local import (
     threads_per_process,
 )
 from .runtime.remote_optimizer import RemoteOptimizer, optimized_parameters
-from .saving import check_choice, check_complete, checkpoint_io_or_ours, keeping_frozen
+from .saving import check_complete, checkpoint_io_or_ours, keeping_frozen
 from .stepping import MicrobatchedStep
 
 logger = logging.getLogger(__name__)
@@ -120,13 +123,23 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
+        check_arguments(
+            workers=workers,
+            plan=plan,
+            layers=layers,
+            micro_batches=micro_batches,
+            micro_batching=micro_batching,
+            loss_weighting=loss_weighting,
+            checkpoint_weights=checkpoint_weights,
+        )
         self._workers = workers
         self._plan = plan
         self._layers: LayerChoice = layers
         self._micro_batches = micro_batches
         self._micro_batching = micro_batching
         self._loss_weighting = loss_weighting
-        self._trainable_only = check_choice(checkpoint_weights) == "trainable"
+        self._ever_trained: set[Tensor] = set()
+        self._trainable_only = checkpoint_weights == "trainable"
         # Lightning's connector fills this in; the coordinator computes on the first of them.
         self.parallel_devices: list[torch.device] | None = None
         self._local_workers: list[LocalWorker] = []
@@ -135,6 +148,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._microbatched: MicrobatchedStep | None = None
         self._remote_steps: RemoteSteps | None = None
         self._followed: FollowedZeroGrad | None = None
+        # Why the checkpoint that is being made after an exception cannot be written.
+        self._unsaved: HeteroError | None = None
 
     @property
     @override
@@ -155,6 +170,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         refuse_training_in_worker()
+        warn_of_idle_devices(self.parallel_devices)
         super().setup_environment()
 
     @property
@@ -172,14 +188,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with contextlib.ExitStack() as stack:
-            if self._deployment is not None:
-                gathering = self._deployment.gathering(trainable_only=self._trainable_only)
-                stack.enter_context(gathering)
-            state = super().lightning_module_state_dict()
-        if self._trainable_only:
-            leave_out(state, frozen_by_key(self._module()))
-        return state
+        self._unsaved = None
+        return self._unless_interrupted(self._gather)
 
     @override
     def model_to_device(self) -> None:
@@ -236,6 +246,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._note_trained()
         deployment = self._deployment
         if deployment is None:
             return super().training_step(*args, **kwargs)
@@ -296,9 +307,16 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._deployment.coordinator.average_weights(action, num_averaged, decay)
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._unless_interrupted(partial(super().optimizer_state, optimizer))
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        if self._unsaved is not None:
+            logger.error("No checkpoint was written to %s. %s", filepath, self._unsaved)
+            return
         check_complete(checkpoint, filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -336,6 +354,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
             return
         _check_callbacks(module.trainer)
+        check_not_compiled(module, layers)
         if isinstance(self._workers, int):
             self._start_local_workers(self._workers, imports_of(module, layers, plan))
         addresses = self._addresses()
@@ -421,6 +440,50 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         """Lightning's own rule for calling `zero_grad` in this batch."""
         trainer = self._module().trainer
         return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+    def _gather(self) -> dict[str, Any]:
+        """The weights that go into a checkpoint."""
+        self._note_trained()
+        left_out: set[Tensor] = set()
+        if self._trainable_only:
+            left_out.update(set(self._module().parameters()) - self._ever_trained)
+        with contextlib.ExitStack() as stack:
+            if self._deployment is not None:
+                stack.enter_context(self._deployment.gathering(left_out))
+            state = super().lightning_module_state_dict()
+        if left_out:
+            leave_out(state, keys_of(left_out, self._module()))
+        return state
+
+    def _note_trained(self) -> None:
+        """What trains in some phase of a run belongs into checkpoints of its later ones."""
+        if self._trainable_only:
+            self._ever_trained |= {p for p in self._module().parameters() if p.requires_grad}
+
+    def _unless_interrupted(self, fetch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What a checkpoint needs.
+
+        An exception that ends the run makes callbacks write checkpoints. What hinders them is
+        logged, since Lightning would let it take the exception's place and leave the workers busy.
+        """
+        try:
+            if self._deployment is not None:
+                self._deployment.check_between_steps()
+            return fetch()
+        except HeteroError as error:
+            status = self._module().trainer.state.status
+            if self._deployment is None or status is not TrainerStatus.INTERRUPTED:
+                raise
+            self._unsaved = error
+            return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._deployment is not None:
+            raise ModelError(
+                "The strategy holds connections to workers while training runs, so it cannot be "
+                "copied or pickled; do it before `fit` or after it."
+            )
+        return super().__getstate__()
 
     def _module(self) -> pl.LightningModule:
         if self.lightning_module is None:

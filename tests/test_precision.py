@@ -32,6 +32,9 @@ class FakeRemote:
     def step(self) -> None:
         self.told.append("step")
 
+    def note_stepped(self) -> None:
+        self.told.append("stepped")
+
     def detach(self) -> None:
         self.told.append("detach")
 
@@ -63,6 +66,7 @@ def test_clipping_and_stepping_go_to_the_stages_until_detached() -> None:
         ("value", 0.1),
         "hooks and clipping",
         "step",
+        "stepped",
         "detach",
     ]
     assert vars(plugin) == vars(Precision())
@@ -80,7 +84,7 @@ def test_an_optimizer_that_has_nothing_on_stages_is_lightnings_alone() -> None:
 def test_a_step_that_bypasses_lightning_is_followed() -> None:
     _, _, remote = diverted()
     remote.optimizer.step()
-    assert remote.told == ["step"]
+    assert remote.told == ["step", "stepped"]
 
 
 def clip_by_hand(optimizer: SGD) -> None:

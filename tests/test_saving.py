@@ -209,5 +209,5 @@ def test_what_wraps_nothing_wraps_ours() -> None:
 
 
 def test_the_choice_of_weights_is_checked() -> None:
-    with pytest.raises(Exception, match="checkpoint_weights is 'some'; it is 'all' or 'trainable'"):
+    with pytest.raises(Exception, match="`checkpoint_weights` is 'some'"):
         HeteroPipelineStrategy(checkpoint_weights="some")  # type: ignore[arg-type]

@@ -122,8 +122,8 @@ class StageWeightAveraging(EMAWeightAveraging):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Put the averages into the place of the weights, and these beside them."""
-        if self._averages is None:
-            return
+        if self._averages is None or not checkpoint["state_dict"]:
+            return  # nothing to average, or nothing that could be gathered
         checkpoint["current_model_state"] = checkpoint["state_dict"]
         self._swap(trainer)
         try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
-from .state_dicts import frozen_by_key, leave_out, places, tensor_at, tensors_by_key
+from .state_dicts import keys_of, leave_out, places, tensor_at, tensors_by_key
 from .tensors import flatten, state_in
 
 
@@ -37,14 +37,14 @@ class HollowStateDicts:
         remote: Where their tensors are.
 
     Attributes:
-        leaves_out_frozen: Whether state dicts lack what does not train; it is not fetched then.
+        left_out: What state dicts lack; it is not fetched then.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], remote: RemoteTensors) -> None:
         self._layers = layers
         self._remote = remote
         self._hooks: list[RemovableHandle] = []
-        self.leaves_out_frozen = False
+        self.left_out: set[Tensor] = set()
 
     def attach(self) -> None:
         """Begin; the layers are empty from now on."""
@@ -75,8 +75,8 @@ class HollowStateDicts:
         """Put real tensors where ``state_dict`` found ``meta`` ones: a layer's with one request."""
         if path and _has_entered_parent(state, prefix, path):
             return  # which asks for all that it has
-        if self.leaves_out_frozen:
-            leave_out(state, frozen_by_key(module, prefix), prefix)
+        if self.left_out:
+            leave_out(state, keys_of(self.left_out, module, prefix), prefix)
         names = _names_by_key(module, prefix, state, _name(number, path))
         if not names:
             return

@@ -40,7 +40,13 @@ def _layers_chosen(root: nn.Module, choice: LayerChoice) -> list[DecoderLayer]:
         return _layers_named(root, choice, (nn.ModuleList, nn.Sequential))
     # A ModuleList is both callable and a sequence, and neither is meant.
     if callable(choice) and not isinstance(choice, nn.Module):
-        return [DecoderLayer(_name_of(root, module), module) for module in choice(root)]
+        chosen = choice(root)
+        if not isinstance(chosen, Iterable):
+            raise ModelError(
+                f"The function `layers` returned a {type(chosen).__name__}; return the layers in a "
+                "list or a ModuleList."
+            )
+        return [DecoderLayer(_name_of(root, module), module) for module in chosen]
     if isinstance(choice, (list, tuple)) and all(isinstance(name, str) for name in choice):
         return [layer for name in choice for layer in _layers_named(root, name, nn.ModuleList)]
     raise ModelError(

@@ -52,10 +52,9 @@ def is_frozen(tensor: Tensor | None) -> bool:
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
-def frozen_by_key(root: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """The parameters that may be left out, by their keys."""
-    found = tensors_by_key(root, prefix).items()
-    return {key: tensor for key, (_, tensor) in found if is_frozen(tensor)}
+def keys_of(tensors: set[Tensor], root: nn.Module, prefix: str = "") -> set[str]:
+    """The keys under which a root's state dict has some of its tensors."""
+    return {key for key, (_, tensor) in tensors_by_key(root, prefix).items() if tensor in tensors}
 
 
 def leave_out(state: MutableMapping[str, Any], keys: Container[str], prefix: str = "") -> None:
@@ -68,7 +67,8 @@ def leave_out(state: MutableMapping[str, Any], keys: Container[str], prefix: str
 
 def left_out_of(state: Mapping[str, Any], root: nn.Module) -> dict[str, Tensor]:
     """What a root's state dict lacks of that which may be left out of it, by key."""
-    return {key: tensor for key, tensor in frozen_by_key(root).items() if key not in state}
+    found = tensors_by_key(root).items()
+    return {key: t for key, (_, t) in found if key not in state and is_frozen(t)}
 
 
 def _starts(key: str) -> Iterator[str]:

@@ -142,6 +142,8 @@ class Coordinator:
         self._lost: WorkerError | None = None
         # Requests whose Done is still to come, by worker: more than one after an interrupted one.
         self._unanswered: dict[int, int] = {}
+        self._is_applying = False
+        self._has_failed_applying = False
         self.step = 0
         session_name = secrets.token_hex(16)
         try:
@@ -331,11 +333,27 @@ class Coordinator:
         self._await_done()
 
     def apply_optimizer(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
-        """Let every stage step; does not wait for it."""
+        """Let every stage step; does not wait for it.
+
+        You must call `note_applied` when this process has stepped too.
+        """
+        self._is_applying = True
         packer = Packer()
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
         message = m.ApplyOptimizer(self._present_step(), optimizer, values)
         self._broadcast(message, *packer.tensors)
+
+    def note_applied(self) -> None:
+        """The optimizer has stepped here as it does, or will do, on the stages."""
+        self._is_applying = False
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether all weights are, or will be when the stages have done their work, of one step.
+
+        They are not after an exception inside the optimizer's step.
+        """
+        return not self._is_applying and not self._has_failed_applying
 
     def optimizer_state(self, optimizer: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """An optimizer's state of all remote parameters, with their names, one by one."""
@@ -482,6 +500,7 @@ class Coordinator:
         message = arrival.content.message
         if isinstance(message, m.Failure):
             worker.constants.clear()
+            self._has_failed_applying |= message.in_optimizer_step
             raise StageFailed(
                 f"{worker} failed in step {self.step}: {message.reason}\n\n"
                 f"The worker's traceback:\n{message.traceback}"

@@ -182,26 +182,37 @@ class Deployment:
             if name in norms and p in named
         }
 
+    def check_between_steps(self) -> None:
+        """Refuse to make a checkpoint of weights of which only some have made the latest step.
+
+        Raises:
+            ModelError: After an exception inside the optimizer's step.
+        """
+        if not self.coordinator.is_between_steps:
+            raise ModelError(
+                "The run was interrupted inside the optimizer's step, which some layers have made "
+                "and others have not; continue from the last checkpoint."
+            )
+
     def check_forward_finished(self) -> None:
         """Refuse a ``training_step`` that left the decoder layers half-way."""
         self._hollow.check_finished()
 
     @contextmanager
-    def gathering(self, *, trainable_only: bool) -> Iterator[None]:
-        """Inside, ``state_dict`` is for a checkpoint: it tells how far it is, and has what does
-        not train only if that is wanted."""
+    def gathering(self, left_out: set[Tensor]) -> Iterator[None]:
+        """Inside, ``state_dict`` is for a checkpoint: it tells how far it is, and lacks some."""
         num_bytes = sum(
-            parameter.nbytes
-            for parameter in self.names_of
-            if not (is_frozen(parameter) and (trainable_only or _is_in(parameter, self._weights)))
+            tensor.nbytes
+            for tensor in self.names_of
+            if tensor not in left_out and not (is_frozen(tensor) and _is_in(tensor, self._weights))
         )
         self._progress = Progress("Gathering the weights of the layers on workers", num_bytes)
-        self._hollow.state_dicts.leaves_out_frozen = trainable_only
+        self._hollow.state_dicts.left_out = left_out
         try:
             yield
         finally:
             self._progress = None
-            self._hollow.state_dicts.leaves_out_frozen = False
+            self._hollow.state_dicts.left_out = set()
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Bring tensors of hollow layers here."""
@@ -240,6 +251,11 @@ class Deployment:
             )
             return False
         else:
+            if not self.coordinator.is_between_steps:
+                logger.error(
+                    "The run was interrupted inside the optimizer's step, so the weights that came "
+                    "back are of two different steps. Continue from the last checkpoint."
+                )
             self._hollow.refill(tensors)
             self._collecting.remove()
             self._hollow.caches.remove()

@@ -90,6 +90,8 @@ class RemoteOptimizer:
     def step(self) -> None:
         """Let the stages step; to be called just before the optimizer itself steps.
 
+        You must call `note_stepped` when it has.
+
         Raises:
             ModelError: If the optimizer has got other parameters since.
         """
@@ -97,6 +99,10 @@ class RemoteOptimizer:
             raise changed_parameters(self.optimizer)
         options = [group_options(group) for group in self.optimizer.param_groups]
         self._coordinator.apply_optimizer(self._number, options)
+
+    def note_stepped(self) -> None:
+        """The optimizer has stepped here too."""
+        self._coordinator.note_applied()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop the stages' gradients, or make them zero."""

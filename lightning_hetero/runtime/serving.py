@@ -167,7 +167,8 @@ class StageSession:
             logger.warning("stage %d failed: %s", self._stage_index, error)
             self._runner.abort()
             reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
-            self._coordinator.send(m.Failure(reason, traceback.format_exc()[-_MOST_TEXT:]))
+            trace = traceback.format_exc()[-_MOST_TEXT:]
+            self._coordinator.send(m.Failure(reason, trace, act == self._on_apply_optimizer))
 
     def _close_channels(self) -> None:
         for channel in {self._upstream, self._downstream, self._coordinator}:

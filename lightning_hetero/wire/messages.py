@@ -67,6 +67,7 @@ class Failure(_Message, frozen=True, tag=True):
 
     reason: Text
     traceback: Text = ""
+    in_optimizer_step: bool = False
 
 
 class NeighborLost(_Message, frozen=True, tag=True):

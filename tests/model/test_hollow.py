@@ -262,7 +262,8 @@ def test_what_does_not_train_is_left_out_and_not_asked_for() -> None:
         model.model.layers[number].requires_grad_(False)
     model.model.layers[1].register_buffer("statistics", torch.ones(3))
     hollowed = Hollowed(model)
-    hollowed.run.state_dicts.leaves_out_frozen = True
+    frozen = {p for p in hollowed.model.parameters() if not p.requires_grad}
+    hollowed.run.state_dicts.left_out = frozen
     found = hollowed.model.model.layers.state_dict()
     theirs = [key for key in found if key.partition(".")[0] in "123"]
     assert theirs == ["1.statistics", *(key for key in found if key.startswith("3."))]

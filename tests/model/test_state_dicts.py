@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lightning_hetero.model.state_dicts import (
-    frozen_by_key,
+    keys_of,
     leave_out,
     left_out_of,
     tensors_by_key,
@@ -39,13 +39,17 @@ def test_every_tensor_is_found_by_its_key() -> None:
         assert tensor.data_ptr() == state[key].data_ptr()
 
 
+def frozen(module: nn.Module) -> set[Tensor]:
+    return {p for p in module.parameters() if not p.requires_grad}
+
+
 def test_experts_in_four_bits_have_the_keys_of_ordinary_ones(tmp_path: Path) -> None:
     layer = in_four_bits("mixtral", tmp_path).model.layers[0]
     state = layer.state_dict()
     found = tensors_by_key(layer)
     assert "mlp.experts.down_proj" in found
     assert found.keys() <= state.keys()
-    leave_out(state, frozen_by_key(layer))
+    leave_out(state, keys_of(frozen(layer), layer))
     assert state.keys() == {
         key for key, (_, tensor) in tensors_by_key(layer).items() if tensor.requires_grad
     }
@@ -54,7 +58,7 @@ def test_experts_in_four_bits_have_the_keys_of_ordinary_ones(tmp_path: Path) -> 
 def test_what_does_not_train_is_left_out_but_for_statistics() -> None:
     model = Parts()
     state = model.state_dict()
-    leave_out(state, frozen_by_key(model))
+    leave_out(state, keys_of(frozen(model), model))
     assert list(state) == [
         "norm.running_mean",
         "norm.running_var",
@@ -75,4 +79,4 @@ def test_what_belongs_to_a_tensor_goes_with_it_and_nothing_else() -> None:
 def test_a_shared_parameter_is_left_out_under_both_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight.requires_grad_(False)
-    assert list(frozen_by_key(model)) == ["0.weight", "1.weight"]
+    assert sorted(keys_of(frozen(model), model)) == ["0.weight", "1.weight"]

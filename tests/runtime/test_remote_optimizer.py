@@ -37,6 +37,9 @@ class FakeCoordinator:
     def apply_optimizer(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
         self.said.append(("step", optimizer, [group["lr"] for group in options]))
 
+    def note_applied(self) -> None:
+        self.said.append("applied")
+
     def optimizer_state(self, optimizer: int) -> list[tuple[str, dict[str, Any]]]:
         return list(self.state.items())
 
@@ -154,3 +157,10 @@ def test_after_bring_back_and_detach_the_optimizer_has_everything_and_is_alone()
     assert torch.equal(optimizer.state[third]["exp_avg"], torch.ones(2))
     coordinator.state = {}
     assert list(optimizer.state_dict()["state"]) == [1]
+
+
+def test_the_coordinator_knows_when_a_step_is_whole() -> None:
+    _, remote, coordinator, _ = made()
+    remote.step()
+    remote.note_stepped()
+    assert coordinator.said == [("step", 7, [0.1, 0.1]), "applied"]
