@@ -55,19 +55,6 @@ def least_bottleneck(speeds: Sequence[Speed], num_layers: int) -> float:
     return low
 
 
-def fill_and_drain_efficiency(
-    bottleneck_seconds: float,
-    num_microbatches: int,
-    stage_seconds: Sequence[float],
-    transfer_seconds: Sequence[float] = (),
-) -> float:
-    """The share of the bottleneck's speed that is left once the pipeline has to fill and drain."""
-    steady = (num_microbatches - 1) * bottleneck_seconds
-    return (num_microbatches * bottleneck_seconds) / (
-        steady + sum(stage_seconds) + sum(transfer_seconds)
-    )
-
-
 def busy_seconds_of_media(hops: Iterable[Hop]) -> dict[str, float]:
     """How long each medium is taken by one micro-batch."""
     busy: dict[str, float] = {}

@@ -120,6 +120,13 @@ class Candidate:
         own, *others = (t.forward_seconds + t.backward_seconds for t in self.pipeline.stages)
         return max(own + self.pipeline.loss_seconds, *others) if others else own
 
+    @property
+    def busy_seconds_of_media(self) -> dict[str, float]:
+        """How long one micro-batch takes each link, or what links share."""
+        if self.pipeline.is_alone:
+            return {}
+        return busy_seconds_of_media([*self.pipeline.forward_hops, *self.pipeline.backward_hops])
+
     @cached_property
     def least_seconds(self) -> float:
         """A bound on its step, without playing it."""
@@ -225,8 +232,20 @@ def place_at(
     split = best_split([costs.matrix(name, size, in_flight) for name in names], floor)
     if split is None:
         return None
+    return with_ranges(costs, names, split.ranges, micro_batches, in_flight)
+
+
+def with_ranges(
+    costs: Costs,
+    names: Sequence[str],
+    ranges: Sequence[tuple[int, int]],
+    micro_batches: int,
+    in_flight: int,
+) -> Candidate:
+    """These layers for these devices, each run in the fastest way that fits."""
+    size = costs.size(micro_batches)
     options = [
         costs.holder(name, size).option_for(*span, in_flight)
-        for name, span in zip(names, split.ranges, strict=True)
+        for name, span in zip(names, ranges, strict=True)
     ]
-    return Candidate(costs, names, split.ranges, options, micro_batches, in_flight)
+    return Candidate(costs, names, ranges, options, micro_batches, in_flight)

@@ -19,7 +19,7 @@ from itertools import combinations, permutations
 
 from ..plan import COORDINATOR
 from .bounds import least_bottleneck
-from .candidates import Candidate, Costs, place, place_at
+from .candidates import Candidate, Costs, place, place_at, with_ranges
 
 ALL_ORDERS_UP_TO = 5
 """Workers of which all subsets in all orders are looked at: 325 arrangements."""
@@ -82,6 +82,36 @@ class Search:
     def best_with(self, workers: Iterable[str], below: float = math.inf) -> Candidate | None:
         """The best candidate of just these workers, if its step is below."""
         return self._best_among([tuple(workers)], below)
+
+    def best_alone(self, name: str) -> Candidate | None:
+        """All layers on one device, the coordinator's ends where they are; None if unfit."""
+        layers = len(self._costs.profile.model.layers)
+        alone = name == COORDINATOR
+        names = [name] if alone else [COORDINATOR, name]
+        ranges = [(0, layers)] if alone else [(0, 0), (0, layers)]
+        placed = [
+            with_ranges(self._costs, names, ranges, pieces, min(in_flight, pieces))
+            for pieces in self.micro_batches
+            for in_flight in ((1,) if alone else (4, 2, 1))
+            if all(
+                math.isfinite(
+                    self._costs.holder(each, self._costs.size(pieces)).matrix(in_flight)[span]
+                )
+                for each, span in zip(names, ranges, strict=True)
+            )
+        ]
+        return _best_played(placed, math.inf, MOST_PLAYED)
+
+    def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
+        """One of those workers, or of all, for each class of interchangeable ones."""
+        first: dict[int, str] = {}
+        for name in self._classes if workers is None else workers:
+            first.setdefault(self._classes[name], name)
+        return list(first.values())
+
+    def are_alike(self, one: str, other: str) -> bool:
+        """Whether the two can stand in for each other."""
+        return self._classes[one] == self._classes[other]
 
     @property
     def _looks_at_all(self) -> bool:
@@ -194,19 +224,15 @@ class Search:
                 yield order
 
     def _one_less(self, workers: Sequence[str]) -> Iterator[list[str]]:
-        """Without one of each class, those with a pin apart."""
-        tried = set()
-        for name in reversed(workers):
-            if name not in self._costs.pins and self._classes[name] not in tried:
-                tried.add(self._classes[name])
+        """Without one of each class; those with a pin stay."""
+        for name in self.one_of_each(workers[::-1]):
+            if name not in self._costs.pins:
                 yield [other for other in workers if other != name]
 
     def _one_more(self, workers: Sequence[str]) -> Iterator[list[str]]:
-        tried = set()
-        for name in self._by_speed:
-            if name not in workers and self._classes[name] not in tried:
-                tried.add(self._classes[name])
-                yield self._usual_order([*workers, name])
+        spare = [name for name in self._by_speed if name not in workers]
+        for name in self.one_of_each(spare):
+            yield self._usual_order([*workers, name])
 
     def _without_idlers(self, best: Candidate) -> Candidate:
         limit = best.step_seconds * (1 + LEAST_GAIN)
