@@ -125,13 +125,21 @@ class Search:
         return best
 
     def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
+        """The split of the likeliest choices that have one."""
         possible = [choice for choice in choices if math.isfinite(choice.likely_seconds)]
-        return [
-            candidate
-            for choice in sorted(possible, key=lambda c: c.likely_seconds)[:MOST_SPLIT]
-            for order in self._orders.usual(choice.workers)
-            for candidate in place(self._costs, order, choice.micro_batches)
-        ]
+        placed: list[Candidate] = []
+        num_split = 0
+        for choice in sorted(possible, key=lambda c: c.likely_seconds):
+            found = [
+                candidate
+                for order in self._orders.usual(choice.workers)
+                for candidate in place(self._costs, order, choice.micro_batches)
+            ]
+            placed += found
+            num_split += bool(found)
+            if num_split == MOST_SPLIT:
+                break
+        return placed
 
     def _choices(self, subsets: Sequence[tuple[str, ...]]) -> list[Choice]:
         return [
@@ -157,7 +165,8 @@ class Search:
         pinned = [name for name in self._orders.by_speed if name in self._costs.pins]
         free = [name for name in self._orders.by_speed if name not in self._costs.pins]
         if not self._looks_at_all:
-            yield from ((*pinned, *free[:count]) for count in range(len(free) + 1))
+            most = len(self._costs.profile.model.layers) - len(pinned)
+            yield from ((*pinned, *free[:count]) for count in range(min(len(free), most) + 1))
             return
         seen = set()
         for count in range(len(free) + 1):

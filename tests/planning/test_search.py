@@ -242,3 +242,7 @@ def test_slow_links_between_many_are_avoided() -> None:
     names = solve(slowed, Wishes(micro_batches=32)).chosen.workers
     assert len(names) == 3
     assert len({int(name[1:]) % 2 for name in names}) == 1
+
+
+def test_of_more_workers_than_layers_the_fastest_few_are_taken() -> None:
+    assert set(solve(many(12, 2, 12)).chosen.workers) <= {"w0", "w1"}
