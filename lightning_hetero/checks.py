@@ -8,12 +8,24 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
+from .callbacks.averaging import StageWeightAveraging
 from .model.layers import DecoderLayer
 from .plan import Plan
+from .precision import scaler_of
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -98,4 +110,49 @@ def warn_of_idle_devices(devices: Sequence[torch.device] | None) -> None:
         rank_zero_warn(
             f"This process computes on {devices[0]} alone, so {len(devices) - 1} of the Trainer's "
             f"{len(devices)} devices stay idle. Set `devices=1`, and start workers on the others."
+        )
+
+
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that look into parameters which are not here.
+
+    Raises:
+        MisconfigurationException: With the callback's name and what does the same here.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (BaseFinetuning, ModelPruning)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} compares or changes the values of parameters, and "
+                "those of layers on workers are not here; to fine-tune in phases, give the "
+                "optimizer all parameters and set `requires_grad` in `on_train_epoch_start`."
+            )
+        averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
+        if averages and not isinstance(callback, StageWeightAveraging):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} averages copies of the weights, and those of layers on "
+                "workers are not here to be copied; use "
+                "`lightning_hetero.callbacks.StageWeightAveraging`, which averages them where they "
+                "are."
+            )
+
+
+def warn_of_batch_statistics(module: pl.LightningModule, *, cuts_step: bool) -> None:
+    """Say that what is computed over a batch will be computed over a micro-batch."""
+    if cuts_step and any(isinstance(m, _BatchNorm) for m in module.modules()):
+        rank_zero_warn(
+            f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
+            "micro-batch; use micro_batching='boundary' for those of the batch."
+        )
+
+
+def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that checks for overflows within its step: the stages would miss it.
+
+    Raises:
+        MisconfigurationException: With the optimizer's name.
+    """
+    if scaler_of(plugin) is not None and _optimizer_handles_unscaling(optimizer):
+        raise MisconfigurationException(
+            f"A fused {type(optimizer).__name__} takes the loss scale of precision '16-mixed' off "
+            "by itself, without the stages; build it with `fused=False`."
         )

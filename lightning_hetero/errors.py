@@ -2,6 +2,7 @@
 
 HeteroError
 ├─ PlanError                 a plan that does not fit the model or the workers
+├─ ProfileError              measurements that cannot be read, or that contradict themselves
 ├─ ModelError                a model that cannot be cut as asked
 │  └─ CheckpointError        weights on disk that are missing, damaged or of another model
 ├─ BatchError                a batch or a result that cannot be split or merged
@@ -23,6 +24,10 @@ class HeteroError(Exception):
 
 class PlanError(HeteroError, ValueError):
     """A plan that does not fit the model or the workers."""
+
+
+class ProfileError(HeteroError, ValueError):
+    """Measurements that cannot be read, or that contradict themselves."""
 
 
 class ModelError(HeteroError):

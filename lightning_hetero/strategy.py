@@ -14,27 +14,25 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .callbacks.averaging import StageWeightAveraging
-from .checks import check_arguments, check_not_compiled, warn_of_idle_devices
+from .checks import (
+    check_arguments,
+    check_callbacks,
+    check_not_compiled,
+    check_precision,
+    warn_of_batch_statistics,
+    warn_of_idle_devices,
+)
 from .errors import HeteroError, ModelError
 from .manual import FollowedZeroGrad
 from .model.four_bit import accepting_states, keep_layout
@@ -208,7 +206,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        _check_supported(self._module(), self._micro_batching)
+        warn_of_batch_statistics(self._module(), cuts_step=self._cuts_step)
         super().setup(trainer)
 
     @property
@@ -234,15 +232,15 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             if _has_parameters_in(optimizer, deployment.names_of)
         ]
         for each in remote:
-            _check_precision(self.precision_plugin, each.optimizer)
+            check_precision(self.precision_plugin, each.optimizer)
         self._remote_steps = RemoteSteps(self.precision_plugin, remote, deployment.names_of)
         module = self._module()
-        if not module.automatic_optimization:
+        if self._cuts_step:
+            self._microbatched = MicrobatchedStep(module, deployment, self._loss_weighting, _seed())
+        elif not module.automatic_optimization:
             self._followed = FollowedZeroGrad(
                 module, deployment.coordinator, deployment.names_of, remote
             )
-        elif self._micro_batching == "step":
-            self._microbatched = MicrobatchedStep(module, deployment, self._loss_weighting, _seed())
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -353,7 +351,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
             return
-        _check_callbacks(module.trainer)
+        check_callbacks(module.trainer)
         check_not_compiled(module, layers)
         if isinstance(self._workers, int):
             self._start_local_workers(self._workers, imports_of(module, layers, plan))
@@ -429,8 +427,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                     f"stage {number} computes in float16 without loss scaling, so that gradients "
                     "below 6e-8 become zero there; precision '16-mixed' scales the loss"
                 )
-        cuts_step = self._micro_batching == "step" and self._module().automatic_optimization
-        what = "training_step runs on each" if cuts_step else "boundary only"
+        what = "training_step runs on each" if self._cuts_step else "boundary only"
         rank_zero_info(
             f"each batch is cut into {plan.micro_batches} micro-batches ({what}), "
             f"at most {plan.max_in_flight} in flight"
@@ -485,6 +482,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             )
         return super().__getstate__()
 
+    @property
+    def _cuts_step(self) -> bool:
+        """Whether `training_step` runs once per micro-batch."""
+        return self._micro_batching == "step" and self._module().automatic_optimization
+
     def _module(self) -> pl.LightningModule:
         if self.lightning_module is None:
             raise MisconfigurationException("The strategy has no LightningModule yet.")
@@ -505,47 +507,10 @@ def _bring_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> Non
         deployment.close()
 
 
-def _check_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that look into parameters which are not here."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (BaseFinetuning, ModelPruning)):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} compares or changes the values of parameters, and "
-                "those of layers on workers are not here; to fine-tune in phases, give the "
-                "optimizer all parameters and set `requires_grad` in `on_train_epoch_start`."
-            )
-        averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
-        if averages and not isinstance(callback, StageWeightAveraging):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} averages copies of the weights, and those of layers on "
-                "workers are not here to be copied; use "
-                "`lightning_hetero.callbacks.StageWeightAveraging`, which averages them where they "
-                "are."
-            )
-
-
-def _check_supported(module: pl.LightningModule, micro_batching: str) -> None:
-    cuts_step = micro_batching == "step" and module.automatic_optimization
-    if cuts_step and any(isinstance(m, _BatchNorm) for m in module.modules()):
-        rank_zero_warn(
-            f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
-            "micro-batch; use micro_batching='boundary' for those of the batch."
-        )
-
-
 def _has_parameters_in(optimizer: Optimizer, names_of: Mapping[Tensor, str]) -> bool:
     """Whether the optimizer has to do with layers on workers."""
     is_real = not isinstance(optimizer, _MockOptimizer)
     return is_real and any(p in names_of for p in optimized_parameters(optimizer))
-
-
-def _check_precision(plugin: Precision, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that checks for overflows within its step: the stages would miss it."""
-    if scaler_of(plugin) is not None and _optimizer_handles_unscaling(optimizer):
-        raise MisconfigurationException(
-            f"A fused {type(optimizer).__name__} takes the loss scale of precision '16-mixed' off "
-            "by itself, without the stages; build it with `fused=False`."
-        )
 
 
 def _seed() -> int:

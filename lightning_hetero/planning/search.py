@@ -1,0 +1,262 @@
+"""The search: which devices, in which order, and into how many micro-batches.
+
+Up to five workers, every subset in every order is looked at, devices that stand in for each other
+counted as one; first where the bound is lowest, and no further than the best step that the
+simulator has shown.
+
+With more, it looks at the fastest one, two, three, … of them, each fastest first, and each along
+the fastest links. Those for which (micro-batches + processes - 1) times the bound per micro-batch
+is least are split, those of them with the lowest bounds are simulated. Up to ten workers, two are
+exchanged then, or one is left out or added, or the batch is cut otherwise, as long as that helps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+
+from ..plan import COORDINATOR
+from .bounds import least_bottleneck
+from .candidates import Candidate, Costs, place, place_at, with_ranges
+from .orders import EXCHANGES_UP_TO, Orders, interchangeable
+
+ALL_ORDERS_UP_TO = 5
+"""Workers of which all subsets in all orders are looked at: 325 arrangements."""
+
+MOST_PLAYED = 24
+"""Candidates of one choice of devices that are simulated where everything is looked at."""
+
+MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
+"""With more workers: choices that are split, and candidates that are simulated at a time."""
+
+LEAST_GAIN = 0.02
+"""A device has to shorten the step by this share: each one more can drift, or fail."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Devices and a cut of the batch, with a bound on the step and a guess that is above it."""
+
+    least_seconds: float
+    likely_seconds: float
+    micro_batches: int
+    workers: tuple[str, ...]
+
+
+class Search:
+    """Finds the candidate with the shortest simulated step.
+
+    Args:
+        costs: What everything takes.
+        micro_batches: Numbers to choose from.
+    """
+
+    def __init__(self, costs: Costs, micro_batches: Sequence[int]) -> None:
+        self._costs = costs
+        self.micro_batches = micro_batches
+        self._classes = interchangeable(costs)
+        self._orders = Orders(costs, costs.size(max(micro_batches)))
+
+    def best(self) -> Candidate | None:
+        """The best of all, less the devices that bring too little; None where nothing fits."""
+        subsets = list(self._subsets())
+        if self._looks_at_all:
+            best = self._best_among(subsets, math.inf)
+            return None if best is None else self._without_idlers(best)
+        placed = self._place_likely(self._choices(subsets))
+        best = _best_played(placed, math.inf, MOST_OF_MANY_PLAYED)
+        if best is None:
+            return None
+        if len(best.workers) > EXCHANGES_UP_TO:
+            return _fewest(placed, best)
+        return self._without_idlers(self._improve(best))
+
+    def best_with(self, workers: Iterable[str], below: float = math.inf) -> Candidate | None:
+        """The best candidate of just these workers, if its step is below."""
+        return self._best_among([tuple(workers)], below)
+
+    def best_alone(self, name: str) -> Candidate | None:
+        """All layers on one device, the coordinator's ends where they are; None if unfit."""
+        layers = len(self._costs.profile.model.layers)
+        alone = name == COORDINATOR
+        names = [name] if alone else [COORDINATOR, name]
+        ranges = [(0, layers)] if alone else [(0, 0), (0, layers)]
+        placed = [
+            with_ranges(self._costs, names, ranges, pieces, min(in_flight, pieces))
+            for pieces in self.micro_batches
+            for in_flight in ((1,) if alone else (4, 2, 1))
+            if all(
+                math.isfinite(
+                    self._costs.holder(each, self._costs.size(pieces)).matrix(in_flight)[span]
+                )
+                for each, span in zip(names, ranges, strict=True)
+            )
+        ]
+        return _best_played(placed, math.inf, MOST_PLAYED)
+
+    def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
+        """One of those workers, or of all, for each class of interchangeable ones."""
+        first: dict[int, str] = {}
+        for name in self._classes if workers is None else workers:
+            first.setdefault(self._classes[name], name)
+        return list(first.values())
+
+    def are_alike(self, one: str, other: str) -> bool:
+        """Whether the two can stand in for each other."""
+        return self._classes[one] == self._classes[other]
+
+    @property
+    def _looks_at_all(self) -> bool:
+        return len(self._classes) <= ALL_ORDERS_UP_TO
+
+    def _best_among(self, subsets: Sequence[tuple[str, ...]], below: float) -> Candidate | None:
+        choices = [choice for choice in self._choices(subsets) if choice.least_seconds < below]
+        if not self._looks_at_all:
+            return _best_played(self._place_likely(choices), below, MOST_OF_MANY_PLAYED)
+        best: Candidate | None = None
+        for choice in sorted(choices, key=lambda c: (c.least_seconds, len(c.workers))):
+            if choice.least_seconds >= below:
+                break
+            found = self._best_order(choice, below)
+            if found is not None:
+                best, below = found, found.step_seconds
+        return best
+
+    def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
+        """The split of the likeliest choices that have one."""
+        possible = [choice for choice in choices if math.isfinite(choice.likely_seconds)]
+        placed: list[Candidate] = []
+        num_split = 0
+        for choice in sorted(possible, key=lambda c: c.likely_seconds):
+            found = [
+                candidate
+                for order in self._orders.usual(choice.workers)
+                for candidate in place(self._costs, order, choice.micro_batches)
+            ]
+            placed += found
+            num_split += bool(found)
+            if num_split == MOST_SPLIT:
+                break
+        return placed
+
+    def _choices(self, subsets: Sequence[tuple[str, ...]]) -> list[Choice]:
+        return [
+            self._choice(workers, pieces) for workers in subsets for pieces in self.micro_batches
+        ]
+
+    def _choice(self, workers: tuple[str, ...], pieces: int) -> Choice:
+        size = self._costs.size(pieces)
+        speeds = [self._costs.holder(name, size).speed for name in (COORDINATOR, *workers)]
+        slowest = least_bottleneck(speeds, len(self._costs.profile.model.layers))
+        return Choice(pieces * slowest, (pieces + len(workers)) * slowest, pieces, workers)
+
+    def _best_order(self, choice: Choice, below: float) -> Candidate | None:
+        placed = [
+            candidate
+            for workers in self._all_orders(choice.workers)
+            for candidate in place(self._costs, workers, choice.micro_batches)
+        ]
+        return _best_played(placed, below, MOST_PLAYED)
+
+    def _subsets(self) -> Iterator[tuple[str, ...]]:
+        """Each with all pinned workers."""
+        pinned = [name for name in self._orders.by_speed if name in self._costs.pins]
+        free = [name for name in self._orders.by_speed if name not in self._costs.pins]
+        if not self._looks_at_all:
+            most = len(self._costs.profile.model.layers) - len(pinned)
+            yield from ((*pinned, *free[:count]) for count in range(min(len(free), most) + 1))
+            return
+        seen = set()
+        for count in range(len(free) + 1):
+            for chosen in combinations(free, count):
+                classes = tuple(sorted(self._classes[name] for name in chosen))
+                if classes not in seen:
+                    seen.add(classes)
+                    yield (*pinned, *chosen)
+
+    def _all_orders(self, workers: Sequence[str]) -> Iterator[Sequence[str]]:
+        seen = set()
+        for order in permutations(workers):
+            classes = tuple(self._classes[name] for name in order)
+            if classes not in seen:
+                seen.add(classes)
+                yield order
+
+    def _improve(self, best: Candidate) -> Candidate:
+        """Exchange two, leave one out, add one, or cut the batch otherwise, while that helps."""
+        while True:
+            climbed = self._climb(best)
+            placed = [climbed, *self._changed(climbed)]
+            for pieces in self.micro_batches:
+                placed += place(self._costs, climbed.workers, pieces)
+            found = _best_played(placed, best.step_seconds, MOST_OF_MANY_PLAYED)
+            if found is None:
+                return best
+            best = found
+
+    def _climb(self, best: Candidate) -> Candidate:
+        """The same by the bounds alone, which takes no simulation."""
+        while True:
+            found = min(self._changed(best), key=lambda c: c.least_seconds, default=best)
+            if found.least_seconds >= best.least_seconds * (1 - 1e-9):
+                return best
+            best = found
+
+    def _changed(self, best: Candidate) -> list[Candidate]:
+        orders = [*self._exchanged(best.workers), *self._one_less(best.workers)]
+        orders += self._one_more(best.workers)
+        placed = (
+            place_at(self._costs, order, best.micro_batches, best.in_flight) for order in orders
+        )
+        return [candidate for candidate in placed if candidate is not None]
+
+    def _exchanged(self, workers: Sequence[str]) -> Iterator[list[str]]:
+        for one, other in combinations(range(len(workers)), 2):
+            if self._classes[workers[one]] != self._classes[workers[other]]:
+                order = list(workers)
+                order[one], order[other] = order[other], order[one]
+                yield order
+
+    def _one_less(self, workers: Sequence[str]) -> Iterator[list[str]]:
+        """Without one of each class; those with a pin stay."""
+        for name in self.one_of_each(workers[::-1]):
+            if name not in self._costs.pins:
+                yield [other for other in workers if other != name]
+
+    def _one_more(self, workers: Sequence[str]) -> Iterator[list[str]]:
+        spare = [name for name in self._orders.by_speed if name not in workers]
+        for name in self.one_of_each(spare):
+            yield self._orders.by_speed_and_pins([*workers, name])
+
+    def _without_idlers(self, best: Candidate) -> Candidate:
+        limit = best.step_seconds * (1 + LEAST_GAIN)
+        while True:
+            trials = [self.best_with(less, limit) for less in self._one_less(best.workers)]
+            found = [trial for trial in trials if trial is not None]
+            if not found:
+                return best
+            best = min(found, key=lambda trial: trial.step_seconds)
+
+
+def _best_played(placed: Iterable[Candidate], below: float, most: int) -> Candidate | None:
+    """The shortest step below that, among so many candidates with the lowest bounds."""
+    best: Candidate | None = None
+    for candidate in sorted(placed, key=lambda candidate: candidate.least_seconds)[:most]:
+        if candidate.least_seconds >= below:
+            break
+        if candidate.step_seconds < below:
+            best, below = candidate, candidate.step_seconds
+    return best
+
+
+def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
+    """Of the candidates that are nearly as good as the best, the one with the fewest workers."""
+    limit = best.step_seconds * (1 + LEAST_GAIN)
+    fewer = [c for c in placed if len(c.workers) < len(best.workers) and c.least_seconds < limit]
+    fewer.sort(key=lambda candidate: len(candidate.workers))
+    for candidate in fewer[:MOST_OF_MANY_PLAYED]:
+        if candidate.step_seconds < limit:
+            return candidate
+    return best
