@@ -46,6 +46,8 @@ def fit(strategy: Any, folder: str, num_calls: int) -> None:
 
 def main(folder: str, *workers: str) -> None:
     torch.set_num_threads(1)
+    # A shell's background job inherits that SIGINT is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         fit("auto", f"{folder}/plain", num_calls=1)
     except SystemExit as end:
