@@ -59,6 +59,25 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         yield from _tensors(list(tree.values()))
 
 
+def take_hidden(
+    number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """The hidden states of a call, and the other arguments.
+
+    Raises:
+        ModelError: If there are none.
+    """
+    if args and isinstance(args[0], Tensor):
+        return args[0], args[1:], kwargs
+    hidden = kwargs.get("hidden_states")
+    if not args and isinstance(hidden, Tensor):
+        return hidden, args, {k: v for k, v in kwargs.items() if k != "hidden_states"}
+    raise ModelError(
+        f"Layer {number} was called without hidden states: they must be the first argument or "
+        "`hidden_states`."
+    )
+
+
 def without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

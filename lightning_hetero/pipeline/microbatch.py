@@ -37,6 +37,18 @@ def split_batch(batch: Any, num_microbatches: int, of_several_loaders: bool = Fa
     return [_cut(batch, start, end, size) for start, end in spans(size, num_microbatches)]
 
 
+def first_samples(batch: Any, count: int, of_several_loaders: bool = False) -> Any:
+    """The first samples of a batch as a micro-batch; those of each loader where it is of several.
+
+    Raises:
+        BatchError: If something in the batch cannot be cut.
+    """
+    if of_several_loaders and isinstance(batch, list):
+        return [first_samples(part, count) for part in batch]
+    size = batch_size(batch)
+    return _cut(batch, 0, min(count, size), size)
+
+
 def batch_size(batch: Any) -> int:
     """Samples in a batch: the first dimension of its first tensor, or the entries of a list of
     dicts, one per sample.
