@@ -8,15 +8,27 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
 
 import torch
+from rich.console import Console
+from rich.text import Text
 
-from .errors import HeteroError
+from .errors import HeteroError, PlanError
 from .model.imports import Allowed
+from .planning.profile import Profile
+from .planning.rendering import render
+from .planning.solver import solve
+from .planning.verdict import judge
+from .planning.wishes import Wishes, parse_memory, parse_pin
 from .runtime.address import Address
 from .runtime.worker import Worker, address_of, listen
 
 logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 
 def main() -> None:
@@ -35,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-hetero", description="Train one model on mixed hardware."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_plan(commands)
     worker = commands.add_parser("worker", help="serve stages to one coordinator after the other")
     worker.set_defaults(run=_run_worker)
     worker.add_argument(
@@ -68,6 +81,75 @@ def _parser() -> argparse.ArgumentParser:
     worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
     worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
     return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser("plan", help="from measurements, decide who gets which layers")
+    plan.set_defaults(run=_run_plan)
+    plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
+    plan.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="WORKER=START:END",
+        help="layers that a worker, or the coordinator, has to hold; repeatable",
+    )
+    plan.add_argument(
+        "--exclude", action="append", default=[], metavar="WORKER", help="leave out; repeatable"
+    )
+    plan.add_argument(
+        "--memory",
+        action="append",
+        default=[],
+        metavar="WORKER=10GiB",
+        help="memory to reckon with in place of the measured one; repeatable",
+    )
+    plan.add_argument("--batch-size", type=int, metavar="N", help="samples in a training batch")
+    plan.add_argument(
+        "--micro-batches", type=int, metavar="N", help="pieces of a batch (default: chosen)"
+    )
+    plan.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where the plan is written, in place of what is there (default: a new plan.yaml)",
+    )
+
+
+def _run_plan(options: argparse.Namespace) -> None:
+    path = _new_file("plan.yaml") if options.output is None else Path(options.output)
+    profile = Profile.from_yaml(options.profile)
+    wishes = Wishes(
+        pins=_each_once(parse_pin(text) for text in options.pin),
+        exclude=options.exclude,
+        memory_bytes=_each_once(parse_memory(text) for text in options.memory),
+        batch_size=options.batch_size,
+        micro_batches=options.micro_batches,
+    )
+    solution = solve(profile, wishes)
+    try:
+        solution.plan.to_yaml(path)
+    except OSError as error:
+        raise PlanError(f"The plan cannot be written to {str(path)!r}: {error}.") from error
+    console = Console()
+    console.print(render(judge(solution)))
+    console.print(Text(f"The plan is in {path}."))
+
+
+def _new_file(name: str) -> Path:
+    path = Path(name)
+    if path.exists():
+        raise PlanError(f"{name!r} is there already; name it with --output to replace it.")
+    return path
+
+
+def _each_once(pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
+    values: dict[str, Value] = {}
+    for name, value in pairs:
+        if name in values:
+            raise PlanError(f"{name!r} is given twice, as {values[name]} and {value}; keep one.")
+        values[name] = value
+    return values
 
 
 def _run_worker(options: argparse.Namespace) -> None:

@@ -1,0 +1,242 @@
+"""The simulator: plays one training step of a pipeline, action by action, with the runtime's rule.
+
+As in the runtime: the coordinator is stage 0, starts the micro-batches, and runs the head and the
+loss when one returns, their backward at once; a stage runs one action at a time; what it sends
+travels while it goes on; a link carries one thing at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import PlanError
+from ..pipeline.rule import Action, Key, choose
+
+LOSS = 1
+"""Visit of the coordinator's forward that is the head and the loss; the runtime needs no such
+number, since no micro-batch has both forwards ready."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What one stage takes for one micro-batch, and for its optimizer's step at the end."""
+
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One boundary in one direction, for one micro-batch.
+
+    Args:
+        medium: Hops of one medium wait for each other.
+        busy_seconds: How long the medium is taken.
+        latency_seconds: How long it travels besides.
+    """
+
+    medium: str
+    busy_seconds: float
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One training step to be played.
+
+    Args:
+        stages: The coordinator's own part first, with the embedding and without the head.
+        loss_seconds: The head and the loss, forward and backward.
+        forward_hops: From each stage to the next one, and from the last back to the coordinator.
+        backward_hops: From each stage to the one before, and from the coordinator (first) to the
+            last stage. Entry i leaves stage i, as in ``forward_hops``.
+        num_microbatches: Pieces of the batch.
+        max_in_flight: As in the plan.
+    """
+
+    stages: Sequence[StageTimes]
+    loss_seconds: float
+    forward_hops: Sequence[Hop]
+    backward_hops: Sequence[Hop]
+    num_microbatches: int
+    max_in_flight: int
+
+    def __post_init__(self) -> None:
+        if not len(self.stages) == len(self.forward_hops) == len(self.backward_hops):
+            raise PlanError(
+                f"A pipeline of {len(self.stages)} stages has {len(self.forward_hops)} forward and "
+                f"{len(self.backward_hops)} backward hops; it needs one of each per stage."
+            )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the coordinator has no other stage, so that nothing is handed over."""
+        return len(self.stages) == 1
+
+
+class Span(NamedTuple):
+    """An action and when it ran."""
+
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step would be like.
+
+    Args:
+        spans: Every action in the order of their starts.
+        busy_seconds: How long each stage computed, its optimizer's step included.
+        peak_in_flight: The most micro-batches that each stage had in flight.
+        step_seconds: From the first action to the end of the slowest optimizer's step.
+    """
+
+    spans: Sequence[Span]
+    busy_seconds: Sequence[float]
+    peak_in_flight: Sequence[int]
+    step_seconds: float
+
+    @property
+    def busy_shares(self) -> list[float]:
+        """How much of the step each stage computed."""
+        return [busy / self.step_seconds if self.step_seconds else 0 for busy in self.busy_seconds]
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all stages' time."""
+        return 1 - sum(self.busy_shares) / len(self.busy_seconds)
+
+
+def simulate(pipeline: Pipeline) -> Simulation:
+    """Play the step."""
+    return _Run(pipeline).play()
+
+
+class _Stage:
+    """What a stage could do now, and what it has done."""
+
+    def __init__(self, index: int, num_microbatches: int) -> None:
+        keys = [Key(microbatch) for microbatch in range(num_microbatches)]
+        self.forwards = [Action(index, "F", key) for key in keys]
+        self.backwards = [Action(index, "B", key) for key in keys]
+        self.losses = [Action(index, "F", Key(key.microbatch, LOSS)) for key in keys]
+        self.ready: list[Action] = []
+        self.in_flight: set[int] = set()
+        self.peak_in_flight = 0
+        self.busy_seconds = 0.0
+        self.is_busy = False
+
+
+class _Run:
+    """A step that is being played. Events are arrivals of inputs and ends of actions."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._is_alone = pipeline.is_alone
+        self._stages = [
+            _Stage(index, pipeline.num_microbatches) for index in range(len(pipeline.stages))
+        ]
+        self._media_free_at: dict[str, float] = {}
+        self._events: list[tuple[float, int, bool, Action]] = []
+        self._num_events = 0
+        self._num_started = 0
+        self._spans: list[Span] = []
+
+    def play(self) -> Simulation:
+        self._offer_next_microbatch()
+        self._begin_action(0, 0.0)
+        now = 0.0
+        while self._events:
+            now = self._events[0][0]
+            touched = set()
+            # All that happens at one moment is known before anyone chooses.
+            while self._events and self._events[0][0] == now:
+                _, _, is_end, action = heapq.heappop(self._events)
+                if is_end:
+                    self._end_action(action, now)
+                else:
+                    self._stages[action.stage_index].ready.append(action)
+                touched.add(action.stage_index)
+            for index in touched:
+                self._begin_action(index, now)
+        return self._result(now)
+
+    def _result(self, end_seconds: float) -> Simulation:
+        last = [times.optimizer_seconds for times in self._pipeline.stages]
+        busy = [s.busy_seconds + step for s, step in zip(self._stages, last, strict=True)]
+        peaks = [stage.peak_in_flight for stage in self._stages]
+        return Simulation(self._spans, busy, peaks, end_seconds + max(last))
+
+    def _offer_next_microbatch(self) -> None:
+        # Only the oldest that has not begun: the rule would take none of the others before it.
+        if self._num_started < self._pipeline.num_microbatches:
+            self._stages[0].ready.append(self._stages[0].forwards[self._num_started])
+
+    def _begin_action(self, index: int, now: float) -> None:
+        stage = self._stages[index]
+        if stage.is_busy or not stage.ready:
+            return
+        action = choose(stage.ready, stage.in_flight, self._pipeline.max_in_flight)
+        if action is None:
+            return
+        stage.ready.remove(action)
+        if index == 0 and action.kind == "F" and action.key.visit != LOSS:
+            self._num_started += 1
+            self._offer_next_microbatch()
+        stage.in_flight.add(action.key.microbatch)
+        stage.peak_in_flight = max(stage.peak_in_flight, len(stage.in_flight))
+        seconds = self._seconds_of(action)
+        stage.is_busy = True
+        stage.busy_seconds += seconds
+        self._spans.append(Span(action, now, now + seconds))
+        self._add_event(now + seconds, True, action)
+
+    def _end_action(self, action: Action, now: float) -> None:
+        stage = self._stages[action.stage_index]
+        stage.is_busy = False
+        if action.kind == "B" or self._is_alone:
+            stage.in_flight.discard(action.key.microbatch)
+        following = self._following(action)
+        if following is not None:
+            self._send(action, following, now)
+
+    def _send(self, action: Action, following: Action, now: float) -> None:
+        is_backward = following.kind == "B"
+        hops = self._pipeline.backward_hops if is_backward else self._pipeline.forward_hops
+        hop = hops[action.stage_index]
+        free_at = max(now, self._media_free_at.get(hop.medium, 0.0)) + hop.busy_seconds
+        self._media_free_at[hop.medium] = free_at
+        self._add_event(free_at + hop.latency_seconds, False, following)
+
+    def _following(self, action: Action) -> Action | None:
+        """What becomes possible elsewhere when the action's result has arrived."""
+        index, (microbatch, visit) = action.stage_index, action.key
+        if self._is_alone or (index == 0 and action.kind == "B"):
+            return None
+        if action.kind == "B":
+            return self._stages[index - 1].backwards[microbatch]
+        if index == 0 and visit == LOSS:
+            return self._stages[-1].backwards[microbatch]
+        if index == len(self._stages) - 1:
+            return self._stages[0].losses[microbatch]
+        return self._stages[index + 1].forwards[microbatch]
+
+    def _seconds_of(self, action: Action) -> float:
+        times = self._pipeline.stages[action.stage_index]
+        if self._is_alone:
+            return times.forward_seconds + self._pipeline.loss_seconds + times.backward_seconds
+        if action.kind == "B":
+            return times.backward_seconds
+        if action.key.visit == LOSS:
+            return self._pipeline.loss_seconds
+        return times.forward_seconds
+
+    def _add_event(self, seconds: float, is_end: bool, action: Action) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (seconds, self._num_events, is_end, action))

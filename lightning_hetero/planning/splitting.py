@@ -1,0 +1,95 @@
+"""The exact split: which consecutive layers each stage of an order takes.
+
+A stage is given as a matrix of seconds: row `first`, column `end`, infinite where the stage cannot
+hold those layers. So caps of memory, pins and layers of unlike kinds need no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Matrix = npt.NDArray[np.float64]
+
+# A stage of just the bottleneck's time must not count as above it by the last digit of a sum.
+_TOLERANCE = 1 + 1e-12
+
+
+@dataclass(frozen=True)
+class Split:
+    """Layers for each stage, and what follows for one micro-batch.
+
+    Args:
+        ranges: Half-open ranges of layers, in the order of the stages.
+        bottleneck_seconds: The slowest stage's time.
+        total_seconds: All stages' times together.
+    """
+
+    ranges: list[tuple[int, int]]
+    bottleneck_seconds: float
+    total_seconds: float
+
+
+def bottleneck(stages: Sequence[Matrix]) -> float:
+    """The least possible time of the slowest stage; infinite where the layers do not fit."""
+    best = _nothing_placed(stages)
+    for seconds in stages:
+        best = np.maximum(best[:, None], seconds).min(axis=0)
+    return float(best[-1])
+
+
+def least_total(stages: Sequence[Matrix], limit_seconds: float) -> float:
+    """The least possible sum of all stages' times with none above the limit."""
+    best = _nothing_placed(stages)
+    for seconds in stages:
+        best = (best[:, None] + _capped(seconds, limit_seconds)).min(axis=0)
+    return float(best[-1])
+
+
+def best_split(stages: Sequence[Matrix], floor_seconds: float = 0.0) -> Split | None:
+    """The split with the least time of the slowest stage; of those, with the least sum.
+
+    Args:
+        stages: One matrix per stage in the order of the layers.
+        floor_seconds: A bottleneck that is there anyway, a link's for one; below it no stage's
+            time matters.
+
+    Returns:
+        None where the layers do not fit.
+    """
+    slowest = max(bottleneck(stages), floor_seconds)
+    if not np.isfinite(slowest):
+        return None
+    totals = [_nothing_placed(stages)]
+    for seconds in stages:
+        sums = totals[-1][:, None] + _capped(seconds, slowest)
+        totals.append(sums.min(axis=0))
+    ranges = _trace_back(stages, totals, slowest)
+    times = [float(seconds[span]) for seconds, span in zip(stages, ranges, strict=True)]
+    return Split(ranges, max(times), sum(times))
+
+
+def _trace_back(
+    stages: Sequence[Matrix], totals: Sequence[Matrix], limit_seconds: float
+) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    end = len(totals[0]) - 1
+    for index in reversed(range(len(stages))):
+        column = totals[index] + _capped(stages[index], limit_seconds)[:, end]
+        first = int(np.argmin(column))
+        ranges.append((first, end))
+        end = first
+    return ranges[::-1]
+
+
+def _capped(seconds: Matrix, limit_seconds: float) -> Matrix:
+    return np.where(seconds <= limit_seconds * _TOLERANCE, seconds, np.inf)
+
+
+def _nothing_placed(stages: Sequence[Matrix]) -> Matrix:
+    best = np.full(stages[0].shape[0], np.inf)
+    best[0] = 0.0
+    return best

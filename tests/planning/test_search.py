@@ -1,0 +1,258 @@
+"""The search: nothing that brute force finds is better, with caps, links and unlike layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.plan import COORDINATOR
+from lightning_hetero.planning.candidates import Candidate, Costs
+from lightning_hetero.planning.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
+from lightning_hetero.planning.search import LEAST_GAIN, Search, interchangeable
+from lightning_hetero.planning.simulation import Hop, Pipeline, StageTimes, simulate
+from lightning_hetero.planning.solver import solve
+from lightning_hetero.planning.wishes import Wishes
+
+from .profiles import GIB, coordinator, device, ends, profile, timing
+
+FORWARD_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster small enough for brute force. Device 0 is the coordinator."""
+
+    layers: list[str]
+    seconds: list[dict[str, float]]
+    caps: list[int]
+    end_seconds: float
+    hop_seconds: dict[tuple[int, int], float]
+    micro_batches: int
+
+    def time(self, number: int, first: int, end: int) -> float:
+        return sum(self.seconds[number][kind] for kind in self.layers[first:end])
+
+    def hop(self, source: int, target: int) -> Hop:
+        return Hop(f"{source} to {target}", self.hop_seconds.get((source, target), 0))
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_workers: int, max_layers: int) -> Case:
+    num_workers = draw(st.integers(1, max_workers))
+    layers = draw(st.lists(st.sampled_from(["dense", "moe"]), min_size=1, max_size=max_layers))
+    times = st.integers(1, 40).map(float)
+    seconds = draw(
+        st.lists(
+            st.fixed_dictionaries({"dense": times, "moe": times}),
+            min_size=num_workers + 1,
+            max_size=num_workers + 1,
+        )
+    )
+    caps = st.one_of(st.just(len(layers)), st.integers(0, len(layers)))
+    numbers = st.integers(0, num_workers)
+    hops = st.dictionaries(st.tuples(numbers, numbers), st.integers(1, 30).map(float), max_size=5)
+    return Case(
+        layers,
+        seconds,
+        draw(st.lists(caps, min_size=num_workers + 1, max_size=num_workers + 1)),
+        draw(st.integers(0, 20)),
+        {(a, b): each for (a, b), each in draw(hops).items() if a != b},
+        draw(st.integers(1, 6)),
+    )
+
+
+def name_of(number: int) -> str:
+    return COORDINATOR if number == 0 else f"w{number}"
+
+
+def profile_of(case: Case) -> Profile:
+    devices = []
+    for number, (seconds, cap) in enumerate(zip(case.seconds, case.caps, strict=True)):
+        timings = [
+            timing(kind, FORWARD_SHARE * each, (1 - FORWARD_SHARE) * each)
+            for kind, each in seconds.items()
+            if kind in case.layers
+        ]
+        # A layer is a GiB, and a twentieth of the memory is kept free.
+        memory = int((cap + 0.5) * GIB / 0.95)
+        if number == 0:
+            # The embedding and the head take a third forward and two thirds backward.
+            timings += ends(case.end_seconds / 3, case.end_seconds * 2 / 3)
+            devices.append(coordinator(timings, memory_bytes=memory))
+        else:
+            devices.append(device(name_of(number), 0, 0, timings=timings, memory_bytes=memory))
+    kinds = [Part(kind, GIB) for kind in dict.fromkeys(case.layers)]
+    links = [
+        Link(name_of(source), name_of(target), 0, 1 / seconds)
+        for (source, target), seconds in case.hop_seconds.items()
+    ]
+    options = {
+        "parts": [Part(EMBEDDING, 0), Part(HEAD, 0), *kinds],
+        "activation_bytes_per_sample": 1,
+        "gradient_bytes_per_sample": 1,
+    }
+    return profile(
+        case.layers, devices[1:], devices[0], links, options, batch_size=case.micro_batches
+    )
+
+
+def ways_to_cut(num_layers: int, num_stages: int) -> Iterator[list[tuple[int, int]]]:
+    """All splits in which only the first stage may be empty."""
+    for cuts in combinations(range(num_layers), num_stages - 1):
+        bounds = [0, *cuts, num_layers]
+        yield list(zip(bounds, bounds[1:], strict=False))
+        assert len(bounds) == num_stages + 1
+
+
+def pipeline_of(case: Case, order: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Pipeline:
+    stages = []
+    for number, (first, end) in zip(order, ranges, strict=True):
+        time = case.time(number, first, end)
+        own = case.end_seconds if number == 0 else 0
+        stages.append(
+            StageTimes(FORWARD_SHARE * time + own / 3, (1 - FORWARD_SHARE) * time + own * 2 / 3)
+        )
+    around = [*order, order[0]]
+    there = [case.hop(a, b) for a, b in zip(order, around[1:], strict=True)]
+    back = [case.hop(a, b) for a, b in zip(order, [order[-1], *order[:-1]], strict=True)]
+    limit = min(case.micro_batches, 2 * len(order)) if len(order) > 1 else 1
+    return Pipeline(stages, case.end_seconds, there, back, case.micro_batches, limit)
+
+
+def brute_force(case: Case) -> float | None:
+    """The shortest step over all subsets, orders and splits with the least bottleneck.
+
+    Of those with the same bottleneck and the same sum the longest step counts: no split is owed
+    the luck of a tie.
+    """
+    workers = range(1, len(case.seconds))
+    steps = []
+    for count in range(len(case.seconds)):
+        for chosen in permutations(workers, count):
+            order = (0, *chosen)
+            tied = _min_max_splits(case, order)
+            if tied:
+                played = [simulate(pipeline_of(case, order, ranges)) for ranges in tied]
+                steps.append(max(each.step_seconds for each in played))
+    return min(steps, default=None)
+
+
+def _min_max_splits(case: Case, order: Sequence[int]) -> list[list[tuple[int, int]]]:
+    scored = []
+    for ranges in ways_to_cut(len(case.layers), len(order)):
+        pairs = list(zip(order, ranges, strict=True))
+        if any(end - first > case.caps[number] for number, (first, end) in pairs):
+            continue
+        times = [case.time(number, *span) for number, span in pairs]
+        times[0] += 2 * case.end_seconds
+        pipeline = pipeline_of(case, order, ranges)
+        hops = [*pipeline.forward_hops, *pipeline.backward_hops] if len(order) > 1 else []
+        busy: dict[str, float] = {}
+        for hop in hops:
+            busy[hop.medium] = busy.get(hop.medium, 0) + hop.busy_seconds
+        scored.append((max([*times, *busy.values()]), sum(times), ranges))
+    least = min((score[:2] for score in scored), default=None)
+    return [ranges for slowest, total, ranges in scored if (slowest, total) == least]
+
+
+def check_against_brute_force(case: Case) -> None:
+    given_profile = profile_of(case)
+    search = Search(Costs(given_profile, {}), [case.micro_batches])
+    best = search._best_among(list(search._subsets()), float("inf"))
+    expected = brute_force(case)
+    if expected is None:
+        assert best is None
+        return
+    assert best is not None
+    assert best.step_seconds <= expected * (1 + 1e-9)
+    assert_possible(case, best)
+    solved = solve(given_profile, Wishes(micro_batches=case.micro_batches)).chosen
+    assert solved.step_seconds <= expected * (1 + LEAST_GAIN) * (1 + 1e-9)
+    assert len(solved.workers) <= len(best.workers)
+
+
+def assert_possible(case: Case, candidate: Candidate) -> None:
+    """The candidate keeps to the caps, and its own pipeline is the one that brute force plays."""
+    order = [0, *(int(name[1:]) for name in candidate.workers)]
+    for number, (first, end) in zip(order, candidate.ranges, strict=True):
+        assert end - first <= case.caps[number]
+    played = simulate(pipeline_of(case, order, candidate.ranges))
+    assert played.step_seconds == pytest.approx(candidate.step_seconds)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(max_workers=2, max_layers=6))
+def test_brute_force_finds_nothing_better_on_three_devices(case: Case) -> None:
+    check_against_brute_force(case)
+
+
+@settings(max_examples=12, deadline=None)
+@given(cases(max_workers=4, max_layers=12))
+def test_brute_force_finds_nothing_better_on_five_devices(case: Case) -> None:
+    check_against_brute_force(case)
+
+
+def test_devices_of_one_measurement_and_like_links_stand_in_for_each_other() -> None:
+    workers = [device(f"w{number}", 1, 2) for number in range(3)] + [device("other", 1, 3)]
+    classes = interchangeable(Costs(profile(4, workers), {}))
+    assert classes == {"w0": 0, "w1": 0, "w2": 0, "other": 1}
+
+
+def test_a_pin_or_a_link_of_its_own_sets_a_device_apart() -> None:
+    workers = [device(f"w{number}", 1, 2) for number in range(3)]
+    slow_link = Link(COORDINATOR, "w2", 1, 1)
+    classes = interchangeable(Costs(profile(4, workers, links=[slow_link]), {"w0": (0, 1)}))
+    assert len(set(classes.values())) == 3
+
+
+def many(num_workers: int, num_layers: int, kinds: int) -> Profile:
+    """More workers than all orders of which are looked at."""
+    workers = [
+        device(
+            f"w{number}", 1 + number % kinds, 2 + 2 * (number % kinds), device=str(number % kinds)
+        )
+        for number in range(num_workers)
+    ]
+    speed = LinkSpeed(latency_seconds=0.01, bytes_per_second=1e9)
+    return profile(num_layers, workers, batch_size=32, default_link=speed)
+
+
+@pytest.mark.parametrize(("num_workers", "kinds"), [(7, 7), (12, 3)])
+def test_many_workers_come_near_the_bound(num_workers: int, kinds: int) -> None:
+    given_profile = many(num_workers, 60, kinds)
+    solution = solve(given_profile)
+    chosen = solution.chosen
+    chosen.plan().check(60, given_profile.workers)
+    assert chosen.step_seconds <= 1.5 * 32 * chosen.bottleneck_seconds
+    single = solution.search.best_alone("w0")
+    assert single is not None
+    assert chosen.step_seconds < single.step_seconds / 2
+
+
+def test_pins_hold_among_many_workers() -> None:
+    pins = {"w6": (10, 20), "w3": (40, 41), COORDINATOR: (0, 0)}
+    solution = solve(many(7, 60, 7), Wishes(pins=pins))
+    spans = dict(zip(solution.chosen.names, solution.chosen.ranges, strict=True))
+    assert {name: spans[name] for name in pins} == pins
+
+
+def test_a_slow_link_between_two_of_many_is_avoided() -> None:
+    given_profile = many(6, 24, 6)
+    slow = [
+        Link(f"w{a}", f"w{b}", 5, 1e9) for a in range(6) for b in range(6) if a != b and (a + b) % 2
+    ]
+    slowed = profile(
+        24,
+        given_profile.devices[1:],
+        links=slow,
+        batch_size=32,
+        default_link=given_profile.default_link,
+    )
+    names = solve(slowed, Wishes(micro_batches=32)).chosen.workers
+    crossings = sum((int(a[1:]) + int(b[1:])) % 2 for a, b in zip(names, names[1:], strict=False))
+    assert crossings <= 1
