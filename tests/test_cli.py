@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from lightning_hetero import cli
 from lightning_hetero.model.imports import Allowed
+from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.runtime.worker import Worker
+
+from .planning.profiles import device, profile
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
@@ -84,3 +90,85 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
 ) -> None:
     assert expected in str(run(monkeypatch, "worker", *arguments))
+
+
+@pytest.fixture
+def profile_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A profile of eight layers on a fast and a slow worker, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    workers = [device("fast:1", 1, 2), device("slow:1", 3, 6)]
+    profile(8, workers, batch_size=16).to_yaml("profile.yaml")
+    return "profile.yaml"
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "plan", *arguments])
+    cli.main()
+
+
+def test_a_plan_is_written_and_its_verdict_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], profile_path: str
+) -> None:
+    plan(monkeypatch, profile_path)
+    shown = capsys.readouterr().out
+    assert "fast:1" in shown
+    assert "tokens/s" in shown
+    assert "The plan is in plan.yaml." in shown
+    written = Plan.from_yaml("plan.yaml")
+    written.check(8, ["fast:1", "slow:1"])
+    assert {stage.worker: stage.layers for stage in written.stages}["fast:1"] in [(0, 6), (2, 8)]
+
+
+def test_a_plan_that_is_there_is_replaced_only_when_named(
+    monkeypatch: pytest.MonkeyPatch, profile_path: str
+) -> None:
+    Path("plan.yaml").write_text("edited")
+    assert "is there already" in str(run(monkeypatch, "plan", profile_path))
+    assert Path("plan.yaml").read_text() == "edited"
+    plan(monkeypatch, profile_path, "--output", "plan.yaml")
+    assert Plan.from_yaml("plan.yaml").stages
+
+
+def test_wishes_are_granted(monkeypatch: pytest.MonkeyPatch, profile_path: str) -> None:
+    wishes = ["--pin", "slow:1=0:3", "--micro-batches", "4", "--batch-size", "8", "-o", "b.yaml"]
+    plan(monkeypatch, profile_path, *wishes, "--memory", "fast:1=1GiB")
+    written = Plan.from_yaml("b.yaml")
+    assert written.stages[0] == StagePlan(["slow:1"], (0, 3))
+    assert written.micro_batches == 4
+    plan(monkeypatch, profile_path, "--exclude", "fast:1", "-o", "b.yaml")
+    assert [stage.worker for stage in Plan.from_yaml("b.yaml").stages] == ["slow:1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--pin", "fst:1=0:2"], "The pin of 'fst:1' names none of the profile's devices"),
+        (["--pin", "fast:1=0-2"], "is not WORKER=START:END"),
+        (["--pin", "fast:1=0:2", "--pin", "slow:1=1:3"], "overlap"),
+        (["--pin", "fast:1=0:2", "--pin", "fast:1=1:3"], "'fast:1' is given twice"),
+        (["--pin", "fast:1=0:7", "--memory", "fast:1=1MB"], "cannot be honoured"),
+        (["--memory", "fast:1=10 GB"], "one of MB, GB, MiB, GiB, without a space"),
+        (["--memory", "fast:1=10e9"], "such as 10GiB"),
+        (["--exclude", "x"], "The exclusion of 'x' names none"),
+        (["--micro-batches", "17"], "cannot be cut into 17 micro-batches"),
+        (["-o", "nowhere/plan.yaml"], "The plan cannot be written to 'nowhere/plan.yaml'"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, profile_path: str, arguments: list[str], expected: str
+) -> None:
+    # A layer weighs something, so that memory can be too small for a pin.
+    content = yaml.safe_load(Path(profile_path).read_text())
+    content["model"]["parts"][2]["parameter_bytes"] = 2**20
+    Path(profile_path).write_text(yaml.safe_dump(content))
+    said = str(run(monkeypatch, "plan", profile_path, *arguments))
+    assert said.startswith("lightning-hetero: ")
+    assert expected in said
+    assert not Path("plan.yaml").exists()
+
+
+def test_what_is_no_profile_is_refused(monkeypatch: pytest.MonkeyPatch, profile_path: str) -> None:
+    Path("other.yaml").write_text("micro_batches: 8\nstages: []\n")
+    assert "'other.yaml' is not a profile" in str(run(monkeypatch, "plan", "other.yaml"))
+    assert "cannot be read" in str(run(monkeypatch, "plan", "none.yaml"))

@@ -36,7 +36,7 @@ def least_bottleneck(speeds: Sequence[Speed], num_layers: int) -> float:
     fixed = np.array([speed.fixed_seconds for speed in speeds])
     each = np.array([max(speed.layer_seconds, _INSTANT) for speed in speeds])
     most = np.array([speed.most_layers for speed in speeds])
-    if most.sum() < num_layers:
+    if most.sum() < num_layers or np.isinf(fixed).any():
         return math.inf
 
     def is_enough(seconds: float) -> bool:

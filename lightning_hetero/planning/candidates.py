@@ -14,7 +14,7 @@ from ..plan import COORDINATOR, Plan, StagePlan
 from .bounds import busy_seconds_of_media, least_seconds
 from .holding import Holder, Need, Option
 from .profile import EMBEDDING, HEAD, Link, Profile
-from .simulation import Hop, Pipeline, Simulation, StageTimes, simulate
+from .simulation import Hop, Pipeline, Simulation, StageTimes, predict
 from .splitting import Matrix, best_split, bottleneck
 
 
@@ -135,7 +135,7 @@ class Candidate:
     @cached_property
     def simulation(self) -> Simulation:
         """Its step, played."""
-        return simulate(self.pipeline)
+        return predict(self.pipeline)
 
     @property
     def step_seconds(self) -> float:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import PlanError
 from ..pipeline.rule import Action, Key, choose
+
+MOST_PLAYED = 256
+"""Micro-batches that `predict` plays."""
 
 LOSS = 1
 """Visit of the coordinator's forward that is the head and the loss; the runtime needs no such
@@ -91,7 +94,7 @@ class Simulation:
     """What a step would be like.
 
     Args:
-        spans: Every action in the order of their starts.
+        spans: Every action that was played, in the order of their starts.
         busy_seconds: How long each stage computed, its optimizer's step included.
         peak_in_flight: The most micro-batches that each stage had in flight.
         step_seconds: From the first action to the end of the slowest optimizer's step.
@@ -116,6 +119,25 @@ class Simulation:
 def simulate(pipeline: Pipeline) -> Simulation:
     """Play the step."""
     return _Run(pipeline).play()
+
+
+def predict(pipeline: Pipeline) -> Simulation:
+    """Play the step; of a long one the beginning, since it goes on as it went.
+
+    Beyond `MOST_PLAYED` micro-batches each one more takes what those of the second half took.
+    """
+    missing = pipeline.num_microbatches - MOST_PLAYED
+    if missing <= 0:
+        return simulate(pipeline)
+    half = simulate(replace(pipeline, num_microbatches=MOST_PLAYED // 2))
+    whole = simulate(replace(pipeline, num_microbatches=MOST_PLAYED))
+    more = missing / (MOST_PLAYED - MOST_PLAYED // 2)
+    return Simulation(
+        whole.spans,
+        [b + more * (b - a) for a, b in zip(half.busy_seconds, whole.busy_seconds, strict=True)],
+        whole.peak_in_flight,
+        whole.step_seconds + more * (whole.step_seconds - half.step_seconds),
+    )
 
 
 class _Stage:

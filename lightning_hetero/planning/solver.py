@@ -11,6 +11,9 @@ from .search import Search
 from .shortage import explain_shortage
 from .wishes import Wishes, apply
 
+MOST_COUNTS = 12
+"""Numbers of micro-batches that are tried."""
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -50,7 +53,14 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
 
 
 def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:
-    """Into how many micro-batches a batch may be cut: evenly, unless a person says otherwise."""
+    """Into how many micro-batches a batch may be cut: evenly, unless a person says otherwise.
+
+    Of a number with many divisors, those next to the powers of two.
+    """
     if wished is not None:
         return [wished]
-    return [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+    counts = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+    if len(counts) <= MOST_COUNTS:
+        return counts
+    powers = (2**exponent for exponent in range(batch_size.bit_length()))
+    return sorted({batch_size, *(max(c for c in counts if c <= power) for power in powers)})

@@ -93,7 +93,7 @@ def apply(wishes: Wishes, profile: Profile) -> Profile:
 
 
 def _batch_size(wishes: Wishes, profile: Profile) -> int:
-    size = wishes.batch_size or profile.batch_size
+    size = profile.batch_size if wishes.batch_size is None else wishes.batch_size
     if size is None:
         raise PlanError("The profile names no batch size; give one with --batch-size.")
     if size < 1:

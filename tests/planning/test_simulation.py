@@ -13,11 +13,13 @@ from lightning_hetero.pipeline import rule
 from lightning_hetero.planning.bounds import least_seconds
 from lightning_hetero.planning.simulation import (
     LOSS,
+    MOST_PLAYED,
     Hop,
     Pipeline,
     Simulation,
     Span,
     StageTimes,
+    predict,
     simulate,
 )
 
@@ -123,6 +125,21 @@ def test_the_slowest_optimizer_ends_the_step() -> None:
     played = simulate(Pipeline(stages, 1, hops, hops, 1, 1))
     assert played.step_seconds == 5 + 7
     assert played.busy_seconds == [3 + 5, 2 + 7]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8])
+def test_a_long_step_is_predicted_from_its_beginning(limit: int) -> None:
+    long = pipeline([(1, 2), (2, 3.5), (1.5, 2)], count=3 * MOST_PLAYED + 5, limit=limit, loss=0.7)
+    predicted, played = predict(long), simulate(long)
+    assert predicted.step_seconds == pytest.approx(played.step_seconds, rel=1e-3)
+    assert predicted.busy_seconds == pytest.approx(played.busy_seconds, rel=1e-6)
+    assert predicted.peak_in_flight == played.peak_in_flight
+    assert len(predicted.spans) < len(played.spans)
+
+
+def test_a_short_step_is_predicted_as_it_is_played() -> None:
+    short = pipeline([(1, 2), (2, 3.5)], count=9, limit=4)
+    assert predict(short) == simulate(short)
 
 
 def test_hops_must_match_the_stages() -> None:

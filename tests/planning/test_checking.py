@@ -1,0 +1,83 @@
+"""A plan that a person edited: every fault in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.planning.checking import candidate_of, check_plan
+from lightning_hetero.planning.profile import EMBEDDING, HEAD, Part, Profile
+from lightning_hetero.planning.solver import solve
+
+from .profiles import GIB, coordinator, device, ends, profile, timing
+
+
+def cluster(batch_size: int | None = 8) -> Profile:
+    parts = [Part(EMBEDDING, 0), Part(HEAD, 0), Part("layer", GIB)]
+    own = coordinator([*ends(), timing("layer", 1, 1)], memory_bytes=8 * GIB)
+    workers = [
+        device("laptop", 1, 1, memory_bytes=int(2.5 * GIB)),
+        device("tower", 1, 1, memory_bytes=8 * GIB),
+    ]
+    return profile(6, workers, own, (), {"parts": parts}, batch_size=batch_size)
+
+
+def plan(*stages: tuple[str, int, int], **others: int) -> Plan:
+    return Plan([StagePlan([name], (first, end)) for name, first, end in stages], **others)
+
+
+def test_what_the_solver_makes_has_no_fault() -> None:
+    assert check_plan(solve(cluster()).plan, cluster()) == []
+
+
+def test_a_plan_without_the_coordinator_is_checked_with_its_ends() -> None:
+    edited = plan(("tower", 0, 5), ("laptop", 5, 6))
+    assert check_plan(edited, cluster()) == []
+    assert candidate_of(edited, cluster()).names == ["coordinator", "tower", "laptop"]
+
+
+@pytest.mark.parametrize(
+    ("edited", "expected"),
+    [
+        (plan(("tower", 0, 5)), "The plan covers 5 layers and the model has 6"),
+        (plan(("towr", 0, 6)), "'towr', which is none of the workers ['laptop', 'tower']"),
+        (plan(("tower", 0, 6), micro_batches=9), "cannot be cut into 9 micro-batches"),
+        (
+            plan(("laptop", 0, 4), ("tower", 4, 6)),
+            "does not fit: `laptop` is 1.6 GiB short; move 2 layers.",
+        ),
+        (
+            Plan([StagePlan(["tower"], (0, 6), dtype="float16")]),
+            "`tower` was not measured with these layers, this dtype",
+        ),
+    ],
+)
+def test_a_fault_is_said(edited: Plan, expected: str) -> None:
+    (fault,) = check_plan(edited, cluster())
+    assert expected in fault
+
+
+def test_every_stage_that_does_not_fit_is_named() -> None:
+    small = cluster()
+    faults = check_plan(plan(("laptop", 0, 3), ("tower", 3, 6)), small)
+    assert len(faults) == 1
+    tight = profile(
+        6,
+        [device(name, 1, 1, memory_bytes=GIB) for name in ("laptop", "tower")],
+        model_options={"parts": small.model.parts},
+        batch_size=8,
+    )
+    assert len(check_plan(plan(("laptop", 0, 3), ("tower", 3, 6)), tight)) == 2
+
+
+def test_without_a_batch_size_there_is_nothing_to_reckon_with() -> None:
+    (fault,) = check_plan(plan(("tower", 0, 6)), cluster(batch_size=None))
+    assert "names no batch size" in fault
+
+
+def test_the_plan_is_simulated_as_it_is_written() -> None:
+    edited = plan(("coordinator", 0, 3), ("tower", 3, 6), micro_batches=4, in_flight=9)
+    candidate = candidate_of(edited, cluster())
+    assert candidate.plan().stages == edited.stages
+    assert (candidate.size, candidate.in_flight) == (2, 4)
+    assert candidate.step_seconds >= 4 * 3 * 4
