@@ -27,6 +27,7 @@ LAYERS = (
     {"planning", "runtime"},
     {"precision"},
     {"stepping"},
+    {"profiling"},
     {"strategy", "callbacks"},
     {"cli"},
     {"__init__", "__main__"},

@@ -20,7 +20,8 @@ class Station:
         device: What it computes on.
         memory: Which memory it has; stations of one share it.
         free_bytes: What is free of that.
-        base_bytes: What the process takes already.
+        base_bytes: What the process takes already, without the model.
+        held_bytes: What it holds of the model before that is put where it belongs.
         versions: Of libraries and drivers.
     """
 
@@ -30,6 +31,7 @@ class Station:
     free_bytes: int
     base_bytes: int
     versions: Mapping[str, str]
+    held_bytes: int = 0
 
     def is_of(self, profile: DeviceProfile) -> bool:
         """Whether a profile was measured here, with the same libraries."""
@@ -42,7 +44,10 @@ def shared_memory_bytes(stations: Sequence[Station]) -> dict[str, int]:
     of one memory."""
     sharers = Counter(station.memory for station in stations)
     return {
-        station.name: max(1, station.base_bytes + station.free_bytes // sharers[station.memory])
+        station.name: max(
+            1,
+            station.base_bytes + station.held_bytes + station.free_bytes // sharers[station.memory],
+        )
         for station in stations
     }
 

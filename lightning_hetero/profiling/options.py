@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from ..plan import Dtype
@@ -41,3 +42,12 @@ class ProfilingOptions:
             raise MisconfigurationException(
                 f"The micro-batch sizes are {list(sizes)}; give one or more, each 1 or more."
             )
+
+
+def options_of(trainer: pl.Trainer) -> ProfilingOptions | None:
+    """What a callback of the Trainer chose; None where none did."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        options = getattr(callback, "options", None)
+        if isinstance(options, ProfilingOptions):
+            return options
+    return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -57,7 +59,7 @@ class ProfilingRun:
     workers: Sequence[str]
     options: ProfilingOptions
     cuts_boundary: bool
-    clock: Clock
+    clock: Clock = time.perf_counter
 
     def profile(self) -> Profile:
         """Read what is known, measure the rest, and keep both. The module and its Trainer are as
@@ -80,10 +82,7 @@ class ProfilingRun:
         identity = self._identity(sample, optimizer)
         path = self.options.path or cache_file(identity)
         described = self._describe()
-        stations = [
-            Station(name, d.device, d.memory, d.free_bytes, d.base_bytes, d.versions)
-            for name, d in described.items()
-        ]
+        stations = [self._station(name, found) for name, found in described.items()]
         known = None if self.options.force else read_known(path, identity)
         known = None if known is None else still_true(known, stations)
         wanted = _wanted(list(described), known)
@@ -111,6 +110,22 @@ class ProfilingRun:
         """The devices as they are now, the coordinator's first."""
         here = describe_device(self.module.trainer.strategy.root_device)
         return {COORDINATOR: here, **describe_workers(self.coordinator, self.workers)}
+
+    def _station(self, name: str, described: DeviceDescription) -> Station:
+        """A process as it is now. The coordinator may hold the whole model in main memory."""
+        held_bytes = 0
+        if name == COORDINATOR and described.base_bytes:
+            tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+            held_bytes = sum(t.nbytes for t in tensors if t.device.type == "cpu")
+        return Station(
+            name=name,
+            device=described.device,
+            memory=described.memory,
+            free_bytes=described.free_bytes,
+            base_bytes=max(0, described.base_bytes - held_bytes),
+            versions=described.versions,
+            held_bytes=min(held_bytes, described.base_bytes),
+        )
 
     def _measure(
         self,

@@ -180,6 +180,11 @@ class Coordinator:
             if worker not in kept:
                 worker.channel.close(m.Goodbye())
         self._workers = [replace(worker, number=n) for n, worker in enumerate(kept, start=1)]
+        # Those that are free have said goodbye too, and by now nothing more comes from them.
+        arrived = [self._inbox.get() for _ in range(self._inbox.qsize())]
+        for arrival in arrived:
+            if any(worker.channel is arrival.channel for worker in kept):
+                self._inbox.put(arrival)
 
     def _named(self, name: str) -> _Worker:
         return next(worker for worker in self._workers if worker.name == name)

@@ -45,7 +45,7 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
     cli = LightningCLI(TinyModule, run=False, args=["--config", str(config)])
     strategy = cli.trainer.strategy
     assert isinstance(strategy, HeteroPipelineStrategy)
-    assert strategy._plan == Plan(
+    assert strategy.plan_choice.plan == Plan(
         [
             StagePlan(["coordinator"], (0, 2)),
             StagePlan(["127.0.0.1:9999"], (2, 5), recompute=True),

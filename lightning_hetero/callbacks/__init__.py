@@ -1,0 +1,1 @@
+"""Lightning callbacks: what is said to the strategy by the Trainer's list of callbacks."""
