@@ -14,7 +14,8 @@
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli.py           the command lightning-hetero
 
-Imports point one way: cli → strategy, callbacks → profiling → runtime, planning → pipeline → model, wire → plan → errors.
+Imports point one way: cli → strategy, callbacks → profiling → runtime, planning → pipeline → model,
+wire → plan → errors.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

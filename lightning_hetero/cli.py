@@ -99,10 +99,10 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     profile.add_argument(
         "--model",
         metavar="CLASS",
-        help="module.Class, if the config has no class_path of the model",
+        help="module.Class where the config has no class_path for it",
     )
     profile.add_argument(
-        "--data", metavar="CLASS", help="module.Class, if the config has no class_path of the data"
+        "--data", metavar="CLASS", help="module.Class where the config has no class_path for it"
     )
     profile.add_argument(
         "--force", action="store_true", help="measure, also what was measured before"
@@ -111,7 +111,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "-o",
         "--output",
         metavar="FILE",
-        help="where the profile is written, in place of what is there (default: a new profile.yaml)",
+        help="where it is written, in place of what is there (default: a new profile.yaml)",
     )
 
 
@@ -152,7 +152,9 @@ class _ProfilingCLI(LightningCLI):
                 f"The config's strategy is {type(strategy).__name__}, and only "
                 "HeteroPipelineStrategy measures devices; name it under trainer.strategy."
             )
-        return strategy.measure(self.trainer, self.model, self.datamodule, force)
+        with strategy.plan_choice.only_measuring(force):
+            self.trainer.fit(self.model, datamodule=self.datamodule)
+        return strategy.plan_choice.measured_profile(self.model)
 
 
 def _class_named(name: str, base: type) -> Any:

@@ -100,7 +100,7 @@ class PlanChoice:
             PlanError: If the plan does not fit.
         """
         plan = self.plan
-        if plan == "auto":
+        if plan == "auto" or self._only_measures:
             return None
         if plan == "even":
             plan = even_plan(num_layers, workers)
