@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from .calls import LayerCall, expected_tuple_length, take_hidden, without_cache
 from .collecting import CollectingHooks, SilencedHooks, add_collected, wanted_kinds
 from .four_bit import shapes_only
-from .hollow import Unmoved
 from .layers import DecoderLayer
 
 # Hidden states, the call and the kinds wanted, to what one layer would add to what is collected.
@@ -57,18 +56,16 @@ class PassingLayers:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Inside, the layers compute nothing, and stay where they are when the model moves."""
+        """Inside, the layers compute nothing."""
         collecting = CollectingHooks(self._root, [layer.name for layer in self._layers])
         silenced = [SilencedHooks(layer.module) for layer in self._layers]
         try:
             for number, layer in enumerate(self._layers):
                 layer.module.forward = _Passing(self, number)
-                layer.module._apply = Unmoved(layer.module)  # type: ignore[method-assign]
             yield
         finally:
             for layer in self._layers:
                 vars(layer.module).pop("forward", None)
-                vars(layer.module).pop("_apply", None)
             for taken in silenced:
                 taken.restore()
             collecting.remove()

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from ..model.blocks import BlocksRecipe
 from ..model.calls import LayerCall
+from ..model.collecting import SilencedHooks
 from ..model.imports import ImportedHere
 from ..model.layers import DecoderLayer
 from ..model.recipe import Recipe, write_recipe
 from ..pipeline.bench import Bench, LayerTrial
 from ..pipeline.handover import surroundings_here
 from ..pipeline.measure import Clock
-from ..runtime.building import build_described, describe_parameters
+from ..runtime.building import build_for_values, describe_parameters
 from ..runtime.measuring import say_prepare
 from ..runtime.translation import Content
 
@@ -64,11 +65,13 @@ class Blueprint:
     def build(self) -> nn.ModuleDict:
         """The layers without content."""
         specs = describe_parameters(self.layers)
-        return build_described(self.recipe.to_json(), specs, ImportedHere())
+        return build_for_values(self.recipe.to_json(), specs, ImportedHere())
 
     def on_meta(self) -> dict[int, nn.Module]:
         """For each layer of the model, the one that stands for it, without content."""
         built = self.build()
+        for layer in built.values():
+            SilencedHooks(layer)  # nothing of theirs is to be collected
         return {n: built[str(self.number_of(kind))] for n, kind in enumerate(self.kinds)}
 
     def bench(self, device: torch.device, clock: Clock = time.perf_counter) -> Bench:

@@ -90,7 +90,7 @@ class PlanChoice:
         """
         plan = self.given(num_layers, workers) or self._solved.get((num_layers, tuple(workers)))
         return plan or self._even(
-            num_layers, workers, f"`trainer.{trainer.state.fn}` does not train"
+            num_layers, workers, f"`trainer.{_name_of(trainer.state.fn)}` does not train"
         )
 
     def given(self, num_layers: int, workers: Sequence[str]) -> Plan | None:
@@ -127,13 +127,19 @@ class PlanChoice:
             # What Lightning itself ends a run with that was only to try something.
             raise _TunerExitException
         if given is not None:
-            for fault in check_plan(given, self.profile):
-                rank_zero_warn(f"By what was measured, the plan cannot run. {fault}")
+            self._check(given, self.profile)
             return given
         solution = solve(self.profile, Wishes(micro_batches=self._micro_batches))
         _show(solution)
         self._solved[len(run.layers), tuple(run.workers)] = solution.plan
         return solution.plan
+
+    def _check(self, plan: Plan, profile: Profile) -> None:
+        """Say what is wrong with a plan, by what was measured."""
+        # A batch of fewer samples than pieces gives fewer pieces.
+        pieces = min(plan.micro_batches, profile.batch_size or plan.micro_batches)
+        for fault in check_plan(dataclasses.replace(plan, micro_batches=pieces), profile):
+            rank_zero_warn(f"By what was measured, the plan cannot run. {fault}")
 
     def _even(self, num_layers: int, workers: Sequence[str], reason: str) -> Plan:
         rank_zero_info(f"plan='auto' is 'even' here, since nothing can be measured: {reason}")
@@ -143,6 +149,10 @@ class PlanChoice:
         if self._micro_batches is None:
             return plan
         return dataclasses.replace(plan, micro_batches=self._micro_batches)
+
+
+def _name_of(function: TrainerFn | None) -> str:
+    return "" if function is None else function.value
 
 
 @rank_zero_only

@@ -179,18 +179,21 @@ def _wanted(names: Sequence[str], known: Profile | None) -> Wanted:
 def _ends_here(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> Iterator[None]:
     """Inside, what is no decoder layer has its weights, on its device; there it stays."""
     weights = weights_in_checkpoint(module)
+    device = module.trainer.strategy.root_device
     with ExitStack() as undo:
-        for layer in layers:
-            layer.module._apply = Unmoved(layer.module)  # type: ignore[method-assign]
-            undo.callback(vars(layer.module).pop, "_apply", None)
-        device = module.trainer.strategy.root_device
         if weights is not None:
             away = {p for layer in layers for p in layer.module.parameters()}
             for _name in bring_here(module, weights, away, device):
                 pass
             weights.is_deployed = True
             undo.callback(setattr, weights, "is_deployed", False)
-        module.to(device)
+        for layer in layers:
+            layer.module._apply = Unmoved(layer.module)  # type: ignore[method-assign]
+        try:
+            module.to(device)
+        finally:
+            for layer in layers:
+                del layer.module._apply
         yield
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from ..model.four_bit import is_four_bit
 from ..model.imports import Allowed
 from ..model.recipe import Recipe, build_layers
-from ..model.tensors import named_tensors
+from ..model.tensors import locate, named_tensors, set_tensor
 from ..wire import messages as m
 from ..wire.tensors import TensorSpec, dtype_name
 
@@ -30,6 +31,20 @@ def build_described(
     for name, tensor in named_tensors(numbered):
         if isinstance(tensor, nn.Parameter):
             tensor.requires_grad_(specs[name].requires_grad)
+    return layers
+
+
+def build_for_values(
+    recipe: str, parameters: Sequence[m.ParameterSpec], allowed: Allowed
+) -> nn.ModuleDict:
+    """The same with all tensors in the dtypes that are described, for values to be made up."""
+    layers = build_described(recipe, parameters, allowed)
+    numbered = numbered_layers(layers)
+    dtypes = {spec.name: spec.tensor.torch_dtype for spec in parameters}
+    for name, tensor in list(named_tensors(numbered)):
+        owner, leaf, _ = locate(numbered, name)
+        if tensor.dtype != dtypes[name] and not is_four_bit(owner, leaf):
+            set_tensor(numbered, name, tensor.to(dtypes[name]))
     return layers
 
 

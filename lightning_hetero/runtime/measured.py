@@ -19,7 +19,7 @@ from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES
 from ..wire.values import unpack
 from .address import Address
-from .building import build_described
+from .building import build_for_values
 from .channel import Channel
 from .deadlines import Deadlines
 from .device import describe_device
@@ -92,7 +92,7 @@ class MeasuredSide:
 
     def _prepare_layers(self, message: m.PrepareLayers, tensors: tuple[Tensor, ...]) -> m.Message:
         buffers = dict(zip(message.buffers, tensors, strict=True))
-        build = partial(build_described, message.recipe, message.parameters, self._allowed)
+        build = partial(build_for_values, message.recipe, message.parameters, self._allowed)
         build()  # what cannot be built is said at once
         self._bench = Bench(self._device, build, buffers)
         return m.Done()
