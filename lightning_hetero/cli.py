@@ -119,12 +119,12 @@ def _run_profile(options: argparse.Namespace) -> None:
     path = _new_file("profile.yaml") if options.output is None else Path(options.output)
     # Projects import their own modules by plain names, as `python main.py` finds them.
     sys.path.insert(0, os.getcwd())
-    logging.basicConfig(level="INFO", format="%(message)s")
+    # LightningCLI reads the command line, and warns where it is given another.
+    sys.argv = [sys.argv[0], "fit", "--config", options.config]
     cli = _ProfilingCLI(
         None if options.model is None else _class_named(options.model, pl.LightningModule),
         None if options.data is None else _class_named(options.data, pl.LightningDataModule),
         save_config_callback=None,
-        args=["fit", "--config", options.config],
     )
     profile = cli.measured(options.force)
     try:
@@ -152,6 +152,8 @@ class _ProfilingCLI(LightningCLI):
                 f"The config's strategy is {type(strategy).__name__}, and only "
                 "HeteroPipelineStrategy measures devices; name it under trainer.strategy."
             )
+        # No run, so no folder for it either.
+        self.trainer.loggers = []
         with strategy.plan_choice.only_measuring(force):
             self.trainer.fit(self.model, datamodule=self.datamodule)
         return strategy.plan_choice.measured_profile(self.model)

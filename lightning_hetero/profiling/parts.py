@@ -60,6 +60,7 @@ def _layer_part(
         dtype: num_bytes
         for dtype in get_args(Dtype)
         if subject.converts_weights
+        and dtype != subject.dtype
         and (num_bytes := stored_bytes({number: layer}, DTYPES[dtype])) != plain
     }
     return Part(
