@@ -10,7 +10,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench foreign clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +32,10 @@ format: $(INSTALLED) ## Format the code and repair what ruff can repair
 
 bench: $(INSTALLED) ## Run every benchmark
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+
+foreign: $(INSTALLED) ## Train other people's projects, on one device and over workers
+	$(BIN)/python -m pip install --no-input -q -c constraints.txt -e '.[foreign]'
+	$(BIN)/python examples/foreign_projects/main.py $(ARGS)
 
 clean: ## Remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache

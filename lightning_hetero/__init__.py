@@ -8,9 +8,12 @@
     planning/        what goes where: makes plans
     runtime/         where it runs: channels, worker, coordinator, local worker processes
     precision.py     where a precision plugin clips and steps, the stages do too
+    manual.py        where a user's code zeroes gradients, the stages do too
+    callbacks/       Lightning callbacks that know of stages
+    saving.py        checkpoint files: written straight to the disk, whole or not at all
+    checks.py        what is refused before a run
     stepping.py      one training step, cut into micro-batches for the driver
     profiling/       what it takes: measures a model on its devices, and chooses the plan
-    callbacks/       Lightning callbacks: PipelineProfiler
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli.py           the command lightning-hetero
 

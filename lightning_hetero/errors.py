@@ -10,6 +10,7 @@ HeteroError
 │  ├─ LocalProtocolError     we were about to say what the rules forbid
 │  └─ RemoteProtocolError    the peer said what the rules forbid
 ├─ ChannelError              a connection ended or could not be used
+├─ SaveError                 a checkpoint that could not be written
 └─ WorkerError
    ├─ WorkerUnreachable      nobody answered, or it refused us
    ├─ WorkerLost             it was there and is gone
@@ -55,6 +56,10 @@ class RemoteProtocolError(ProtocolError):
 
 class ChannelError(HeteroError):
     """A connection ended, or could not be used."""
+
+
+class SaveError(HeteroError, OSError):
+    """A checkpoint that could not be written; what was in its place is untouched."""
 
 
 class WorkerError(HeteroError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,6 +16,7 @@ from .errors import PlanError
 COORDINATOR = "coordinator"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,17 @@ class StagePlan:
         dtype: What the stage multiplies in where that is not what Lightning's ``precision`` says,
             on a device without bfloat16 for one. Its frozen weights are kept in it and come back
             rounded; those that train are never narrowed, or their steps would be lost in rounding.
+        activation_dtype: What activations are rounded to on their way over the stage's two
+            boundaries, for a slow link; nothing by default. ``int8`` has a scale for each 64.
+        gradient_dtype: The same for gradients.
     """
 
     workers: list[str]
     layers: tuple[int, int]
     recompute: bool = False
     dtype: Dtype | None = None
+    activation_dtype: WireDtype | None = None
+    gradient_dtype: WireDtype | None = None
 
     @property
     def worker(self) -> str:
@@ -49,6 +56,14 @@ class StagePlan:
     def layer_indices(self) -> range:
         """The decoder layers of this stage."""
         return range(*self.layers)
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """What activations and gradients are rounded to between two stages; None for not at all."""
+
+    activation_dtype: WireDtype | None = None
+    gradient_dtype: WireDtype | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,35 @@ class Plan:
     def remote_stages(self) -> list[StagePlan]:
         """The stages that live on workers."""
         return [stage for stage in self.stages if not stage.is_local]
+
+    @property
+    def narrowings(self) -> list[Narrowing]:
+        """What is sent as what, from the coordinator's boundary with the first remote stage to
+        that of the last one with the coordinator; the narrower wish of the two sides holds."""
+        local = next((stage for stage in self.stages if stage.is_local), None)
+        around = [local, *self.remote_stages, local]
+        return [
+            Narrowing(
+                _narrower(before, after, "activation_dtype"),
+                _narrower(before, after, "gradient_dtype"),
+            )
+            for before, after in pairwise(around)
+        ]
+
+    @property
+    def coordinator_narrowing(self) -> Narrowing:
+        """What the coordinator sends as what: activations to the first stage, gradients to the
+        last one."""
+        first, *_, last = self.narrowings
+        return Narrowing(first.activation_dtype, last.gradient_dtype)
+
+    @property
+    def stage_narrowings(self) -> list[Narrowing]:
+        """The same of each remote stage: activations downstream, gradients upstream."""
+        return [
+            Narrowing(after.activation_dtype, before.gradient_dtype)
+            for before, after in pairwise(self.narrowings)
+        ]
 
     @property
     def max_in_flight(self) -> int:
@@ -99,7 +143,7 @@ class Plan:
         stages = content.get("stages")
         for index, stage in enumerate(stages if isinstance(stages, list) else []):
             _refuse_unknown_keys(stage, StagePlan, f"stage {index}")
-            _check_dtype(stage.get("dtype"), f"stage {index}")
+            _check_dtypes(stage, f"stage {index}")
         try:
             return msgspec.convert(content, cls)
         except msgspec.ValidationError as error:
@@ -110,6 +154,8 @@ class Plan:
         content = asdict(self)
         for stage in content["stages"]:
             stage["layers"] = list(stage["layers"])
+            for key in [key for key, value in stage.items() if value is None]:
+                del stage[key]
         Path(path).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
     def check(self, num_layers: int, workers: Sequence[str]) -> None:
@@ -162,7 +208,7 @@ class Plan:
                 raise PlanError(
                     f"Stage {index} is on the coordinator, which can only hold the first stage."
                 )
-            _check_dtype(stage.dtype, f"stage {index}")
+            _check_dtypes(vars(stage), f"stage {index}")
             if stage.is_local and stage.dtype is not None:
                 raise PlanError(
                     f"The coordinator's stage has dtype {stage.dtype!r}; what the coordinator "
@@ -178,10 +224,24 @@ class Plan:
             seen.add(stage.worker)
 
 
-def _check_dtype(dtype: Any, where: str) -> None:
-    known = (None, *get_args(Dtype))
-    if dtype not in known:
-        raise PlanError(f"Unknown dtype {dtype!r} in {where}; it is one of {', '.join(known[1:])}.")
+def _narrower(before: StagePlan | None, after: StagePlan | None, field: str) -> WireDtype | None:
+    wishes = [getattr(stage, field) for stage in (before, after) if stage is not None]
+    widths: dict[WireDtype | None, int] = {"int8": 8, "bfloat16": 16, "float16": 16, "float32": 32}
+    return min(wishes, key=lambda wish: widths.get(wish, 64))
+
+
+def _check_dtypes(stage: Any, where: str) -> None:
+    """``stage`` has the fields of a `StagePlan` as keys."""
+    for field, kind in (
+        ("dtype", Dtype),
+        ("activation_dtype", WireDtype),
+        ("gradient_dtype", WireDtype),
+    ):
+        dtype, known = stage.get(field), get_args(kind)
+        if dtype is not None and dtype not in known:
+            raise PlanError(
+                f"Unknown {field} {dtype!r} in {where}; it is one of {', '.join(known)}."
+            )
 
 
 def _refuse_unknown_keys(content: Any, kind: type, where: str) -> None:

@@ -7,9 +7,11 @@ optimizer, are used nowhere else in the package.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
@@ -17,72 +19,147 @@ from torch.optim import Optimizer
 
 from .errors import ModelError
 from .pipeline.optimizer import optimizer_gradients
-from .runtime.remote_optimizer import RemoteOptimizer
+from .runtime.remote_optimizer import (
+    RemoteOptimizer,
+    changed_parameters,
+    optimized_parameters,
+)
+
+Versions = set[tuple[int, int]]
 
 
 class RemoteSteps:
-    """Diverts a precision plugin's clipping and stepping until `detach`."""
+    """Diverts a precision plugin's clipping and stepping until `detach`.
+
+    Args:
+        plugin: Lightning's.
+        optimizers: Those that have parameters on stages; the plugin does its usual for any other.
+        names_of: Names of the parameters on stages.
+    """
 
     _DIVERTED = ("clip_grad_by_norm", "clip_grad_by_value", "_after_closure")
 
-    def __init__(self, plugin: Precision, optimizer: RemoteOptimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self,
+        plugin: Precision,
+        optimizers: Sequence[RemoteOptimizer],
+        names_of: Mapping[Tensor, str],
+    ) -> None:
+        self.optimizers = optimizers
+        self._names_of = names_of
         self._plugin = plugin
-        self._original_after_closure = plugin._after_closure
-        plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign,assignment]
-        plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign,assignment]
+        self._remote = {id(remote.optimizer): remote for remote in optimizers}
+        # Of each optimizer: gradients that are known to be unclipped, or None if they are clipped.
+        self._unclipped: dict[int, Versions | None] = {}
+        self._sent: set[int] = set()
+        self._original = {name: getattr(plugin, name) for name in self._DIVERTED}
+        plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
         plugin._after_closure = self._after_closure  # type: ignore[method-assign]
+        self._hooks = [
+            remote.optimizer.register_step_post_hook(self._after_step) for remote in optimizers
+        ]
 
     def detach(self) -> None:
-        """Leave plugin and optimizer ordinary ones."""
-        self.optimizer.detach()
+        """Leave plugin and optimizers ordinary ones."""
+        for remote in self.optimizers:
+            remote.detach()
+        for hook in self._hooks:
+            hook.remove()
         for name in self._DIVERTED:
             delattr(self._plugin, name)
 
-    def _clip_by_norm(self, _optimizer: Any, clip_val: float) -> None:
-        self.optimizer.clip_by_norm(clip_val)
+    def note_backward(self) -> None:
+        """A backward has just ended: whatever its gradients are now, nobody has clipped them."""
+        if scaler_of(self._plugin) is None:  # which changes them all, just before the step
+            for number, remote in self._remote.items():
+                self._unclipped[number] = _versions(remote.optimizer)
 
-    def _clip_by_value(self, _optimizer: Any, clip_val: float) -> None:
-        self.optimizer.clip_by_value(clip_val)
+    def note_clipping(self) -> None:
+        """All gradients, here and there, have just been clipped."""
+        self._unclipped = dict.fromkeys(self._remote)
+
+    def remote_of(self, optimizer: Optimizer | LightningOptimizer) -> RemoteOptimizer | None:
+        """The parts on the stages that an optimizer has, as the user or Lightning holds it."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return self._remote.get(id(optimizer))
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        remote = self.remote_of(optimizer)
+        if remote is None:
+            self._original["clip_grad_by_norm"](optimizer, clip_val)
+        else:
+            remote.clip_by_norm(clip_val)
+            self._unclipped[id(remote.optimizer)] = None
+
+    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
+        remote = self.remote_of(optimizer)
+        if remote is None:
+            self._original["clip_grad_by_value"](optimizer, clip_val)
+        else:
+            remote.clip_by_value(clip_val)
+            self._unclipped[id(remote.optimizer)] = None
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         """Gradients are final here, and the optimizer is about to step."""
+        remote = self.remote_of(optimizer)
+        if remote is None:
+            if any(p in self._names_of for p in optimized_parameters(optimizer)):
+                raise changed_parameters(optimizer)
+            self._original["_after_closure"](model, optimizer)
+            return
         scaler = scaler_of(self._plugin)
-        is_finite = scaler is None or self._unscale(scaler, optimizer)
-        before = _versions(optimizer)
-        self._original_after_closure(model, optimizer)
-        if before and not self.optimizer.is_clipped and not before & _versions(optimizer):
-            raise ModelError(
-                "All gradients on this process were changed before the optimizer's step, and those "
-                "of layers on workers were not here to be changed; clip them with "
-                "`self.clip_gradients(...)` in `configure_gradient_clipping`, or with the "
-                "Trainer's `gradient_clip_val`."
-            )
+        is_finite = scaler is None or self._unscale(scaler, remote)
+        number = id(remote.optimizer)
+        if getattr(model, "automatic_optimization", True):
+            self._unclipped[number] = _versions(optimizer)
+        self._original["_after_closure"](model, optimizer)
+        _check_not_clipped_by_hand(self._unclipped.pop(number, None), optimizer)
         if is_finite:
-            self.optimizer.step()
-        else:
-            self.optimizer.skip()
+            # Before the step here, so that all step at the same time.
+            remote.step()
+            self._sent.add(number)
 
-    def _unscale(self, scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
+    def _after_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
+        """An optimizer has stepped here: one that the user steps without Lightning, perhaps."""
+        remote = self._remote[id(optimizer)]
+        if id(optimizer) in self._sent:
+            self._sent.remove(id(optimizer))
+        else:
+            remote.step()
+        remote.note_stepped()
+
+    def _unscale(self, scaler: torch.amp.GradScaler, remote: RemoteOptimizer) -> bool:
         """Take the loss scale off the stages' gradients, as the scaler did with those here.
 
         Returns:
             Whether all gradients everywhere are finite; if not, the scaler will skip the step.
         """
-        state = scaler._per_optimizer_states[id(optimizer)]
+        state = scaler._per_optimizer_states[id(remote.optimizer)]
         if state["stage"] is not OptState.UNSCALED:
             return False  # there was no loss, so nobody steps
         found: dict[Any, Tensor] = state["found_inf_per_device"]
-        is_finite = self.optimizer.unscale(scaler.get_scale())
+        is_finite = remote.unscale(scaler.get_scale())
         if not is_finite or not found:
             # Where nothing trains on this process, the scaler has not looked at anything yet.
             found[torch.device("cpu")] = torch.tensor(0.0 if is_finite else 1.0)
         return not any(flag.item() for flag in found.values())
 
 
-def _versions(optimizer: Optimizer) -> set[tuple[int, int]]:
+def _versions(optimizer: Optimizer) -> Versions:
     """What tells whether gradients were replaced or changed in place."""
     return {(id(gradient), gradient._version) for gradient in optimizer_gradients(optimizer)}
+
+
+def _check_not_clipped_by_hand(unclipped: Versions | None, optimizer: Optimizer) -> None:
+    if unclipped and not unclipped & _versions(optimizer):
+        raise ModelError(
+            "All gradients on this process were changed before the optimizer's step, and those "
+            "of layers on workers were not here to be changed; clip them with "
+            "`self.clip_gradients(...)`, with the Trainer's `gradient_clip_val`, or with "
+            "`trainer.strategy.clip_grad_norm_(...)`."
+        )
 
 
 def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:

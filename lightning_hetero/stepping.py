@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .errors import BatchError, ModelError
 from .pipeline.driver import Driver, MicrobatchStep
 from .pipeline.gradients import StepGradients
+from .pipeline.metrics import BatchMetrics
 from .pipeline.microbatch import LossWeighting, batch_size, loss_weights, split_batch
 from .pipeline.results import StepLog, merge_values, weighted_mean
 from .precision import scaler_of
@@ -54,13 +55,14 @@ class MicrobatchedStep:
         trainer = self._module.trainer
         scaler = scaler_of(trainer.precision_plugin)
         scale = (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
-        log = StepLog()
+        metrics = BatchMetrics()
+        log = StepLog(metrics)
         work = [
             MicrobatchStep(partial(self._run_one, microbatch, rest, log, weight), weight * scale)
             for microbatch, weight in zip(microbatches, weights, strict=True)
         ]
         step = self._deployment.coordinator.step + 1
-        with _logging_to(self._module, log):
+        with _logging_to(self._module, log), metrics.gathering(self._module):
             in_flight = self._deployment.plan.max_in_flight
             results = self._driver.run(step, work, in_flight, accumulate)
         log.publish(self._module.log)
@@ -70,7 +72,7 @@ class MicrobatchedStep:
         try:
             several = isinstance(self._module.trainer.train_dataloader, list)
             microbatches = split_batch(batch, self._deployment.plan.micro_batches, several)
-            counts = [batch_size(piece[0] if several else piece) for piece in microbatches]
+            counts = [batch_size(_one_of(piece) if several else piece) for piece in microbatches]
         except BatchError as error:
             rank_zero_warn(
                 f"The batch runs in one piece, so the stages work one after the other. {error}"
@@ -100,6 +102,11 @@ class MicrobatchedStep:
         total = sum(weight for _, weight in kept)
         merged = merge_values(values, [weight / total for _, weight in kept], "its result")
         return {"loss": loss, **merged}
+
+
+def _one_of(batches: Sequence[Any]) -> Any:
+    """The first of several loaders' batches; a loader that has ended has none."""
+    return next(batch for batch in batches if batch is not None)
 
 
 def loss_of(result: Any) -> Tensor | None:

@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .callbacks.profiler import ProfilingOptions
+from .checks import (
+    check_arguments,
+    check_callbacks,
+    check_not_compiled,
+    check_precision,
+    warn_of_batch_statistics,
+    warn_of_idle_devices,
+)
 from .errors import HeteroError, ModelError
+from .manual import FollowedZeroGrad
 from .model.four_bit import accepting_states, keep_layout
 from .model.imports import Allowed, refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import bring_here, weights_in_checkpoint
+from .model.state_dicts import keys_of, leave_out
+from .pipeline.averaging import AveragingAction
 from .pipeline.microbatch import LossWeighting
+from .pipeline.optimizer import (
+    Clipping,
+    clip_gradients,
+    clipping_factor,
+    gradient_norms,
+    total_norm,
+)
 from .plan import Plan, StagePlan
 from .precision import RemoteSteps, scaler_of
 from .profiling.choosing import PlanChoice
-from .profiling.options import ProfilingOptions
 from .profiling.run import ProfilingRun
 from .runtime.address import Address
 from .runtime.coordinator import Coordinator
@@ -48,7 +67,8 @@ from .runtime.local import (
     stop_local_workers,
     threads_per_process,
 )
-from .runtime.remote_optimizer import RemoteOptimizer
+from .runtime.remote_optimizer import RemoteOptimizer, optimized_parameters
+from .saving import check_complete, checkpoint_io_or_ours, keeping_frozen
 from .stepping import MicrobatchedStep
 
 logger = logging.getLogger(__name__)
@@ -76,8 +96,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         loss_weighting: How micro-batch losses combine: ``"samples"``, ``"labels"`` (those that
             are not -100), ``"auto"`` (labels where the batch has them), or a function from a
             micro-batch to its weight.
+        checkpoint_weights: ``"all"``, or ``"trainable"`` to leave out of checkpoints what does not
+            train, as the weights under adapters: they hold the parameters that require gradients
+            and every persistent buffer. The module that loads one keeps its own frozen weights;
+            without this strategy, by Lightning's ``strict_loading = False``. A model made by
+            `from_pretrained` leaves out what is in its source either way.
         accelerator: As for every Lightning strategy.
-        checkpoint_io: As for every Lightning strategy.
+        checkpoint_io: As for every Lightning strategy; None writes files without a copy in memory.
         precision_plugin: As for every Lightning strategy.
     """
 
@@ -92,6 +117,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         micro_batches: int | None = None,
         micro_batching: Literal["step", "boundary"] = "step",
         loss_weighting: LossWeighting = "auto",
+        checkpoint_weights: Literal["all", "trainable"] = "all",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -99,11 +125,22 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
+        check_arguments(
+            workers=workers,
+            plan=plan,
+            layers=layers,
+            micro_batches=micro_batches,
+            micro_batching=micro_batching,
+            loss_weighting=loss_weighting,
+            checkpoint_weights=checkpoint_weights,
+        )
         self._workers = workers
         self.plan_choice = PlanChoice(plan, micro_batches)
         self._layers: LayerChoice = layers
         self._micro_batching = micro_batching
         self._loss_weighting = loss_weighting
+        self._ever_trained: set[Tensor] = set()
+        self._trainable_only = checkpoint_weights == "trainable"
         # Lightning's connector fills this in; the coordinator computes on the first of them.
         self.parallel_devices: list[torch.device] | None = None
         self._local_workers: list[LocalWorker] = []
@@ -111,6 +148,20 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._deployment: Deployment | None = None
         self._microbatched: MicrobatchedStep | None = None
         self._remote_steps: RemoteSteps | None = None
+        self._followed: FollowedZeroGrad | None = None
+        # Why the checkpoint that is being made after an exception cannot be written.
+        self._unsaved: HeteroError | None = None
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = checkpoint_io_or_ours(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     @override
@@ -120,6 +171,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         refuse_training_in_worker()
+        warn_of_idle_devices(self.parallel_devices)
         super().setup_environment()
 
     @property
@@ -130,8 +182,15 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if strict:
+            checkpoint = keeping_frozen(checkpoint, self._module())
         with accepting_states(self._module()):
             super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._unsaved = None
+        return self._unless_interrupted(self._gather)
 
     @override
     def model_to_device(self) -> None:
@@ -150,50 +209,116 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        _check_supported(self._module(), self._micro_batching)
+        warn_of_batch_statistics(self._module(), cuts_step=self._cuts_step)
         super().setup(trainer)
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        SingleDeviceStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        if self._followed is not None:
+            self._followed.follow_wrappers(self._lightning_optimizers)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self._deployment is None:
+        deployment = self._deployment
+        if deployment is None:
             return
-        if len(self.optimizers) != 1:
-            raise MisconfigurationException(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers; "
-                "HeteroPipelineStrategy works with exactly one in this version."
-            )
-        _check_precision(self.precision_plugin, self.optimizers[0])
-        optimizer = RemoteOptimizer(
-            self.optimizers[0], self._deployment.coordinator, self._deployment.names_of
-        )
-        self._remote_steps = RemoteSteps(self.precision_plugin, optimizer)
-        if self._micro_batching == "step":
-            self._microbatched = MicrobatchedStep(
-                self._module(), self._deployment, self._loss_weighting, _seed()
+        remote = [
+            RemoteOptimizer(optimizer, number, deployment.coordinator, deployment.names_of)
+            for number, optimizer in enumerate(self.optimizers)
+            if _has_parameters_in(optimizer, deployment.names_of)
+        ]
+        for each in remote:
+            check_precision(self.precision_plugin, each.optimizer)
+        self._remote_steps = RemoteSteps(self.precision_plugin, remote, deployment.names_of)
+        module = self._module()
+        if self._cuts_step:
+            self._microbatched = MicrobatchedStep(module, deployment, self._loss_weighting, _seed())
+        elif not module.automatic_optimization:
+            self._followed = FollowedZeroGrad(
+                module, deployment.coordinator, deployment.names_of, remote
             )
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._deployment is None:
+        self._note_trained()
+        deployment = self._deployment
+        if deployment is None:
             return super().training_step(*args, **kwargs)
-        self._deployment.check_trained_ones()
-        accumulate = not self._is_first_of_window()
+        accumulate = self._followed is not None or not self._is_first_of_window()
         if self._microbatched is not None:
+            deployment.follow_trained_ones()
             batch, *rest = (*args, *kwargs.values())
             return self._microbatched.run(batch, rest, accumulate)
-        with self._deployment.whole_batch_step(self._deployment.plan.micro_batches, accumulate):
+        with deployment.whole_batch_step(deployment.plan.micro_batches, accumulate):
             result = super().training_step(*args, **kwargs)
-        self._deployment.check_forward_finished()
+        deployment.check_forward_finished()
         return result
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._remote_steps is not None:
+            self._remote_steps.note_backward()
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients, here and on the workers, so that their 2-norm together is at most
+        ``max_norm``; as `torch.nn.utils.clip_grad_norm_` on one device.
+
+        For `configure_gradient_clipping`, `on_before_optimizer_step`, or manual optimization; with
+        several optimizers, `self.clip_gradients` clips the gradients of one.
+
+        Returns:
+            The norm before.
+        """
+        gradients = [p.grad for p in self._module().parameters() if p.grad is not None]
+        norm = total_norm([*self.grad_norms().values()])
+        clipping = Clipping(factor=clipping_factor(max_norm, norm))
+        clip_gradients(gradients, clipping)
+        if self._deployment is not None:
+            self._deployment.coordinator.clip_gradients(None, clipping)
+        if self._remote_steps is not None:
+            self._remote_steps.note_clipping()
+        return norm
+
+    def grad_norms(self) -> dict[str, float]:
+        """The 2-norm of every gradient, here and on the workers, by its parameter's name in the
+        LightningModule; parameters without a gradient are left out."""
+        here = {name: p.grad for name, p in self._module().named_parameters() if p.grad is not None}
+        norms = dict(zip(here, gradient_norms([*here.values()]), strict=True))
+        if self._deployment is not None:
+            norms.update(self._deployment.grad_norms())
+        names = [name for name, _ in self._module().named_parameters() if name in norms]
+        return {name: norms[name] for name in names}
+
+    def average_weights(
+        self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
+    ) -> None:
+        """What `StageWeightAveraging` asks the stages to do with the averages of their weights."""
+        if self._deployment is not None:
+            self._deployment.coordinator.average_weights(action, num_averaged, decay)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._unless_interrupted(partial(super().optimizer_state, optimizer))
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        missing = [k for k, v in checkpoint.get("state_dict", {}).items() if _is_meta(v)]
-        if missing:
-            raise ModelError(f"The checkpoint {str(filepath)!r} would lack the weights {missing}.")
+        if self._unsaved is not None:
+            logger.error("No checkpoint was written to %s. %s", filepath, self._unsaved)
+            return
+        check_complete(checkpoint, filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -206,7 +331,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         deployment, self._deployment = self._deployment, None
         remote_steps, self._remote_steps = self._remote_steps, None
+        followed, self._followed = self._followed, None
         self._microbatched = None
+        if followed is not None:
+            followed.detach()
         try:
             if deployment is not None:
                 _bring_back(deployment, remote_steps)
@@ -225,7 +353,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
             return
-        _check_callbacks(module.trainer)
+        check_callbacks(module.trainer)
+        check_not_compiled(module, layers)
         coordinator = self._connect(_workers_of(plan), imports_of(module, layers, plan))
         with _closing_on_error(coordinator):
             self._deploy_plan(module, layers, plan, coordinator)
@@ -235,14 +364,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     ) -> None:
         names = self._worker_names()
         given = self.plan_choice.given(len(layers), names)
-        _check_callbacks(module.trainer)
+        check_callbacks(module.trainer)
+        check_not_compiled(module, layers)
         everything = Plan([StagePlan(names[:1], (0, len(layers)))])
         coordinator = self._connect(names, imports_of(module, layers, everything))
         with _closing_on_error(coordinator):
-            cuts_boundary = self._micro_batching == "boundary"
-            run = ProfilingRun(module, layers, coordinator, names, options, cuts_boundary)
+            run = ProfilingRun(module, layers, coordinator, names, options, not self._cuts_step)
             plan = self.plan_choice.measured(run, given)
-            coordinator.keep(_workers_of(plan))
             if plan.remote_stages:
                 self._deploy_plan(module, layers, plan, coordinator)
         if not plan.remote_stages:
@@ -257,6 +385,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         plan: Plan,
         coordinator: Coordinator,
     ) -> None:
+        coordinator.keep(_workers_of(plan), plan.coordinator_narrowing)
         is_mixed = isinstance(self.precision_plugin, MixedPrecision)
         self._deployment = Deployment(module, layers, plan, coordinator, _seed(), not is_mixed)
         self._announce(plan)
@@ -324,7 +453,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                     f"stage {number} computes in float16 without loss scaling, so that gradients "
                     "below 6e-8 become zero there; precision '16-mixed' scales the loss"
                 )
-        what = "training_step runs on each" if self._micro_batching == "step" else "boundary only"
+        what = "training_step runs on each" if self._cuts_step else "boundary only"
         rank_zero_info(
             f"each batch is cut into {plan.micro_batches} micro-batches ({what}), "
             f"at most {plan.max_in_flight} in flight"
@@ -334,6 +463,55 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         """Lightning's own rule for calling `zero_grad` in this batch."""
         trainer = self._module().trainer
         return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+    def _gather(self) -> dict[str, Any]:
+        """The weights that go into a checkpoint."""
+        self._note_trained()
+        left_out: set[Tensor] = set()
+        if self._trainable_only:
+            left_out.update(set(self._module().parameters()) - self._ever_trained)
+        with contextlib.ExitStack() as stack:
+            if self._deployment is not None:
+                stack.enter_context(self._deployment.gathering(left_out))
+            state = super().lightning_module_state_dict()
+        if left_out:
+            leave_out(state, keys_of(left_out, self._module()))
+        return state
+
+    def _note_trained(self) -> None:
+        """What trains in some phase of a run belongs into checkpoints of its later ones."""
+        if self._trainable_only:
+            self._ever_trained |= {p for p in self._module().parameters() if p.requires_grad}
+
+    def _unless_interrupted(self, fetch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What a checkpoint needs.
+
+        An exception that ends the run makes callbacks write checkpoints. What hinders them is
+        logged, since Lightning would let it take the exception's place and leave the workers busy.
+        """
+        try:
+            if self._deployment is not None:
+                self._deployment.check_between_steps()
+            return fetch()
+        except HeteroError as error:
+            status = self._module().trainer.state.status
+            if self._deployment is None or status is not TrainerStatus.INTERRUPTED:
+                raise
+            self._unsaved = error
+            return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._deployment is not None:
+            raise ModelError(
+                "The strategy holds connections to workers while training runs, so it cannot be "
+                "copied or pickled; do it before `fit` or after it."
+            )
+        return super().__getstate__()
+
+    @property
+    def _cuts_step(self) -> bool:
+        """Whether `training_step` runs once per micro-batch."""
+        return self._micro_batching == "step" and self._module().automatic_optimization
 
     def _module(self) -> pl.LightningModule:
         if self.lightning_module is None:
@@ -358,7 +536,8 @@ def _bring_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> Non
     """Weights and optimizer state come home; if they cannot, the log has said so."""
     try:
         if deployment.bring_back() and remote_steps is not None:
-            remote_steps.optimizer.bring_back()
+            for optimizer in remote_steps.optimizers:
+                optimizer.bring_back()
     except HeteroError as error:
         logger.error("The optimizer state on the workers could not be brought back: %s", error)
     finally:
@@ -367,43 +546,12 @@ def _bring_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> Non
         deployment.close()
 
 
-def _check_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that copy parameters which are not here."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} averages copies of the weights, and those of layers on "
-                "workers are not here to be copied; leave it out, or average the checkpoints of "
-                "the run afterwards."
-            )
-
-
-def _check_supported(module: pl.LightningModule, micro_batching: str) -> None:
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            "HeteroPipelineStrategy does not support manual optimization in this version; set "
-            "`automatic_optimization = True`."
-        )
-    if micro_batching == "step" and any(isinstance(m, _BatchNorm) for m in module.modules()):
-        rank_zero_warn(
-            f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
-            "micro-batch; use micro_batching='boundary' for those of the batch."
-        )
-
-
-def _check_precision(plugin: Precision, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that checks for overflows within its step: the stages would miss it."""
-    if scaler_of(plugin) is not None and _optimizer_handles_unscaling(optimizer):
-        raise MisconfigurationException(
-            f"A fused {type(optimizer).__name__} takes the loss scale of precision '16-mixed' off "
-            "by itself, without the stages; build it with `fused=False`."
-        )
+def _has_parameters_in(optimizer: Optimizer, names_of: Mapping[Tensor, str]) -> bool:
+    """Whether the optimizer has to do with layers on workers."""
+    is_real = not isinstance(optimizer, _MockOptimizer)
+    return is_real and any(p in names_of for p in optimized_parameters(optimizer))
 
 
 def _seed() -> int:
     """Where dropout masks start: the seed of `seed_everything`, or torch's own."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta

@@ -25,10 +25,11 @@ LAYERS = (
     {"wire", "model"},
     {"pipeline"},
     {"planning", "runtime"},
-    {"precision"},
+    {"precision", "manual", "callbacks", "saving"},
+    {"checks"},
     {"stepping"},
     {"profiling"},
-    {"strategy", "callbacks"},
+    {"strategy"},
     {"cli"},
     {"__init__", "__main__"},
 )

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import PlanError
-from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.plan import Narrowing, Plan, StagePlan
 
 WORKERS = ["strix.local:9999", "old-tower:9999"]
 
@@ -82,7 +82,6 @@ def test_a_written_plan_is_plain_yaml(tmp_path: Path) -> None:
         "workers": ["strix.local:9999"],
         "layers": [2, 6],
         "recompute": False,
-        "dtype": None,
     }
     assert content["stages"][1] == expected
 
@@ -240,3 +239,31 @@ def test_a_dtype_of_the_coordinators_stage_is_refused() -> None:
     here = StagePlan(["coordinator"], (0, 2), dtype="float16")
     with pytest.raises(PlanError, match="'float16'.*Lightning's `precision`"):
         Plan([here, THERE]).check(6, WORKERS)
+
+
+def test_the_narrower_wish_of_two_neighbors_holds_at_their_boundary() -> None:
+    plan = Plan(
+        [
+            StagePlan(["coordinator"], (0, 1), activation_dtype="float32"),
+            StagePlan(["a"], (1, 2), activation_dtype="bfloat16", gradient_dtype="int8"),
+            StagePlan(["b"], (2, 3), activation_dtype="int8"),
+        ]
+    )
+    assert plan.narrowings == [
+        Narrowing("bfloat16", "int8"),
+        Narrowing("int8", "int8"),
+        Narrowing("int8", None),
+    ]
+    assert plan.coordinator_narrowing == Narrowing("bfloat16", None)
+    assert plan.stage_narrowings == [Narrowing("int8", "int8"), Narrowing("int8", "int8")]
+
+
+def test_by_default_nothing_is_narrowed() -> None:
+    plan = Plan([StagePlan(["a"], (0, 2)), StagePlan(["b"], (2, 3))])
+    assert plan.narrowings == [Narrowing()] * 3
+
+
+def test_an_unknown_dtype_on_the_wire_is_refused() -> None:
+    plan = Plan([StagePlan(["a"], (0, 2), gradient_dtype="int4")])  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="Unknown gradient_dtype 'int4' in stage 0"):
+        plan.check(2, ["a"])

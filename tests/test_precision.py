@@ -3,15 +3,24 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.optim import SGD
 
+from lightning_hetero.errors import ModelError
 from lightning_hetero.precision import RemoteSteps
 
+MANUAL = SimpleNamespace(automatic_optimization=False)
 
-class FakeOptimizer:
+
+class FakeRemote:
     """Notes what a `RemoteOptimizer` would be told."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: SGD) -> None:
+        self.optimizer = optimizer
         self.told: list[Any] = []
 
     def clip_by_norm(self, value: float) -> None:
@@ -23,23 +32,77 @@ class FakeOptimizer:
     def step(self) -> None:
         self.told.append("step")
 
+    def note_stepped(self) -> None:
+        self.told.append("stepped")
+
     def detach(self) -> None:
         self.told.append("detach")
 
 
+def sgd() -> SGD:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 4.0)
+    return SGD([parameter], lr=0.1)
+
+
+def diverted() -> tuple[Precision, RemoteSteps, FakeRemote]:
+    plugin, remote = Precision(), FakeRemote(sgd())
+    plugin._after_closure = lambda *_: remote.told.append("hooks and clipping")  # type: ignore[method-assign]
+    return plugin, RemoteSteps(plugin, [remote], {}), remote  # type: ignore[list-item]
+
+
 def test_clipping_and_stepping_go_to_the_stages_until_detached() -> None:
-    plugin, optimizer = Precision(), FakeOptimizer()
-    plugin._after_closure = lambda *_: optimizer.told.append("hooks and clipping")  # type: ignore[method-assign]
-    steps = RemoteSteps(plugin, optimizer)  # type: ignore[arg-type]
-    plugin.clip_gradients(SimpleNamespace(), 0.5)  # type: ignore[arg-type]
-    plugin.clip_gradients(SimpleNamespace(), 0.1, gradient_clip_algorithm="value")  # type: ignore[arg-type]
-    plugin._after_closure(SimpleNamespace(), SimpleNamespace(param_groups=[]))  # type: ignore[arg-type]
+    plugin, steps, remote = diverted()
+    plugin.clip_gradients(remote.optimizer, 0.5)
+    plugin.clip_gradients(
+        LightningOptimizer(remote.optimizer), 0.1, gradient_clip_algorithm="value"
+    )  # type: ignore[arg-type]
+    plugin._after_closure(MANUAL, remote.optimizer)  # type: ignore[arg-type]
+    remote.optimizer.step()
     steps.detach()
-    assert optimizer.told == [
+    remote.optimizer.step()
+    assert remote.told == [
         ("norm", 0.5),
         ("value", 0.1),
         "hooks and clipping",
         "step",
+        "stepped",
         "detach",
     ]
     assert vars(plugin) == vars(Precision())
+
+
+def test_an_optimizer_that_has_nothing_on_stages_is_lightnings_alone() -> None:
+    plugin, _, remote = diverted()
+    other = sgd()
+    plugin.clip_gradients(other, 1.0)
+    assert other.param_groups[0]["params"][0].grad.norm() == pytest.approx(1.0)
+    other.step()
+    assert remote.told == []
+
+
+def test_a_step_that_bypasses_lightning_is_followed() -> None:
+    _, _, remote = diverted()
+    remote.optimizer.step()
+    assert remote.told == ["step", "stepped"]
+
+
+def clip_by_hand(optimizer: SGD) -> None:
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+
+
+def test_a_clipping_by_hand_after_a_backward_is_refused() -> None:
+    plugin, steps, remote = diverted()
+    steps.note_backward()
+    clip_by_hand(remote.optimizer)
+    with pytest.raises(ModelError, match="clip_grad_norm_"):
+        plugin._after_closure(MANUAL, remote.optimizer)  # type: ignore[arg-type]
+
+
+def test_a_clipping_that_the_stages_know_of_may_follow_a_backward() -> None:
+    plugin, steps, remote = diverted()
+    steps.note_backward()
+    clip_by_hand(remote.optimizer)
+    steps.note_clipping()
+    plugin._after_closure(MANUAL, remote.optimizer)  # type: ignore[arg-type]
+    assert remote.told == ["hooks and clipping", "step"]

@@ -5,11 +5,14 @@ and as LoRA on NF4. What a worker needs is the sum of its layers' weights, gradi
 state and of the activations that the plan lets be in flight; the coordinator needs the same for
 the embedding, the head and the loss, and the two tensors that it reads and sends at a time. The
 baseline is what a process has after training a model of a few kilobytes: all is imported then.
+At the end the coordinator saves a checkpoint: its peak over what it had just before, against the
+bytes of the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import logging
 import os
@@ -102,7 +105,8 @@ class Decoder(pl.LightningModule):
         self.job = job
 
     def configure_model(self) -> None:
-        self.model = lightning_hetero.from_pretrained(self.folder, **self.job.options)
+        options = copy.deepcopy(self.job.options)  # PEFT writes into a config what it has found
+        self.model = lightning_hetero.from_pretrained(self.folder, **options)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
@@ -128,6 +132,25 @@ class PeakMemory(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         for name, pid in self.processes.items():
             self.peaks[name] = memory_bytes(pid, "VmHWM") - self.baselines[name]
+
+
+class SavingMemory(pl.Callback):
+    """The same for this process while it saves a checkpoint, after the last step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.peak = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == NUM_STEPS:
+            before = memory_bytes("self", "VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")
+            trainer.save_checkpoint(self.path)
+            self.peak = memory_bytes("self", "VmHWM") - before
+
+    @property
+    def row(self) -> tuple[str, int, int]:
+        return ("coordinator, saving", self.path.stat().st_size, self.peak)
 
 
 def memory_bytes(pid: str, entry: str) -> int:
@@ -175,7 +198,7 @@ def activation_bytes(job: Job) -> tuple[int, int]:
     small = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 1})
     model = LlamaForCausalLM(small)
     if job.options:
-        get_peft_model(model, job.options["peft_config"])
+        get_peft_model(model, copy.deepcopy(job.options["peft_config"]))
     tokens = torch.zeros(BATCH_SIZE // NUM_MICROBATCHES, SEQUENCE_LENGTH, dtype=torch.long)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with_layer = saved_bytes(lambda: model(input_ids=tokens, labels=tokens).loss, weights)
@@ -230,16 +253,17 @@ def train(folder: Path, job: Job) -> list[tuple[str, int, int]]:
         peaks = PeakMemory({"coordinator": "self", "worker 1": first[1], "worker 2": second[1]})
         strategy = HeteroPipelineStrategy([first[0], second[0]], plan)
         fit(Decoder(folder / "tiny", job), strategy, [])
+        saving = SavingMemory(folder / "saved.ckpt")
         peaks.start()
         module = Decoder(folder / "model", job)
-        fit(module, HeteroPipelineStrategy([first[0], second[0]], plan), [peaks])
+        fit(module, HeteroPipelineStrategy([first[0], second[0]], plan), [peaks, saving])
     needed = {
         name: needed_bytes(module, layers, len(layers) * of_layer * IN_FLIGHT)
         for name, layers in ranges.items()
     }
     largest = 4 * max(CONFIG.vocab_size, CONFIG.intermediate_size) * CONFIG.hidden_size
     needed["coordinator"] = needed_bytes(module, range(0), of_head * IN_FLIGHT + 2 * largest)
-    return [(name, needed[name], peaks.peaks[name]) for name in sorted(needed)]
+    return [*((name, needed[name], peaks.peaks[name]) for name in sorted(needed)), saving.row]
 
 
 def make(folder: Path) -> None:

@@ -1,1 +1,6 @@
-"""Lightning callbacks: what is said to the strategy by the Trainer's list of callbacks."""
+"""Lightning callbacks that know of stages."""
+
+from .averaging import StageWeightAveraging
+from .profiler import PipelineProfiler
+
+__all__ = ["PipelineProfiler", "StageWeightAveraging"]

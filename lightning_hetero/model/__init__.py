@@ -3,6 +3,8 @@
 layers.py       finds the decoder layers, and refuses what they share with the rest
 hollow.py       layers that stay in the module tree while their weights are elsewhere
 calls.py        how the model calls a layer, and what the layer answers
+caches.py       key-value caches of hollow layers
+layers_away.py  what stands in such a cache for them
 collecting.py   outputs from inside layers, such as router logits
 tensors.py      parameters and buffers: naming, emptying, filling
 

@@ -17,13 +17,35 @@ from .tensors import narrowed
 
 logger = logging.getLogger(__name__)
 
+# An argument's position, or its name.
+Place = int | str
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """A key-value cache that a stage keeps, in one call of a layer.
+
+    Args:
+        number: Which cache.
+        place: Where the layer gets it.
+        length: Positions that it holds before the call.
+        window: The most that the layer looks back on, if there is an end to it.
+        rows: Which of its samples are wanted, in this order; None for all as they are.
+    """
+
+    number: int
+    place: Place
+    length: int
+    window: int | None = None
+    rows: Tensor | None = None
+
 
 @dataclass(frozen=True)
 class LayerCall:
     """One call of one layer, its hidden states left out.
 
     ``tuple_length`` says what the model takes the layer to return: a tuple of that many entries
-    with the hidden states first, or, at 0, just them.
+    with the hidden states first, or, at 0, just them. ``cache`` is missing among the arguments.
     """
 
     layer_index: int
@@ -31,6 +53,7 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tuple_length: int = 0
+    cache: CacheUse | None = None
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor among the arguments, with the position or the name of its argument."""
@@ -76,6 +99,12 @@ def take_hidden(
         f"Layer {number} was called without hidden states: they must be the first argument or "
         "`hidden_states`."
     )
+
+
+def caches_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Cache]]:
+    """Every key-value cache among the arguments, with its place."""
+    named: list[tuple[Place, Any]] = [*enumerate(args), *kwargs.items()]
+    return [(place, value) for place, value in named if isinstance(value, Cache)]
 
 
 def without_cache(

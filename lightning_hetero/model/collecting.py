@@ -15,10 +15,10 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from ..errors import ModelError, RemoteProtocolError
+from .layers import models_around
 
 HIDDEN_STATES = "hidden_states"
 # The numbers of the layers whose hidden states are wanted, if not all of them.
@@ -91,20 +91,10 @@ def _tensor(value: Any, kind: str) -> Tensor:
 def install_hooks(root: nn.Module, layer_names: Sequence[str]) -> None:
     """Put the hooks into the model with these layers that transformers adds when outputs are first
     wanted; does nothing where no Hugging Face model has them."""
-    models = _models_around(root, layer_names)
+    models = models_around(root, layer_names)
     # Where an outer model collects too, transformers must not come later and add a second set.
     if models and not getattr(models[-1], _INSTALLED, False):
         output_capturing.maybe_install_capturing_hooks(models[0])
-
-
-def _models_around(root: nn.Module, layer_names: Sequence[str]) -> list[PreTrainedModel]:
-    """The Hugging Face models that hold all the layers, from the outermost to the innermost."""
-    return [
-        module
-        for name, module in root.named_modules()
-        if isinstance(module, PreTrainedModel)
-        and all(layer.startswith(f"{name}." if name else "") for layer in layer_names)
-    ]
 
 
 class CollectingHooks:
@@ -117,7 +107,7 @@ class CollectingHooks:
     """
 
     def __init__(self, root: nn.Module, layer_names: Sequence[str]) -> None:
-        models = _models_around(root, layer_names)
+        models = models_around(root, layer_names)
         modules = list(models[0].modules()) if models else []
         before = [
             (module, _INSTALLED in vars(module), {*module._forward_hooks}) for module in modules

@@ -11,26 +11,22 @@ of the run exchanges the hidden states for those that come back. Nothing here kn
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, NoReturn, Protocol
-from weakref import WeakSet
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
-from transformers import Cache
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
-from .calls import LayerCall, expected_tuple_length, take_hidden, without_cache
+from .caches import HollowCaches
+from .calls import LayerCall, expected_tuple_length, take_hidden
 from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
 from .four_bit import is_cache_hook, shapes_only
+from .hollow_state import HollowStateDicts, RemoteTensors
 from .layers import DecoderLayer
 from .tensors import (
     check_can_be_emptied,
     empty_tensors,
-    flatten,
     named_tensors,
     set_tensor,
     state_in,
@@ -42,16 +38,6 @@ Exchange = Callable[
 ]
 
 
-class RemoteTensors(Protocol):
-    """Where a hollow layer's weights are. Names are those of `tensors.py`."""
-
-    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Bring the content of tensors here, with the state of those stored in 4 bits."""
-
-    def store(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the content of tensors there."""
-
-
 class HollowLayers:
     """A run of consecutive hollow layers.
 
@@ -60,6 +46,9 @@ class HollowLayers:
         exchange: Gets the hidden states, the recorded calls and the kinds of outputs that the
             model collects; returns the hidden states behind the last layer, and those outputs.
         remote: Where the weights are; asked by ``state_dict`` and ``load_state_dict``.
+
+    Attributes:
+        state_dicts: What state dicts say of the layers.
     """
 
     def __init__(
@@ -71,10 +60,9 @@ class HollowLayers:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
         self._exchange = exchange
-        self._remote = remote
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.caches = HollowCaches()
+        self.state_dicts = HollowStateDicts(self._modules, remote)
         self._records = threading.local()
-        self._dropped_caches: WeakSet[Cache] = WeakSet()
         self._silenced: list[SilencedHooks] = []
         self._switches: dict[int, AdapterSwitches] = {}
         self._tuple_lengths: dict[Hashable, int] = {}
@@ -93,13 +81,7 @@ class HollowLayers:
             layer.forward = _HollowForward(self, number)
             # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
             layer._apply = Unmoved(layer)  # type: ignore[method-assign]
-            for path, module in layer.named_modules():
-                prefix = f"{number}.{path}." if path else f"{number}."
-                fill, forward = partial(self._fill, prefix), partial(self._pass_on, prefix)
-                self._hooks += [
-                    module.register_state_dict_post_hook(fill),
-                    module.register_load_state_dict_pre_hook(forward),
-                ]
+        self.state_dicts.attach()
 
     def check(self) -> None:
         """Refuse layers that cannot be hollow, before anything has changed.
@@ -120,9 +102,7 @@ class HollowLayers:
         for name, _ in list(named_tensors(self._modules)):
             if name in tensors:
                 set_tensor(self._modules, name, tensors[name], state_in(tensors, name))
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self.state_dicts.detach()
         for silenced in self._silenced:
             silenced.restore()
         for switches in self._switches.values():
@@ -155,14 +135,15 @@ class HollowLayers:
     ) -> Tensor | tuple[Tensor | None, ...]:
         """What a hollow layer's ``forward`` does."""
         hidden, args, kwargs = take_hidden(number, args, kwargs)
-        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        args, kwargs = without_cache(args, kwargs)
-        self._check_adapters(number)
-        length = self._tuple_length(number, hidden, args, kwargs)
-        call = LayerCall(number, self._modules[number].training, args, kwargs, length)
-        if number == min(self._modules):
+        layer, is_first = self._modules[number], number == min(self._modules)
+        if is_first:
             self.check_finished()
-            self._check_new(caches)
+            self.caches.begin(number, layer, args, kwargs)
+        self._check_adapters(number)
+        args, kwargs, cache = self.caches.leave_out(layer, hidden, args, kwargs)
+        length = self._tuple_length(number, hidden, args, kwargs)
+        call = LayerCall(number, layer.training, args, kwargs, length, cache)
+        if is_first:
             self._records.calls = [call]
             self._records.hidden = hidden
             self._records.version = _version(hidden)
@@ -200,20 +181,6 @@ class HollowLayers:
                 "adapters with the coordinator."
             )
 
-    def _check_new(self, caches: list[Cache]) -> None:
-        """Refuse a key-value cache that comes again: its reader would miss what was left out.
-
-        Training and evaluation hand an empty cache to every forward and never read it.
-        """
-        for cache in caches:
-            if cache in self._dropped_caches or cache.get_seq_length(min(self._modules)) > 0:
-                raise ModelError(
-                    "Generating with a key-value cache does not work through layers on workers in "
-                    "this version, nor does prefix tuning; pass `use_cache=False`, or generate "
-                    "after `fit`."
-                )
-            self._dropped_caches.add(cache)
-
     def _check_continues(self, number: int, hidden: Tensor) -> None:
         calls = getattr(self._records, "calls", None)
         if not calls or calls[-1].layer_index != number - 1:
@@ -228,74 +195,12 @@ class HollowLayers:
                 "coordinator's stage."
             )
 
-    def _fill(
-        self, name: str, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
-    ) -> None:
-        """Put a module's real tensors where ``state_dict`` found ``meta`` ones."""
-        places = _checkpoint_places(module)
-        leaves = [leaf for leaf, place in places.items() if prefix + place in state]
-        if leaves:
-            found = self._remote.fetch([name + leaf for leaf in leaves])
-            for key, tensor in found.items():
-                leaf = next(leaf for leaf in leaves if f"{key}.".startswith(f"{name}{leaf}."))
-                state[prefix + places[leaf] + key.removeprefix(name + leaf)] = tensor
-
-    def _pass_on(
-        self,
-        name: str,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        *_rest: Any,
-    ) -> None:
-        """Send what ``load_state_dict`` would copy into a module's ``meta`` tensors."""
-        if metadata.get("assign_to_params_buffers"):
-            raise ModelError(
-                f"{prefix.rstrip('.')} lives on a worker, and load_state_dict(assign=True) would "
-                "put other parameters in the place of its own; call it without `assign`."
-            )
-        sent = {}
-        for leaf, place in _checkpoint_places(module).items():
-            tensor, content = _tensor_at(module, leaf), state.get(prefix + place)
-            if content is not None and not content.is_meta and content.shape == tensor.shape:
-                # What belongs to a tensor in 4 bits goes with it; torch knows no place for it.
-                parts = state_in(state, prefix + place)
-                for part in parts:
-                    del state[f"{prefix}{place}.{part}"]
-                sent.update(flatten(name + leaf, content.to(tensor.dtype), parts))
-                # A meta tensor in its place: torch checks the shape and copies nothing.
-                del state[prefix + place]
-                state[prefix + leaf] = torch.empty_like(content, device="meta")
-        if sent:
-            self._remote.store(sent)
-
     def __reduce__(self) -> NoReturn:
         raise ModelError(
             f"Layers {min(self._modules)} to {max(self._modules)} live on workers while training "
             "runs, so the module cannot be copied or pickled; do it before `fit` or after it, or "
             "use `module.state_dict()`."
         )
-
-
-def _checkpoint_places(module: nn.Module) -> dict[str, str]:
-    """A module's own parameters and buffers, each with the key that it has in a state dict.
-
-    Only those of 4-bit experts have another: the parametrization in between is left out there.
-    """
-    if isinstance(module, ParametrizationList):
-        return {}
-    own = {**module._parameters, **module._buffers}
-    places = {leaf: leaf for leaf, tensor in own.items() if tensor is not None}
-    for name in getattr(module, "parametrizations", {}):
-        places[f"parametrizations.{name}.original"] = name
-    return places
-
-
-def _tensor_at(module: nn.Module, path: str) -> Tensor:
-    owner, _, leaf = path.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(owner), leaf)
-    return tensor
 
 
 class _HollowForward:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..errors import ModelError
 
@@ -39,7 +40,13 @@ def _layers_chosen(root: nn.Module, choice: LayerChoice) -> list[DecoderLayer]:
         return _layers_named(root, choice, (nn.ModuleList, nn.Sequential))
     # A ModuleList is both callable and a sequence, and neither is meant.
     if callable(choice) and not isinstance(choice, nn.Module):
-        return [DecoderLayer(_name_of(root, module), module) for module in choice(root)]
+        chosen = choice(root)
+        if not isinstance(chosen, Iterable):
+            raise ModelError(
+                f"The function `layers` returned a {type(chosen).__name__}; return the layers in a "
+                "list or a ModuleList."
+            )
+        return [DecoderLayer(_name_of(root, module), module) for module in chosen]
     if isinstance(choice, (list, tuple)) and all(isinstance(name, str) for name in choice):
         return [layer for name in choice for layer in _layers_named(root, name, nn.ModuleList)]
     raise ModelError(
@@ -124,6 +131,16 @@ def _is_layer_list(model: nn.Module, module: nn.Module) -> bool:
         and len(module) == count
         and all(type(layer).__name__ in unsplit for layer in module)
     )
+
+
+def models_around(root: nn.Module, layer_names: Sequence[str]) -> list[PreTrainedModel]:
+    """The Hugging Face models that hold all the layers, from the outermost to the innermost."""
+    return [
+        module
+        for name, module in root.named_modules()
+        if isinstance(module, PreTrainedModel)
+        and all(layer.startswith(f"{name}." if name else "") for layer in layer_names)
+    ]
 
 
 def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderLayer]]) -> None:

@@ -39,6 +39,7 @@ from .four_bit import (
 from .layers import find_decoder_layers
 from .libraries import bitsandbytes, peft
 from .packed import FourBit, State
+from .state_dicts import is_frozen, leave_out
 from .tensors import fill
 
 _WEIGHTS = "weights_in_checkpoint"
@@ -171,9 +172,9 @@ class CheckpointWeights:
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
         """What does not train need not be written again."""
-        for leaf in self._frozen(module):
-            for key in [key for key in state if f"{key}.".startswith(f"{prefix}{leaf}.")]:
-                del state[key]
+        frozen = {f"{prefix}{leaf}" for leaf in self._frozen(module)}
+        if frozen:
+            leave_out(state, frozen, prefix)
 
     def _expect(
         self,
@@ -191,6 +192,8 @@ class CheckpointWeights:
             content = state.get(prefix + leaf)
             if content is None and leaf in frozen:
                 state[prefix + leaf] = parameter
+            elif content is parameter:
+                continue  # it is to stay as it is
             elif content is not None and parameter.is_meta and not self.is_deployed:
                 raise ModelError(
                     f"{prefix}{leaf} is still in the checkpoint that the model was made from, so "
@@ -201,7 +204,7 @@ class CheckpointWeights:
                 del self._names[parameter]
 
     def _frozen(self, module: nn.Module) -> list[str]:
-        return [leaf for leaf, p in self._parameters_of(module) if not p.requires_grad]
+        return [leaf for leaf, p in self._parameters_of(module) if is_frozen(p)]
 
     def _parameters_of(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """A module's own parameters that are as in the checkpoint."""

@@ -16,9 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# One for each tensor of an activation, in its order; None where no gradient is needed.
-Gradients = tuple[Tensor | None, ...]
-
 
 class Collected(NamedTuple):
     """One output besides the hidden states, under the name that transformers has for its kind."""
@@ -48,6 +45,17 @@ class Activation:
         """The same with a function applied to every tensor."""
         collected = (Collected(kind, function(tensor)) for kind, tensor in self.collected)
         return Activation(function(self.hidden), tuple(collected))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One gradient for each tensor of an activation, in its order; None where none is needed.
+
+    With ``keeps_graph`` another backward of the same activation may follow.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    keeps_graph: bool = False
 
 
 def join_activations(pieces: list[Activation]) -> Activation:

@@ -19,7 +19,7 @@ from ..model.tensors import dtypes_on_stage
 from .activation import Activation, Collected
 from .measure import Clock, Measurement, measure_stage, median_of_blocks
 from .memory import free_cached_memory, is_out_of_memory, synchronize
-from .optimizer import Clipping, Group, StageOptimizer
+from .optimizer import Group, StageOptimizer
 from .rule import Key
 from .stage import Stage, Surroundings
 
@@ -156,7 +156,7 @@ class Bench:
         def step() -> list[float]:
             synchronize(self.device)
             start = self.clock()
-            optimizer.step([trial.options], Clipping())
+            optimizer.step([trial.options])
             synchronize(self.device)
             return [self.clock() - start]
 

@@ -18,6 +18,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from ..errors import BatchError
 from .activation import Activation, Gradients
 from .gradients import StepGradients
 from .handover import Request, Returned, Stages
@@ -113,6 +114,7 @@ class _RunningStep:
         self._activations: dict[Key, Activation] = {}
         self._gradients: dict[Key, Gradients] = {}
         self._not_started = set(range(len(work)))
+        self._losses_have_graphs: list[bool] = []
 
     def run(self) -> list[Any]:
         while self._not_started or self._in_flight:
@@ -123,6 +125,11 @@ class _RunningStep:
                 self._forward(action.key)
             else:
                 self._backward(action.key)
+        if self._losses_have_graphs and not any(self._losses_have_graphs):
+            raise BatchError(
+                "The loss that training_step returned has no gradient: it depends on no parameter "
+                "that trains. Unfreeze some, or see whether it was detached on its way."
+            )
         return [self._results[index] for index in range(len(self._work))]
 
     def abandon(self) -> None:
@@ -181,15 +188,17 @@ class _RunningStep:
             v for v in microbatch.visits if any(leaf.requires_grad for leaf in v.leaves)
         ]
         loss = self._driver.loss_of(result)
-        if loss is not None and loss.requires_grad and microbatch.loss_factor > 0:
-            factor = torch.full_like(loss, microbatch.loss_factor)
-            self._run_backward(index, loss, factor)
+        if loss is not None and microbatch.loss_factor > 0:
+            self._losses_have_graphs.append(loss.requires_grad)
+            if loss.requires_grad:
+                factor = torch.full_like(loss, microbatch.loss_factor)
+                self._run_backward(index, loss, factor)
         self._send_gradients(index)
 
     def _backward(self, key: Key) -> None:
         """The stages' gradient has come: run the backward of the piece before the hand-over."""
         index = key.microbatch
-        gradient = self._gradients.pop(key)[0]
+        gradient = self._gradients.pop(key).tensors[0]
         visit = self._in_flight[index].visits.pop()
         if gradient is not None and visit.out.requires_grad:
             self._run_backward(index, visit.out, gradient.to(visit.out.device))
@@ -209,7 +218,7 @@ class _RunningStep:
             self._driver.gradients.finish_microbatch(index)
             del self._in_flight[index]
             return
-        gradients = tuple(leaf.grad for leaf in visits[-1].leaves)
+        gradients = Gradients(tuple(leaf.grad for leaf in visits[-1].leaves))
         visits[-1].leaves = ()
         self._driver.stages.send_backward(visits[-1].key, gradients)
 

@@ -98,7 +98,7 @@ def exchange_gradients(
     """The same for the gradients of what came back."""
     for index, piece in enumerate(gradients):
         stages.send_backward(Key(index, visit), piece)
-    return _receive_all(stages, len(gradients), tuple)
+    return _receive_all(stages, len(gradients), Gradients)
 
 
 def _receive_all(stages: Stages, count: int, kind: type[Content]) -> list[Content]:
@@ -139,20 +139,39 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        pieces = _split_gradients(gradients, ctx.sizes)
-        returned = [piece[0] for piece in exchange_gradients(ctx.stages, pieces, ctx.visit)]
-        found = [gradient for gradient in returned if gradient is not None]
+        _check_backward(anchor_node=ctx.next_functions[1][0])
+        # What autograd itself asks when it runs compiled graphs: did the user say `retain_graph`?
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        pieces = _split_gradients(gradients, ctx.sizes, keeps_graph)
+        returned = exchange_gradients(ctx.stages, pieces, ctx.visit)
+        found = [piece.tensors[0] for piece in returned if piece.tensors[0] is not None]
         wanted = ctx.needs_input_grad[0] and len(found) == len(pieces)
         joined = torch.cat(found).to(ctx.device) if wanted else None
         return joined, None, None, None, None, None
 
 
+def _check_backward(anchor_node: Any) -> None:
+    """Refuse a backward that the stages could not carry out as asked."""
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "A backward with `create_graph=True` went to the layers on workers, and a gradient of "
+            "their gradients cannot be had; keep the model that needs it (a gradient penalty's "
+            "discriminator, say) with the coordinator."
+        )
+    if not torch._C._will_engine_execute_node(anchor_node):
+        raise ModelError(
+            "A backward for some tensors only (`torch.autograd.grad`, or `backward(inputs=...)`) "
+            "went to the layers on workers, which would add to the gradients of all their "
+            "parameters; use a whole `backward`, and `toggle_optimizer` to leave parameters out."
+        )
+
+
 def _split_gradients(
-    gradients: Sequence[Tensor | None], sizes: Sequence[Sequence[int]]
+    gradients: Sequence[Tensor | None], sizes: Sequence[Sequence[int]], keeps_graph: bool
 ) -> list[Gradients]:
     """The gradients of each piece; ``sizes`` holds the rows of each tensor in each piece."""
     columns = [
         [None] * len(sizes) if gradient is None else gradient.split([row[place] for row in sizes])
         for place, gradient in enumerate(gradients)
     ]
-    return list(zip(*columns, strict=True))
+    return [Gradients(piece, keeps_graph) for piece in zip(*columns, strict=True)]

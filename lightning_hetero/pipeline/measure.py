@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .activation import Activation
+from .activation import Activation, Gradients
 from .memory import metering, synchronize
 from .rule import Key
 from .stage import Stage, Surroundings
@@ -99,6 +99,7 @@ def _memory(stage: Stage, hidden: Tensor, surroundings: Surroundings) -> tuple[i
         return saved_bytes, input_bytes + meter.peak_bytes()
 
 
-def gradients_like(outgoing: Activation) -> tuple[Tensor | None, ...]:
+def gradients_like(outgoing: Activation) -> Gradients:
     """Gradients such as come from downstream."""
-    return tuple(torch.ones_like(t) if t.requires_grad else None for t in outgoing.tensors)
+    tensors = outgoing.tensors
+    return Gradients(tuple(torch.ones_like(t) if t.requires_grad else None for t in tensors))

@@ -29,10 +29,7 @@ def split_batch(batch: Any, num_microbatches: int, of_several_loaders: bool = Fa
         BatchError: If something in the batch cannot be cut; the text says what.
     """
     if of_several_loaders and isinstance(batch, list):
-        columns = [split_batch(part, num_microbatches) for part in batch]
-        if len({len(column) for column in columns}) > 1:
-            raise BatchError(f"The batches of {len(batch)} data loaders differ in their samples.")
-        return [list(row) for row in zip(*columns, strict=True)]
+        return _split_each(batch, num_microbatches)
     size = batch_size(batch)
     return [_cut(batch, start, end, size) for start, end in spans(size, num_microbatches)]
 
@@ -47,6 +44,18 @@ def first_samples(batch: Any, count: int, of_several_loaders: bool = False) -> A
         return [first_samples(part, count) for part in batch]
     size = batch_size(batch)
     return _cut(batch, 0, min(count, size), size)
+
+
+def _split_each(batches: list[Any], num_microbatches: int) -> list[list[Any]]:
+    """Each micro-batch has a part of every loader's batch, and None of a loader that has ended."""
+    columns = [split_batch(batch, num_microbatches) for batch in batches if batch is not None]
+    counts = {len(column) for column in columns}
+    if len(counts) != 1:
+        raise BatchError(f"The batches of {len(batches)} data loaders differ in their samples.")
+    ended = [None] * counts.pop()
+    remaining = iter(columns)
+    rows = [ended if batch is None else next(remaining) for batch in batches]
+    return [list(pieces) for pieces in zip(*rows, strict=True)]
 
 
 def batch_size(batch: Any) -> int:

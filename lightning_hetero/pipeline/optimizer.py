@@ -22,7 +22,7 @@ _BITSANDBYTES = "bitsandbytes."
 
 @dataclass(frozen=True)
 class Clipping:
-    """What happens to gradients before the step: multiplied by a factor, or cut at a value."""
+    """What happens to gradients: multiplied by a factor, or cut at a value."""
 
     factor: float | None = None
     value: float | None = None
@@ -105,13 +105,14 @@ class StageOptimizer:
             **{key: value for key, value in defaults.items() if key in accepted},
         )
 
-    def gradient_norm(self) -> float:
-        """The 2-norm of all gradients that the next step would use."""
-        return gradient_norm(optimizer_gradients(self.optimizer))
+    @property
+    def optimized(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer steps, by name."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return {name: p for name, p in self._parameters.items() if id(p) in held}
 
-    def step(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
-        """Clip, then step with these options for each group."""
-        clip_gradients(optimizer_gradients(self.optimizer), clipping)
+    def step(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Step with these options for each group."""
         for group, group_values in zip(self.optimizer.param_groups, options, strict=True):
             group.update(group_values)
         self.optimizer.step()
@@ -170,13 +171,18 @@ def optimizer_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p.grad for group in groups for p in group["params"] if p.grad is not None]
 
 
-def gradient_norm(gradients: Sequence[torch.Tensor]) -> float:
-    """The 2-norm of gradients taken together, in float32 at least: float16 ends at 65504."""
+def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
+    """The 2-norm of each gradient, in float32 at least: float16 ends at 65504."""
     norms = [
         torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
         for g in gradients
     ]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+    if not norms:
+        return []
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    # All at once: each look at a single number would wait for the device.
+    found: list[float] = torch.stack([norm.to(dtype) for norm in norms]).tolist()
+    return found
 
 
 def clip_gradients(gradients: Sequence[torch.Tensor], clipping: Clipping) -> None:
@@ -189,7 +195,7 @@ def clip_gradients(gradients: Sequence[torch.Tensor], clipping: Clipping) -> Non
 
 
 def total_norm(norms: Sequence[float]) -> float:
-    """The norm of all stages' gradients together: the root of the sum of their squares."""
+    """The norm of gradients taken together: the root of the sum of their squares."""
     return math.sqrt(sum(norm * norm for norm in norms))
 
 

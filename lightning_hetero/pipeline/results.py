@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from ..errors import BatchError
+from .metrics import BatchMetrics
 
 
 def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> Any:
@@ -70,38 +73,52 @@ class _Logged:
     values: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
+    of_batch: Metric | None = None
 
 
 class StepLog:
     """Stands in for `LightningModule.log` while micro-batches run, and logs once at their end.
 
     A number is averaged with the loss's weights; with ``reduce_fx`` "sum", "max" or "min" it is
-    summed up, or the greatest or least is taken. A torchmetrics object has been updated by every
-    micro-batch by then and is logged as it is.
+    summed up, or the greatest or least is taken. What a name is given twice in a micro-batch is
+    logged twice. A torchmetrics object has been updated by every
+    micro-batch by then; where it was called, its value on step becomes that of the whole batch.
+
+    Args:
+        metrics: Has gathered what the micro-batches called metrics with.
     """
 
-    def __init__(self) -> None:
-        self._logged: dict[str, _Logged] = {}
+    def __init__(self, metrics: BatchMetrics) -> None:
+        self._metrics = metrics
+        # By the name, and by how often its micro-batch had logged it before.
+        self._logged: dict[tuple[str, int], _Logged] = {}
         self._here = threading.local()
 
     def weigh(self, weight: float) -> None:
         """Say how much the micro-batch counts that runs in this thread."""
         self._here.weight = weight
+        self._here.counts = Counter()
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Note the value that this thread's micro-batch logs."""
-        entry = self._logged.setdefault(name, _Logged(args, kwargs))
+        counts: Counter[str] = self._here.counts
+        entry = self._logged.setdefault((name, counts[name]), _Logged(args, kwargs))
+        counts[name] += 1
         entry.values.append(value.detach() if isinstance(value, Tensor) else value)
         entry.weights.append(self._here.weight)
+        if isinstance(value, Metric):
+            entry.of_batch = self._metrics.of_latest_call(value)
         if kwargs.get("batch_size") is not None:
             entry.batch_sizes.append(kwargs["batch_size"])
 
     def publish(self, log: LogFunction) -> None:
-        """Log every name once, in the order of its first appearance."""
-        for name, entry in self._logged.items():
+        """Log every name as often as a micro-batch did, in the order of the first appearances."""
+        for (name, _), entry in self._logged.items():
             kwargs = dict(entry.kwargs)
             if entry.batch_sizes:
                 kwargs["batch_size"] = sum(entry.batch_sizes)
+            if entry.of_batch is not None and kwargs.get("on_step") is not False:
+                entry.values[0]._forward_cache = entry.of_batch.compute()
             log(name, _merge_logged(entry), *entry.args, **kwargs)
 
 

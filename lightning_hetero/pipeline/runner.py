@@ -48,8 +48,11 @@ class StageRunner:
             self._take(*arrived)
 
     def abort(self) -> None:
-        """Forget the present step and the gradients gathered so far, and what still comes of it."""
+        """Forget the present step with what still comes of it, the gradients gathered so far, and
+        the key-value caches."""
         self._forget()
+        # Some stages may have extended them in this step and others not.
+        self.stage.caches.clear()
         self._is_aborted = True
         self.stage.layers.zero_grad(set_to_none=True)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..model.calls import LayerCall, hidden_of
 from ..model.collecting import collecting
 from .activation import Activation, Collected, Gradients, leaf_of
+from .caches import StageCaches
 from .rule import Key
 from .seeds import seed_action
 
@@ -27,6 +28,11 @@ class Surroundings:
     calls: Sequence[LayerCall]
     collect: Sequence[str] = ()
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether a key-value cache is read and extended."""
+        return any(call.cache is not None for call in self.calls)
+
 
 @dataclass(frozen=True)
 class _Saved:
@@ -36,6 +42,7 @@ class _Saved:
     num_passed_on: int
     output: Activation | None
     surroundings: Surroundings
+    trained: Sequence[nn.Parameter] = ()
 
 
 @dataclass
@@ -58,6 +65,7 @@ class Stage:
     seed: int = 0
     dtype: torch.dtype | None = None
     step: int = 0
+    caches: StageCaches = field(default_factory=StageCaches)
     _saved: dict[Key, _Saved] = field(default_factory=dict)
 
     def forward(self, key: Key, incoming: Activation, surroundings: Surroundings) -> Activation:
@@ -79,28 +87,36 @@ class Stage:
             outgoing = output.map(leaf_of)
         outgoing = Activation(outgoing.hidden, incoming.collected + outgoing.collected)
         if outgoing.requires_grad:
-            kept = output if keep_graph else None
-            self._saved[key] = _Saved(leaf, len(incoming.collected), kept, surroundings)
+            passed_on = len(incoming.collected)
+            self._saved[key] = (
+                _Saved(leaf, passed_on, output, surroundings)
+                if keep_graph
+                else _Saved(leaf, passed_on, None, surroundings, self._trained())
+            )
         return outgoing
 
     def backward(self, key: Key, gradients: Gradients) -> Gradients:
         """Accumulate parameter gradients; the gradients of what came in, where it wants some."""
-        saved = self._saved.pop(key, None)
+        saved = self._saved.get(key)
         if saved is None:
-            return (None,)
-        passed_on = gradients[1 : 1 + saved.num_passed_on]
-        own = (gradients[0], *gradients[1 + saved.num_passed_on :])
+            return Gradients((None,))
+        if not gradients.keeps_graph:
+            del self._saved[key]
+        behind = 1 + saved.num_passed_on
+        passed_on = gradients.tensors[1:behind]
+        own = (gradients.tensors[0], *gradients.tensors[behind:])
         if any(gradient is not None for gradient in own):
-            output = saved.output
-            if output is None:
-                output = self._run_layers(key, saved.leaf, saved.surroundings, keep_graph=True)
+            output = saved.output or self._run_again(key, saved)
             pairs = [
                 (tensor, gradient.to(self.device))
                 for tensor, gradient in zip(output.tensors, own, strict=True)
                 if gradient is not None and tensor.requires_grad
             ]
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        return (saved.leaf.grad, *passed_on)
+            torch.autograd.backward(
+                [t for t, _ in pairs], [g for _, g in pairs], retain_graph=gradients.keeps_graph
+            )
+        incoming, saved.leaf.grad = saved.leaf.grad, None
+        return Gradients((incoming, *passed_on), gradients.keeps_graph)
 
     def has_saved(self, microbatch: int) -> bool:
         """Whether a backward of the micro-batch is still to come."""
@@ -109,6 +125,22 @@ class Stage:
     def forget(self) -> None:
         """Drop everything saved for backwards."""
         self._saved.clear()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.layers.parameters() if parameter.requires_grad]
+
+    def _run_again(self, key: Key, saved: _Saved) -> Activation:
+        """The forward once more, with what was to be trained when it ran first."""
+        trained_now = self._trained()
+        self.layers.requires_grad_(False)
+        try:
+            for parameter in saved.trained:
+                parameter.requires_grad_()
+            return self._run_layers(key, saved.leaf, saved.surroundings, keep_graph=True)
+        finally:
+            self.layers.requires_grad_(False)
+            for parameter in trained_now:
+                parameter.requires_grad_()
 
     def _run_layers(
         self, key: Key, hidden: Tensor, surroundings: Surroundings, keep_graph: bool
@@ -124,7 +156,8 @@ class Stage:
                 if inside is not None:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)].train(call.training)
-                hidden = hidden_of(layer(hidden, *call.args, **call.kwargs), layer, call)
+                args, kwargs = self.caches.arguments(call, layer, hidden)
+                hidden = hidden_of(layer(hidden, *args, **kwargs), layer, call)
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in collected()))
             # Behind the stage everything is as it would be without its own dtype.

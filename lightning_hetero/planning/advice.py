@@ -12,6 +12,9 @@ from .search import LEAST_GAIN, Search
 from .shortage import shortages
 from .wording import in_percent
 
+MOST_TRIED = 8
+"""Devices that are tried with and without, for each is a search of its own."""
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -41,7 +44,10 @@ def advise(candidate: Candidate, search: Search) -> list[Advice]:
 
 
 def _better_without(candidate: Candidate, search: Search) -> Iterator[Advice]:
-    for name in search.one_of_each(candidate.workers):
+    spans = zip(candidate.names, candidate.ranges, strict=True)
+    num_layers = {name: end - first for name, (first, end) in spans}
+    few_layers_first = sorted(candidate.workers, key=lambda name: num_layers[name])
+    for name in search.one_of_each(few_layers_first)[:MOST_TRIED]:
         others = [other for other in candidate.workers if other != name]
         without = search.best_with(others, below=candidate.step_seconds)
         if without is not None:
@@ -52,11 +58,16 @@ def _better_without(candidate: Candidate, search: Search) -> Iterator[Advice]:
 
 def _left_out(candidate: Candidate, search: Search) -> Iterator[Advice]:
     spare = [name for name in candidate.costs.profile.workers if name not in candidate.workers]
-    for name in search.one_of_each(spare):
+    kinds = search.one_of_each(spare)
+    for name in kinds[:MOST_TRIED]:
         alike = sum(search.are_alike(name, other) for other in spare) - 1
-        also = f" and {alike} like it" if alike else ""
+        who = f"`{name}` and {alike} like it are" if alike else f"`{name}` is"
         reason = _why_left_out(candidate, search, name)
-        yield Advice("left out", name, f"`{name}`{also} is left out: {reason}")
+        yield Advice("left out", name, f"{who} left out: {reason}")
+    if len(kinds) > MOST_TRIED:
+        others = ", ".join(f"`{name}`" for name in kinds[MOST_TRIED:])
+        text = f"left out like them, though not tried one by one: {others}."
+        yield Advice("left out", kinds[MOST_TRIED], text)
 
 
 def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:

@@ -6,7 +6,7 @@ and, with arrays for `first` and `end`, all possible stages at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,8 +73,8 @@ class Option:
         )
         self.gradients = _sums(part.gradient_bytes for part in parts)
         self.optimizer = _sums(part.optimizer_bytes for part in parts)
-        self._scratch = [
-            (_sums(kind == other for other in model.layers), cost.peak_bytes - cost.saved_bytes)
+        self._of_kinds = [
+            (_sums(kind == other for other in model.layers), cost)
             for kind, cost in plain.items()
             if cost is not None
         ]
@@ -86,10 +86,17 @@ class Option:
 
     def scratch(self, first: Index, end: Index) -> Numbers:
         """The most that one layer's action takes above what it saves."""
+        return self._most(first, end, lambda cost: cost.peak_bytes - cost.saved_bytes)
+
+    def peak(self, first: Index, end: Index) -> Numbers:
+        """The most that one layer's action takes, what it saves included."""
+        return self._most(first, end, lambda cost: cost.peak_bytes)
+
+    def _most(self, first: Index, end: Index, bytes_of: Callable[[Cost], float]) -> Numbers:
         most: Numbers = 0.0
-        for counts, scratch_bytes in self._scratch:
-            present = _between(counts, first, end) > 0
-            most = np.maximum(most, np.where(present, scratch_bytes, 0.0))
+        for counts, cost in self._of_kinds:
+            is_present = _between(counts, first, end) > 0
+            most = np.maximum(most, np.where(is_present, bytes_of(cost), 0.0))
         return most
 
 
@@ -201,10 +208,13 @@ class Holder:
     def _kept(self, option: Option, first: Index, end: Index) -> Numbers:
         """What each micro-batch in flight holds."""
         activation = self._model.activation_bytes_per_sample * self._size
-        if option.recompute:
-            kept = np.where(np.equal(first, end), 0.0, activation)
-        else:
+        if not option.recompute:
             kept = _between(option.saved, first, end)
+        else:
+            # A worker keeps the stage's input, the coordinator that of each of its layers.
+            num_layers = np.subtract(end, first)
+            inputs = num_layers if self.is_coordinator else np.minimum(num_layers, 1)
+            kept = activation * np.asarray(inputs, np.float64)
         embedding = self.ends.get(EMBEDDING)
         if embedding is None:
             return kept + activation  # what goes out is part of the graph
@@ -215,10 +225,13 @@ class Holder:
         """What one action takes for itself, with a boundary being sent and one being received."""
         model = self._model
         both_ways = model.activation_bytes_per_sample + model.gradient_bytes_per_sample
-        working = option.scratch(first, end)
-        if option.recompute:
+        if not option.recompute:
+            working = option.scratch(first, end)
+        elif self.is_coordinator:
+            working = option.peak(first, end)
+        else:
             # Its backward makes the graph of all the stage's layers anew.
-            working = working + _between(option.saved, first, end)
+            working = option.scratch(first, end) + _between(option.saved, first, end)
         peaks = [cost.peak_bytes for cost in self.ends.values() if cost is not None]
         return np.maximum(working, max(peaks, default=0.0)) + 2 * both_ways * self._size
 

@@ -4,10 +4,10 @@ Up to five workers, every subset in every order is looked at, devices that stand
 counted as one; first where the bound is lowest, and no further than the best step that the
 simulator has shown.
 
-With more, it looks at the fastest one, two, three, … of them, each fastest first. Those for which
-(micro-batches + processes - 1) times the bound per micro-batch is least are split, those of them
-with the lowest bounds are simulated. Up to ten workers, two are exchanged then, or one is left out
-or added, as long as that helps.
+With more, it looks at the fastest one, two, three, … of them, each fastest first, and each along
+the fastest links. Those for which (micro-batches + processes - 1) times the bound per micro-batch
+is least are split, those of them with the lowest bounds are simulated. Up to ten workers, two are
+exchanged then, or one is left out or added, or the batch is cut otherwise, as long as that helps.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from itertools import combinations, permutations
 from ..plan import COORDINATOR
 from .bounds import least_bottleneck
 from .candidates import Candidate, Costs, place, place_at, with_ranges
+from .orders import EXCHANGES_UP_TO, Orders, interchangeable
 
 ALL_ORDERS_UP_TO = 5
 """Workers of which all subsets in all orders are looked at: 325 arrangements."""
@@ -27,15 +28,11 @@ ALL_ORDERS_UP_TO = 5
 MOST_PLAYED = 24
 """Candidates of one choice of devices that are simulated where everything is looked at."""
 
-MOST_SPLIT, MOST_OF_MANY_PLAYED = 24, 4
+MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
 """With more workers: choices that are split, and candidates that are simulated at a time."""
 
 LEAST_GAIN = 0.02
 """A device has to shorten the step by this share: each one more can drift, or fail."""
-
-
-EXCHANGES_UP_TO = 10
-"""Workers that are exchanged, left out or added one by one in search of something better."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,7 @@ class Search:
         self._costs = costs
         self.micro_batches = micro_batches
         self._classes = interchangeable(costs)
-        size = costs.size(max(micro_batches))
-        seconds = {name: costs.holder(name, size).speed.layer_seconds for name in self._classes}
-        self._by_speed = sorted(self._classes, key=lambda name: seconds[name])
-        self._seconds = seconds
+        self._orders = Orders(costs, costs.size(max(micro_batches)))
 
     def best(self) -> Candidate | None:
         """The best of all, less the devices that bring too little; None where nothing fits."""
@@ -131,14 +125,21 @@ class Search:
         return best
 
     def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
+        """The split of the likeliest choices that have one."""
         possible = [choice for choice in choices if math.isfinite(choice.likely_seconds)]
-        return [
-            candidate
-            for choice in sorted(possible, key=lambda c: c.likely_seconds)[:MOST_SPLIT]
-            for candidate in place(
-                self._costs, self._usual_order(choice.workers), choice.micro_batches
-            )
-        ]
+        placed: list[Candidate] = []
+        num_split = 0
+        for choice in sorted(possible, key=lambda c: c.likely_seconds):
+            found = [
+                candidate
+                for order in self._orders.usual(choice.workers)
+                for candidate in place(self._costs, order, choice.micro_batches)
+            ]
+            placed += found
+            num_split += bool(found)
+            if num_split == MOST_SPLIT:
+                break
+        return placed
 
     def _choices(self, subsets: Sequence[tuple[str, ...]]) -> list[Choice]:
         return [
@@ -154,17 +155,18 @@ class Search:
     def _best_order(self, choice: Choice, below: float) -> Candidate | None:
         placed = [
             candidate
-            for workers in self._orders(choice.workers)
+            for workers in self._all_orders(choice.workers)
             for candidate in place(self._costs, workers, choice.micro_batches)
         ]
         return _best_played(placed, below, MOST_PLAYED)
 
     def _subsets(self) -> Iterator[tuple[str, ...]]:
         """Each with all pinned workers."""
-        pinned = [name for name in self._by_speed if name in self._costs.pins]
-        free = [name for name in self._by_speed if name not in self._costs.pins]
+        pinned = [name for name in self._orders.by_speed if name in self._costs.pins]
+        free = [name for name in self._orders.by_speed if name not in self._costs.pins]
         if not self._looks_at_all:
-            yield from ((*pinned, *free[:count]) for count in range(len(free) + 1))
+            most = len(self._costs.profile.model.layers) - len(pinned)
+            yield from ((*pinned, *free[:count]) for count in range(min(len(free), most) + 1))
             return
         seen = set()
         for count in range(len(free) + 1):
@@ -174,7 +176,7 @@ class Search:
                     seen.add(classes)
                     yield (*pinned, *chosen)
 
-    def _orders(self, workers: Sequence[str]) -> Iterator[Sequence[str]]:
+    def _all_orders(self, workers: Sequence[str]) -> Iterator[Sequence[str]]:
         seen = set()
         for order in permutations(workers):
             classes = tuple(self._classes[name] for name in order)
@@ -182,39 +184,33 @@ class Search:
                 seen.add(classes)
                 yield order
 
-    def _usual_order(self, workers: Sequence[str]) -> list[str]:
-        """Fast devices first; between pins, so many as the layers there ask for."""
-        pins = {name: self._costs.pins[name] for name in workers if name in self._costs.pins}
-        free = [name for name in self._by_speed if name in workers and name not in pins]
-        fixed = sorted(pins, key=lambda name: pins[name])
-        start = self._costs.pins.get(COORDINATOR, (0, 0))[1]
-        starts = [start, *(pins[name][1] for name in fixed)]
-        ends = [*(pins[name][0] for name in fixed), len(self._costs.profile.model.layers)]
-        left = [float(end - start) for start, end in zip(starts, ends, strict=True)]
-        gaps: list[list[str]] = [[] for _ in left]
-        speeds = {name: 1 / max(self._seconds[name], 1e-12) for name in free}
-        per_speed = sum(left) / (sum(speeds.values()) or 1)
-        for name in free:
-            gap = left.index(max(left))
-            gaps[gap].append(name)
-            left[gap] -= speeds[name] * per_speed
-        order = gaps[0]
-        for name, gap_after in zip(fixed, gaps[1:], strict=True):
-            order = [*order, name, *gap_after]
-        return order
-
     def _improve(self, best: Candidate) -> Candidate:
-        """Exchange two, leave one out, or add one, while that helps."""
+        """Exchange two, leave one out, add one, or cut the batch otherwise, while that helps."""
         while True:
-            orders = [*self._exchanged(best.workers), *self._one_less(best.workers)]
-            orders += self._one_more(best.workers)
-            placed = [
-                place_at(self._costs, order, best.micro_batches, best.in_flight) for order in orders
-            ]
-            found = _best_played(filter(None, placed), best.step_seconds, MOST_OF_MANY_PLAYED)
+            climbed = self._climb(best)
+            placed = [climbed, *self._changed(climbed)]
+            for pieces in self.micro_batches:
+                placed += place(self._costs, climbed.workers, pieces)
+            found = _best_played(placed, best.step_seconds, MOST_OF_MANY_PLAYED)
             if found is None:
                 return best
             best = found
+
+    def _climb(self, best: Candidate) -> Candidate:
+        """The same by the bounds alone, which takes no simulation."""
+        while True:
+            found = min(self._changed(best), key=lambda c: c.least_seconds, default=best)
+            if found.least_seconds >= best.least_seconds * (1 - 1e-9):
+                return best
+            best = found
+
+    def _changed(self, best: Candidate) -> list[Candidate]:
+        orders = [*self._exchanged(best.workers), *self._one_less(best.workers)]
+        orders += self._one_more(best.workers)
+        placed = (
+            place_at(self._costs, order, best.micro_batches, best.in_flight) for order in orders
+        )
+        return [candidate for candidate in placed if candidate is not None]
 
     def _exchanged(self, workers: Sequence[str]) -> Iterator[list[str]]:
         for one, other in combinations(range(len(workers)), 2):
@@ -230,9 +226,9 @@ class Search:
                 yield [other for other in workers if other != name]
 
     def _one_more(self, workers: Sequence[str]) -> Iterator[list[str]]:
-        spare = [name for name in self._by_speed if name not in workers]
+        spare = [name for name in self._orders.by_speed if name not in workers]
         for name in self.one_of_each(spare):
-            yield self._usual_order([*workers, name])
+            yield self._orders.by_speed_and_pins([*workers, name])
 
     def _without_idlers(self, best: Candidate) -> Candidate:
         limit = best.step_seconds * (1 + LEAST_GAIN)
@@ -264,32 +260,3 @@ def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
         if candidate.step_seconds < limit:
             return candidate
     return best
-
-
-def interchangeable(costs: Costs) -> dict[str, int]:
-    """A number for each worker, equal for those that can stand in for each other."""
-    workers = costs.profile.workers
-    members: list[list[str]] = []
-    for name in workers:
-        for known in members:
-            if _are_alike(costs, known[0], name):
-                known.append(name)
-                break
-        else:
-            members.append([name])
-    return {name: number for number, names in enumerate(members) for name in names}
-
-
-def _are_alike(costs: Costs, one: str, other: str) -> bool:
-    if costs.kind(one) != costs.kind(other) or {one, other} & set(costs.pins):
-        return False
-    others = [d.name for d in costs.profile.devices if d.name not in (one, other)]
-    pairs = [((one, name), (other, name)) for name in others]
-    pairs += [((name, one), (name, other)) for name in others]
-    pairs += [((one, other), (other, one))]
-    return all(_speed(costs, *first) == _speed(costs, *second) for first, second in pairs)
-
-
-def _speed(costs: Costs, source: str, target: str) -> tuple[float, float, str | None]:
-    link = costs.link(source, target)
-    return link.latency_seconds, link.bytes_per_second, link.shared

@@ -41,14 +41,6 @@ def bottleneck(stages: Sequence[Matrix]) -> float:
     return float(best[-1])
 
 
-def least_total(stages: Sequence[Matrix], limit_seconds: float) -> float:
-    """The least possible sum of all stages' times with none above the limit."""
-    best = _nothing_placed(stages)
-    for seconds in stages:
-        best = (best[:, None] + _capped(seconds, limit_seconds)).min(axis=0)
-    return float(best[-1])
-
-
 def best_split(stages: Sequence[Matrix], floor_seconds: float = 0.0) -> Split | None:
     """The split with the least time of the slowest stage; of those, with the least sum.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,10 +110,10 @@ def judge_candidate(candidate: Candidate, search: Search) -> Verdict:
         micro_batch_size=candidate.size,
         in_flight=candidate.in_flight,
         step_seconds=candidate.step_seconds,
-        tokens_per_second=tokens / candidate.step_seconds,
+        tokens_per_second=_rate(tokens, candidate),
         bubble=candidate.simulation.bubble,
         bounds=_bounds(candidate, search),
-        best_single=None if single is None else (single.names[-1], tokens / single.step_seconds),
+        best_single=None if single is None else (single.names[-1], _rate(tokens, single)),
         advice=advise(candidate, search),
         assumed_links=_assumed_links(candidate),
     )
@@ -120,6 +121,11 @@ def judge_candidate(candidate: Candidate, search: Search) -> Verdict:
 
 def _tokens(candidate: Candidate) -> int:
     return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
+
+
+def _rate(tokens: int, candidate: Candidate) -> float:
+    seconds = candidate.step_seconds
+    return tokens / seconds if seconds > 0 else math.inf
 
 
 def _stage(candidate: Candidate, index: int) -> StageVerdict:

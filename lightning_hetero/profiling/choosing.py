@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich.console import Console
 
+from ..callbacks.profiler import PipelineProfiler, ProfilingOptions
 from ..errors import ProfileError
 from ..plan import Plan
 from ..planning.checking import check_plan
@@ -22,7 +23,6 @@ from ..planning.rendering import render
 from ..planning.solver import Solution, solve
 from ..planning.verdict import judge
 from ..planning.wishes import Wishes
-from .options import ProfilingOptions, options_of
 from .run import ProfilingRun
 from .sample import NoSample
 
@@ -51,7 +51,9 @@ class PlanChoice:
         """How this run is to be measured before it is deployed; None where it is not."""
         if trainer.state.fn != TrainerFn.FITTING:
             return None
-        chosen = options_of(trainer)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        found = [one.options for one in callbacks if isinstance(one, PipelineProfiler)]
+        chosen = found[0] if found else None
         if chosen is None and (self.plan == "auto" or self._only_measures):
             chosen = ProfilingOptions()
         if chosen is not None and self._force:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from rich.progress import Progress
 from torch import nn
 
+from ..callbacks.profiler import ProfilingOptions
 from ..model.layers import DecoderLayer
 from ..model.sizes import ends_of
 from ..pipeline.bench import OptimizerMeasurement
@@ -24,7 +25,6 @@ from ..runtime.coordinator import Coordinator
 from ..runtime.device import DeviceDescription
 from .benches import DeviceResult, Trials, trials
 from .here import EndsResult, Tick, lead_trials, measure_ends
-from .options import ProfilingOptions
 from .parts import model_profile
 from .sighting import Cutting, Sighting
 from .stepping import step_like

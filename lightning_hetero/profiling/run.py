@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from ..callbacks.profiler import ProfilingOptions
 from ..model.hollow import Unmoved
 from ..model.kinds import fingerprint
 from ..model.layers import DecoderLayer
@@ -31,7 +32,6 @@ from ..runtime.coordinator import Coordinator
 from ..runtime.device import DeviceDescription, describe_device
 from .cache import Identity, cache_file, read_known, write_known
 from .measuring import Found, Measuring, Wanted
-from .options import ProfilingOptions
 from .sample import SampleBatch, sample_batch, to_device
 from .sighting import Cutting, sight
 from .stepping import OptimizerSettings, with_optimizers

@@ -17,7 +17,6 @@ from ..pipeline.bench import OptimizerMeasurement, state_bytes
 from ..pipeline.measure import Clock, median_of_blocks
 from ..pipeline.memory import synchronize
 from ..pipeline.optimizer import (
-    Clipping,
     Group,
     StageOptimizer,
     group_options,
@@ -94,7 +93,7 @@ def _step_like_one(
     def step() -> list[float]:
         synchronize(device)
         start = clock()
-        optimizer.step([settings.options], Clipping())
+        optimizer.step([settings.options])
         synchronize(device)
         return [clock() - start]
 

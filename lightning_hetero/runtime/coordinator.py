@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -33,12 +33,14 @@ from ..model.tensors import (
     stored_in_four_bits,
 )
 from ..pipeline.activation import Activation, Gradients
+from ..pipeline.averaging import AveragingAction
 from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
-from ..plan import Dtype
+from ..plan import Dtype, Narrowing
 from ..wire import messages as m
+from ..wire.constants import Digests, SentConstants
 from ..wire.frames import Frame
 from ..wire.session import coordinator_session
 from ..wire.tensors import DTYPES
@@ -48,6 +50,7 @@ from .building import describe_parameters
 from .channel import Channel, Inbox
 from .deadlines import Deadlines
 from .handshake import dial
+from .progress import Progress
 from .translation import (
     read_activation,
     read_gradients,
@@ -73,6 +76,8 @@ class RemoteStage:
         seed: Start of all dropout masks.
         dtype: As in the plan.
         converts_weights: Whether ``dtype`` is for weights too; under autocast it is not.
+        narrowing: What it rounds the activations to that it sends downstream, and the gradients
+            that it sends upstream.
     """
 
     recipe: Recipe | BlocksRecipe
@@ -82,6 +87,7 @@ class RemoteStage:
     seed: int
     dtype: Dtype | None = None
     converts_weights: bool = True
+    narrowing: Narrowing = Narrowing()
 
     @property
     def tensor_dtypes(self) -> dict[str, torch.dtype]:
@@ -98,6 +104,7 @@ class _Worker:
     name: str
     address: Address
     channel: Channel
+    constants: SentConstants = field(default_factory=SentConstants)
 
     def __str__(self) -> str:
         return f"stage {self.number} on {self.name}" + (
@@ -113,14 +120,20 @@ class Coordinator:
 
     Args:
         workers: Name and address of each remote stage's worker.
+        narrowing: What the coordinator rounds the activations to that it sends to the first stage,
+            and the gradients that it sends to the last one.
 
     Raises:
         WorkerUnreachable: If one does not answer or refuses.
     """
 
     def __init__(
-        self, workers: Sequence[tuple[str, Address]], deadlines: Deadlines | None = None
+        self,
+        workers: Sequence[tuple[str, Address]],
+        deadlines: Deadlines | None = None,
+        narrowing: Narrowing | None = None,
     ) -> None:
+        self._narrowing = narrowing or Narrowing()
         self._deadlines = deadlines or Deadlines()
         self._inbox: Inbox = SimpleQueue()
         self._workers: list[_Worker] = []
@@ -130,6 +143,8 @@ class Coordinator:
         self._lost: WorkerError | None = None
         # Requests whose Done is still to come, by worker: more than one after an interrupted one.
         self._unanswered: dict[int, int] = {}
+        self._is_applying = False
+        self._has_failed_applying = False
         self.step = 0
         session_name = secrets.token_hex(16)
         try:
@@ -173,8 +188,9 @@ class Coordinator:
         """Where the worker of that name listens."""
         return self._named(name).address
 
-    def keep(self, names: Sequence[str]) -> None:
+    def keep(self, names: Sequence[str], narrowing: Narrowing | None = None) -> None:
         """Let these workers serve the stages, in this order; the others are free again."""
+        self._narrowing = narrowing or self._narrowing
         kept = [self._named(name) for name in names]
         for worker in self._workers:
             if worker not in kept:
@@ -229,6 +245,8 @@ class Coordinator:
             seed=stage.seed,
             downstream_address=downstream,
             dtype=stage.dtype,
+            activation_dtype=stage.narrowing.activation_dtype,
+            gradient_dtype=stage.narrowing.gradient_dtype,
         )
 
     # steps
@@ -245,18 +263,37 @@ class Coordinator:
             with contextlib.suppress(HeteroError):
                 self._broadcast(m.AbortStep(self.step))
 
+    def _present_step(self) -> int:
+        """The step that gradients belong to; before the first forward there is none yet."""
+        if self.step == 0:
+            self.begin_step(1, accumulate=True)
+        return self.step
+
+    def drop_caches(self, numbers: Sequence[int]) -> None:
+        """Let every stage forget key-value caches."""
+        self._check_usable()
+        self._broadcast(m.DropCaches(list(numbers)))
+
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
+        digests = Digests()
         for worker, stage in zip(self._workers, self._stages, strict=True):
-            arguments, tensors = say_arguments(self.step, key, surroundings, stage.layers)
-            worker.channel.send(arguments, *tensors)
+            try:
+                packer = Packer(worker.constants, digests)
+                message, tensors = say_arguments(self.step, key, surroundings, stage.layers, packer)
+                worker.channel.send(message, *tensors)
+            except BaseException:
+                worker.constants.clear()
+                raise
         with torch.set_grad_enabled(surroundings.grad_enabled):
-            activation, tensors = say_activation(self.step, key, Activation(hidden))
+            activation, tensors = say_activation(
+                self.step, key, Activation(hidden), self._narrowing.activation_dtype
+            )
         self._workers[0].channel.send(activation, *tensors)
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of a returned activation to the last stage."""
-        message, tensors = say_gradients(self.step, key, gradients)
+        message, tensors = say_gradients(self.step, key, gradients, self._narrowing.gradient_dtype)
         self._workers[-1].channel.send(message, *tensors)
 
     def receive(self) -> Returned:
@@ -274,12 +311,37 @@ class Coordinator:
             except RemoteProtocolError as error:
                 raise self._note_lost(worker, error) from error
 
-    # optimizer
+    # gradients
+
+    def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
+        """Freeze remote parameters, or train them, from the next forward on."""
+        for worker, own in self._by_owner(names):
+            worker.channel.send(m.SetTrained(own, requires_grad))
+
+    def zero_gradients(self, names: Sequence[str], set_to_none: bool) -> None:
+        """Drop the gradients of remote parameters, or make them zero."""
+        for worker, own in self._by_owner(names):
+            worker.channel.send(m.ZeroGradients(own, set_to_none))
+
+    def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
+        """The norms of remote gradients by their parameters' names: those that an optimizer
+        would use, or all."""
+        self._broadcast(m.MeasureNorms(self._present_step(), optimizer))
+        answers = self._collect(m.Norms, len(self._workers))
+        return {name: norm for answer in answers for name, norm in answer.norms.items()}
+
+    def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
+        """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
+        step = self._present_step()
+        message = m.ClipGradients(step, optimizer, clipping.factor, clipping.value)
+        self._broadcast(message)
+
+    # optimizers
 
     def build_optimizer(
-        self, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
+        self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
     ) -> None:
-        """Give every stage its part of the optimizer."""
+        """Give every stage its part of an optimizer."""
         for worker in self._workers:
             packer = Packer()
             packed_defaults = packer.pack(dict(defaults), "An optimizer default")
@@ -291,42 +353,58 @@ class Coordinator:
                 for group in groups
             ]
             worker.channel.send(
-                m.BuildOptimizer(class_name, packed_defaults, specs), *packer.tensors
+                m.BuildOptimizer(optimizer, class_name, packed_defaults, specs), *packer.tensors
             )
         self._await_done()
 
-    def gradient_norms(self) -> list[float]:
-        """Each stage's gradient norm."""
-        self._broadcast(m.MeasureNorm(self.step))
-        return [message.norm for message in self._collect(m.Norm, len(self._workers))]
+    def apply_optimizer(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
+        """Let every stage step; does not wait for it.
 
-    def apply_optimizer(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
-        """Let every stage clip and step; does not wait for it."""
+        You must call `note_applied` when this process has stepped too.
+        """
+        self._is_applying = True
         packer = Packer()
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
-        message = m.ApplyOptimizer(self.step, values, clipping.factor, clipping.value)
+        message = m.ApplyOptimizer(self._present_step(), optimizer, values)
         self._broadcast(message, *packer.tensors)
 
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of all remote parameters, by tensor name."""
-        found = {}
-        for worker in self._workers:
-            request = m.FetchOptimizerState()
-            for message, tensors in self._ask(worker, request, m.OptimizerState):
-                found[message.parameter] = unpack(message.state, tensors)
-        return found
+    def note_applied(self) -> None:
+        """The optimizer has stepped here as it does, or will do, on the stages."""
+        self._is_applying = False
 
-    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the optimizer's state of remote parameters."""
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether all weights are, or will be when the stages have done their work, of one step.
+
+        They are not after an exception inside the optimizer's step.
+        """
+        return not self._is_applying and not self._has_failed_applying
+
+    def optimizer_state(self, optimizer: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """An optimizer's state of all remote parameters, with their names, one by one."""
+        for worker in self._workers:
+            request = m.FetchOptimizerState(optimizer)
+            for message, tensors in self._ask(worker, request, m.OptimizerState):
+                yield message.parameter, unpack(message.state, tensors)
+
+    def load_optimizer_state(self, optimizer: int, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace an optimizer's state of remote parameters."""
         for name, values in state.items():
             packer = Packer()
             value = packer.pack(dict(values), f"the optimizer state of {name}")
-            message = m.LoadOptimizerState(name, value)
+            message = m.LoadOptimizerState(optimizer, name, value)
             self._owner_of[name].channel.send(message, *packer.tensors)
+
+    def average_weights(
+        self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
+    ) -> None:
+        """Do something with every stage's running average of its weights; does not wait for it."""
+        self._check_usable()
+        self._broadcast(m.AverageWeights(action, num_averaged, decay))
 
     # tensors
 
-    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def fetch(self, names: Sequence[str], progress: Progress | None = None) -> dict[str, Tensor]:
         """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
 
         Raises:
@@ -349,6 +427,8 @@ class Coordinator:
                     content = content.to(self._dtype_of[message.name])
                     state = dict(zip(message.state, parts, strict=True))
                     found.update(flatten(message.name, content, state))
+                    if progress is not None:
+                        progress.advance(content.nbytes)
         return found
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
@@ -371,6 +451,13 @@ class Coordinator:
             self._owner_of[name].channel.send(message, tensors[name], *state.values())
 
     # talking
+
+    def _by_owner(self, names: Sequence[str]) -> Iterator[tuple[_Worker, list[str]]]:
+        """Workers that have something of those names, each with what it has."""
+        for worker in self._workers:
+            own = [name for name in names if self._owner_of.get(name) is worker]
+            if own:
+                yield worker, own
 
     def _broadcast(self, message: m.Message, *tensors: Tensor) -> None:
         for worker in self._workers:
@@ -437,6 +524,8 @@ class Coordinator:
             raise self._note_lost(worker, arrival.content)
         message = arrival.content.message
         if isinstance(message, m.Failure):
+            worker.constants.clear()
+            self._has_failed_applying |= message.in_optimizer_step
             raise StageFailed(
                 f"{worker} failed in step {self.step}: {message.reason}\n\n"
                 f"The worker's traceback:\n{message.traceback}"

@@ -18,24 +18,22 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import BatchError, HeteroError, ModelError
 from ..model.calls import LayerCall, without_cache
 from ..model.collecting import CollectingHooks
-from ..model.four_bit import state_of
 from ..model.hollow import HollowLayers, is_hollow
 from ..model.layers import DecoderLayer, check_layers_stand_alone
 from ..model.packed import State
 from ..model.pretrained import CheckpointWeights, weights_in_checkpoint
 from ..model.recipe import write_recipe
-from ..model.tensors import locate, named_tensors
+from ..model.state_dicts import is_frozen
+from ..model.tensors import locate, named_contents, named_tensors
 from ..pipeline.activation import Activation, Collected, join_activations
 from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
 from ..pipeline.pieces import cut_request
 from ..pipeline.turns import current_turn
 from ..plan import Plan, StagePlan
 from .coordinator import Coordinator, RemoteStage
+from .progress import PROGRESS_FROM_BYTES, Progress
 
 logger = logging.getLogger(__name__)
-
-# Below this nobody needs a progress bar to watch weights travel.
-_PROGRESS_FROM_BYTES = 256 * 2**20
 
 
 class Deployment:
@@ -72,16 +70,24 @@ class Deployment:
         self._away = {number: layer.module for number, layer in away.items()}
         self._weights = weights_in_checkpoint(root)
         _check_weights_can_be_sent(self._away, self._weights)
-        self.names_of = {parameter: name for name, parameter in named_tensors(self._away)}
+        self.names_of = {tensor: name for name, tensor in named_tensors(self._away)}
         self._sent = {name for name, _ in named_tensors(self._away)}
+        self._root = root
+        self._stage_of = {n: stage for stage in plan.remote_stages for n in stage.layer_indices}
+        self._converts_weights = converts_weights
+        # What trains at present, as the stages know it, and what ever did.
         self._trained = {p for p in self.names_of if p.requires_grad}
+        self._ever_trained = set(self._trained)
         self._visits: int | None = None
-        self._hollow = HollowLayers(away, self._exchange, coordinator)
+        self._progress: Progress | None = None
+        self._hollow = HollowLayers(away, self._exchange, self)
         self._hollow.check()  # before any weight travels
         self._send(root, stages, seed, converts_weights)
         self._collecting = CollectingHooks(root, [layer.name for layer in away.values()])
+        self._hollow.caches.listen(root, [layer.name for layer in away.values()])
         with contextlib.ExitStack() as undo:
             undo.callback(self._collecting.remove)
+            undo.callback(self._hollow.caches.remove)
             self._hollow.hollow()
             undo.pop_all()
         self._recomputed = _recompute_locally(layers, plan)
@@ -102,8 +108,11 @@ class Deployment:
                 seed=seed,
                 dtype=stage.dtype,
                 converts_weights=converts_weights,
+                narrowing=narrowing,
             )
-            for stage, layers in zip(self.plan.remote_stages, stages, strict=True)
+            for stage, layers, narrowing in zip(
+                self.plan.remote_stages, stages, self.plan.stage_narrowings, strict=True
+            )
         ]
         tensors = list(named_tensors(self._away))
         num_bytes = sum(tensor.nbytes for _, tensor in tensors)
@@ -111,7 +120,7 @@ class Deployment:
             self.coordinator.deploy(remote),
             description="Sending layers to the workers",
             total=len(tensors),
-            disable=num_bytes < _PROGRESS_FROM_BYTES,
+            disable=num_bytes < PROGRESS_FROM_BYTES,
         )
         for _name in sending:
             pass
@@ -133,25 +142,85 @@ class Deployment:
         if self.coordinator.lost is None:
             self.coordinator.abort_step()
 
-    def check_trained_ones(self) -> None:
-        """Refuse to go on when other parameters are to be trained than were at the beginning.
+    def follow_trained_ones(self) -> None:
+        """Freeze on the stages what is frozen now, and train what is not.
 
         Raises:
-            ModelError: With the name of one.
+            ModelError: If a stage keeps a parameter in a dtype in which it must not be trained.
         """
-        changed = [p for p in self.names_of if p.requires_grad != (p in self._trained)]
-        if changed:
-            number, _, name = self.names_of[changed[0]].partition(".")
-            was = "unfrozen" if changed[0].requires_grad else "frozen"
+        trained = {p for p in self.names_of if p.requires_grad}
+        if trained == self._trained:
+            return
+        for parameter in trained - self._ever_trained:
+            self._check_trainable(parameter)
+        for changed, requires_grad in (
+            (trained - self._trained, True),
+            (self._trained - trained, False),
+        ):
+            self.coordinator.set_trained([self.names_of[p] for p in changed], requires_grad)
+        self._trained = trained
+        self._ever_trained |= trained
+
+    def _check_trainable(self, parameter: Tensor) -> None:
+        name = self.names_of[parameter]
+        stage = self._stage_of[int(name.partition(".")[0])]
+        if stage.dtype is not None and self._converts_weights:
+            number, _, inside = name.partition(".")
             raise ModelError(
-                f"{name} of layer {number} was {was} when it was on a worker already, which does "
-                "not follow; set `requires_grad` before the run: in `configure_model`, in `setup` "
-                "or where the module is built."
+                f"{inside} of layer {number} was unfrozen while {stage.worker} kept it in "
+                f"{stage.dtype}, as frozen weights are there, and its steps would be lost in "
+                "rounding; set `requires_grad` before the run, or take `dtype` from the plan."
+            )
+
+    def grad_norms(self) -> dict[str, float]:
+        """The norms of the gradients on the stages, by their parameters' names in the module."""
+        norms = self.coordinator.gradient_norms()
+        named: dict[Tensor, str] = {p: name for name, p in self._root.named_parameters()}
+        return {
+            named[p]: norms[name]
+            for p, name in self.names_of.items()
+            if name in norms and p in named
+        }
+
+    def check_between_steps(self) -> None:
+        """Refuse to make a checkpoint of weights of which only some have made the latest step.
+
+        Raises:
+            ModelError: After an exception inside the optimizer's step.
+        """
+        if not self.coordinator.is_between_steps:
+            raise ModelError(
+                "The run was interrupted inside the optimizer's step, which some layers have made "
+                "and others have not; continue from the last checkpoint."
             )
 
     def check_forward_finished(self) -> None:
         """Refuse a ``training_step`` that left the decoder layers half-way."""
         self._hollow.check_finished()
+
+    @contextmanager
+    def gathering(self, left_out: set[Tensor]) -> Iterator[None]:
+        """Inside, ``state_dict`` is for a checkpoint: it tells how far it is, and lacks some."""
+        num_bytes = sum(
+            tensor.nbytes
+            for tensor in self.names_of
+            if tensor not in left_out and not (is_frozen(tensor) and _is_in(tensor, self._weights))
+        )
+        self._progress = Progress("Gathering the weights of the layers on workers", num_bytes)
+        self._hollow.state_dicts.left_out = left_out
+        try:
+            yield
+        finally:
+            self._progress = None
+            self._hollow.state_dicts.left_out = set()
+
+    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Bring tensors of hollow layers here."""
+        return self.coordinator.fetch(names, self._progress)
+
+    def store(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the content of tensors of hollow layers."""
+        self.coordinator.store(tensors)
 
     def bring_back(self) -> bool:
         """Make the layers ordinary again with their present weights.
@@ -163,15 +232,15 @@ class Deployment:
         """
         for layer in self._recomputed:
             del layer.forward
+        coming = {
+            name: tensor.nbytes
+            for name, tensor in named_tensors(self._away)
+            if name in self._sent
+            and (tensor in self._ever_trained or not _is_in(tensor, self._weights))
+        }
+        progress = Progress("Bringing the layers back", sum(coming.values()))
         try:
-            tensors = self.coordinator.fetch(
-                [
-                    name
-                    for name, tensor in named_tensors(self._away)
-                    if name in self._sent
-                    and (tensor in self._trained or not _is_in(tensor, self._weights))
-                ]
-            )
+            tensors = self.coordinator.fetch(list(coming), progress)
         except HeteroError as error:
             layers = f"{min(self._away)} to {max(self._away)}"
             logger.error(
@@ -182,8 +251,14 @@ class Deployment:
             )
             return False
         else:
+            if not self.coordinator.is_between_steps:
+                logger.error(
+                    "The run was interrupted inside the optimizer's step, so the weights that came "
+                    "back are of two different steps. Continue from the last checkpoint."
+                )
             self._hollow.refill(tensors)
             self._collecting.remove()
+            self._hollow.caches.remove()
             return True
 
     def close(self) -> None:
@@ -194,6 +269,9 @@ class Deployment:
         self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
     ) -> tuple[Tensor, tuple[Collected, ...]]:
         """What the last hollow layer of the run does with the hidden states."""
+        forgotten = self._hollow.caches.take_forgotten()
+        if forgotten:
+            self.coordinator.drop_caches(forgotten)
         request = Request(hidden, surroundings_here(hidden, calls, collect))
         returned = self._hand_over(request)
         return returned.hidden, returned.collected
@@ -211,8 +289,14 @@ class Deployment:
             return self._exchange_whole(request)
 
     def _exchange_whole(self, request: Request) -> Activation:
+        if request.surroundings.grad_enabled:
+            self.follow_trained_ones()
         visit, self._visits = self._visits or 0, (self._visits or 0) + 1
-        pieces = _pieces(request, self.plan.micro_batches)
+        # With a cache a batch goes in one piece. Matrix products over fewer rows may add up in
+        # another order: of the tests' 14 models, cut, not one gave the bits of one device, and
+        # one other bit can make another token.
+        is_whole = request.surroundings.has_cache
+        pieces = [request] if is_whole else _pieces(request, self.plan.micro_batches)
         if not request.surroundings.grad_enabled:
             returned = join_activations(exchange_pieces(self.coordinator, pieces, visit))
             return returned.map(lambda tensor: tensor.to(request.hidden.device))
@@ -239,12 +323,12 @@ def _contents(
     layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
 ) -> Iterator[tuple[str, Tensor, State]]:
     """The layers' tensors from here or, where they are not here, from the checkpoint."""
-    for name, tensor in named_tensors(layers):
-        owner, leaf, _ = locate(layers, name)
+    for name, tensor, state in named_contents(layers):
         if tensor.is_meta and weights is not None:
+            owner, leaf, _ = locate(layers, name)
             yield name, *weights.read(owner, leaf, for_worker=True)
         else:
-            yield name, tensor, state_of(owner, leaf)
+            yield name, tensor, state
 
 
 def _is_in(tensor: Tensor, weights: CheckpointWeights | None) -> bool:

@@ -15,6 +15,7 @@ from ..model.imports import Allowed
 from ..pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
 from ..pipeline.memory import free_cached_memory
 from ..wire import messages as m
+from ..wire.constants import KeptConstants
 from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES
 from ..wire.values import unpack
@@ -99,7 +100,7 @@ class MeasuredSide:
 
     def _measure_layer(self, message: m.MeasureLayer, tensors: tuple[Tensor, ...]) -> m.Message:
         here = tuple(tensor.to(self._device) for tensor in tensors)
-        around = read_arguments(message.arguments, here)
+        around = read_arguments(message.arguments, here, KeptConstants())
         if len(around.calls) != 1:
             raise ModelError(f"One layer is measured at a time, not {len(around.calls)}.")
         trial = LayerTrial(

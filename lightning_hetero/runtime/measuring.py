@@ -42,7 +42,7 @@ def say_trial(trial: Trial) -> Content:
             trial.number, trial.class_name, defaults, options, trial.patience_seconds
         )
         return message, packer.tensors
-    arguments, tensors = say_arguments(0, Key(0), trial.surroundings, [trial.number])
+    arguments, tensors = say_arguments(0, Key(0), trial.surroundings, [trial.number], Packer())
     if not isinstance(arguments, m.Arguments):
         raise TypeError(f"{arguments} are not the arguments of a layer.")
     return (

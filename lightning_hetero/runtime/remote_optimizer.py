@@ -1,4 +1,4 @@
-"""The user's optimizer, with the stages' parts behind it.
+"""One of the user's optimizers, with the stages' parts behind it.
 
 The optimizer object stays the user's own; it holds all parameters, and steps those with a
 gradient here. The stages step theirs when told, with the options the groups have at that moment.
@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import ModelError
 from ..pipeline.optimizer import (
     Clipping,
     Group,
     clip_gradients,
     clipping_factor,
-    gradient_norm,
+    gradient_norms,
     group_options,
     in_dtype_of,
     optimizer_class_name,
@@ -27,13 +28,15 @@ from ..pipeline.optimizer import (
     total_norm,
 )
 from .coordinator import Coordinator
+from .progress import Progress
 
 
 class RemoteOptimizer:
     """Ties an optimizer to its parts on the stages, until `detach`.
 
     Args:
-        optimizer: Holds all parameters, those of hollow layers too.
+        optimizer: Holds parameters, those of hollow layers too.
+        number: Tells the stages which of the optimizers is meant.
         coordinator: Knows the stages.
         names_of: Names of the hollow layers' parameters.
 
@@ -42,14 +45,17 @@ class RemoteOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, coordinator: Coordinator, names_of: Mapping[Tensor, str]
+        self,
+        optimizer: Optimizer,
+        number: int,
+        coordinator: Coordinator,
+        names_of: Mapping[Tensor, str],
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        self._number = number
         self._coordinator = coordinator
         self._names_of = names_of
-        self._clipping = Clipping()
-        self._inverse_scale = 1.0
-        self._norms: list[float] | None = None
+        self._held = [id(parameter) for parameter in optimized_parameters(optimizer)]
         self._parameters = {name: parameter for parameter, name in names_of.items()}
         self._build()
         for parameter in names_of:
@@ -60,56 +66,57 @@ class RemoteOptimizer:
         self._load_local_state = optimizer.load_state_dict
         optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
 
-    @property
-    def is_clipped(self) -> bool:
-        """Whether the gradients of this step are clipped."""
-        return self._clipping != Clipping()
-
     def unscale(self, scale: float) -> bool:
-        """Divide the stages' gradients by a loss scale, with the step.
+        """Divide the stages' gradients by a loss scale.
 
         Returns:
             Whether all of them are finite.
         """
-        self._inverse_scale = 1 / scale
-        self._norms = self._coordinator.gradient_norms()
-        return all(math.isfinite(norm) for norm in self._norms)
+        self._coordinator.clip_gradients(self._number, Clipping(factor=1 / scale))
+        return all(map(math.isfinite, self._coordinator.gradient_norms(self._number).values()))
 
-    def clip_by_norm(self, max_norm: float) -> None:
-        """Scale all gradients, here now and remotely with the step, to a global norm."""
-        gradients = optimizer_gradients(self._optimizer)
-        norms = self._norms if self._norms is not None else self._coordinator.gradient_norms()
-        norm = total_norm([gradient_norm(gradients), *(n * self._inverse_scale for n in norms)])
+    def clip_by_norm(self, max_norm: float) -> float:
+        """Scale all gradients, here and there, to a global norm; returns what it was."""
+        gradients = optimizer_gradients(self.optimizer)
+        remote = self._coordinator.gradient_norms(self._number)
+        norm = total_norm([*gradient_norms(gradients), *remote.values()])
         self._clip(gradients, Clipping(factor=clipping_factor(max_norm, norm)))
+        return norm
 
     def clip_by_value(self, value: float) -> None:
-        """Cut all gradients, here now and remotely with the step."""
-        self._clip(optimizer_gradients(self._optimizer), Clipping(value=value))
+        """Cut all gradients, here and there."""
+        self._clip(optimizer_gradients(self.optimizer), Clipping(value=value))
 
     def step(self) -> None:
-        """Let the stages step; to be called just before the optimizer itself steps."""
-        options = [group_options(group) for group in self._optimizer.param_groups]
-        factor = self._clipping.factor
-        if self._inverse_scale != 1.0:
-            factor = (1.0 if factor is None else factor) * self._inverse_scale
-        self._coordinator.apply_optimizer(options, Clipping(factor, self._clipping.value))
-        self.skip()
+        """Let the stages step; to be called just before the optimizer itself steps.
 
-    def skip(self) -> None:
-        """Forget what was to happen to the gradients of this step."""
-        self._clipping = Clipping()
-        self._inverse_scale = 1.0
-        self._norms = None
+        You must call `note_stepped` when it has.
+
+        Raises:
+            ModelError: If the optimizer has got other parameters since.
+        """
+        if [id(parameter) for parameter in optimized_parameters(self.optimizer)] != self._held:
+            raise changed_parameters(self.optimizer)
+        options = [group_options(group) for group in self.optimizer.param_groups]
+        self._coordinator.apply_optimizer(self._number, options)
+
+    def note_stepped(self) -> None:
+        """The optimizer has stepped here too."""
+        self._coordinator.note_applied()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop the stages' gradients, or make them zero."""
+        self._coordinator.zero_gradients([name for _, name in self._indexed()], set_to_none)
 
     def bring_back(self) -> None:
         """Move the stages' optimizer state into the optimizer."""
         for name, state in self._remote_state().items():
-            self._optimizer.state[self._parameters[name]] = state
+            self.optimizer.state[self._parameters[name]] = state
 
     def detach(self) -> None:
         """Leave the optimizer an ordinary one."""
         self._hook.remove()
-        del self._optimizer.load_state_dict
+        del self.optimizer.load_state_dict
 
     def _build(self) -> None:
         groups = [
@@ -117,30 +124,34 @@ class RemoteOptimizer:
                 [self._names_of[p] for p in group["params"] if p in self._names_of],
                 group_options(group),
             )
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
         ]
-        class_name = optimizer_class_name(self._optimizer)
-        defaults = optimizer_defaults(self._optimizer)
-        self._coordinator.build_optimizer(class_name, defaults, groups)
+        class_name = optimizer_class_name(self.optimizer)
+        defaults = optimizer_defaults(self.optimizer)
+        self._coordinator.build_optimizer(self._number, class_name, defaults, groups)
 
     def _clip(self, gradients: list[Tensor], clipping: Clipping) -> None:
-        clip_gradients(gradients, clipping)
-        self._clipping = clipping
+        if clipping.factor != 1.0:
+            clip_gradients(gradients, clipping)
+            self._coordinator.clip_gradients(self._number, clipping)
 
     def _remote_state(self) -> dict[str, dict[str, Any]]:
         """The stages' optimizer state in the dtypes that the parameters have here."""
-        return {
-            name: {k: in_dtype_of(self._parameters[name], k, v) for k, v in state.items()}
-            for name, state in self._coordinator.optimizer_state().items()
+        trained = [p for p in self._names_of if p.requires_grad]
+        what = "Gathering the optimizer's state, counted by the weights that it is for"
+        progress = Progress(what, sum(parameter.nbytes for parameter in trained))
+        found = {}
+        for name, state in self._coordinator.optimizer_state(self._number):
             # A parameter that its layer has twice comes under both names, and is known by one.
-            if name in self._parameters
-        }
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                found[name] = _as_here(parameter, state)
+                progress.advance(parameter.nbytes)
+        return found
 
     def _indexed(self) -> Iterator[tuple[int, str]]:
         """Position in a state dict, and name, of every remote parameter."""
-        groups = self._optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(optimized_parameters(self.optimizer)):
             if parameter in self._names_of:
                 yield index, self._names_of[parameter]
 
@@ -156,8 +167,38 @@ class RemoteOptimizer:
         local = dict(state_dict["state"])
         # A parameter without state loses the one that it has there, as it does here.
         remote = {name: local.pop(index, {}) for index, name in self._indexed()}
-        self._coordinator.load_optimizer_state({k: _flattened(v) for k, v in remote.items()})
+        flat = {name: _flattened(state) for name, state in remote.items()}
+        self._coordinator.load_optimizer_state(self._number, flat)
         self._load_local_state({**state_dict, "state": local}, *args, **kwargs)
+
+
+def changed_parameters(optimizer: Optimizer) -> ModelError:
+    """What to raise for an optimizer that has got other parameters during the run."""
+    return ModelError(
+        f"The parameters of {type(optimizer).__name__} were changed during the run, by "
+        "`add_param_group` perhaps, and the workers do not follow; give it all parameters in "
+        "`configure_optimizers`, and freeze and unfreeze them by `requires_grad`, which they "
+        "follow."
+    )
+
+
+def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer, in the order of its state dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _as_here(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A received state in the dtypes of its parameter.
+
+    The tensors of a frame share its memory: a step count of four bytes would keep all of it, when
+    the others are replaced by converted ones.
+    """
+    converted = {key: in_dtype_of(parameter, key, value) for key, value in state.items()}
+    unchanged = [key for key, value in state.items() if converted[key] is value]
+    if len(unchanged) < len(state):
+        copies = {k: state[k].clone() for k in unchanged if isinstance(state[k], Tensor)}
+        converted.update(copies)
+    return converted
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:

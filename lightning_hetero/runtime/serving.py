@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeteroError, LocalProtocolError, ModelError
-from ..model.four_bit import is_four_bit, multiply_in, quantize
+from ..model.four_bit import is_four_bit, multiply_in, quantize, state_of
 from ..model.imports import Allowed
-from ..model.tensors import locate, named_contents, named_tensors, narrowed, set_tensor
+from ..model.tensors import locate, named_tensors, narrowed, set_tensor
 from ..pipeline.activation import Activation
-from ..pipeline.optimizer import Clipping, Group, StageOptimizer
+from ..pipeline.averaging import WeightAverages, averaged_tensors
+from ..pipeline.optimizer import Clipping, Group, StageOptimizer, clip_gradients, gradient_norms
 from ..pipeline.rule import Action, Key
 from ..pipeline.runner import Result, StageRunner
 from ..pipeline.stage import Stage
+from ..plan import Narrowing
 from ..wire import messages as m
+from ..wire.constants import KeptConstants
 from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES, TensorSpec
 from ..wire.values import Packer, unpack
@@ -83,7 +86,10 @@ class StageSession:
         self._specs: dict[str, m.ParameterSpec] = {}
         self._missing: set[str] = set()
         self._runner = StageRunner(Stage(nn.ModuleDict(), device, 0))
-        self._optimizer: StageOptimizer | None = None
+        self._narrowing = Narrowing()
+        self._optimizers: dict[int, StageOptimizer] = {}
+        self._averages = WeightAverages([])
+        self._constants = KeptConstants()
         self._measuring = MeasuredSide(name, coordinator, device, deadlines, allowed)
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             **self._measuring.handlers,
@@ -96,9 +102,14 @@ class StageSession:
             m.Arguments: self._on_arguments,
             m.Activation: self._on_activation,
             m.Gradient: self._on_gradient,
+            m.DropCaches: self._on_drop_caches,
             m.AbortStep: self._on_abort_step,
-            m.MeasureNorm: self._on_measure_norm,
+            m.SetTrained: self._on_set_trained,
+            m.ZeroGradients: self._on_zero_gradients,
+            m.MeasureNorms: self._on_measure_norms,
+            m.ClipGradients: self._on_clip_gradients,
             m.ApplyOptimizer: self._on_apply_optimizer,
+            m.AverageWeights: self._on_average_weights,
             m.FetchTensors: self._on_fetch_tensors,
             m.FetchOptimizerState: self._on_fetch_optimizer_state,
         }
@@ -170,7 +181,8 @@ class StageSession:
             logger.warning("stage %d failed: %s", self._stage_index, error)
             self._runner.abort()
             reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
-            self._coordinator.send(m.Failure(reason, traceback.format_exc()[-_MOST_TEXT:]))
+            trace = traceback.format_exc()[-_MOST_TEXT:]
+            self._coordinator.send(m.Failure(reason, trace, act == self._on_apply_optimizer))
 
     def _close_channels(self) -> None:
         for channel in {self._upstream, self._downstream, self._coordinator}:
@@ -199,7 +211,9 @@ class StageSession:
             dtype=dtype,
         )
         self._runner = StageRunner(stage)
-        self._optimizer = None
+        self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
+        self._optimizers = {}
+        self._averages = WeightAverages([])
         self._coordinator.send(m.Done())
 
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
@@ -232,15 +246,17 @@ class StageSession:
 
     def _on_build_optimizer(self, message: m.BuildOptimizer, tensors: tuple[Tensor, ...]) -> None:
         groups = [Group(g.parameters, unpack(g.options, tensors)) for g in message.groups]
-        parameters = {n: p for n, p in named_tensors(self._numbered) if isinstance(p, nn.Parameter)}
         defaults = unpack(message.defaults, tensors)
-        self._optimizer = StageOptimizer(message.class_name, defaults, groups, parameters)
+        self._optimizers[message.optimizer] = StageOptimizer(
+            message.class_name, defaults, groups, self._parameters()
+        )
         self._coordinator.send(m.Done())
 
     def _on_load_optimizer_state(
         self, message: m.LoadOptimizerState, tensors: tuple[Tensor, ...]
     ) -> None:
-        self._built_optimizer().load_state(message.parameter, unpack(message.state, tensors))
+        optimizer = self._optimizer(message.optimizer)
+        optimizer.load_state(message.parameter, unpack(message.state, tensors))
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.begin(message.step, message.in_flight, message.accumulate)
@@ -248,7 +264,7 @@ class StageSession:
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
         here = tuple(tensor.to(self._device) for tensor in tensors)
         key = Key(message.microbatch, message.visit)
-        self._runner.take_arguments(key, read_arguments(message, here))
+        self._runner.take_arguments(key, read_arguments(message, here, self._constants))
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
         key = Key(message.microbatch, message.visit)
@@ -258,30 +274,56 @@ class StageSession:
         key = Key(message.microbatch, message.visit)
         self._runner.take_gradients(message.step, key, read_gradients(message, tensors))
 
+    def _on_drop_caches(self, message: m.DropCaches, _tensors: tuple[Tensor, ...]) -> None:
+        self._runner.stage.caches.drop(message.numbers)
+
     def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
 
-    def _on_measure_norm(self, message: m.MeasureNorm, _tensors: tuple[Tensor, ...]) -> None:
-        norm = self._built_optimizer().gradient_norm()
-        self._coordinator.send(m.Norm(message.step, norm))
+    def _on_set_trained(self, message: m.SetTrained, _tensors: tuple[Tensor, ...]) -> None:
+        for parameter in self._named(message.parameters):
+            parameter.requires_grad_(message.requires_grad)
+
+    def _on_zero_gradients(self, message: m.ZeroGradients, _tensors: tuple[Tensor, ...]) -> None:
+        for parameter in self._named(message.parameters):
+            if parameter.grad is not None:
+                parameter.grad = None if message.set_to_none else torch.zeros_like(parameter.grad)
+
+    def _on_measure_norms(self, message: m.MeasureNorms, _tensors: tuple[Tensor, ...]) -> None:
+        gradients = self._gradients(message.optimizer)
+        norms = dict(zip(gradients, gradient_norms([*gradients.values()]), strict=True))
+        self._coordinator.send(m.Norms(message.step, norms))
+
+    def _on_clip_gradients(self, message: m.ClipGradients, _tensors: tuple[Tensor, ...]) -> None:
+        gradients = [*self._gradients(message.optimizer).values()]
+        clip_gradients(gradients, Clipping(message.factor, message.value))
 
     def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
         options = [unpack(value, tensors) for value in message.options]
-        clipping = Clipping(message.gradient_factor, message.clip_value)
-        self._built_optimizer().step(options, clipping)
+        self._optimizer(message.optimizer).step(options)
+
+    def _on_average_weights(self, message: m.AverageWeights, _tensors: tuple[Tensor, ...]) -> None:
+        if message.action == "begin":
+            self._averages = WeightAverages(averaged_tensors(self._runner.stage.layers))
+        elif message.action == "update":
+            self._averages.update(message.num_averaged, message.decay)
+        elif message.action == "swap":
+            self._averages.swap()
+        else:
+            self._averages.adopt()
 
     def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
-        found = {n: (tensor, state) for n, tensor, state in named_contents(self._numbered)}
         for name in message.names:
-            tensor, state = found[name]
+            owner, leaf, tensor = locate(self._numbered, name)
+            state = state_of(owner, leaf)
             self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
             self._coordinator.wait_until_sent(_MOST_COPIES)
         self._coordinator.send(m.Done())
 
     def _on_fetch_optimizer_state(
-        self, _message: m.FetchOptimizerState, _tensors: tuple[Tensor, ...]
+        self, message: m.FetchOptimizerState, _tensors: tuple[Tensor, ...]
     ) -> None:
-        for name, state in self._built_optimizer().state().items():
+        for name, state in self._optimizer(message.optimizer).state().items():
             packer = Packer()
             value = packer.pack(state, f"the optimizer state of {name}")
             self._coordinator.send(m.OptimizerState(name, value), *packer.tensors)
@@ -294,13 +336,34 @@ class StageSession:
     def _route(self, result: Result) -> None:
         step, key, content = self._runner.step, result.action.key, result.content
         if isinstance(content, Activation):
-            message, tensors = say_activation(step, key, content)
+            wire_dtype = self._narrowing.activation_dtype
+            message, tensors = say_activation(step, key, content, wire_dtype)
             self._downstream.send(message, *tensors)
         else:
-            message, tensors = say_gradients(step, key, content)
+            wire_dtype = self._narrowing.gradient_dtype
+            message, tensors = say_gradients(step, key, content, wire_dtype)
             self._upstream.send(message, *tensors)
 
-    def _built_optimizer(self) -> StageOptimizer:
-        if self._optimizer is None:
-            raise ModelError(f"Stage {self._stage_index} has no optimizer yet.")
-        return self._optimizer
+    def _optimizer(self, number: int) -> StageOptimizer:
+        if number not in self._optimizers:
+            raise ModelError(f"Stage {self._stage_index} has no optimizer {number} yet.")
+        return self._optimizers[number]
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in named_tensors(self._numbered) if isinstance(p, nn.Parameter)}
+
+    def _named(self, names: list[str]) -> list[nn.Parameter]:
+        parameters = self._parameters()
+        unknown = sorted(set(names) - set(parameters))
+        if unknown:
+            raise ModelError(f"Stage {self._stage_index} has no parameters {unknown[:5]}.")
+        return [parameters[name] for name in names]
+
+    def _gradients(self, optimizer: int | None) -> dict[str, Tensor]:
+        """The gradients that an optimizer would use, or all, by their parameters' names."""
+        parameters = (
+            self._parameters() if optimizer is None else self._optimizer(optimizer).optimized
+        )
+        # A parameter that its layer has twice is known by the last of its names.
+        names = {parameter: name for name, parameter in parameters.items()}
+        return {name: p.grad for p, name in names.items() if p.grad is not None}

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from ..errors import RemoteProtocolError
-from ..model.calls import LayerCall
+from ..model.calls import CacheUse, LayerCall
 from ..pipeline.activation import Activation, Collected, Gradients
+from ..pipeline.narrowing import narrow, widen
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
+from ..plan import WireDtype
 from ..wire import messages as m
+from ..wire.constants import KeptConstants
 from ..wire.tensors import DTYPES, dtype_name
 from ..wire.values import Packer, unpack
 
@@ -20,14 +23,13 @@ Content = tuple[m.Message, Sequence[Tensor]]
 
 
 def say_arguments(
-    step: int, key: Key, surroundings: Surroundings, layers: Container[int]
+    step: int, key: Key, surroundings: Surroundings, layers: Container[int], packer: Packer
 ) -> Content:
     """What a stage with these layers runs them with.
 
     Raises:
         LocalProtocolError: If an argument cannot be sent.
     """
-    packer = Packer()
     calls = [
         m.LayerArguments(
             call.layer_index,
@@ -35,6 +37,7 @@ def say_arguments(
             packer.pack(call.args, f"An argument of layer {call.layer_index}: args"),
             packer.pack(call.kwargs, f"An argument of layer {call.layer_index}: kwargs"),
             call.tuple_length,
+            None if call.cache is None else _say_cache(call.cache, packer),
         )
         for call in surroundings.calls
         if call.layer_index in layers
@@ -42,24 +45,33 @@ def say_arguments(
     autocast = surroundings.autocast_dtype
     autocast_name = None if autocast is None else dtype_name(autocast)
     grad_enabled, collect = surroundings.grad_enabled, list(surroundings.collect)
-    message = m.Arguments(step, *key, grad_enabled, autocast_name, collect, calls)
+    message = m.Arguments(step, *key, grad_enabled, autocast_name, collect, calls, packer.kept)
     return message, packer.tensors
 
 
-def read_arguments(message: m.Arguments, tensors: tuple[Tensor, ...]) -> Surroundings:
-    """What a stage runs its layers with.
+def read_arguments(
+    message: m.Arguments, tensors: tuple[Tensor, ...], constants: KeptConstants
+) -> Surroundings:
+    """What a stage runs its layers with; ``constants`` are brought up to date.
 
     Raises:
         RemoteProtocolError: If the message names a tensor, a dtype or a kind of output that there
-            is not.
+            is not, or a cache where gradients are wanted.
     """
+    for index, slot in message.kept.items():
+        if index >= len(tensors):
+            raise RemoteProtocolError(
+                f"Tensor {index} is to be kept and the frame carries {len(tensors)}."
+            )
+        constants.keep(slot, tensors[index])
     calls = [
         LayerCall(
             call.layer_index,
             call.training,
-            unpack(call.args, tensors),
-            unpack(call.kwargs, tensors),
+            unpack(call.args, tensors, constants),
+            unpack(call.kwargs, tensors, constants),
             call.tuple_length,
+            None if call.cache is None else _read_cache(call.cache, tensors, constants),
         )
         for call in message.calls
     ]
@@ -71,15 +83,35 @@ def read_arguments(message: m.Arguments, tensors: tuple[Tensor, ...]) -> Surroun
     ):
         raise RemoteProtocolError(f"The outputs {message.collect} cannot be collected.")
     dtype = None if autocast is None else DTYPES[autocast]
-    return Surroundings(message.grad_enabled, dtype, calls, message.collect)
+    surroundings = Surroundings(message.grad_enabled, dtype, calls, message.collect)
+    if surroundings.has_cache and message.grad_enabled:
+        raise RemoteProtocolError("A key-value cache carries no gradients.")
+    return surroundings
 
 
-def say_activation(step: int, key: Key, activation: Activation) -> Content:
-    """An activation on its way downstream."""
+def _say_cache(use: CacheUse, packer: Packer) -> m.CacheArgument:
+    rows = packer.pack(use.rows, "The samples wanted of a key-value cache")
+    return m.CacheArgument(use.number, use.place, use.length, use.window, rows)
+
+
+def _read_cache(
+    argument: m.CacheArgument, tensors: tuple[Tensor, ...], constants: KeptConstants
+) -> CacheUse:
+    rows = unpack(argument.rows, tensors, constants)
+    if not isinstance(rows, Tensor | None):
+        raise RemoteProtocolError(f"The samples wanted of a key-value cache are {rows!r:.60}.")
+    return CacheUse(argument.number, argument.place, argument.length, argument.window, rows)
+
+
+def say_activation(
+    step: int, key: Key, activation: Activation, wire_dtype: WireDtype | None = None
+) -> Content:
+    """An activation on its way downstream, rounded if a dtype is given."""
     tensors = activation.tensors
     requires_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     kinds = [kind for kind, _ in activation.collected]
-    return m.Activation(step, *key, requires_grad, kinds), tensors
+    narrowed, sent = _narrowed(tensors, wire_dtype)
+    return m.Activation(step, *key, requires_grad, kinds, narrowed), sent
 
 
 def read_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activation:
@@ -88,6 +120,7 @@ def read_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activ
     Raises:
         RemoteProtocolError: If the message describes other tensors than came with it.
     """
+    tensors = _widened(message, message.narrowed, tensors)
     if not len(tensors) == len(message.requires_grad) == len(message.collected) + 1:
         raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
     for tensor, requires_grad in zip(tensors, message.requires_grad, strict=True):
@@ -97,10 +130,14 @@ def read_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activ
     return Activation(hidden, tuple(collected))
 
 
-def say_gradients(step: int, key: Key, gradients: Gradients) -> Content:
-    """The gradients of an activation on their way upstream."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    return m.Gradient(step, *key, [gradient is not None for gradient in gradients]), present
+def say_gradients(
+    step: int, key: Key, gradients: Gradients, wire_dtype: WireDtype | None = None
+) -> Content:
+    """The gradients of an activation on their way upstream, rounded if a dtype is given."""
+    is_present = [gradient is not None for gradient in gradients.tensors]
+    present = [gradient for gradient in gradients.tensors if gradient is not None]
+    narrowed, sent = _narrowed(present, wire_dtype)
+    return m.Gradient(step, *key, is_present, gradients.keeps_graph, narrowed), sent
 
 
 def read_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradients:
@@ -109,7 +146,43 @@ def read_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradient
     Raises:
         RemoteProtocolError: If the message describes other tensors than came with it.
     """
+    tensors = _widened(message, message.narrowed, tensors)
     if len(tensors) != sum(message.is_present) or not message.is_present:
         raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
     left = iter(tensors)
-    return tuple(next(left) if is_present else None for is_present in message.is_present)
+    found = tuple(next(left) if is_present else None for is_present in message.is_present)
+    return Gradients(found, message.keeps_graph)
+
+
+def _narrowed(
+    tensors: Sequence[Tensor], wire_dtype: WireDtype | None
+) -> tuple[list[m.Narrowed | None], list[Tensor]]:
+    """What to say of each tensor, and what to send for them; nothing is said if none is rounded."""
+    if wire_dtype is None:
+        return [], list(tensors)
+    parts = [narrow(tensor, wire_dtype) for tensor in tensors]
+    said = [
+        None if sent[0].dtype == tensor.dtype else m.Narrowed(dtype_name(tensor.dtype), len(sent))  # type: ignore[arg-type]
+        for tensor, sent in zip(tensors, parts, strict=True)
+    ]
+    return said, [part for sent in parts for part in sent]
+
+
+def _widened(
+    message: m.Message, narrowed: Sequence[m.Narrowed | None], tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The tensors as they were before they were rounded for their way."""
+    if not narrowed:
+        return tensors
+    if sum(1 if said is None else said.num_parts for said in narrowed) != len(tensors):
+        raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
+    left = iter(tensors)
+    try:
+        return tuple(
+            next(left)
+            if said is None
+            else widen([next(left) for _ in range(said.num_parts)], DTYPES[said.dtype])
+            for said in narrowed
+        )
+    except ValueError as error:
+        raise RemoteProtocolError(f"{message} has parts that do not fit: {error}.") from error

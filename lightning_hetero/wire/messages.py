@@ -6,11 +6,14 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from .constants import NUM_SLOTS
 from .tensors import TensorSpec
 from .values import Value
 
 PROTOCOL_VERSION = 1
 
+WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
+Slot = Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Text = Annotated[str, msgspec.Meta(max_length=2**20)]
@@ -67,6 +70,7 @@ class Failure(_Message, frozen=True, tag=True):
 
     reason: Text
     traceback: Text = ""
+    in_optimizer_step: bool = False
 
 
 class NeighborLost(_Message, frozen=True, tag=True):
@@ -89,8 +93,9 @@ class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Deploy(_Message, frozen=True, tag=True):
-    """Build a stage's layers; their tensors follow. ``recipe`` is JSON for the model folder, and
-    ``dtype`` what the stage computes in, if not in what it is given."""
+    """Build a stage's layers; their tensors follow. ``recipe`` is JSON for the model folder,
+    ``dtype`` what the stage computes in, if not in what it is given, and the two others what it
+    rounds the activations and gradients to that it sends."""
 
     stage_index: Count
     recipe: Text
@@ -99,6 +104,16 @@ class Deploy(_Message, frozen=True, tag=True):
     seed: int
     downstream_address: Name
     dtype: StageDtype | None = None
+    activation_dtype: WireDtype | None = None
+    gradient_dtype: WireDtype | None = None
+
+
+class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that was rounded for its way: what it is to become again, and how many of the
+    frame's tensors it is in."""
+
+    dtype: Literal["float64", "float32", "bfloat16", "float16"]
+    num_parts: Literal[1, 2]
 
 
 class LoadTensor(_Message, frozen=True, tag=True):
@@ -127,19 +142,21 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BuildOptimizer(_Message, frozen=True, tag=True):
-    """Build the stage's part of the optimizer; ``class_name`` is one of torch.optim or, with
-    ``bitsandbytes.`` before it, of that library's."""
+    """Build the stage's part of an optimizer; ``class_name`` is one of torch.optim or, with
+    ``bitsandbytes.`` before it, of that library's. Optimizers are known by their numbers."""
 
+    optimizer: Count
     class_name: Name
     defaults: Value
     groups: list[GroupSpec]
 
 
 class LoadOptimizerState(_Message, frozen=True, tag=True):
-    """The optimizer's state of one parameter."""
+    """An optimizer's state of one parameter."""
 
     is_kept = True
 
+    optimizer: Count
     parameter: Name
     state: Value
 
@@ -152,19 +169,33 @@ class BeginStep(_Message, frozen=True, tag=True):
     accumulate: bool
 
 
+class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The key-value cache that a layer is called with: its number, the argument's position or name,
+    the positions and the window that the coordinator counts for the layer, and the tensor of the
+    samples that are wanted of it, if not all."""
+
+    number: Count
+    place: Count | Name
+    length: Count
+    window: Count | None
+    rows: Value
+
+
 class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the model called one layer, its hidden states left out, and the length of the tuple that
-    it takes the layer to return; 0 stands for a tensor."""
+    """How the model called one layer, its hidden states and its key-value cache left out, and the
+    length of the tuple that it takes the layer to return; 0 stands for a tensor."""
 
     layer_index: Count
     training: bool
     args: Value
     kwargs: Value
     tuple_length: Count
+    cache: CacheArgument | None = None
 
 
 class Arguments(_Message, frozen=True, tag=True):
-    """What a stage's layers are called with for one micro-batch."""
+    """What a stage's layers are called with for one micro-batch. ``kept`` says which of the
+    frame's tensors the stage keeps for later ones, and in which slot."""
 
     step: Count
     microbatch: Count
@@ -173,55 +204,101 @@ class Arguments(_Message, frozen=True, tag=True):
     autocast_dtype: str | None
     collect: list[Name]
     calls: list[LayerArguments]
+    kept: dict[Count, Slot] = {}
 
 
 class Activation(_Message, frozen=True, tag=True):
     """Hidden states on their way downstream, and the outputs of each kind that are collected so
-    far; ``requires_grad`` is for each tensor."""
+    far; ``requires_grad`` is for each tensor, ``narrowed`` for those that were rounded."""
 
     step: Count
     microbatch: Count
     visit: Count
     requires_grad: list[bool]
     collected: list[Name]
+    narrowed: list[Narrowed | None] = []
 
 
 class Gradient(_Message, frozen=True, tag=True):
     """The gradients of an activation on their way upstream; ``is_present`` says for each of its
-    tensors whether one is needed and comes."""
+    tensors whether one is needed and comes. With ``keeps_graph`` others may follow them."""
 
     step: Count
     microbatch: Count
     visit: Count
     is_present: list[bool]
+    keeps_graph: bool = False
+    narrowed: list[Narrowed | None] = []
+
+
+class DropCaches(_Message, frozen=True, tag=True):
+    """Forget these key-value caches: nobody holds them any more."""
+
+    numbers: list[Count]
 
 
 class AbortStep(_Message, frozen=True, tag=True):
-    """Forget the step: saved activations, gradients and pending actions."""
+    """Forget the step: saved activations, gradients, pending actions, and all key-value caches."""
 
     step: Count
 
 
-class MeasureNorm(_Message, frozen=True, tag=True):
-    """Asks for the norm of the gradients that the optimizer would use."""
+class SetTrained(_Message, frozen=True, tag=True):
+    """From the next forward on, parameters are frozen, or are so no longer."""
+
+    parameters: list[Name]
+    requires_grad: bool
+
+
+class ZeroGradients(_Message, frozen=True, tag=True):
+    """Drop the gradients of parameters or, without ``set_to_none``, make them zero."""
+
+    parameters: list[Name]
+    set_to_none: bool
+
+
+class MeasureNorms(_Message, frozen=True, tag=True):
+    """Asks for the norms of gradients: those that an optimizer would use, or all."""
 
     step: Count
+    optimizer: Count | None
 
 
-class Norm(_Message, frozen=True, tag=True):
-    """The stage's gradient norm."""
+class Norms(_Message, frozen=True, tag=True):
+    """The gradient norm of every parameter that has a gradient."""
 
     step: Count
-    norm: float
+    norms: dict[Name, float]
+
+
+class ClipGradients(_Message, frozen=True, tag=True):
+    """Multiply gradients by a factor or cut them at a value: those that an optimizer would use,
+    or all."""
+
+    step: Count
+    optimizer: Count | None
+    factor: float | None
+    value: float | None
 
 
 class ApplyOptimizer(_Message, frozen=True, tag=True):
-    """Clip, then step the optimizer with these group options."""
+    """Step an optimizer with these group options."""
 
     step: Count
+    optimizer: Count
     options: list[Value]
-    gradient_factor: float | None
-    clip_value: float | None
+
+
+class AverageWeights(_Message, frozen=True, tag=True):
+    """What to do with the running average of the stage's weights: make one, bring it up to date
+    with the present weights, exchange the two, or go on with it as the weights.
+
+    Without ``decay`` every update counts the same; ``num_averaged`` is their number so far.
+    """
+
+    action: Literal["begin", "update", "swap", "adopt"]
+    num_averaged: Count
+    decay: float | None
 
 
 class FetchTensors(_Message, frozen=True, tag=True):
@@ -240,7 +317,9 @@ class TensorContent(_Message, frozen=True, tag=True):
 
 
 class FetchOptimizerState(_Message, frozen=True, tag=True):
-    """Asks for the optimizer's state of every parameter of the stage."""
+    """Asks for an optimizer's state of every parameter of the stage."""
+
+    optimizer: Count
 
 
 class OptimizerState(_Message, frozen=True, tag=True):
@@ -376,10 +455,15 @@ Message = (
     | Arguments
     | Activation
     | Gradient
+    | DropCaches
     | AbortStep
-    | MeasureNorm
-    | Norm
+    | SetTrained
+    | ZeroGradients
+    | MeasureNorms
+    | Norms
+    | ClipGradients
     | ApplyOptimizer
+    | AverageWeights
     | FetchTensors
     | TensorContent
     | FetchOptimizerState

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
+import numpy
 import torch
 from torch import Tensor
 
@@ -60,9 +61,11 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor's content."""
+        """Bytes of the tensor's content; truth values are packed, eight to a byte."""
         if math.prod(max(dimension, 1) for dimension in self.shape) > MOST_ELEMENTS:
             raise RemoteProtocolError(f"A tensor of shape {self.shape} is too large to exist.")
+        if self.torch_dtype == torch.bool:
+            return -(-math.prod(self.shape) // 8)
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property
@@ -96,17 +99,23 @@ def body_layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor: its own memory if it is contiguous and on the CPU, else a copy's."""
+    """The bytes of a tensor: its own memory if it is contiguous and on the CPU, else a copy's.
+
+    Truth values, as masks have them, are packed.
+    """
     dense = tensor.detach().to("cpu").contiguous()
     # Not reshape(-1): a tensor of one element may have any stride and still count as contiguous.
-    flat = dense.as_strided((dense.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
+    flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
+    return numpy.packbits(flat).data if tensor.dtype == torch.bool else flat.data
 
 
 def tensor_from_bytes(spec: TensorSpec, body: bytearray | memoryview, offset: int) -> Tensor:
-    """A tensor that lives in ``body``; it keeps the buffer alive."""
+    """A tensor that lives in ``body``; it keeps the buffer alive. Truth values are unpacked."""
     if spec.num_bytes == 0:
         return torch.empty(spec.shape, dtype=spec.torch_dtype)
     count = math.prod(spec.shape)
+    if spec.torch_dtype == torch.bool:
+        packed = numpy.frombuffer(body, numpy.uint8, spec.num_bytes, offset)
+        return torch.from_numpy(numpy.unpackbits(packed, count=count)).view(spec.shape).bool()
     flat = torch.frombuffer(body, dtype=spec.torch_dtype, count=count, offset=offset)
     return flat.view(spec.shape)

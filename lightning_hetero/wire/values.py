@@ -12,12 +12,19 @@ import msgspec
 from torch import Tensor
 
 from ..errors import LocalProtocolError, RemoteProtocolError
+from .constants import Digests, KeptConstants, SentConstants, may_be_kept
 
 
 class TensorNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tensor"):
     """The place of the frame's tensor number ``index``."""
 
     index: int
+
+
+class ConstantNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="constant"):
+    """The place of the tensor that the receiver keeps in a slot."""
+
+    slot: int
 
 
 class TupleNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tuple"):
@@ -38,15 +45,29 @@ class DictNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dic
     items: dict[str, Value]
 
 
-Value = None | bool | int | float | str | TensorNode | TupleNode | ListNode | DictNode
+Value = (
+    None | bool | int | float | str | TensorNode | ConstantNode | TupleNode | ListNode | DictNode
+)
 
 
 class Packer:
-    """Turns trees into values and gathers their tensors, each once."""
+    """Turns trees into values and gathers their tensors, each once.
 
-    def __init__(self) -> None:
+    Args:
+        constants: What the receiver keeps; without it every tensor is sent.
+        digests: Those of the tensors, shared with packers for other receivers.
+
+    ``kept`` says which of the tensors the receiver is to keep, and in which slot.
+    """
+
+    def __init__(
+        self, constants: SentConstants | None = None, digests: Digests | None = None
+    ) -> None:
         self.tensors: list[Tensor] = []
-        self._index_of: dict[int, int] = {}
+        self.kept: dict[int, int] = {}
+        self._constants = constants
+        self._digests = digests or Digests()
+        self._nodes: dict[int, TensorNode | ConstantNode] = {}
 
     def pack(self, tree: Any, where: str = "value") -> Value:
         """The value of a tree.
@@ -73,11 +94,22 @@ class Packer:
             "of 64 bits, texts, tensors, and tuples, lists and dicts of them can."
         )
 
-    def _pack_tensor(self, tensor: Tensor) -> TensorNode:
-        index = self._index_of.setdefault(id(tensor), len(self.tensors))
-        if index == len(self.tensors):
-            self.tensors.append(tensor)
-        return TensorNode(index)
+    def _pack_tensor(self, tensor: Tensor) -> TensorNode | ConstantNode:
+        if id(tensor) not in self._nodes:
+            self._nodes[id(tensor)] = self._node_of(tensor)
+        return self._nodes[id(tensor)]
+
+    def _node_of(self, tensor: Tensor) -> TensorNode | ConstantNode:
+        if self._constants is not None and may_be_kept(tensor):
+            digest = self._digests.of(tensor)
+            slot = self._constants.slot_of(digest)
+            if slot is not None:
+                return ConstantNode(slot)
+            slot = self._constants.note_sent(digest)
+            if slot is not None:
+                self.kept[len(self.tensors)] = slot
+        self.tensors.append(tensor)
+        return TensorNode(len(self.tensors) - 1)
 
 
 def _fits(plain: float | str) -> bool:
@@ -85,12 +117,17 @@ def _fits(plain: float | str) -> bool:
     return not isinstance(plain, int) or -(2**63) <= plain < 2**64
 
 
-def unpack(value: Value, tensors: tuple[Tensor, ...]) -> Any:
-    """The tree of a value.
+def unpack(
+    value: Value, tensors: tuple[Tensor, ...], constants: KeptConstants | None = None
+) -> Any:
+    """The tree of a value, with the frame's tensors and those that are kept in slots.
 
     Raises:
-        RemoteProtocolError: If the value names a tensor that the frame does not carry.
+        RemoteProtocolError: If the value names a tensor that the frame does not carry, or an
+            empty slot.
     """
+    if isinstance(value, ConstantNode):
+        return (constants or KeptConstants()).get(value.slot)
     if isinstance(value, TensorNode):
         if not 0 <= value.index < len(tensors):
             raise RemoteProtocolError(
@@ -98,9 +135,9 @@ def unpack(value: Value, tensors: tuple[Tensor, ...]) -> Any:
             )
         return tensors[value.index]
     if isinstance(value, TupleNode):
-        return tuple(unpack(item, tensors) for item in value.items)
+        return tuple(unpack(item, tensors, constants) for item in value.items)
     if isinstance(value, ListNode):
-        return [unpack(item, tensors) for item in value.items]
+        return [unpack(item, tensors, constants) for item in value.items]
     if isinstance(value, DictNode):
-        return {key: unpack(item, tensors) for key, item in value.items.items()}
+        return {key: unpack(item, tensors, constants) for key, item in value.items.items()}
     return value

@@ -86,13 +86,29 @@ def test_a_callback_changes_nothing_that_it_does_not_change_on_one_device(
         torch.testing.assert_close(parameter, wanted, rtol=1e-4, atol=1e-6)
 
 
+class Thawing(c.BaseFinetuning):
+    """Lightning's own way of training in phases."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.model.lm_head)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(pl_module.model.lm_head, optimizer)
+
+
 @pytest.mark.parametrize(
     "callback",
-    [c.StochasticWeightAveraging(1e-3), c.WeightAveraging(), c.EMAWeightAveraging()],
+    [
+        c.StochasticWeightAveraging(1e-3),
+        c.WeightAveraging(),
+        c.EMAWeightAveraging(),
+        Thawing(),
+        c.ModelPruning("l1_unstructured"),
+    ],
     ids=lambda callback: type(callback).__name__,
 )
-def test_averages_of_weights_that_are_elsewhere_are_refused(
+def test_a_callback_that_would_look_for_weights_that_are_elsewhere_is_refused(
     callback: c.Callback, workers: list[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(MisconfigurationException, match=f"{type(callback).__name__} averages"):
+    with pytest.raises(MisconfigurationException, match=rf"^{type(callback).__name__} .* not here"):
         train(callback, HeteroPipelineStrategy(workers[:2], plan="even"), tmp_path)

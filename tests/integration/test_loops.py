@@ -31,6 +31,14 @@ class OfTwoLoaders(TinyModule):
         return loss
 
 
+class OneOfTwo(TinyModule):
+    """The shorter loader ends first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = [self.model(**part).loss for part in batch if part is not None]
+        return torch.stack(losses).sum()
+
+
 class OfTwoValidations(TinyModule):
     def validation_step(  # type: ignore[override]
         self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
@@ -69,6 +77,49 @@ class EndsEpochs(TinyModule):
         return -1 if batch_idx == 3 else None
 
 
+class Reloading(TinyModule):
+    """Has other data in every epoch."""
+
+    def train_dataloader(self) -> Any:
+        return loader(8 + 4 * self.current_epoch, 4)
+
+
+class OfThreeKinds(TinyModule):
+    """Returns the loss, a dict with more than the loss, or nothing."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 3 == 2:
+            return None
+        return loss if batch_idx % 3 else {"loss": loss, "ids": batch["input_ids"], "name": "a"}
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if not outputs:
+            return
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx % 3 == 0:
+            assert torch.equal(outputs["ids"], batch["input_ids"])
+            assert outputs["name"] == "a"
+
+
+class LogsTwice(TinyModule):
+    """On step the later value counts, over an epoch both do."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for factor in (2, 3):
+            self.log("twice", factor * loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class Plateau(TinyModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=9.0)
+        config = {"scheduler": schedule, "monitor": "train_loss", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
 class WarmRestarts(TinyModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -101,6 +152,24 @@ CASES: dict[str, tuple[type[TinyModule], Callable[[], Any], Any, dict[str, Any]]
     "overfit_batches": (TinyModule, ordinary, loader(8, 4), {"overfit_batches": 2}),
     "val_check_interval": (TinyModule, ordinary, loader(8, 4), {"val_check_interval": 2}),
     "limits": (TinyModule, ordinary, loader(8, 4), {"limit_train_batches": 0.5}),
+    "longest of two, once": (OneOfTwo, lambda: two_loaders("max_size"), None, {}),
+    "part of an epoch": (TinyModule, ordinary, loader(8, 4), {"val_check_interval": 0.5}),
+    "across epochs": (
+        TinyModule,
+        ordinary,
+        loader(8, 4),
+        {"val_check_interval": 7, "check_val_every_n_epoch": None},
+    ),
+    "limited validation": (TinyModule, ordinary, loader(8, 4), {"limit_val_batches": 1}),
+    "part of the data": (TinyModule, ordinary, None, {"overfit_batches": 0.4}),
+    "new loaders": (Reloading, lambda: None, None, {"reload_dataloaders_every_n_epochs": 1}),
+    "three kinds of results": (OfThreeKinds, ordinary, None, {}),
+    "logs twice": (LogsTwice, ordinary, None, {}),
+    "plateau every step": (Plateau, ordinary, None, {}),
+    "all steps at once": (TinyModule, ordinary, None, {"max_steps": 7, "max_epochs": -1}),
+    "inference_mode": (TinyModule, ordinary, loader(8, 4), {"inference_mode": False}),
+    "barebones": (TinyModule, ordinary, None, {"barebones": True, "logger": None}),
+    "profiler": (TinyModule, ordinary, None, {"profiler": "simple"}),
     "max_time": (TinyModule, ordinary, None, {"max_time": "00:00:05:00"}),
     "short last window": (TinyModule, ordinary, None, {"accumulate_grad_batches": 3}),
     "detect_anomaly": (TinyModule, ordinary, None, {"detect_anomaly": True}),

@@ -177,8 +177,9 @@ def test_the_saved_adapter_is_whole(workers: list[str], tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("weights", ["all", "trainable"])
 def test_a_lightning_checkpoint_holds_what_trains_and_resumes(
-    workers: list[str], tmp_path: Path
+    workers: list[str], tmp_path: Path, weights: Any
 ) -> None:
     folder = save_tiny("llama", tmp_path)
 
@@ -186,7 +187,8 @@ def test_a_lightning_checkpoint_holds_what_trains_and_resumes(
         return build_from_checkpoint(folder, True, lora=True)
 
     def strategy() -> HeteroPipelineStrategy:
-        return HeteroPipelineStrategy(workers[:2], plan_over(workers))
+        plan = plan_over(workers)
+        return HeteroPipelineStrategy(workers[:2], plan, checkpoint_weights=weights)
 
     first = PretrainedModule(build)
     run = trainer(strategy(), max_epochs=1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.errors import ModelError
+from lightning_hetero.errors import BatchError, ModelError
 
 from ..models import TinyModule, loader, trainer
 
@@ -107,13 +110,6 @@ def test_layers_can_be_named(workers: list[str], choice: Any) -> None:
     strategy = HeteroPipelineStrategy(workers[:1], "even", layers=choice)
     trainer(strategy, max_steps=1).fit(module, loader(12, 12))
     assert len(module.losses) == 1
-
-
-def test_manual_optimization_is_refused_at_the_start(workers: list[str]) -> None:
-    module = TinyModule()
-    module.automatic_optimization = False
-    with pytest.raises(MisconfigurationException, match="manual optimization"):
-        trainer(HeteroPipelineStrategy(workers), max_steps=1).fit(module, loader(12, 12))
 
 
 def test_an_optimizer_that_cannot_be_cut_is_refused_by_name(workers: list[str]) -> None:
@@ -233,3 +229,44 @@ def test_a_batch_whose_counted_micro_batches_are_skipped_is_skipped(workers: lis
     strategy = HeteroPipelineStrategy(workers[:2], "even", micro_batches=2)
     trainer(strategy, max_epochs=1).fit(module, DataLoader([batch], batch_size=None))
     torch.testing.assert_close(dict(module.state_dict()), dict(before), rtol=0, atol=0)
+
+
+COPIES: dict[str, Callable[[pl.Trainer], Any]] = {
+    "strategy": lambda run: copy.deepcopy(run.strategy),
+    "pickled strategy": lambda run: pickle.dumps(run.strategy),
+    "trainer": copy.deepcopy,
+    "module": lambda run: copy.deepcopy(run.lightning_module),
+}
+
+
+@pytest.mark.parametrize("what", COPIES)
+def test_copies_are_made_before_training_or_after_it(what: str, workers: list[str]) -> None:
+    class Copying(TinyModule):
+        def on_train_start(self) -> None:
+            with pytest.raises(ModelError, match="copied or pickled; do it before"):
+                COPIES[what](self.trainer)
+
+    run = copy.deepcopy(trainer(HeteroPipelineStrategy(workers[:2], "even"), max_steps=1))
+    run = pickle.loads(pickle.dumps(run))  # noqa: S301 - our own
+    module = Copying()
+    run.fit(module, loader(12, 12))
+    assert len(module.losses) == 1
+    run = copy.deepcopy(run)
+    assert isinstance(run.strategy, HeteroPipelineStrategy)
+
+
+class Detached(TinyModule):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
+def test_a_loss_without_a_gradient_is_refused(workers: list[str]) -> None:
+    strategy = HeteroPipelineStrategy(workers[:1], "even")
+    with pytest.raises(BatchError, match="has no gradient"):
+        trainer(strategy, max_steps=1).fit(Detached(), loader(12, 12))
+
+
+def test_a_compiled_module_is_refused(workers: list[str]) -> None:
+    strategy = HeteroPipelineStrategy(workers[:1], "even")
+    with pytest.raises(MisconfigurationException, match="TinyModule is compiled"):
+        trainer(strategy, max_steps=1).fit(torch.compile(TinyModule()), loader(12, 12))

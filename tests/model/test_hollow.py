@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     Cache,
-    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     MistralConfig,
@@ -32,6 +31,7 @@ from lightning_hetero.model.collecting import CollectingHooks, collecting, is_co
 from lightning_hetero.model.hollow import Exchange, HollowLayers
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.tensors import named_tensors, set_tensor
+from lightning_hetero.pipeline.caches import StageCaches
 
 from ..families import NUM_LAYERS, tiny_model
 from ..models import VOCABULARY, tiny_llama
@@ -45,6 +45,8 @@ class Elsewhere:
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         self.layers = copy.deepcopy(dict(layers))
         self.calls: list[list[LayerCall]] = []
+        self.caches = StageCaches()
+        self.fetched: list[list[str]] = []
 
     def exchange(
         self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
@@ -53,12 +55,13 @@ class Elsewhere:
         with collecting(collect) as collected:
             for call in calls:
                 layer = self.layers[call.layer_index].train(call.training)
-                result = layer(hidden, *call.args, **call.kwargs)
-                hidden = hidden_of(result, layer, call)
+                args, kwargs = self.caches.arguments(call, layer, hidden)
+                hidden = hidden_of(layer(hidden, *args, **kwargs), layer, call)
         return hidden, collected()
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = dict(named_tensors(self.layers))
+        self.fetched.append(list(names))
         return {name: tensors[name].detach().clone() for name in names}
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
@@ -81,11 +84,13 @@ class Hollowed:
         self.layers = {number: layer.module for number, layer in chosen.items()}
         self.elsewhere = Elsewhere(self.layers)
         self.run = HollowLayers(chosen, exchange or self.elsewhere.exchange, self.elsewhere)
+        self.run.caches.listen(model, [layer.name for layer in chosen.values()])
         self.run.hollow()
 
     def refill(self) -> None:
         self.run.refill(self.elsewhere.everything())
         self.collecting.remove()
+        self.run.caches.remove()
 
     def is_away(self, name: str) -> bool:
         return any(f"layers.{number}." in name for number in AWAY)
@@ -215,6 +220,55 @@ def test_a_layers_own_state_dict_is_real_too(hollowed: Hollowed) -> None:
 def test_a_part_of_a_layer_gives_no_meta_tensors_either(hollowed: Hollowed) -> None:
     found = hollowed.layers[2].mlp.state_dict()
     assert not any(tensor.is_meta for tensor in found.values())
+
+
+def test_a_part_of_a_layer_is_asked_for_alone(hollowed: Hollowed) -> None:
+    found = hollowed.layers[2].mlp.state_dict(prefix="layer.mlp.")
+    expected = tiny_llama(5).model.layers[2].mlp.state_dict(prefix="layer.mlp.")
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
+    (names,) = hollowed.elsewhere.fetched
+    assert all(name.startswith("2.mlp.") for name in names)
+
+
+def test_a_plain_dict_to_be_filled_is_filled(hollowed: Hollowed) -> None:
+    """It does not say which modules torch has entered."""
+    found: dict[str, Tensor] = {}
+    hollowed.layers[2].state_dict(destination=found)
+    expected = tiny_llama(5).model.layers[2].state_dict()
+    assert list(found) == list(expected)
+    torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
+
+
+def test_each_layer_is_asked_for_once(hollowed: Hollowed) -> None:
+    hollowed.model.state_dict()
+    expected = [[n for n, _ in named_tensors({number: hollowed.layers[number]})] for number in AWAY]
+    assert [sorted(names) for names in hollowed.elsewhere.fetched] == [sorted(e) for e in expected]
+
+
+def test_what_a_layer_has_twice_is_asked_for_once() -> None:
+    model = tiny_llama(5)
+    mlp: Any = model.model.layers[2].mlp
+    mlp.gate_proj.weight = mlp.up_proj.weight
+    hollowed = Hollowed(model)
+    found = hollowed.model.state_dict()
+    assert len(set(hollowed.elsewhere.fetched[1])) == len(hollowed.elsewhere.fetched[1]) == 8
+    twice = [found[f"model.layers.2.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert twice[0].data_ptr() == twice[1].data_ptr()
+
+
+def test_what_does_not_train_is_left_out_and_not_asked_for() -> None:
+    model = tiny_llama(5)
+    for number in (1, 2):
+        model.model.layers[number].requires_grad_(False)
+    model.model.layers[1].register_buffer("statistics", torch.ones(3))
+    hollowed = Hollowed(model)
+    frozen = {p for p in hollowed.model.parameters() if not p.requires_grad}
+    hollowed.run.state_dicts.left_out = frozen
+    found = hollowed.model.model.layers.state_dict()
+    theirs = [key for key in found if key.partition(".")[0] in "123"]
+    assert theirs == ["1.statistics", *(key for key in found if key.startswith("3."))]
+    third = [name for name, _ in named_tensors({3: hollowed.layers[3]})]
+    assert [sorted(n) for n in hollowed.elsewhere.fetched] == [["1.statistics"], sorted(third)]
 
 
 def other_weights() -> dict[str, Tensor]:
@@ -644,34 +698,6 @@ def test_each_call_says_the_layers_mode_and_arguments(hollowed: Hollowed, traini
     [calls] = hollowed.elsewhere.calls
     assert [call.training for call in calls] == [training, not training, training]
     assert all("position_embeddings" in call.kwargs for call in calls)
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_NAMES)
-def test_a_cache_is_left_out_once_and_refused_when_it_comes_again(
-    family: Callable[[], Any],
-) -> None:
-    hollow = Hollowed(family().eval())
-    cache = DynamicCache(config=hollow.model.config)
-    hollow.model(tokens(), past_key_values=cache)
-    with pytest.raises(ModelError, match="pass `use_cache=False`"):
-        hollow.model(tokens()[:, :1], past_key_values=cache)
-
-
-def test_a_cache_that_was_filled_before_is_refused() -> None:
-    model = tiny_llama(5).eval()
-    with torch.no_grad():
-        cache = model(tokens(), use_cache=True).past_key_values
-    Hollowed(model)
-    with pytest.raises(ModelError, match="key-value cache"):
-        model(tokens()[:, :1], past_key_values=cache)
-
-
-def test_generation_works_without_a_cache_and_is_refused_with_one(hollowed: Hollowed) -> None:
-    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    expected = tiny_llama(5).generate(tokens(), use_cache=False, **options)
-    assert torch.equal(hollowed.model.generate(tokens(), use_cache=False, **options), expected)
-    with pytest.raises(ModelError, match="pass `use_cache=False`"):
-        hollowed.model.generate(tokens(), use_cache=True, **options)
 
 
 def test_refilled_layers_are_ordinary_again() -> None:

@@ -78,7 +78,8 @@ class Chain:
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         last = self.runners[-1]
-        copies = tuple(None if gradient is None else gradient.clone() for gradient in gradients)
+        tensors = tuple(None if each is None else each.clone() for each in gradients.tensors)
+        copies = replace(gradients, tensors=tensors)
         self._post(COORDINATOR, last, partial(last.take_gradients, self.step, key, copies))
 
     def receive(self) -> Returned:

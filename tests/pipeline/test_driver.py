@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_hetero.model.collecting import CollectingHooks
 from lightning_hetero.model.hollow import HollowLayers
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.pipeline.activation import Activation
+from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.driver import Driver, MicrobatchStep
 from lightning_hetero.pipeline.gradients import StepGradients
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
@@ -240,7 +240,7 @@ def test_no_stage_and_not_the_coordinator_holds_more_than_the_bound(
 
     def counting_receive() -> Returned:
         returned = receive()
-        ended.extend([1] * isinstance(returned.content, tuple))
+        ended.extend([1] * isinstance(returned.content, Gradients))
         return returned
 
     pipeline.chain.receive = counting_receive  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.calls import LayerCall
-from lightning_hetero.pipeline.activation import Activation
+from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage, Surroundings
 
@@ -62,7 +62,7 @@ def test_gradients_equal_finite_differences(stage: Stage) -> None:
     # Others draw random numbers, and other micro-batches go forward, before the backward comes.
     run(stage, hidden, microbatch=1)
     torch.randn(100)
-    (gradient,) = stage.backward(Key(0), (direction,))
+    (gradient,) = stage.backward(Key(0), Gradients((direction,))).tensors
     assert gradient is not None
     with torch.no_grad():
         torch.testing.assert_close(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,12 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.calls import LayerCall
 from lightning_hetero.model.collecting import collecting
-from lightning_hetero.pipeline.activation import Activation, Collected, join_activations
+from lightning_hetero.pipeline.activation import (
+    Activation,
+    Collected,
+    Gradients,
+    join_activations,
+)
 from lightning_hetero.pipeline.handover import (
     Boundary,
     Request,
@@ -166,6 +171,41 @@ def test_a_batch_that_visits_twice_learns_from_both_visits(seed: int | None) -> 
     torch.testing.assert_close(gradients(modules), gradients(plain))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_graph_that_is_kept_takes_several_backwards(seed: int | None, recompute: bool) -> None:
+    modules = layers()
+    plain = copy.deepcopy(modules)
+    chain = Chain(cut_into_stages(modules, 2, recompute), seed)
+    chain.begin_step(2, accumulate=False)
+    found, expected = batch().requires_grad_(), batch().requires_grad_()
+    outputs = through(chain, modules, found, 2), run(plain, expected)
+    for output in outputs:
+        output.square().sum().backward(retain_graph=True)
+        output.sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad)
+    torch.testing.assert_close(gradients(modules), gradients(plain))
+
+
+@pytest.mark.parametrize(
+    ("differentiate", "words"),
+    [
+        (lambda loss, hidden: loss.backward(create_graph=True), "create_graph"),
+        (lambda loss, hidden: torch.autograd.grad(loss, hidden), "autograd.grad"),
+        (lambda loss, hidden: loss.backward(inputs=[hidden]), "inputs"),
+    ],
+)
+def test_a_backward_that_the_stages_cannot_carry_out_is_refused(
+    differentiate: Callable[[Tensor, Tensor], object], words: str
+) -> None:
+    modules = layers()
+    chain = Chain(cut_into_stages(modules, 1))
+    chain.begin_step(1, accumulate=False)
+    hidden = batch().requires_grad_()
+    with pytest.raises(ModelError, match=words):
+        differentiate(through(chain, modules, hidden, 1).sum(), hidden)
+
+
 def test_gradients_of_pieces_come_back_in_their_order() -> None:
     modules: Layers = {0: nn.Identity()}
     chain = Chain(cut_into_stages(modules, 1), seed=3)
@@ -173,8 +213,8 @@ def test_gradients_of_pieces_come_back_in_their_order() -> None:
     pieces = cut_request(request_for(batch(3).requires_grad_(), modules), 3)
     exchange_pieces(chain, pieces, visit=0)
     sent = [torch.full((1, 3, 4), float(number)) for number in range(3)]
-    found = exchange_gradients(chain, [(gradient,) for gradient in sent], visit=0)
-    torch.testing.assert_close([mine for (mine,) in found], sent, rtol=0, atol=0)
+    found = exchange_gradients(chain, [Gradients((gradient,)) for gradient in sent], visit=0)
+    torch.testing.assert_close([mine.tensors[0] for mine in found], sent, rtol=0, atol=0)
 
 
 class Router(nn.Module):

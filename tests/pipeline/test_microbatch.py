@@ -263,6 +263,16 @@ def test_a_list_of_several_loaders_batches_is_cut_inside() -> None:
     assert torch.equal(pieces[0][1]["y"], torch.arange(4).view(2, 2))
 
 
+def test_a_loader_that_has_ended_has_nothing_in_any_micro_batch() -> None:
+    pieces = split_batch([None, torch.arange(4), None], 2, of_several_loaders=True)
+    assert [[part if part is None else part.tolist() for part in piece] for piece in pieces] == [
+        [None, [0, 1], None],
+        [None, [2, 3], None],
+    ]
+    with pytest.raises(BatchError):
+        split_batch([None, None], 2, of_several_loaders=True)
+
+
 def test_batches_of_several_loaders_must_have_as_many_samples() -> None:
     batch = [{"x": torch.arange(4)}, {"x": torch.arange(1)}]
     with pytest.raises(BatchError, match="2 data loaders differ in their samples"):

@@ -11,6 +11,7 @@ import torch
 from torchmetrics import MeanMetric
 
 from lightning_hetero.errors import BatchError
+from lightning_hetero.pipeline.metrics import BatchMetrics
 from lightning_hetero.pipeline.results import StepLog, merge_values, weighted_mean
 
 NAN = float("nan")
@@ -99,7 +100,7 @@ def publish_one(
     values: Sequence[Any], weights: Sequence[float] = (0.25, 0.75), **kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
     """What one name's values, one per micro-batch, become."""
-    log, logged = StepLog(), Logged()
+    log, logged = StepLog(BatchMetrics()), Logged()
     for value, weight in zip(values, weights, strict=True):
         log.weigh(weight)
         log.log("name", value, **kwargs)
@@ -150,7 +151,7 @@ def test_a_name_logged_only_without_weight_is_still_logged() -> None:
 
 
 def test_batch_sizes_add_up_to_the_batchs() -> None:
-    log, logged = StepLog(), Logged()
+    log, logged = StepLog(BatchMetrics()), Logged()
     for batch_size in (3, 2):
         log.weigh(0.5)
         log.log("name", 1.0, batch_size=batch_size, prog_bar=True)
@@ -166,12 +167,23 @@ def test_a_metric_object_is_logged_once_as_itself() -> None:
 
 
 def test_names_are_logged_in_the_order_of_their_first_appearance() -> None:
-    log, logged = StepLog(), Logged()
-    log.weigh(0.5)
-    for name in ("b", "a", "b", "c"):
-        log.log(name, 1.0)
+    log, logged = StepLog(BatchMetrics()), Logged()
+    for names in (("b", "a"), ("b", "c")):
+        log.weigh(0.5)
+        for name in names:
+            log.log(name, 1.0)
     log.publish(logged)
     assert [call[0] for call in logged.calls] == ["b", "a", "c"]
+
+
+def test_a_name_that_a_micro_batch_logs_twice_is_logged_twice() -> None:
+    log, logged = StepLog(BatchMetrics()), Logged()
+    for factor in (1.0, 3.0):
+        log.weigh(0.5)
+        log.log("name", factor)
+        log.log("name", 10 * factor, prog_bar=True)
+    log.publish(logged)
+    assert logged.calls == [("name", 2.0, (), {}), ("name", 20.0, (), {"prog_bar": True})]
 
 
 def test_a_logged_tensor_keeps_no_graph() -> None:
@@ -180,7 +192,7 @@ def test_a_logged_tensor_keeps_no_graph() -> None:
 
 
 def test_each_threads_microbatch_has_its_own_weight() -> None:
-    log, logged = StepLog(), Logged()
+    log, logged = StepLog(BatchMetrics()), Logged()
     log.weigh(0.75)
 
     def other_microbatch() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.model.calls import LayerCall
-from lightning_hetero.pipeline.activation import Activation
+from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.runner import Result, StageRunner
 from lightning_hetero.pipeline.stage import Stage, Surroundings
@@ -81,7 +81,7 @@ def test_a_backward_goes_first_while_another_microbatch_is_downstream() -> None:
         give_forward(runner, Key(microbatch))
         run_next(runner)
     give_forward(runner, Key(2))
-    runner.take_gradients(1, Key(0), (ONES,))
+    runner.take_gradients(1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1B0", "1F2"]
 
 
@@ -90,7 +90,7 @@ def test_a_forward_goes_first_when_nothing_is_downstream() -> None:
     give_forward(runner, Key(0))
     run_next(runner)
     give_forward(runner, Key(1))
-    runner.take_gradients(1, Key(0), (ONES,))
+    runner.take_gradients(1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1F1", "1B0"]
 
 
@@ -99,7 +99,7 @@ def test_a_forward_beyond_the_bound_waits_for_a_backward() -> None:
     for microbatch in range(3):
         give_forward(runner, Key(microbatch))
     assert run_all(runner) == ["1F0", "1F1"]
-    runner.take_gradients(1, Key(0), (ONES,))
+    runner.take_gradients(1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1B0", "1F2"]
 
 
@@ -110,9 +110,9 @@ def test_a_second_visit_of_a_microbatch_in_flight_is_not_held_back() -> None:
     assert run_all(runner) == ["1F0"]
     give_forward(runner, Key(0, 1))
     assert run_all(runner) == ["1F0.1"]
-    runner.take_gradients(1, Key(0, 1), (ONES,))
+    runner.take_gradients(1, Key(0, 1), Gradients((ONES,)))
     assert run_all(runner) == ["1B0.1"]
-    runner.take_gradients(1, Key(0), (ONES,))
+    runner.take_gradients(1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1B0", "1F1"]
 
 
@@ -130,11 +130,11 @@ def test_results_say_what_they_are_of() -> None:
     forward = run_next(runner)
     assert isinstance(forward.content, Activation)
     assert str(forward.action) == "1F0"
-    runner.take_gradients(1, Key(0), (ONES,))
+    runner.take_gradients(1, Key(0), Gradients((ONES,)))
     backward = run_next(runner)
     assert str(backward.action) == "1B0"
-    assert isinstance(backward.content, tuple)
-    [gradient] = backward.content
+    assert isinstance(backward.content, Gradients)
+    [gradient] = backward.content.tensors
     assert gradient is not None
     assert torch.equal(gradient, ONES @ runner.stage.layers.get_parameter("0.weight"))
 
@@ -144,8 +144,8 @@ def test_a_missing_gradient_passes_on_as_missing_and_ends_the_microbatch() -> No
     give_forward(runner, Key(0))
     give_forward(runner, Key(1))
     run_next(runner)
-    runner.take_gradients(1, Key(0), (None,))
-    assert run_next(runner).content == (None,)
+    runner.take_gradients(1, Key(0), Gradients((None,)))
+    assert run_next(runner).content == Gradients((None,))
     assert next_name(runner) == "1F1"
 
 
@@ -157,7 +157,7 @@ def test_gradients_of_the_last_step_stay_only_for_an_accumulating_one(accumulate
             runner.begin(2, 2, accumulate)
         give_forward(runner, Key(0), step)
         run_next(runner)
-        runner.take_gradients(step, Key(0), (ONES,))
+        runner.take_gradients(step, Key(0), Gradients((ONES,)))
         run_next(runner)
     found = weight_gradient(runner)
     assert found is not None
@@ -190,12 +190,12 @@ def test_an_aborted_step_is_forgotten_with_all_that_still_comes_of_it() -> None:
     run_next(runner)
     give_forward(runner, Key(1))
     runner.abort()
-    runner.take_gradients(1, Key(0), (ONES,))
+    runner.take_gradients(1, Key(0), Gradients((ONES,)))
     give_forward(runner, Key(2))
     assert runner.next_action() is None
     assert weight_gradient(runner) is None
     runner.begin(2, 2, accumulate=True)
-    runner.take_gradients(1, Key(0), (ONES,))
+    runner.take_gradients(1, Key(0), Gradients((ONES,)))
     runner.take_activation(1, Key(1), INCOMING)
     assert runner.next_action() is None
 
@@ -204,7 +204,7 @@ def test_an_abort_drops_the_gradients_gathered_so_far() -> None:
     runner = begun()
     give_forward(runner, Key(0))
     run_next(runner)
-    runner.take_gradients(1, Key(0), (ONES,))
+    runner.take_gradients(1, Key(0), Gradients((ONES,)))
     run_next(runner)
     runner.abort()
     assert weight_gradient(runner) is None

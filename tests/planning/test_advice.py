@@ -55,7 +55,14 @@ def test_a_device_that_was_left_out_is_named_with_the_reason() -> None:
 
 def test_devices_of_one_kind_are_named_once() -> None:
     (advice,) = advice_on_solution(cluster(*(device(f"l{number}", 20, 40) for number in range(3))))
-    assert advice.text.startswith("`l0` and 2 like it is left out")
+    assert advice.text.startswith("`l0` and 2 like it are left out")
+
+
+def test_of_many_left_out_the_first_are_tried_and_the_others_named() -> None:
+    snails = [device(f"s{number}", 90 + number, 90) for number in range(10)]
+    *tried, rest = advice_on_solution(cluster(*snails))
+    assert [advice.worker for advice in tried] == [f"s{number}" for number in range(8)]
+    assert rest.text == "left out like them, though not tried one by one: `s8`, `s9`."
 
 
 def test_a_device_that_brings_too_little_is_left_out_with_its_gain() -> None:

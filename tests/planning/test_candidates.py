@@ -89,6 +89,21 @@ def test_a_pinned_device_holds_its_layers_or_none() -> None:
     assert candidate.ranges == [(0, 0), (0, 4), (4, 6)]
 
 
+@pytest.mark.parametrize(("link_seconds", "layers"), [(0.1, [6, 4]), (1000, [9, 1])])
+def test_below_a_slow_links_time_the_least_sum_counts(
+    link_seconds: float, layers: list[int]
+) -> None:
+    thin = profile(
+        10,
+        [device("a", 0.5, 0.5), device("b", 0.75, 0.75)],
+        links=[Link("a", "b", 0, 1 / link_seconds)],
+        model_options={"activation_bytes_per_sample": 1},
+        batch_size=1,
+    )
+    candidate = place(Costs(thin, {}), ["a", "b"], 1)[0]
+    assert [end - first for first, end in candidate.ranges[1:]] == layers
+
+
 def test_devices_measured_alike_share_what_was_worked_out() -> None:
     alike = Costs(profile(2, [device("a", 1, 1), device("b", 1, 1)], batch_size=1), {})
     assert alike.holder("a", 1) is alike.holder("b", 1)

@@ -92,6 +92,14 @@ def test_the_coordinator_has_its_ends_besides() -> None:
     assert need.working == 900 + 2 * (3 + 2)
 
 
+def test_the_coordinator_recomputes_layer_by_layer() -> None:
+    timings = [timing(EMBEDDING, 1, 2), timing(HEAD, 1, 2), *TIMINGS]
+    here = Holder(coordinator(timings), mixed_model(), size=1)
+    need = here.need(here.option("float32", True), 0, 3, in_flight=2)
+    assert need.in_flight == 2 * (3 * 3 + 2 * 3)
+    assert need.working == 50 + 2 * (3 + 2)
+
+
 def test_recomputation_is_taken_where_memory_asks_for_it() -> None:
     plain = holder()
     most = float(plain.need(plain.option("float32", False), 0, 3, in_flight=9).total)

@@ -9,6 +9,9 @@ import torch
 from lightning_hetero import from_pretrained
 from lightning_hetero.errors import ModelError, StageFailed
 from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.pipeline.caches import StageCaches
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.runtime.coordinator import Coordinator
 from lightning_hetero.runtime.deployment import Deployment
@@ -105,3 +108,84 @@ def test_what_a_worker_cannot_build_leaves_the_model_as_it_was(coordinator: Coor
         deploy(model, coordinator)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
+@pytest.fixture
+def stage_caches(monkeypatch: pytest.MonkeyPatch) -> list[StageCaches]:
+    """What the worker in this process keeps; the latest stage's is the last."""
+    made: list[StageCaches] = []
+    build = StageCaches.__init__
+
+    def build_and_note(caches: StageCaches) -> None:
+        build(caches)
+        made.append(caches)
+
+    monkeypatch.setattr(StageCaches, "__init__", build_and_note)
+    return made
+
+
+def test_a_cache_is_gone_from_the_stages_with_the_next_forward(
+    coordinator: Coordinator, stage_caches: list[StageCaches]
+) -> None:
+    model = tiny_llama(NUM_LAYERS).eval()
+    deploy(model, coordinator)
+    tokens = torch.randint(VOCABULARY, (3, 6))
+    with torch.no_grad():
+        held = model(tokens, use_cache=True).past_key_values
+        other = model(tokens, use_cache=True).past_key_values
+        assert len(stage_caches[-1]) == 2
+        del other
+        model(tokens)
+        assert len(stage_caches[-1]) == 1
+        model(tokens[:, :1], past_key_values=held)
+    del held
+    # A training's forward, too.
+    model(tokens).logits.sum().backward()
+    assert len(stage_caches[-1]) == 0
+
+
+def test_evaluation_and_training_leave_nothing_on_the_stages(
+    coordinator: Coordinator, stage_caches: list[StageCaches]
+) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    deploy(model, coordinator)
+    tokens = torch.randint(VOCABULARY, (3, 6))
+    kept = []
+    for grad_enabled in (False, True):
+        with torch.set_grad_enabled(grad_enabled):
+            kept.append(model(tokens))
+    assert len(stage_caches[-1]) == 0
+
+
+def test_a_cache_goes_through_the_stages_in_one_piece_and_an_evaluation_in_several(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(NUM_LAYERS).eval()
+    deploy(model, coordinator)
+    sizes: list[int] = []
+    send = coordinator.send_forward
+
+    def send_and_note(key: Key, hidden: torch.Tensor, surroundings: Surroundings) -> None:
+        sizes.append(len(hidden))
+        send(key, hidden, surroundings)
+
+    monkeypatch.setattr(coordinator, "send_forward", send_and_note)
+    tokens = torch.randint(VOCABULARY, (5, 6))
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+        model(tokens[:, :1], past_key_values=cache)
+        model(tokens)
+    assert sizes == [5, 5, 2, 2, 1]
+
+
+def test_after_an_abort_a_cache_is_refused_and_a_new_one_works(coordinator: Coordinator) -> None:
+    model, plain = tiny_llama(NUM_LAYERS).eval(), tiny_llama(NUM_LAYERS).eval()
+    deployment = deploy(model, coordinator)
+    tokens = torch.randint(VOCABULARY, (3, 6))
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+        deployment.abort()
+        with pytest.raises(StageFailed, match=r"holds 0 positions of layer 2, and 6 have gone"):
+            model(tokens[:, :1], past_key_values=cache)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(tokens, **options), plain.generate(tokens, **options))

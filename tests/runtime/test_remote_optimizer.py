@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,22 +18,32 @@ class FakeCoordinator:
     def __init__(self) -> None:
         self.state: dict[str, dict[str, Any]] = {}
         self.built: list[Group] = []
-        self.applied: list[tuple[Sequence[Mapping[str, Any]], Clipping]] = []
+        self.said: list[Any] = []
 
-    def build_optimizer(self, name: str, defaults: Any, groups: list[Group]) -> None:
-        assert name == "AdamW"
+    def build_optimizer(self, number: int, name: str, defaults: Any, groups: list[Group]) -> None:
+        assert (number, name) == (7, "AdamW")
         self.built = groups
 
-    def gradient_norms(self) -> list[float]:
-        return [3.0]
+    def gradient_norms(self, optimizer: int) -> dict[str, float]:
+        self.said.append(("measure", optimizer))
+        return {"3.a": 3.0}
 
-    def apply_optimizer(self, options: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
-        self.applied.append((options, clipping))
+    def clip_gradients(self, optimizer: int, clipping: Clipping) -> None:
+        self.said.append(("clip", optimizer, clipping))
 
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        return self.state
+    def zero_gradients(self, names: list[str], set_to_none: bool) -> None:
+        self.said.append(("zero", names, set_to_none))
 
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+    def apply_optimizer(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
+        self.said.append(("step", optimizer, [group["lr"] for group in options]))
+
+    def note_applied(self) -> None:
+        self.said.append("applied")
+
+    def optimizer_state(self, optimizer: int) -> list[tuple[str, dict[str, Any]]]:
+        return list(self.state.items())
+
+    def load_optimizer_state(self, optimizer: int, state: Mapping[str, Any]) -> None:
         self.state = dict(state)
 
 
@@ -47,7 +58,7 @@ def made() -> tuple[torch.optim.AdamW, RemoteOptimizer, FakeCoordinator, list[nn
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     coordinator = FakeCoordinator()
     names = {away[0]: "3.a", away[1]: "4.b"}
-    remote = RemoteOptimizer(optimizer, coordinator, names)  # type: ignore[arg-type]
+    remote = RemoteOptimizer(optimizer, 7, coordinator, names)  # type: ignore[arg-type]
     return optimizer, remote, coordinator, [*here, *away]
 
 
@@ -65,23 +76,37 @@ def test_stages_get_the_groups_by_name_and_with_their_options() -> None:
 def test_the_global_norm_spans_here_and_there() -> None:
     _, remote, coordinator, (first, second, *_) = made()
     first.grad, second.grad = torch.tensor([4.0, 0.0]), torch.zeros(2)
-    remote.clip_by_norm(1.0)
+    assert remote.clip_by_norm(1.0) == 5.0
     factor = 1.0 / (5.0 + 1e-6)
     assert math.isclose(float(first.grad[0]), 4.0 * factor, rel_tol=1e-6)
-    remote.step()
-    remote.step()
-    [(_, clipping), (_, afterwards)] = coordinator.applied
-    assert clipping.factor is not None
-    assert math.isclose(clipping.factor, factor, rel_tol=1e-6)
-    assert afterwards == Clipping()
+    assert coordinator.said == [("measure", 7), ("clip", 7, Clipping(factor=factor))]
+
+
+def test_a_norm_below_the_bound_is_left_alone() -> None:
+    _, remote, coordinator, (first, *_) = made()
+    first.grad = torch.tensor([4.0, 0.0])
+    assert remote.clip_by_norm(6.0) == 5.0
+    assert coordinator.said == [("measure", 7)]
+    assert first.grad.tolist() == [4.0, 0.0]
+
+
+def test_a_loss_scale_is_taken_off_before_anyone_looks() -> None:
+    _, remote, coordinator, _ = made()
+    assert remote.unscale(8.0)
+    assert coordinator.said == [("clip", 7, Clipping(factor=0.125)), ("measure", 7)]
 
 
 def test_a_step_carries_the_options_of_the_moment() -> None:
     optimizer, remote, coordinator, _ = made()
     optimizer.param_groups[1]["lr"] = 0.7
     remote.step()
-    [(options, _)] = coordinator.applied
-    assert [group["lr"] for group in options] == [0.1, 0.7]
+    assert coordinator.said == [("step", 7, [0.1, 0.7])]
+
+
+def test_zeroing_names_the_remote_parameters() -> None:
+    _, remote, coordinator, _ = made()
+    remote.zero_grad(False)
+    assert coordinator.said == [("zero", ["3.a", "4.b"], False)]
 
 
 def test_state_dict_has_the_indices_of_one_device() -> None:
@@ -93,6 +118,22 @@ def test_state_dict_has_the_indices_of_one_device() -> None:
     assert list(state) == [0, 1, 2, 3]
     assert state[1]["exp_avg"] is coordinator.state["3.a"]["exp_avg"]
     assert state[2]["exp_avg"] is coordinator.state["4.b"]["exp_avg"]
+
+
+def test_nothing_keeps_the_memory_in_which_another_dtype_came() -> None:
+    optimizer, _, coordinator, _ = made()
+    body = bytearray(24)
+    references = sys.getrefcount(body)
+    coordinator.state = {
+        "3.a": {
+            "step": torch.frombuffer(body, dtype=torch.float32, count=1),
+            "exp_avg": torch.frombuffer(body, dtype=torch.float64, count=2, offset=8),
+        }
+    }
+    state = optimizer.state_dict()["state"][1]
+    coordinator.state = {}
+    assert [state[key].dtype for key in ("step", "exp_avg")] == [torch.float32, torch.float32]
+    assert sys.getrefcount(body) == references
 
 
 def test_loading_sends_the_remote_part_and_keeps_the_local_one() -> None:
@@ -116,3 +157,10 @@ def test_after_bring_back_and_detach_the_optimizer_has_everything_and_is_alone()
     assert torch.equal(optimizer.state[third]["exp_avg"], torch.ones(2))
     coordinator.state = {}
     assert list(optimizer.state_dict()["state"]) == [1]
+
+
+def test_the_coordinator_knows_when_a_step_is_whole() -> None:
+    _, remote, coordinator, _ = made()
+    remote.step()
+    remote.note_stepped()
+    assert coordinator.said == [("step", 7, [0.1, 0.1]), "applied"]

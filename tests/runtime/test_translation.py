@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.calls import CacheUse, LayerCall
 from lightning_hetero.pipeline.activation import Activation, Collected, Gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
@@ -22,7 +22,9 @@ from lightning_hetero.runtime.translation import (
     say_gradients,
 )
 from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.constants import KeptConstants, SentConstants
 from lightning_hetero.wire.frames import Frame, FrameReader
+from lightning_hetero.wire.values import Packer
 
 from ..wire.test_frames import feed, joined
 
@@ -45,10 +47,10 @@ def test_arguments_arrive_as_they_were(grad_enabled: bool, dtype: torch.dtype | 
         LayerCall(5, False, (), {"mask": mask}),
     ]
     sent = Surroundings(grad_enabled, dtype, calls, ["router_logits", "attentions"])
-    frame = carried(say_arguments(7, KEY, sent, range(4, 6)))
+    frame = carried(say_arguments(7, KEY, sent, range(4, 6), Packer()))
     assert isinstance(frame.message, m.Arguments)
     assert (frame.message.step, frame.message.microbatch, frame.message.visit) == (7, 3, 1)
-    found = read_arguments(frame.message, frame.tensors)
+    found = read_arguments(frame.message, frame.tensors, KeptConstants())
     assert (found.grad_enabled, found.autocast_dtype) == (grad_enabled, dtype)
     assert found.collect == ["router_logits", "attentions"]
     first, second = found.calls
@@ -60,9 +62,46 @@ def test_arguments_arrive_as_they_were(grad_enabled: bool, dtype: torch.dtype | 
         assert torch.equal(tensor, mask)
 
 
+ROWS = torch.tensor([1, 0])
+
+
+def with_cache(grad_enabled: bool = False) -> m.Arguments:
+    calls = [
+        LayerCall(4, False, (None,), {}, cache=CacheUse(3, 0, 7, None, ROWS)),
+        LayerCall(5, False, (), {}, cache=CacheUse(3, "past", 7, 4)),
+    ]
+    message, tensors = say_arguments(
+        7, KEY, Surroundings(grad_enabled, None, calls), range(4, 6), Packer()
+    )
+    assert isinstance(message, m.Arguments)
+    assert tensors == [ROWS]
+    return message
+
+
+def test_what_a_call_does_with_a_cache_arrives_as_it_was() -> None:
+    found = read_arguments(carried((with_cache(), [ROWS])).message, (ROWS,), KeptConstants())  # type: ignore[arg-type]
+    assert found.has_cache
+    assert found.calls[0].cache == CacheUse(3, 0, 7, None, ROWS)
+    assert found.calls[1].cache == CacheUse(3, "past", 7, 4)
+
+
+def test_a_cache_where_gradients_are_wanted_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="carries no gradients"):
+        read_arguments(with_cache(grad_enabled=True), (ROWS,), KeptConstants())
+
+
+def test_samples_that_are_no_tensor_are_refused() -> None:
+    message = with_cache()
+    assert message.calls[0].cache is not None
+    cache = msgspec.structs.replace(message.calls[0].cache, rows=3)
+    call = msgspec.structs.replace(message.calls[0], cache=cache)
+    with pytest.raises(RemoteProtocolError, match="wanted of a key-value cache are 3"):
+        read_arguments(msgspec.structs.replace(message, calls=[call]), (ROWS,), KeptConstants())
+
+
 def test_a_stage_is_told_of_its_own_layers_only() -> None:
     calls = [LayerCall(number, True, (torch.ones(number),), {}) for number in range(1, 5)]
-    message, tensors = say_arguments(1, KEY, Surroundings(True, None, calls), {2, 3})
+    message, tensors = say_arguments(1, KEY, Surroundings(True, None, calls), {2, 3}, Packer())
     assert isinstance(message, m.Arguments)
     assert [call.layer_index for call in message.calls] == [2, 3]
     assert [len(tensor) for tensor in tensors] == [2, 3]
@@ -71,7 +110,7 @@ def test_a_stage_is_told_of_its_own_layers_only() -> None:
 def test_an_argument_that_cannot_be_sent_is_refused_by_its_layer() -> None:
     calls = [LayerCall(4, True, (), {"what": object()})]
     with pytest.raises(LocalProtocolError, match="layer 4"):
-        say_arguments(1, KEY, Surroundings(True, None, calls), {4})
+        say_arguments(1, KEY, Surroundings(True, None, calls), {4}, Packer())
 
 
 def activation(*collected: bool) -> Activation:
@@ -116,13 +155,17 @@ ONE = torch.ones(1)
 TWO = torch.full((1,), 2.0)
 
 
-@pytest.mark.parametrize("gradients", [(ONE,), (None,), (None, ONE, None, TWO)], ids=str)
-def test_gradients_arrive_in_their_places(gradients: Gradients) -> None:
-    frame = carried(say_gradients(7, KEY, gradients))
+@pytest.mark.parametrize("keeps_graph", [False, True])
+@pytest.mark.parametrize("tensors", [(ONE,), (None,), (None, ONE, None, TWO)], ids=str)
+def test_gradients_arrive_in_their_places(
+    tensors: tuple[Tensor | None, ...], keeps_graph: bool
+) -> None:
+    frame = carried(say_gradients(7, KEY, Gradients(tensors, keeps_graph)))
     assert isinstance(frame.message, m.Gradient)
     assert (frame.message.step, frame.message.microbatch, frame.message.visit) == (7, 3, 1)
     found = read_gradients(frame.message, frame.tensors)
-    torch.testing.assert_close(found, gradients, rtol=0, atol=0)
+    assert found.keeps_graph is keeps_graph
+    torch.testing.assert_close(found.tensors, tensors, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -160,22 +203,46 @@ def test_gradients_that_do_not_describe_their_tensors_are_refused(
 
 def test_an_argument_that_names_a_tensor_that_did_not_come_is_refused() -> None:
     calls = [LayerCall(4, True, (ONE,), {})]
-    message, _ = say_arguments(1, KEY, Surroundings(True, None, calls), {4})
+    message, _ = say_arguments(1, KEY, Surroundings(True, None, calls), {4}, Packer())
     assert isinstance(message, m.Arguments)
     with pytest.raises(RemoteProtocolError):
-        read_arguments(message, ())
+        read_arguments(message, (), KeptConstants())
 
 
 def test_an_autocast_that_is_no_dtype_is_refused() -> None:
-    message, _ = say_arguments(1, KEY, Surroundings(True, None, []), ())
+    message, _ = say_arguments(1, KEY, Surroundings(True, None, []), (), Packer())
     assert isinstance(message, m.Arguments)
     with pytest.raises(RemoteProtocolError, match="'code'"):
-        read_arguments(msgspec.structs.replace(message, autocast_dtype="code"), ())
+        read_arguments(msgspec.structs.replace(message, autocast_dtype="code"), (), KeptConstants())
 
 
 @pytest.mark.parametrize("kinds", [["_hidden_states_layers"], ["attentions", "attentions"]])
 def test_outputs_that_no_model_collects_are_refused(kinds: list[str]) -> None:
-    message, _ = say_arguments(1, KEY, Surroundings(True, None, []), ())
+    message, _ = say_arguments(1, KEY, Surroundings(True, None, []), (), Packer())
     assert isinstance(message, m.Arguments)
     with pytest.raises(RemoteProtocolError, match="cannot be collected"):
-        read_arguments(msgspec.structs.replace(message, collect=kinds), ())
+        read_arguments(msgspec.structs.replace(message, collect=kinds), (), KeptConstants())
+
+
+def test_what_comes_again_and_again_is_sent_twice_and_then_named() -> None:
+    sent, kept = SentConstants(), KeptConstants()
+    table = torch.randn(4, 8)
+    num_tensors = []
+    for microbatch in range(4):
+        mask = torch.full((4, 8), float(microbatch))
+        calls = [LayerCall(4, True, (), {"table": table.clone(), "mask": mask})]
+        packer = Packer(sent)
+        content = say_arguments(1, KEY, Surroundings(True, None, calls), {4}, packer)
+        frame = carried(content)
+        assert isinstance(frame.message, m.Arguments)
+        num_tensors.append(len(frame.tensors))
+        [call] = read_arguments(frame.message, frame.tensors, kept).calls
+        assert torch.equal(call.kwargs["table"], table)
+        assert torch.equal(call.kwargs["mask"], mask)
+    assert num_tensors == [2, 2, 1, 1]
+
+
+def test_a_tensor_that_does_not_come_cannot_be_kept() -> None:
+    message, _ = say_arguments(1, KEY, Surroundings(True, None, []), (), Packer())
+    with pytest.raises(RemoteProtocolError, match="Tensor 3 is to be kept"):
+        read_arguments(msgspec.structs.replace(message, kept={3: 0}), (), KeptConstants())

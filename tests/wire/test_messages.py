@@ -123,10 +123,15 @@ ARGUMENTS = PLACE | {
     "calls": [],
 }
 CALL = {"layer_index": 0, "training": True, "args": None, "kwargs": None, "tuple_length": 0}
+CACHE = {"number": 1, "place": "past", "length": 0, "window": None, "rows": None}
+
+
+def with_cache(**fields: object) -> dict[str, object]:
+    return ARGUMENTS | {"calls": [CALL | {"cache": CACHE | fields}]}
 
 
 def test_the_messages_that_the_refusals_spoil_are_sound() -> None:
-    arguments = ARGUMENTS | {"calls": [CALL]}
+    arguments = ARGUMENTS | {"calls": [CALL, CALL | {"cache": CACHE}]}
     named = {"type": "LoadTensor", "name": "n"}
     for content in (GRADIENT, ACTIVATION, BEGIN_STEP, HELLO, arguments, named):
         assert type(decoded(content)).__name__ == content["type"]
@@ -159,6 +164,13 @@ def test_the_messages_that_the_refusals_spoil_are_sound() -> None:
         (ARGUMENTS | {"calls": [CALL | {"args": {"type": "tensor", "index": "0"}}]}, "index"),
         (ARGUMENTS | {"calls": [CALL | {"layer_index": -1}]}, "layer_index"),
         (ARGUMENTS | {"calls": [CALL | {"tuple_length": -1}]}, "tuple_length"),
+        (with_cache(number=-1), "number"),
+        (with_cache(place=-1), "place"),
+        (with_cache(place=None), "place"),
+        (with_cache(length=2**40 + 1), "length"),
+        (with_cache(window=-1), "window"),
+        (with_cache(surprise=0), "surprise"),
+        ({"type": "DropCaches", "numbers": [-1]}, "numbers"),
         (ARGUMENTS | {"collect": ["k" * 1025]}, "collect"),
         (ARGUMENTS | {"collect": [None]}, "collect"),
         (ACTIVATION | {"collected": ["k" * 1025]}, "collected"),

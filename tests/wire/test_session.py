@@ -41,19 +41,24 @@ MESSAGES: list[m.Message] = [
     DEPLOY,
     m.LoadTensor("0.weight"),
     m.Launch(),
-    m.BuildOptimizer("SGD", None, []),
-    m.LoadOptimizerState("0.weight", DictNode({})),
+    m.BuildOptimizer(0, "SGD", None, []),
+    m.LoadOptimizerState(0, "0.weight", DictNode({})),
     m.BeginStep(2, in_flight=4, accumulate=False),
     m.Arguments(1, 0, 0, grad_enabled=True, autocast_dtype=None, collect=[], calls=[]),
     m.Activation(1, 0, 0, requires_grad=[True], collected=[]),
     m.Gradient(1, 0, 0, [True]),
+    m.DropCaches([1]),
     m.AbortStep(1),
-    m.MeasureNorm(1),
-    m.Norm(1, 0.5),
-    m.ApplyOptimizer(1, [], gradient_factor=None, clip_value=None),
+    m.SetTrained(["0.weight"], requires_grad=False),
+    m.ZeroGradients(["0.weight"], set_to_none=True),
+    m.MeasureNorms(1, None),
+    m.Norms(1, {"0.weight": 0.5}),
+    m.ClipGradients(1, 0, factor=0.5, value=None),
+    m.ApplyOptimizer(1, 0, []),
+    m.AverageWeights("begin", 0, None),
     m.FetchTensors([]),
     m.TensorContent("0.weight"),
-    m.FetchOptimizerState(),
+    m.FetchOptimizerState(0),
     m.OptimizerState("0.weight", DictNode({})),
     m.DescribeDevice(),
     m.DeviceDescribed("cpu", "main", 2**30, 2**20, ["float32"], {}),
@@ -145,8 +150,9 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.LOADING): ("LoadTensor Launch", "Done"),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
-        "AbortStep MeasureNorm ApplyOptimizer FetchTensors FetchOptimizerState",
-        "Done Activation Gradient Norm TensorContent OptimizerState NeighborLost",
+        "DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients ApplyOptimizer "
+        "AverageWeights FetchTensors FetchOptimizerState",
+        "Done Activation Gradient Norms TensorContent OptimizerState NeighborLost",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
@@ -250,7 +256,7 @@ def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
     assert pair.state is State.LOADING
     pair.ask(m.Launch())
     pair.answer(m.Done())
-    pair.ask(m.BuildOptimizer("AdamW", None, []))
+    pair.ask(m.BuildOptimizer(0, "AdamW", None, []))
     pair.answer(m.Done())
     for step in (1, 2, 3):
         pair.ask(m.BeginStep(step, in_flight=2, accumulate=step == 2))
@@ -262,14 +268,14 @@ def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
             )
             pair.ask(m.Pong(), m.Gradient(step, microbatch, 0, [True]))
             pair.answer(m.Gradient(step, microbatch, 0, [True]))
-        pair.ask(m.MeasureNorm(step))
-        pair.answer(m.Norm(step, 0.5))
-        pair.ask(m.ApplyOptimizer(step, [], gradient_factor=0.1, clip_value=None))
+        pair.ask(m.MeasureNorms(step, 0))
+        pair.answer(m.Norms(step, {}))
+        pair.ask(m.ClipGradients(step, 0, factor=0.1, value=None), m.ApplyOptimizer(step, 0, []))
     pair.answer(m.Failure("a stage failed"), m.NeighborLost(2, "gone"))
-    pair.ask(m.AbortStep(3), m.FetchTensors(["0.weight"]), m.FetchOptimizerState())
+    pair.ask(m.AbortStep(3), m.FetchTensors(["0.weight"]), m.FetchOptimizerState(0))
     pair.answer(m.TensorContent("0.weight"), m.Done())
     pair.answer(m.OptimizerState("0.weight", DictNode({})), m.Done())
-    pair.ask(m.LoadOptimizerState("0.weight", DictNode({})), m.LoadTensor("0.weight"))
+    pair.ask(m.LoadOptimizerState(0, "0.weight", DictNode({})), m.LoadTensor("0.weight"))
     assert pair.state is State.SERVING
     pair.ask(m.Goodbye())
     pair.answer(m.Goodbye())
@@ -299,7 +305,16 @@ def test_a_step_that_begins_late_early_or_again_is_refused(begun: int, step: int
 
 @pytest.mark.parametrize("step", [0, 1, 3])
 @pytest.mark.parametrize(
-    "name", ["Arguments", "Activation", "Gradient", "AbortStep", "MeasureNorm", "ApplyOptimizer"]
+    "name",
+    [
+        "Arguments",
+        "Activation",
+        "Gradient",
+        "AbortStep",
+        "MeasureNorms",
+        "ClipGradients",
+        "ApplyOptimizer",
+    ],
 )
 def test_a_coordinator_that_speaks_of_another_step_is_refused(name: str, step: int) -> None:
     worker = serving_worker(2)
@@ -322,7 +337,7 @@ def test_a_worker_may_still_answer_for_the_step_that_was_aborted() -> None:
     pair.answer(
         m.Activation(1, 0, 0, requires_grad=[True], collected=[]),
         m.Gradient(1, 0, 0, [True]),
-        m.Norm(1, 0.5),
+        m.Norms(1, {}),
     )
     assert pair.state is State.SERVING
 

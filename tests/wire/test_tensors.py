@@ -78,7 +78,8 @@ def test_any_tensor_survives_its_bytes(tensor: Tensor, offset: int) -> None:
 def test_every_dtype_has_the_name_that_torch_prints(name: str) -> None:
     assert DTYPES[name] == getattr(torch, name)
     assert dtype_name(getattr(torch, name)) == name
-    assert TensorSpec(name, [2, 3]).num_bytes == 6 * getattr(torch, name).itemsize
+    in_full = 6 * getattr(torch, name).itemsize
+    assert TensorSpec(name, [2, 3]).num_bytes == (1 if name == "bool" else in_full)
 
 
 @pytest.mark.parametrize(

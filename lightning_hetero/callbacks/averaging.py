@@ -1,0 +1,181 @@
+"""A running average of the weights, kept where the weights are."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from ..pipeline.averaging import AveragesWeights, AveragingAction, WeightAverages, averaged_tensors
+
+
+class StageWeightAveraging(EMAWeightAveraging):
+    """Lightning's ``EMAWeightAveraging`` for layers on workers: every process averages its own.
+
+    Validation runs with the averages, and after training the module has them. Checkpoints are
+    those of ``EMAWeightAveraging``, the averages in their ``state_dict``, so that a run may go on
+    with the other callback on one device. What does not train is not averaged. Works on one
+    device too.
+
+    Args:
+        decay: How much of the average stays at each update; None weighs all updates equally, as
+            stochastic weight averaging does.
+        update_every_n_steps: Optimizer steps from one update to the next.
+        update_starting_at_step: The first optimizer step after which the average is updated.
+        update_starting_at_epoch: The first epoch after which it is updated at each epoch's end.
+
+    Raises:
+        MisconfigurationException: If ``decay`` is not between 0 and 1.
+    """
+
+    def __init__(
+        self,
+        decay: float | None = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+    ) -> None:
+        if decay is not None and not 0 <= decay <= 1:
+            raise MisconfigurationException(f"decay is {decay}; it must be between 0 and 1.")
+        super().__init__(
+            decay=decay or 0.0,
+            update_every_n_steps=update_every_n_steps,
+            update_starting_at_step=update_starting_at_step,
+            update_starting_at_epoch=update_starting_at_epoch,
+        )
+        self._decay = decay
+        self._num_averaged = 0
+        self._averages: WeightAverages | None = None
+        self._resumed: dict[str, Any] | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget the run before. The layers have yet to go to their workers."""
+        self._averages = None
+        self._num_averaged = 0
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make the averages, equal to the weights or to those of the checkpoint."""
+        self._averages = WeightAverages(averaged_tensors(pl_module))
+        self._tell_stages(trainer, "begin")
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            self._swap(trainer)
+            _load(trainer, resumed)
+            self._swap(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """The averages have become the weights."""
+        self._averages = None
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Update the averages after an optimizer step, if it is time."""
+        is_new = trainer.global_step > self._latest_update_step
+        if is_new and self.should_update(step_idx=trainer.global_step - 1):
+            self._update(trainer)
+            self._latest_update_step = trainer.global_step
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Update the averages after an epoch, if it is time."""
+        is_new = trainer.current_epoch > self._latest_update_epoch
+        if is_new and self.should_update(epoch_idx=trainer.current_epoch):
+            self._update(trainer)
+            self._latest_update_epoch = trainer.current_epoch
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make the averages the weights."""
+        self._made().adopt()
+        self._tell_stages(trainer, "adopt")
+
+    @override
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Validate with the averages."""
+        if self._averages is not None:
+            self._swap(trainer)
+
+    @override
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Train on with the weights."""
+        if self._averages is not None:
+            self._swap(trainer)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Put the averages into the place of the weights, and these beside them."""
+        if self._averages is None or not checkpoint["state_dict"]:
+            return  # nothing to average, or nothing that could be gathered
+        checkpoint["current_model_state"] = checkpoint["state_dict"]
+        self._swap(trainer)
+        try:
+            averages = trainer.strategy.lightning_module_state_dict()
+        finally:
+            self._swap(trainer)
+        checkpoint["state_dict"] = averages
+        checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self._num_averaged)}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on with the averages and the weights of a checkpoint."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if "current_model_state" not in checkpoint or "averaging_state" not in checkpoint:
+            rank_zero_warn(
+                "The checkpoint was written without an average of the weights; averaging starts "
+                "with its weights."
+            )
+            return
+        self._num_averaged = int(checkpoint["averaging_state"]["n_averaged"])
+        if self._averages is None:
+            self._resumed = checkpoint["state_dict"]
+        else:  # in the middle of a run, as the learning rate finder does it
+            self._swap(trainer)
+        _load(trainer, checkpoint["current_model_state"])
+
+    def _update(self, trainer: pl.Trainer) -> None:
+        self._made().update(self._num_averaged, self._decay)
+        self._tell_stages(trainer, "update")
+        self._num_averaged += 1
+
+    def _swap(self, trainer: pl.Trainer) -> None:
+        self._made().swap()
+        self._tell_stages(trainer, "swap")
+
+    def _tell_stages(self, trainer: pl.Trainer, action: AveragingAction) -> None:
+        if hasattr(trainer.strategy, "average_weights"):
+            strategy = cast("AveragesWeights", trainer.strategy)
+            strategy.average_weights(action, self._num_averaged, self._decay)
+
+    def _made(self) -> WeightAverages:
+        if self._averages is None:
+            raise MisconfigurationException(
+                "The averages of the weights are made when `fit` starts, and it has not."
+            )
+        return self._averages
+
+
+def _load(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    trainer.strategy.load_model_state_dict(
+        {"state_dict": state}, strict=trainer.lightning_module.strict_loading
+    )

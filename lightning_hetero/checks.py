@@ -1,0 +1,158 @@
+"""What is refused before a run, with a sentence that says what would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from .callbacks.averaging import StageWeightAveraging
+from .model.layers import DecoderLayer
+from .plan import Plan
+from .precision import scaler_of
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+
+
+# By the argument's name: whether a value will do, and what would.
+_ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "workers": (
+        lambda value: _is_count(value, 0) or _are_texts(value),
+        'a number of local workers, or a list of "host:port"',
+    ),
+    "plan": (
+        lambda value: isinstance(value, (str, PathLike, Plan)),
+        '"auto", "even", the path of a YAML file, or a Plan',
+    ),
+    "layers": (
+        lambda value: (
+            value is None
+            or isinstance(value, str)
+            or _are_texts(value)
+            or (callable(value) and not isinstance(value, nn.Module))
+        ),
+        "the dotted path of a ModuleList or of one layer, a list of paths, a function from the "
+        "LightningModule to its layers, or None",
+    ),
+    "micro_batches": (
+        lambda value: value is None or _is_count(value, 1),
+        "a whole number from 1, or None for the plan's",
+    ),
+    "micro_batching": (lambda value: value in ("step", "boundary"), '"step" or "boundary"'),
+    "loss_weighting": (
+        lambda value: callable(value) or value in ("samples", "labels", "auto"),
+        '"samples", "labels", "auto", or a function from a micro-batch to its weight',
+    ),
+    "checkpoint_weights": (lambda value: value in ("all", "trainable"), '"all" or "trainable"'),
+}
+
+
+def check_arguments(**values: Any) -> None:
+    """Refuse an argument of the strategy that it would misunderstand.
+
+    Raises:
+        MisconfigurationException: With the argument's name.
+    """
+    for name, value in values.items():
+        is_fine, wanted = _ARGUMENTS[name]
+        if not is_fine(value):
+            raise MisconfigurationException(f"`{name}` is {value!r:.80}; it must be {wanted}.")
+
+
+def check_not_compiled(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> None:
+    """Refuse `torch.compile` around or inside of layers that are to be handed over.
+
+    Raises:
+        MisconfigurationException: With the name of what is compiled.
+    """
+    if module._compiler_ctx is not None:
+        _refuse_compiled(type(module).__name__)
+    for name, part in module.named_modules():
+        if part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
+            for layer in layers:
+                is_around = not name or layer.name.startswith(f"{name}.")
+                if is_around or f"{name}.".startswith(f"{layer.name}."):
+                    _refuse_compiled(name or type(module).__name__)
+
+
+def _refuse_compiled(name: str) -> None:
+    raise MisconfigurationException(
+        f"{name} is compiled by `torch.compile`, which cannot follow layers to workers; leave them "
+        "uncompiled, and compile at most modules that neither contain nor are decoder layers."
+    )
+
+
+def warn_of_idle_devices(devices: Sequence[torch.device] | None) -> None:
+    """Say that this process computes on one device, whatever the Trainer was given."""
+    if devices is not None and len(devices) > 1:
+        rank_zero_warn(
+            f"This process computes on {devices[0]} alone, so {len(devices) - 1} of the Trainer's "
+            f"{len(devices)} devices stay idle. Set `devices=1`, and start workers on the others."
+        )
+
+
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that look into parameters which are not here.
+
+    Raises:
+        MisconfigurationException: With the callback's name and what does the same here.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (BaseFinetuning, ModelPruning)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} compares or changes the values of parameters, and "
+                "those of layers on workers are not here; to fine-tune in phases, give the "
+                "optimizer all parameters and set `requires_grad` in `on_train_epoch_start`."
+            )
+        averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
+        if averages and not isinstance(callback, StageWeightAveraging):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} averages copies of the weights, and those of layers on "
+                "workers are not here to be copied; use "
+                "`lightning_hetero.callbacks.StageWeightAveraging`, which averages them where they "
+                "are."
+            )
+
+
+def warn_of_batch_statistics(module: pl.LightningModule, *, cuts_step: bool) -> None:
+    """Say that what is computed over a batch will be computed over a micro-batch."""
+    if cuts_step and any(isinstance(m, _BatchNorm) for m in module.modules()):
+        rank_zero_warn(
+            f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
+            "micro-batch; use micro_batching='boundary' for those of the batch."
+        )
+
+
+def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that checks for overflows within its step: the stages would miss it.
+
+    Raises:
+        MisconfigurationException: With the optimizer's name.
+    """
+    if scaler_of(plugin) is not None and _optimizer_handles_unscaling(optimizer):
+        raise MisconfigurationException(
+            f"A fused {type(optimizer).__name__} takes the loss scale of precision '16-mixed' off "
+            "by itself, without the stages; build it with `fused=False`."
+        )

@@ -1,0 +1,213 @@
+"""Key-value caches of forwards through hollow layers: their content stays on the stages.
+
+    cache.layers      0             1        2        3
+                   keys, values   length   length   length      1 to 3 are hollow
+
+A model reads the length of its cache for masks and positions, and hands the cache to its layers. A
+cache that is kept gets a number and, in the place of each hollow layer's keys and values, an object
+that counts their length; the number goes to the stages with the layers' arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import ModelError
+from .calls import CacheUse, caches_among, without_cache
+from .layers import models_around
+from .layers_away import OVER, CacheAway, LayerAway, LayerLeftOut, cache_index
+
+
+class HollowCaches:
+    """Tells caches that are to be kept from those that nobody reads.
+
+    Every evaluation gets a cache from its model, unasked, and throws it away. That one is left
+    out, so that the batch can be cut and the stages keep nothing. A cache is kept if the model's
+    caller passed it or said ``use_cache=True``, as `generate` does, and no gradients are wanted.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._forgotten: SimpleQueue[int] = SimpleQueue()
+        self._dropped: WeakSet[Cache] = WeakSet()
+        self._here = threading.local()
+        self._hooks: list[RemovableHandle] = []
+
+    def listen(self, root: nn.Module, layer_names: Sequence[str]) -> None:
+        """From now on notice what callers of the Hugging Face model with these layers ask for."""
+        for model in models_around(root, layer_names)[-1:]:
+            signature = inspect.signature(type(model).forward)
+
+            def note(model: nn.Module, args: Any, kwargs: Any, at: Any = signature) -> None:
+                named = at.bind_partial(model, *args).arguments
+                self._here.is_wanted = _is_wanted({**named, **kwargs})
+
+            self._hooks.append(model.register_forward_pre_hook(note, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def take_forgotten(self) -> list[int]:
+        """The numbers of kept caches that nobody holds any more, each told once."""
+        return [self._forgotten.get() for _ in range(self._forgotten.qsize())]
+
+    def begin(
+        self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Decide about the cache that a forward hands to its first hollow layer.
+
+        Raises:
+            ModelError: If its content is needed and was not kept, or if it cannot be kept.
+        """
+        found = [cache for _, cache in caches_among(args, kwargs)]
+        kept = [self._is_kept(cache, number, layer) for cache in found]
+        if len(kept) > 1 and any(kept):
+            raise ModelError(
+                f"Layer {number} gets {len(found)} key-value caches at once, and a worker keeps "
+                "one; call the model with `use_cache=False`."
+            )
+        self._here.is_kept = any(kept)
+
+    def leave_out(
+        self, layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], CacheUse | None]:
+        """A call's arguments without the cache, and what its stage is to do about it."""
+        found = caches_among(args, kwargs)
+        if not found or not getattr(self._here, "is_kept", False):
+            return *without_cache(args, kwargs), None
+        place, cache = found[0]
+        use = self._layer_away(cache, layer).extend(hidden, place)
+        args = tuple(None if value is cache else value for value in args)
+        return args, {k: None if v is cache else v for k, v in kwargs.items()}, use
+
+    def _is_kept(self, cache: Cache, number: int, layer: nn.Module) -> bool:
+        away = _layers_away(cache)
+        if away:
+            self._check_can_go_on(away[0])
+            return True
+        index = cache_index(layer)
+        self._check_is_new(cache, number if index is None else index)
+        if torch.is_grad_enabled() or not getattr(self._here, "is_wanted", False):
+            self._drop(cache, index)
+            return False
+        _check_can_be_kept(cache)
+        return True
+
+    def _drop(self, cache: Cache, index: int | None) -> None:
+        """Make sure that nobody reads what is not there, in the run or after it."""
+        self._dropped.add(cache)
+        if index is not None and type(cache) is DynamicCache:
+            _reach(cache, index)
+            cache.layers[index] = LayerLeftOut(cache.is_sliding[index])
+
+    def _check_can_go_on(self, away: LayerAway) -> None:
+        if away.cache.owner is not self:
+            raise ModelError(OVER)
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "A key-value cache on workers carries no gradients; call the model under "
+                "`torch.no_grad()`, or without the cache."
+            )
+
+    def _check_is_new(self, cache: Cache, index: int) -> None:
+        """Refuse a cache whose content for the hollow layers was left out, or made elsewhere."""
+        if cache in self._dropped and not self._hooks:
+            raise ModelError(
+                "A key-value cache is kept on workers only for layers that are all inside one "
+                "Hugging Face model; call the layers without a cache."
+            )
+        if cache in self._dropped:
+            raise ModelError(
+                "The key-value cache was not kept on the workers, because the call that made it "
+                "did not ask for it or wanted gradients; pass `use_cache=True` to that call "
+                "already, under `torch.no_grad()`."
+            )
+        if cache.get_seq_length(index) > 0:
+            raise ModelError(
+                "A key-value cache that was filled elsewhere (before the run, or by prefix tuning) "
+                "cannot go to the workers in this version; begin with an empty one, and tune with "
+                "LoRA instead of prefixes."
+            )
+
+    def _layer_away(self, cache: Cache, layer: nn.Module) -> LayerAway:
+        """What stands for the layer in a cache that is kept."""
+        index = cache_index(layer)
+        if index is None:
+            raise ModelError(
+                f"A {type(layer).__name__} does not say where in a key-value cache it belongs "
+                "(`layer_idx`); call the model with `use_cache=False`."
+            )
+        _reach(cache, index)
+        found = cache.layers[index] if index < len(cache.layers) else None
+        if isinstance(found, LayerAway):
+            return found
+        away = LayerAway(_counted(found, index), self._cache_away(cache))
+        cache.layers[index] = away
+        return away
+
+    def _cache_away(self, cache: Cache) -> CacheAway:
+        for layer in _layers_away(cache):
+            return layer.cache
+        away = CacheAway(self, next(self._numbers))
+        # Whichever thread runs it: it notes the number, and whoever talks to the stages tells them.
+        weakref.finalize(away, self._forgotten.put, away.number).atexit = False
+        return away
+
+
+def _is_wanted(arguments: Mapping[str, Any]) -> bool:
+    """Whether a model's caller passed a cache or asked for one."""
+    has_cache = any(isinstance(value, Cache) for value in arguments.values())
+    return has_cache or arguments.get("use_cache") is True
+
+
+def _reach(cache: Cache, index: int) -> None:
+    """Give a cache that was made without a config its layers up to this one."""
+    while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
+        cache.layers.append(cache.layer_class_to_replicate())
+
+
+def _layers_away(cache: Cache) -> list[LayerAway]:
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, LayerAway)]
+
+
+def _check_can_be_kept(cache: Cache) -> None:
+    """Refuse other caches than the one that `generate` takes by itself."""
+    is_offloading = getattr(cache, "offloading", False)
+    if type(cache) is not DynamicCache or is_offloading:
+        raise ModelError(
+            f"A key-value cache of the kind {type(cache).__name__}"
+            f"{' (offloading)' if is_offloading else ''} cannot be kept on workers in this "
+            "version; leave out `cache_implementation` and pass no cache, or pass a "
+            "`DynamicCache(config=model.config)`."
+        )
+
+
+def _counted(found: object, index: int) -> DynamicLayer:
+    """A cache's part for a layer, if a stage can have one that counts alike."""
+    if type(found) is DynamicSlidingWindowLayer and found.record_past:
+        raise ModelError(
+            "A key-value cache that records the past, as assisted decoding wants it, cannot be "
+            "kept on workers in this version; generate without an assistant model."
+        )
+    if isinstance(found, DynamicLayer) and type(found) in (DynamicLayer, DynamicSlidingWindowLayer):
+        return found
+    raise ModelError(
+        f"Layer {index} of the key-value cache is a {type(found).__name__}, which cannot be kept "
+        "on workers in this version; generate with `use_cache=False`."
+    )

@@ -1,0 +1,127 @@
+"""Checkpoint files: written straight to the disk, whole or not at all.
+
+    .unfinished-1f0c93ab.tmp ── written, flushed ──▶ renamed to epoch=1-step=100.ckpt
+
+Lightning writes the whole checkpoint into memory first, so that a save takes its size once more.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from copy import copy
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from .errors import ModelError, SaveError
+from .model.state_dicts import left_out_of
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class FileCheckpointIO(TorchCheckpointIO):
+    """Lightning's own checkpoints; those on local disks are written without a copy in memory."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write the file; what was there before stays until the new one is whole.
+
+        Raises:
+            SaveError: If it cannot be written.
+        """
+        filesystem, local_path = url_to_fs(str(path))
+        if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        with _saying_why(local_path), _replacing(Path(local_path)) as file:
+            torch.save(checkpoint, file)
+
+
+def checkpoint_io_or_ours(chosen: CheckpointIO | None) -> CheckpointIO:
+    """The user's own choice, or what writes our checkpoints where nothing is chosen."""
+    if isinstance(chosen, _WrappingCheckpointIO):
+        chosen.checkpoint_io = FileCheckpointIO()  # it keeps another one that it has
+    return chosen or FileCheckpointIO()
+
+
+def check_complete(checkpoint: Mapping[str, Any], path: str | Path) -> None:
+    """Refuse to write weights that are not here.
+
+    Raises:
+        ModelError: With their names.
+    """
+    state = checkpoint.get("state_dict", {})
+    missing = [key for key, value in state.items() if isinstance(value, Tensor) and value.is_meta]
+    if missing:
+        raise ModelError(f"The checkpoint {str(path)!r} would lack the weights {missing}.")
+
+
+def keeping_frozen(checkpoint: Mapping[str, Any], root: nn.Module) -> Mapping[str, Any]:
+    """The checkpoint, with the root's own frozen weights for those that were left out of it."""
+    missing = left_out_of(checkpoint["state_dict"], root)
+    if not missing:
+        return checkpoint
+    rank_zero_info(
+        f"{len(missing)} weights that do not train are not in the checkpoint and stay as the "
+        f"module has them, {next(iter(missing))} the first of them"
+    )
+    state = copy(checkpoint["state_dict"])  # with the versions that torch notes on it
+    state.update(missing)
+    return {**checkpoint, "state_dict": state}
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the path's place when the block has ended well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Its name must not look like a checkpoint's: Lightning reads folders to find the last one.
+    unfinished = path.with_name(f".unfinished-{secrets.token_hex(4)}.tmp")
+    try:
+        with unfinished.open("xb") as file:
+            yield file
+            file.flush()
+            # Or a machine that fails now could be left with the new name and without the content.
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+@contextmanager
+def _saying_why(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        first = _what_ended_it(error)
+        if not isinstance(first, OSError):
+            raise first from first.__cause__
+        remedy = "make room there" if first.errno in _NO_ROOM else "see to it"
+        raise SaveError(
+            f"The checkpoint {path!r} could not be written: {first.strerror or first}. Nothing of "
+            f"it is left, and what was in its place is untouched; {remedy}, or save to another "
+            "folder (`dirpath` of ModelCheckpoint, `default_root_dir` of the Trainer)."
+        ) from first
+
+
+def _what_ended_it(error: Exception) -> BaseException:
+    """The system's error, or an interrupt: torch's writer raises an error of its own after it."""
+    link: BaseException | None = error
+    while isinstance(link, Exception) and not isinstance(link, OSError):
+        link = link.__context__
+    return link or error

@@ -1,0 +1,59 @@
+"""A training script that a test interrupts, with a folder and workers for its arguments.
+
+It trains on one device and then over workers. Inside the second batch of each run it says so, and
+goes on with the next line of its standard input.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_hetero import HeteroPipelineStrategy
+
+from ..models import TinyModule, loader, trainer
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+class Waiting(TinyModule):
+    """Waits in its second batch; over workers they are then busy with the first micro-batch."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        self.calls_left = num_calls
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.calls_left -= batch_idx == 1
+        if batch_idx == 1 and self.calls_left == 0:
+            say("inside")
+            sys.stdin.readline()
+        return super().training_step(batch, batch_idx)
+
+
+def fit(strategy: Any, folder: str, num_calls: int) -> None:
+    checkpoint = ModelCheckpoint(folder, filename="interrupted", save_on_exception=True)
+    run = trainer(strategy, max_epochs=1, callbacks=[checkpoint], enable_checkpointing=True)
+    run.fit(Waiting(num_calls), loader(60, 12))
+
+
+def main(folder: str, *workers: str) -> None:
+    torch.set_num_threads(1)
+    try:
+        fit("auto", f"{folder}/plain", num_calls=1)
+    except SystemExit as end:
+        say(f"ended {end.code or 0}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    strategy = HeteroPipelineStrategy(list(workers), "even", micro_batches=3)
+    fit(strategy, f"{folder}/cut", num_calls=2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

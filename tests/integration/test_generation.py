@@ -1,0 +1,229 @@
+"""Generation inside Lightning's hooks: tokens and scores have the bits of one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.errors import ModelError
+
+from ..families import CONFIGS, MIXTURES, tiny_model
+from ..models import VOCABULARY, TinyModule, loader, tiny_llama, trainer
+from .test_evaluation import strategy
+from .test_families import in_four_bits, plan_over, with_lora
+
+NUM_NEW = 6
+GREEDY: dict[str, Any] = {"do_sample": False}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sampling": {"do_sample": True, "top_k": 10},
+    "several": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "sampled beams": {"num_beams": 2, "do_sample": True},
+}
+
+
+def prompts() -> dict[str, Tensor]:
+    """Four prompts of different lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, VOCABULARY, (4, 7), generator=generator)
+    padding = torch.tensor([0, 3, 1, 0])
+    mask = (torch.arange(7) >= padding[:, None]).long()
+    return {"input_ids": tokens * mask, "attention_mask": mask}
+
+
+def generate(model: nn.Module, **options: Any) -> Tensor:
+    """Tokens with the scores behind each, as one tensor."""
+    torch.manual_seed(5)
+    out = model.generate(  # type: ignore[operator]
+        **prompts(),
+        max_new_tokens=NUM_NEW,
+        pad_token_id=0,
+        eos_token_id=None,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    assert len(out.scores) == NUM_NEW
+    everything = [out.sequences, *out.scores]
+    return torch.cat([tensor.double().flatten() for tensor in everything])
+
+
+class Generating(pl.LightningModule):
+    """Generates in `predict_step`."""
+
+    def __init__(self, model: nn.Module, *ways: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.ways = ways
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[Tensor]:
+        return [generate(self.model, **way) for way in self.ways]
+
+
+def assert_predicts_the_same(model: nn.Module, workers: list[str], *ways: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        expected = [generate(model.eval(), **way) for way in ways]
+    piped = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    found = trainer(piped).predict(Generating(model, *ways), loader(1, 1))
+    assert found is not None
+    for mine, its in zip(found[0], expected, strict=True):
+        assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_generates_the_bits_of_one_device(family: str, workers: list[str]) -> None:
+    # With it, transformers' own generation stumbles over padding.
+    options = {"output_router_logits": False} if family in MIXTURES else {}
+    ways = WAYS.values() if family in ("llama", "gemma3") else [GREEDY]
+    model = tiny_model(family, **options)
+    assert_predicts_the_same(model, workers, *({**way, **options} for way in ways))
+
+
+def test_lora_on_four_bits_generates_the_bits_of_one_device(
+    workers: list[str], tmp_path: Path
+) -> None:
+    model = with_lora(in_four_bits("llama", tmp_path), "llama")
+    assert_predicts_the_same(model, workers, GREEDY)
+
+
+class Talking(TinyModule):
+    """Trains, and generates after each validation; what one device with the same weights says is
+    asked for in the same place."""
+
+    def __init__(self, talks: bool) -> None:
+        super().__init__()
+        self.talks = talks
+        self.said: list[Tensor] = []
+        self.expected: list[Tensor] = []
+
+    def on_validation_epoch_end(self) -> None:
+        if self.talks:
+            self.said += [generate(self.model, **way) for way in (GREEDY, WAYS["sampling"])]
+            # Weights that are made in inference mode are multiplied in another way by torch.
+            with torch.inference_mode(False):
+                plain = tiny_llama(5).eval()
+            plain.load_state_dict(self.model.state_dict())
+            self.expected += [generate(plain, **way) for way in (GREEDY, WAYS["sampling"])]
+
+
+def fit(module: TinyModule, use: Any) -> TinyModule:
+    run = trainer(use, max_steps=6, val_check_interval=2)
+    run.fit(module, loader(72, 12, padded=True), loader(8, 4, padded=True))
+    return module
+
+
+def test_generation_within_fit_has_the_bits_of_one_device_and_leaves_training_alone(
+    workers: list[str],
+) -> None:
+    silent, talking = (fit(Talking(talks), strategy(workers)) for talks in (False, True))
+    plain = fit(Talking(talks=True), "auto")
+    assert len(talking.said) == 6
+    for mine, its in zip(talking.said, talking.expected, strict=True):
+        assert torch.equal(mine, its)
+    assert not torch.equal(talking.said[0], talking.said[4])
+    assert talking.losses == silent.losses
+    torch.testing.assert_close(
+        dict(talking.state_dict()), dict(silent.state_dict()), rtol=0, atol=0
+    )
+    torch.testing.assert_close(talking.losses, plain.losses, rtol=1e-5, atol=0)
+
+
+def test_generation_in_validate(workers: list[str]) -> None:
+    module = Talking(talks=True)
+    trainer(strategy(workers)).validate(module, loader(8, 4), verbose=False)
+    for mine, its in zip(module.said, module.expected, strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_what_is_generated_within_training_step_is_that_of_one_device(workers: list[str]) -> None:
+    class Sampling(TinyModule):
+        """Each micro-batch generates, in its turn, and trains on what it has generated."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.said: list[Tensor] = []
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+            self.said.append(self.model.generate(batch["input_ids"], eos_token_id=None, **options))
+            loss: Tensor = self.model(input_ids=self.said[-1], labels=self.said[-1]).loss
+            return loss
+
+    found, expected = Sampling(), Sampling()
+    trainer(strategy(workers), max_steps=4).fit(found, loader(48, 12))
+    # One device over the same micro-batches.
+    trainer(max_steps=4, accumulate_grad_batches=3).fit(expected, loader(48, 4))
+    assert len(found.said) == len(expected.said) == 12
+    # Micro-batches overtake each other.
+    for mine, its in zip(
+        sorted_by_prompt(found.said), sorted_by_prompt(expected.said), strict=True
+    ):
+        assert torch.equal(mine, its)
+    state = dict(expected.state_dict())
+    torch.testing.assert_close(dict(found.state_dict()), state, rtol=1e-5, atol=1e-7)
+
+
+def sorted_by_prompt(batches: list[Tensor]) -> list[Tensor]:
+    return sorted(batches, key=lambda tokens: tokens.flatten().tolist())
+
+
+def test_loops_of_ones_own_may_take_turns(workers: list[str]) -> None:
+    def loops(model: PreTrainedModel) -> Tensor:
+        """Two decodings with a batch of their own each, a token of one, a token of the other."""
+        inputs = [tokens.clone() for tokens in prompts()["input_ids"].split([1, 3])]
+        caches: list[Any] = [None, None]
+        found = []
+        for turn in range(8):
+            which = turn % 2
+            out = model(inputs[which], past_key_values=caches[which], use_cache=True)
+            caches[which] = out.past_key_values
+            found.append(out.logits[:, -1])
+            inputs[which] = found[-1].argmax(-1, keepdim=True)
+        return torch.cat(found)
+
+    class Looping(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny_model("gemma3")
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return loops(self.model)
+
+    expected = trainer().predict(Looping(), loader(1, 1))
+    piped = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    found = trainer(piped).predict(Looping(), loader(1, 1))
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found[0], expected[0])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "static": ({"cache_implementation": "static"}, "leave out `cache_implementation`"),
+    "assisted": ({"prompt_lookup_num_tokens": 2}, "without `prompt_lookup_num_tokens`"),
+}
+
+
+def test_what_does_not_work_says_what_to_do_and_ends_nothing(workers: list[str]) -> None:
+    class Trying(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny_llama(5)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            tokens = prompts()["input_ids"][:1]
+            for options, text in REFUSED.values():
+                with pytest.raises(ModelError, match=text):
+                    self.model.generate(tokens, max_new_tokens=4, pad_token_id=0, **options)
+            return generate(self.model, **GREEDY)
+
+    found = trainer(strategy(workers)).predict(Trying(), loader(1, 1))
+    assert found is not None
+    assert torch.equal(found[0], generate(tiny_llama(5).eval(), **GREEDY))

@@ -1,0 +1,276 @@
+"""A run that is interrupted ends as on one device, leaves the checkpoint that it would leave there
+or none, and frees its workers."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.errors import HeteroError, StageFailed, WorkerLost
+from lightning_hetero.pipeline.optimizer import group_options
+from lightning_hetero.runtime import remote_optimizer
+from lightning_hetero.runtime.channel import Channel
+from lightning_hetero.runtime.coordinator import Coordinator
+from lightning_hetero.wire import messages as m
+
+from ..conftest import worker_process
+from ..models import TinyModule, loader, trainer
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Lightning ignores Ctrl-C from the first one on."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def even(workers: list[str]) -> HeteroPipelineStrategy:
+    return HeteroPipelineStrategy(workers, "even", micro_batches=3)
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return found
+
+
+def assert_same_checkpoint(found: Path, expected: Path) -> None:
+    here, there = read(found), read(expected)
+    for key in ("global_step", "epoch", "lr_schedulers"):
+        assert here[key] == there[key]
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(here[key], there[key], rtol=1e-4, atol=1e-5)
+    progress = "epoch_loop.batch_progress"
+    assert here["loops"]["fit_loop"][progress] == there["loops"]["fit_loop"][progress]
+
+
+def interrupt(process: subprocess.Popen[str], signum: signal.Signals) -> None:
+    """Send a signal inside a second batch, and again when Lightning has taken it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "inside\n"
+    process.send_signal(signum)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    if signum is signal.SIGINT:
+        for line in process.stderr:
+            if "An KeyboardInterrupt was raised" in line:
+                break
+        process.send_signal(signum)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_a_signal_ends_a_process_as_on_one_device(
+    signum: signal.Signals, workers: list[str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.integration.interrupted", str(tmp_path), *workers[:2]]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        try:
+            interrupt(process, signum)
+            assert process.stdout is not None
+            _, expected_status = process.stdout.readline().split()
+            interrupt(process, signum)
+            process.communicate(timeout=DEADLINE_SECONDS)
+        finally:
+            process.kill()
+    assert process.returncode == int(expected_status)
+    plain, cut = (tmp_path / name / "interrupted.ckpt" for name in ("plain", "cut"))
+    assert_same_checkpoint(cut, plain)
+    module = TinyModule()
+    trainer(even(workers[:2]), max_steps=4).fit(module, loader(60, 12), ckpt_path=cut)
+    assert len(module.losses) == 4 - read(cut)["global_step"]
+
+
+class Raising(Callback):
+    """Ends the run somewhere in its third batch."""
+
+    def __init__(self, hook: str, error: type[BaseException]) -> None:
+        def raise_error(trainer: Any, *_: Any) -> None:
+            if trainer.global_step == (3 if hook == "on_train_batch_end" else 2):
+                raise error("the user's own")
+
+        setattr(self, hook, raise_error)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
+@pytest.mark.parametrize("kind", ["save_on_exception", "OnExceptionCheckpoint"])
+def test_what_is_left_of_an_exception_is_what_one_device_leaves(
+    kind: str, hook: str, error: type[BaseException], workers: list[str], tmp_path: Path
+) -> None:
+    for strategy in ("auto", even(workers[:2])):
+        folder = tmp_path / type(strategy).__name__
+        checkpoint: Any = OnExceptionCheckpoint(folder, "left")
+        if kind == "save_on_exception":
+            checkpoint = ModelCheckpoint(folder, filename="left", save_on_exception=True)
+        callbacks = [checkpoint, Raising(hook, error)]
+        run = trainer(strategy, max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
+        ended = SystemExit if error is KeyboardInterrupt else error
+        with pytest.raises(ended):
+            run.fit(TinyModule(), loader(60, 12))
+    left = sorted(tmp_path.glob("*/left.ckpt"))
+    assert len(left) == 2
+    assert_same_checkpoint(*left)
+
+
+Patch = pytest.MonkeyPatch
+
+
+def between_the_stages(patch: Patch) -> None:
+    """When the first stage knows that it is to step and the second does not."""
+    send, sent = Channel.send, []
+
+    def interrupted(self: Channel, message: m.Message, *tensors: Tensor) -> None:
+        if isinstance(message, m.ApplyOptimizer):
+            sent.append(message)
+            if len(sent) == 4:
+                raise KeyboardInterrupt
+        send(self, message, *tensors)
+
+    patch.setattr(Channel, "send", interrupted)
+
+
+def before_the_step_here(patch: Patch) -> None:
+    """When all stages know it, and this process has not begun."""
+    apply = Coordinator.apply_optimizer
+
+    def interrupted(self: Coordinator, *args: Any) -> None:
+        apply(self, *args)
+        if self.step == 2:
+            raise KeyboardInterrupt
+
+    patch.setattr(Coordinator, "apply_optimizer", interrupted)
+
+
+def inside_the_step_here(patch: Patch) -> None:
+    """When some parameters of this process have been changed and others have not."""
+    begin, begun = torch.optim.AdamW._init_group, []
+
+    def interrupted(self: torch.optim.AdamW, group: Any, *args: Any) -> Any:
+        begun.append(group)
+        if len(begun) == 4:  # the second group in the second step
+            raise KeyboardInterrupt
+        return begin(self, group, *args)
+
+    patch.setattr(torch.optim.AdamW, "_init_group", interrupted)
+
+
+def on_a_stage(patch: Patch) -> None:
+    """When a stage cannot do it, which is known when the others have stepped."""
+    told = []
+
+    def wrong(group: dict[str, Any]) -> dict[str, Any]:
+        told.append(group)
+        # Two groups, told once when the optimizer is built and once in each step.
+        return {**group_options(group), **({"betas": "wrong"} if len(told) > 4 else {})}
+
+    patch.setattr(remote_optimizer, "group_options", wrong)
+
+
+PLACES: list[tuple[Callable[[Patch], None], type[BaseException]]] = [
+    (between_the_stages, SystemExit),
+    (before_the_step_here, SystemExit),
+    (inside_the_step_here, SystemExit),
+    (on_a_stage, StageFailed),
+]
+
+
+@pytest.mark.parametrize(("place", "error"), PLACES, ids=lambda v: getattr(v, "__name__", ""))
+def test_an_optimizer_step_that_only_some_layers_have_made_is_never_saved(
+    place: Callable[[Patch], None],
+    error: type[BaseException],
+    workers: list[str],
+    tmp_path: Path,
+    monkeypatch: Patch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    threads = threading.active_count()
+    checkpoint = ModelCheckpoint(tmp_path, save_on_exception=True)
+    run = trainer(
+        even(workers[:2]), max_epochs=1, callbacks=[checkpoint], enable_checkpointing=True
+    )
+    with monkeypatch.context() as patch:
+        place(patch)
+        with pytest.raises(error):
+            run.fit(TinyModule(), loader(60, 12))
+    assert list(tmp_path.iterdir()) == []
+    assert "No checkpoint was written" in caplog.text
+    assert "Continue from the last checkpoint." in caplog.text
+    assert threading.active_count() == threads
+    assert_serves(workers[:2])
+
+
+def assert_serves(workers: list[str]) -> None:
+    module = TinyModule()
+    trainer(even(workers), max_steps=1).fit(module, loader(12, 12))
+    assert len(module.losses) == 1
+
+
+def test_a_lost_worker_is_what_is_reported_and_the_others_are_freed(
+    workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not that the checkpoint of the exception could not be written without it."""
+    threads = threading.active_count()
+    with worker_process() as victim:
+
+        class Module(TinyModule):
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                victim.process.kill()
+                victim.process.wait()
+                if batch_idx == 1:
+                    raise AssertionError("the second batch has passed without its worker")
+
+        callbacks: list[Any] = [
+            ModelCheckpoint(tmp_path, save_on_exception=True, save_last="link"),
+            OnExceptionCheckpoint(tmp_path),
+        ]
+        run = trainer(
+            even([workers[0], victim.address]),
+            max_epochs=1,
+            callbacks=callbacks,
+            enable_checkpointing=True,
+        )
+        with caplog.at_level(logging.ERROR), pytest.raises(WorkerLost, match="stage 2"):
+            run.fit(Module(), loader(60, 12))
+    assert not [path for path in tmp_path.iterdir() if path.exists()]
+    assert caplog.text.count("No checkpoint was written") >= 2
+    assert threading.active_count() == threads
+    with pytest.raises(HeteroError):
+        run.save_checkpoint(tmp_path / "later.ckpt")
+    assert_serves(workers[:1])
+
+
+def test_the_users_error_is_what_is_reported_when_a_worker_has_died_too(
+    workers: list[str], tmp_path: Path
+) -> None:
+    with worker_process() as victim:
+
+        class Module(TinyModule):
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                victim.process.kill()
+                raise ZeroDivisionError("the user's own")
+
+        checkpoint = OnExceptionCheckpoint(tmp_path)
+        strategy = even([workers[0], victim.address])
+        run = trainer(strategy, max_epochs=1, callbacks=[checkpoint], enable_checkpointing=True)
+        with pytest.raises(ZeroDivisionError, match="own"):
+            run.fit(Module(), loader(60, 12))
+    assert list(tmp_path.iterdir()) == []
+    assert_serves(workers[:1])

@@ -1,0 +1,331 @@
+"""Manual optimization: what a user does by hand happens on the stages as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringDataModule, ManualOptimBoringModel
+from torch import Tensor, nn
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import ModelError
+
+from ..models import VOCABULARY, TinyModule, loader, trainer
+
+NUM_LAYERS = 4
+BATCH_SIZE = 6
+NUM_STEPS = 5
+
+
+class Manual(TinyModule):
+    """Trains in the way that a function of the module, the batch and its number says."""
+
+    def __init__(self, act: Callable[[Any, Any, int], Tensor]) -> None:
+        super().__init__(NUM_LAYERS)
+        self.automatic_optimization = False
+        self.act = act
+        self.critic = nn.Linear(VOCABULARY, 1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.act(self, batch, batch_idx)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def judged(self, batch: Any) -> Tensor:
+        judged: Tensor = self.critic(self.model(**batch).logits.softmax(-1)).tanh().mean()
+        return judged
+
+    def configure_optimizers(self) -> Any:
+        layers = list(self.model.model.layers)
+        early = [p for layer in layers[:2] for p in layer.parameters()]
+        early += list(self.model.model.embed_tokens.parameters())
+        late = [p for layer in layers[2:] for p in layer.parameters()]
+        late += list(self.model.lm_head.parameters())
+        first = torch.optim.AdamW(early, lr=2e-3, weight_decay=0.1)
+        second = torch.optim.SGD(late, lr=0.1, momentum=0.9)
+        third = torch.optim.LBFGS(self.critic.parameters(), max_iter=1, lr=0.01)
+        schedulers = [torch.optim.lr_scheduler.StepLR(first, 2, 0.5)]
+        return [first, second, third], schedulers
+
+
+def both_step(module: Any, batch: Any, _: int) -> Tensor:
+    first, second, _third = module.optimizers()
+    loss: Tensor = module.loss(batch)
+    first.zero_grad()
+    second.zero_grad()
+    module.manual_backward(loss)
+    first.step()
+    second.step()
+    module.lr_schedulers().step()
+    return loss
+
+
+def accumulate_and_clip(module: Any, batch: Any, number: int) -> Tensor:
+    first, second, _ = module.optimizers()
+    loss: Tensor = module.loss(batch)
+    module.manual_backward(loss / 2)
+    if number % 2:
+        module.clip_gradients(first, 0.1)
+        module.clip_gradients(second, 0.002, "value")
+        first.step()
+        second.step()
+        module.zero_grad()
+    return loss
+
+
+def clip_together(module: Any, batch: Any, _: int) -> Tensor:
+    first, second, _third = module.optimizers()
+    module.model.zero_grad()
+    loss: Tensor = module.loss(batch)
+    module.manual_backward(loss)
+    clip = getattr(module.trainer.strategy, "clip_grad_norm_", None)
+    norm = (
+        nn.utils.clip_grad_norm_(module.parameters(), 0.2) if clip is None else clip(max_norm=0.2)
+    )
+    module.log("norm", norm, on_step=True)
+    first.step()
+    second.step()
+    return loss
+
+
+def in_turns(module: Any, batch: Any, number: int) -> Tensor:
+    """As adversaries do: each has its parameters for itself."""
+    optimizer = module.optimizers()[number % 2]
+    module.toggle_optimizer(optimizer)
+    loss: Tensor = module.loss(batch)
+    module.manual_backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    module.untoggle_optimizer(optimizer)
+    return loss
+
+
+def toggled_before_the_backward(module: Any, batch: Any, _: int) -> Tensor:
+    """The flags of the forward hold, whatever they are at the backward."""
+    first, second, _third = module.optimizers()
+    with first.toggle_model():
+        one = module.loss(batch)
+    with second.toggle_model():
+        other = module.loss(batch)
+        module.manual_backward(one)
+        module.manual_backward(other)
+    first.step()
+    second.step()
+    first.zero_grad()
+    second.zero_grad()
+    return one.detach()
+
+
+def with_a_critic(module: Any, batch: Any, _: int) -> Tensor:
+    first, second, third = module.optimizers()
+    with torch.no_grad():
+        logits = module.model(**batch).logits
+
+    def closure() -> Tensor:
+        third.zero_grad()
+        loss = -module.critic(logits.softmax(-1)).tanh().mean()
+        module.manual_backward(loss)
+        return loss
+
+    third.step(closure)
+    judged: Tensor = module.judged(batch)
+    module.zero_grad()
+    module.manual_backward(judged)
+    first.step()
+    second.step()
+    return judged
+
+
+def two_losses_of_one_forward(module: Any, batch: Any, _: int) -> Tensor:
+    first, second, _third = module.optimizers()
+    outputs = module.model(**batch)
+    first.zero_grad()
+    second.zero_grad()
+    module.manual_backward(outputs.loss, retain_graph=True)
+    module.manual_backward(outputs.logits.square().mean())
+    first.step()
+    second.step()
+    loss: Tensor = outputs.loss
+    return loss
+
+
+def closures(module: Any, batch: Any, _: int) -> Tensor:
+    first, second, _third = module.optimizers()
+    losses = []
+
+    def closure() -> Tensor:
+        module.zero_grad()
+        losses.append(module.loss(batch))
+        module.manual_backward(losses[-1])
+        return losses[-1]
+
+    first.step(closure)
+    second.step(closure)
+    return losses[0].detach()
+
+
+def bare_torch(module: Any, batch: Any, _: int) -> Tensor:
+    """Nothing of it goes through Lightning."""
+    first, second, _third = module.optimizers(use_pl_optimizer=False)
+    loss: Tensor = module.loss(batch)
+    first.zero_grad(set_to_none=False)
+    second.zero_grad(set_to_none=False)
+    loss.backward()
+    first.step()
+    second.step()
+    return loss.detach()
+
+
+def zeros_instead_of_none(module: Any, batch: Any, number: int) -> Tensor:
+    """With gradients of zero momentum goes on and weights decay; without any they do not."""
+    first, second, _third = module.optimizers()
+    loss: Tensor = module.loss(batch)
+    module.manual_backward(loss)
+    first.step()
+    second.step()
+    module.zero_grad(set_to_none=number % 2 == 0)
+    first.step()
+    second.step()
+    return loss
+
+
+WAYS = [
+    both_step,
+    accumulate_and_clip,
+    clip_together,
+    in_turns,
+    toggled_before_the_backward,
+    with_a_critic,
+    two_losses_of_one_forward,
+    closures,
+    bare_torch,
+    zeros_instead_of_none,
+]
+
+
+def plan_over(workers: list[str], recompute: bool = False) -> Plan:
+    stages = [
+        StagePlan(["coordinator"], (0, 1)),
+        StagePlan([workers[0]], (1, 3), recompute=recompute),
+        StagePlan([workers[1]], (3, NUM_LAYERS)),
+    ]
+    return Plan(stages, micro_batches=3)
+
+
+def over(workers: list[str], recompute: bool = False) -> HeteroPipelineStrategy:
+    return HeteroPipelineStrategy(workers[:2], plan_over(workers, recompute))
+
+
+def train(act: Any, strategy: Any, **options: Any) -> tuple[Manual, dict[str, float]]:
+    torch.manual_seed(0)
+    module = Manual(act)
+    run = trainer(strategy, max_epochs=1, **options)
+    run.fit(module, loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE), loader(4, 4))
+    return module, {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
+    others = expected.state_dict()
+    for name, tensor in found.state_dict().items():
+        assert (tensor - others[name]).norm() <= 1e-5 * others[name].norm(), name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("act", WAYS)
+def test_what_is_done_by_hand_is_done_on_the_stages(
+    act: Any, recompute: bool, workers: list[str]
+) -> None:
+    expected, plain_metrics = train(act, "auto")
+    found, metrics = train(act, over(workers, recompute))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert metrics == pytest.approx(plain_metrics, rel=1e-5)
+    assert_same_weights(found, expected)
+
+
+def test_lightnings_own_example_trains_unchanged(workers: list[str]) -> None:
+    states = []
+    for strategy in ("auto", HeteroPipelineStrategy(workers[:1], layers="layer")):
+        torch.manual_seed(0)
+        module = ManualOptimBoringModel()
+        run = trainer(strategy, max_epochs=2, limit_train_batches=4, limit_val_batches=2)
+        run.fit(module, BoringDataModule())
+        states.append(module.state_dict())
+    torch.testing.assert_close(states[1], states[0])
+
+
+def test_several_optimizers_resume_on_stages_and_on_one_device(
+    workers: list[str], tmp_path: Path
+) -> None:
+    data = loader(BATCH_SIZE * 2, BATCH_SIZE)
+    whole = Manual(both_step)
+    trainer(over(workers), max_epochs=2).fit(whole, data)
+    half = trainer(over(workers), max_epochs=1)
+    half.fit(Manual(both_step), data)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    for strategy in ("auto", over(workers)):
+        module = Manual(both_step)
+        trainer(strategy, max_epochs=2).fit(module, data, ckpt_path=tmp_path / "half.ckpt")
+        assert_same_weights(module, whole)
+
+
+def test_gradient_norms_are_those_of_one_device(workers: list[str]) -> None:
+    found: dict[str, dict[str, float]] = {}
+
+    def look(module: Any, batch: Any, _: int) -> Tensor:
+        module.zero_grad()
+        loss: Tensor = module.loss(batch)
+        module.manual_backward(loss)
+        strategy = module.trainer.strategy
+        if isinstance(strategy, HeteroPipelineStrategy):
+            found["stages"] = strategy.grad_norms()
+        else:
+            named = module.named_parameters()
+            found["alone"] = {n: float(p.grad.norm()) for n, p in named if p.grad is not None}
+        return loss
+
+    train(look, "auto", limit_train_batches=1)
+    train(look, over(workers), limit_train_batches=1)
+    assert list(found["stages"]) == list(found["alone"])
+    assert found["stages"] == pytest.approx(found["alone"], rel=1e-5)
+
+
+def test_gradient_norms_may_be_asked_for_before_any_step(workers: list[str]) -> None:
+    class Early(Manual):
+        norms: dict[str, float] | None = None
+
+        def on_train_start(self) -> None:
+            self.norms = self.trainer.strategy.grad_norms()  # type: ignore[attr-defined]
+
+    module = Early(both_step)
+    trainer(over(workers), max_epochs=1, limit_train_batches=1).fit(module, loader(4, 4))
+    assert module.norms == {}
+
+
+def test_clipping_by_hand_is_refused(workers: list[str]) -> None:
+    def clip_by_hand(module: Any, batch: Any, _: int) -> Tensor:
+        first, second, _third = module.optimizers()
+        loss: Tensor = module.loss(batch)
+        module.manual_backward(loss)
+        nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+        first.step()
+        second.step()
+        return loss
+
+    with pytest.raises(ModelError, match="clip_grad_norm_"):
+        train(clip_by_hand, over(workers))
+
+
+def test_nothing_of_it_stays_behind(workers: list[str]) -> None:
+    module, _ = train(both_step, over(workers))
+    assert not [name for name, part in module.named_modules() if "zero_grad" in vars(part)]
+    for optimizer in module.optimizers(use_pl_optimizer=False):  # type: ignore[union-attr]
+        assert "zero_grad" not in vars(optimizer)
+        assert not optimizer._optimizer_step_post_hooks

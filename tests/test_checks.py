@@ -1,0 +1,80 @@
+"""What the strategy is given wrongly is refused at once, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.checks import check_not_compiled, warn_of_idle_devices
+from lightning_hetero.model.layers import find_decoder_layers
+
+from .models import TinyModule
+
+WRONG: dict[str, list[Any]] = {
+    "workers": [-1, True, 2.5, None, "127.0.0.1:9999", [9999], {"127.0.0.1:9999"}],
+    "plan": [None, 3, {"stages": []}, [StagePlan(["coordinator"], (0, 1))]],
+    "layers": [3, [3], nn.ModuleList(), {"blocks": 1}],
+    "micro_batches": [0, -2, 1.5, "4", True],
+    "micro_batching": [None, "steps", True],
+    "loss_weighting": [None, "sample", 3],
+}
+RIGHT: dict[str, list[Any]] = {
+    "workers": [0, 3, [], ["127.0.0.1:9999"], ("127.0.0.1:9999",)],
+    "plan": ["auto", "plan.yaml", Plan([StagePlan(["coordinator"], (0, 1))])],
+    "layers": [None, "blocks", ["a", "b"], lambda module: module.blocks],
+    "micro_batches": [None, 1],
+    "micro_batching": ["step", "boundary"],
+    "loss_weighting": ["samples", "labels", "auto", lambda batch: 1.0],
+}
+
+
+def cases(values: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, chosen in values.items() for value in chosen]
+
+
+@pytest.mark.parametrize(("name", "value"), cases(WRONG))
+def test_a_wrong_argument_is_refused_with_its_name(name: str, value: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=f"^`{name}` is .*; it must be .*\\.$"):
+        HeteroPipelineStrategy(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), cases(RIGHT))
+def test_a_right_argument_is_taken(name: str, value: Any) -> None:
+    HeteroPipelineStrategy(**{name: value})
+
+
+COMPILED: dict[str, Callable[[TinyModule], Any]] = {
+    "TinyModule": lambda module: module.compile(),
+    "model": lambda module: module.model.compile(),
+    "model.model.layers.2": lambda module: module.model.model.layers[2].compile(),
+    "model.model.layers.1.mlp": lambda module: module.model.model.layers[1].mlp.compile(),
+    "model.model": lambda module: setattr(module.model, "model", torch.compile(module.model.model)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers_are_refused_by_name(name: str) -> None:
+    module = TinyModule()
+    layers = find_decoder_layers(module)
+    COMPILED[name](module)
+    if hasattr(module.model.model, "_orig_mod"):
+        layers = find_decoder_layers(module, "model.model._orig_mod.layers")
+    with pytest.raises(MisconfigurationException, match=f"^{name} is compiled"):
+        check_not_compiled(module, layers)
+
+
+def test_what_is_compiled_beside_the_layers_is_left_alone() -> None:
+    module = TinyModule()
+    module.model.lm_head.compile()
+    check_not_compiled(module, find_decoder_layers(module))
+
+
+def test_devices_that_stay_idle_are_warned_about() -> None:
+    with pytest.warns(UserWarning, match=r"on cuda:0 alone, so 1 of the .* `devices=1`"):
+        warn_of_idle_devices([torch.device("cuda", 0), torch.device("cuda", 1)])
