@@ -1,9 +1,10 @@
-"""Layers that pass hidden states on as they are, and note how the model calls them.
+"""Layers that compute nothing: they pass hidden states on, and note how the model calls them.
 
     embedding ─▶ layer 0 ─▶ layer 1 ─▶ … ─▶ layer n ─▶ head
                  enter                      leave(hidden) ─▶ what the head gets
 
-So the coordinator's own parts can be run, and their time taken, while no layer computes.
+Where a layer would change the shape of the hidden states, zeros of the other shape go on. So the
+coordinator's own parts can be run, and their time taken, while no layer computes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .calls import LayerCall, expected_tuple_length, take_hidden, without_cache
+from .calls import LayerCall, expected_result, take_hidden, without_cache
 from .collecting import CollectingHooks, SilencedHooks, add_collected, wanted_kinds
 from .four_bit import shapes_only
 from .layers import DecoderLayer
@@ -34,6 +36,10 @@ class PassingLayers:
         outputs: Makes up what a layer would add to the outputs that the model collects.
         enter: Called with the hidden states before the first layer, and with its call.
         leave: Called with those behind the last layer; the model goes on with what it returns.
+
+    Attributes:
+        inputs: The form of the hidden states that came into each layer, on ``meta``.
+        calls: How each was called, both at the first time.
     """
 
     def __init__(
@@ -51,7 +57,8 @@ class PassingLayers:
         self._outputs = outputs
         self._enter = enter
         self._leave = leave
-        self._lengths: dict[int, int] = {}
+        self._results: dict[int, tuple[int, Tensor]] = {}
+        self.inputs: dict[int, Tensor] = {}
         self.calls: dict[int, LayerCall] = {}
 
     @contextmanager
@@ -76,24 +83,29 @@ class PassingLayers:
         """What a layer's ``forward`` does."""
         hidden, args, kwargs = take_hidden(number, args, kwargs)
         args, kwargs = without_cache(args, kwargs)
-        length = self._length(number, hidden, args, kwargs)
+        length, behind = self._result(number, hidden, args, kwargs)
         call = LayerCall(number, self._layers[number].module.training, args, kwargs, length)
         self.calls.setdefault(number, call)
+        self.inputs.setdefault(number, torch.empty_like(hidden, device="meta"))
         if number == 0:
             self._enter(hidden, call)
         kinds = wanted_kinds()
         if kinds:
             add_collected(hidden, self._outputs(hidden, call, kinds))
+        if (hidden.shape, hidden.dtype) != (behind.shape, behind.dtype):
+            hidden = torch.zeros_like(behind, device=hidden.device)
         if number == len(self._layers) - 1:
             hidden = self._leave(hidden)
         return (hidden, *[None] * (length - 1)) if length else hidden
 
-    def _length(self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any) -> int:
-        if number not in self._lengths:
+    def _result(
+        self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[int, Tensor]:
+        if number not in self._results:
             layer = self._on_meta[number].train(self._layers[number].module.training)
             with shapes_only(layer):
-                self._lengths[number] = expected_tuple_length(layer, number, hidden, args, kwargs)
-        return self._lengths[number]
+                self._results[number] = expected_result(layer, number, hidden, args, kwargs)
+        return self._results[number]
 
 
 class _Passing:

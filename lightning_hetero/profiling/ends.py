@@ -31,17 +31,20 @@ class Example:
     """What the model passes to its layers for one micro-batch.
 
     Args:
-        hidden_shape: Of the hidden states before the first layer.
-        hidden_dtype: Their dtype.
-        wants_gradient: Whether they have a backward.
+        inputs: The form of the hidden states that come into each layer, on ``meta``.
+        wants_gradient: Whether those before the first one have a backward.
         surroundings: What the layers run under, and how the model called each, by their numbers.
     """
 
-    hidden_shape: tuple[int, ...]
-    hidden_dtype: torch.dtype
+    inputs: Mapping[int, Tensor]
     wants_gradient: bool
     surroundings: Surroundings
     calls: Mapping[int, LayerCall]
+
+    @property
+    def hidden(self) -> Tensor:
+        """The form of the hidden states before the first layer."""
+        return self.inputs[0]
 
 
 @dataclass(frozen=True)
@@ -123,16 +126,14 @@ class EndsRunner:
         Raises:
             ModelError: If the model does not come to its layers, or not through all of them.
         """
-        passed, calls = self._forward(batch, None)[1:]
+        passed, passing = self._forward(batch, None)[1:]
         if passed.around is None or not passed.leaves:
             raise ModelError(
                 f"`training_step` of {type(self._module).__name__} does not run all decoder layers,"
                 " so they cannot be measured; use plan='even', or a plan of your own."
             )
-        hidden = passed.entered[0]
-        return Example(
-            tuple(hidden.shape), hidden.dtype, hidden.requires_grad, passed.around, calls
-        )
+        wants_gradient = passed.entered[0].requires_grad
+        return Example(passing.inputs, wants_gradient, passed.around, passing.calls)
 
     def measure(self, batch: Any, patience_seconds: float) -> Ends:
         """What both ends take for a micro-batch; the ends have gradients afterwards."""
@@ -176,7 +177,7 @@ class EndsRunner:
 
     def _forward(
         self, batch: Any, meter: MemoryMeter | None
-    ) -> tuple[Tensor | None, _Pass, dict[int, LayerCall]]:
+    ) -> tuple[Tensor | None, _Pass, PassingLayers]:
         passed = _Pass(self._clock, self.device, meter)
         passing = PassingLayers(
             self._module,
@@ -191,7 +192,7 @@ class EndsRunner:
             passed.mark()
             with trainer.precision_plugin.train_step_context():
                 result = self._step()(batch)
-        return loss_of(result), passed, passing.calls
+        return loss_of(result), passed, passing
 
     def _step(self) -> Callable[[Any], Any]:
         step = self._module.training_step

@@ -34,7 +34,7 @@ def model_profile(
         fingerprint: Tells the model from others.
     """
     samples, example = min(subject.examples.items())
-    hidden_bytes = math.prod(example.hidden_shape) * example.hidden_dtype.itemsize
+    hidden_bytes = max(hidden.nbytes for hidden in example.inputs.values())
     return ModelProfile(
         fingerprint=fingerprint,
         layers=list(subject.blueprint.kinds),
@@ -42,7 +42,7 @@ def model_profile(
             *(_layer_part(subject, kind, optimizers) for kind in subject.kinds),
             *_end_parts(root, layers, optimizers),
         ],
-        tokens_per_sample=max(1, math.prod(example.hidden_shape[:-1]) // samples),
+        tokens_per_sample=max(1, math.prod(example.hidden.shape[:-1]) // samples),
         activation_bytes_per_sample=hidden_bytes // samples,
         gradient_bytes_per_sample=hidden_bytes // samples,
         dtype=subject.dtype,

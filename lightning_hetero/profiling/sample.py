@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import BatchError, HeteroError
 from ..pipeline.microbatch import batch_size, first_samples
@@ -112,40 +115,58 @@ def _first_batch(loaders: Any) -> Any:
 
 
 def _in_this_process(loader: Any) -> Any:
-    """A loader that gives the same batches without workers of its own.
+    """A loader that gives the same batches without workers of its own, and takes none away.
 
     Raises:
         NoSample: If a batch that is taken is gone.
     """
-    data = loader.dataset if isinstance(loader, DataLoader) else loader
-    if isinstance(data, Iterator):
-        raise NoSample("the training data can be read only once")
     if not isinstance(loader, DataLoader):
-        return loader
+        return loader if isinstance(loader, Sequence) else _copied(loader)
     alone = copy.copy(loader)
     alone.num_workers = 0
     alone.prefetch_factor = None
     alone.timeout = 0
     alone.pin_memory = False
     alone._iterator = None
+    if isinstance(loader.dataset, IterableDataset):
+        # torch keeps the dataset of a loader from being replaced.
+        vars(alone)["dataset"] = _copied(loader.dataset)
     return alone
+
+
+def _copied(stream: Any) -> Any:
+    """A copy of data that may know how far it has been read."""
+    if not isinstance(stream, Iterator):
+        with contextlib.suppress(TypeError, AttributeError, RuntimeError, copy.Error):
+            return copy.deepcopy(stream)
+    raise NoSample("the training data can be read only once, or cannot be copied to look at it")
 
 
 @contextmanager
 def _generators_kept(loaders: list[Any]) -> Iterator[None]:
     """Inside, loaders may draw from generators of their own."""
-    found = {id(g): g for loader in loaders for g in _generators(loader)}
-    states = [(generator, generator.get_state()) for generator in found.values()]
-    try:
+    with ExitStack() as undo:
+        for loader in loaders:
+            for owner in _owners_of_generators(loader):
+                for value in getattr(owner, "__dict__", {}).values():
+                    _keep_state(value, undo)
         yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
 
 
-def _generators(loader: Any) -> Iterator[torch.Generator]:
-    inside = getattr(loader, "batch_sampler", None)
-    for owner in (loader, getattr(loader, "sampler", None), getattr(inside, "sampler", None)):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            yield generator
+def _owners_of_generators(loader: Any) -> Iterator[Any]:
+    batches = getattr(loader, "batch_sampler", None)
+    yield from (loader, batches, getattr(loader, "sampler", None))
+    yield from (getattr(batches, "sampler", None), getattr(loader, "dataset", None))
+    yield getattr(loader, "collate_fn", None)
+
+
+def _keep_state(generator: Any, undo: ExitStack) -> None:
+    if isinstance(generator, torch.Generator):
+        undo.callback(generator.set_state, generator.get_state())
+    elif isinstance(generator, np.random.RandomState):
+        undo.callback(generator.set_state, generator.get_state())
+    elif isinstance(generator, random.Random):
+        undo.callback(generator.setstate, generator.getstate())
+    elif isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        undo.callback(setattr, bits, "state", bits.state)

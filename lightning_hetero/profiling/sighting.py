@@ -98,7 +98,7 @@ def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Exam
     """The size of a training batch, and examples of micro-batches by their sizes."""
     if cutting.at_boundary:
         whole = runner.example(cutting.sample.batch)
-        batch_size = whole.hidden_shape[0]
+        batch_size = whole.hidden.shape[0]
         return batch_size, cut_example(whole, _sizes(batch_size, cutting))
     if cutting.sample.size is None:
         # A batch that runs in one piece is one sample, so that nobody plans to cut it.
@@ -125,7 +125,7 @@ def _sizes(batch_size: int, cutting: Cutting) -> list[int]:
 
 def _dtype(example: Example) -> Dtype:
     """What the user's precision multiplies in; one that plans do not know goes as float32."""
-    dtype = example.surroundings.autocast_dtype or example.hidden_dtype
+    dtype = example.surroundings.autocast_dtype or example.hidden.dtype
     name: Dtype
     for name in get_args(Dtype):
         if name == dtype_name(dtype):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from ..errors import BatchError, ModelError
 from ..pipeline.bench import LayerTrial, OptimizerTrial
 from ..pipeline.handover import Request
@@ -58,8 +56,8 @@ class Subject:
             )
         return LayerTrial(
             number=number,
-            hidden_shape=example.hidden_shape,
-            hidden_dtype=example.hidden_dtype,
+            hidden_shape=tuple(example.inputs[number].shape),
+            hidden_dtype=example.inputs[number].dtype,
             wants_gradient=self.wants_gradient[number],
             surroundings=replace(example.surroundings, calls=[example.calls[number]]),
             recompute=job.recompute,
@@ -84,9 +82,8 @@ class Subject:
 def cut_example(whole: Example, sizes: Sequence[int]) -> dict[int, Example]:
     """Examples for micro-batches that are cut where the layers begin; only the whole one, if they
     cannot be."""
-    hidden = torch.empty(whole.hidden_shape, dtype=whole.hidden_dtype, device="meta")
     calls = list(whole.calls.values())
-    request = Request(hidden, replace(whole.surroundings, calls=calls))
+    request = Request(whole.hidden, replace(whole.surroundings, calls=calls))
     found = {}
     for size in sizes:
         try:
@@ -95,7 +92,7 @@ def cut_example(whole: Example, sizes: Sequence[int]) -> dict[int, Example]:
             continue
         found[size] = replace(
             whole,
-            hidden_shape=tuple(piece.hidden.shape),
+            inputs={number: hidden[:size] for number, hidden in whole.inputs.items()},
             surroundings=piece.surroundings,
             calls={call.layer_index: call for call in piece.surroundings.calls},
         )

@@ -29,7 +29,8 @@ Device = Callable[[Trial], Outcome]
 
 def example(size: int, called: bool = True) -> Example:
     calls = {1: LayerCall(1, True, (), {})} if called else {}
-    return Example((size, 3, 16), torch.float32, True, Surroundings(True, None, []), calls)
+    inputs = dict.fromkeys(range(2), torch.empty(size, 3, 16, device="meta"))
+    return Example(inputs, True, Surroundings(True, None, []), calls)
 
 
 def subject(sizes: list[int], called: bool = True) -> Subject:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -72,6 +75,46 @@ def test_a_stream_is_read_and_starts_anew() -> None:
     stream = DataLoader(Stream(), batch_size=3)
     assert sample(stream).size == 3
     assert len(list(stream)) == 2
+
+
+class Slices:
+    """Goes on where it was left, as some libraries' loaders do."""
+
+    def __init__(self, copies: bool) -> None:
+        self.batches: Any = list(torch.arange(12.0).reshape(3, 2, 2))
+        if not copies:
+            self.lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.batches:
+            yield self.batches.pop(0)
+
+
+def test_data_that_goes_on_where_it_was_left_is_copied_or_left_alone() -> None:
+    slices = Slices(copies=True)
+    assert sample(slices).size == 2
+    assert len(slices.batches) == 3
+    with pytest.raises(NoSample, match="cannot be copied"):
+        sample(Slices(copies=False))
+
+
+class Noisy(list[Any]):
+    """A dataset with random numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(range(8))
+        self.random = random.Random(0)
+        self.numpy = np.random.default_rng(0)
+        self.old = np.random.RandomState(0)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.random.random() + self.numpy.random() + self.old.rand()
+
+
+def test_random_numbers_of_the_data_itself_stay_where_they_were() -> None:
+    looked_at, untouched = Noisy(), Noisy()
+    sample(DataLoader(looked_at, 4))
+    assert looked_at[0] == untouched[0]
 
 
 def test_a_batch_that_cannot_be_cut_is_one_piece() -> None:
