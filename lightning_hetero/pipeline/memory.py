@@ -59,8 +59,10 @@ def free_cached_memory(device: torch.device) -> None:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     library: Any = getattr(torch, device.type, None)
-    if device.type != "cpu" and hasattr(library, "synchronize"):
+    if device.type == "mps":
         library.synchronize()
+    elif device.type != "cpu" and hasattr(library, "synchronize"):
+        library.synchronize(device)
 
 
 class _CudaMeter:

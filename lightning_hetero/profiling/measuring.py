@@ -194,7 +194,10 @@ class Measuring:
 
     def _device(self, name: str, result: DeviceResult, ends: EndsResult) -> DeviceProfile:
         described, is_here = self.described[name], name == COORDINATOR
-        limits = [result.largest_micro_batch, ends.largest_micro_batch if is_here else None]
+        limits = [result.largest_micro_batch]
+        if is_here:
+            # Without memory for a single layer it still has its ends.
+            limits = [result.largest_micro_batch or None, ends.largest_micro_batch]
         return DeviceProfile(
             name=name,
             device=described.device,

@@ -160,10 +160,9 @@ def _owners_of_generators(loader: Any) -> Iterator[Any]:
     yield getattr(loader, "collate_fn", None)
 
 
-def _keep_state(generator: Any, undo: ExitStack) -> None:
-    if isinstance(generator, torch.Generator):
-        undo.callback(generator.set_state, generator.get_state())
-    elif isinstance(generator, np.random.RandomState):
+def _keep_state(value: Any, undo: ExitStack) -> None:
+    generator: Any = value
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
         undo.callback(generator.set_state, generator.get_state())
     elif isinstance(generator, random.Random):
         undo.callback(generator.setstate, generator.getstate())

@@ -92,7 +92,7 @@ def _machine() -> str:
 
 def _memory_name(device: torch.device) -> str:
     if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device).uuid)
+        return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
     return "main" if device.type in ("cpu", "mps") else str(device)
 
 
