@@ -270,3 +270,16 @@ def test_a_compiled_module_is_refused(workers: list[str]) -> None:
     strategy = HeteroPipelineStrategy(workers[:1], "even")
     with pytest.raises(MisconfigurationException, match="TinyModule is compiled"):
         trainer(strategy, max_steps=1).fit(torch.compile(TinyModule()), loader(12, 12))
+
+
+def test_a_module_without_an_optimizer_runs_as_on_one_device(workers: list[str]) -> None:
+    class Module(TinyModule):
+        def configure_optimizers(self) -> Any:
+            return None
+
+    losses = []
+    for strategy in ("auto", HeteroPipelineStrategy(workers[:2], "even")):
+        module = Module()
+        trainer(strategy, max_epochs=1).fit(module, loader(12, 6))
+        losses.append(module.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -48,7 +48,7 @@ def there_and_back(value: Any, allowed: Allowed = OWN) -> Any:
         {1: "a", "b": 2.0, None: (True, 1, 1.0)},
         {(1, 2): frozenset({3})},
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_value_arrives_as_it_was(value: Any) -> None:
     found = there_and_back(value)
