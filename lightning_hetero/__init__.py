@@ -7,27 +7,37 @@
     pipeline/        what is run: micro-batches, the rule, stages, the driver of training_step
     planning/        what goes where: makes plans
     runtime/         where it runs: channels, worker, coordinator, local worker processes
-    stepping.py      one training step, cut into micro-batches for the driver
-    checks.py        what is refused before a run
     precision.py     where a precision plugin clips and steps, the stages do too
     manual.py        where a user's code zeroes gradients, the stages do too
     callbacks/       Lightning callbacks that know of stages
     saving.py        checkpoint files: written straight to the disk, whole or not at all
+    checks.py        what is refused before a run
+    stepping.py      one training step, cut into micro-batches for the driver
+    profiling/       what it takes: measures a model on its devices, and chooses the plan
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli.py           the command lightning-hetero
 
-Imports point one way: cli → strategy → runtime, planning → pipeline → model, wire → plan → errors.
+Imports point one way: cli → strategy, callbacks → profiling → runtime, planning → pipeline → model,
+wire → plan → errors.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from .callbacks.profiler import PipelineProfiler
 from .model.pretrained import from_pretrained
 from .plan import Plan, StagePlan
 from .strategy import HeteroPipelineStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["HeteroPipelineStrategy", "Plan", "StagePlan", "__version__", "from_pretrained"]
+__all__ = [
+    "HeteroPipelineStrategy",
+    "PipelineProfiler",
+    "Plan",
+    "StagePlan",
+    "__version__",
+    "from_pretrained",
+]
 
 StrategyRegistry.register(
     "hetero_pipeline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import socket
@@ -10,13 +11,15 @@ import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from rich.text import Text
 
-from .errors import HeteroError, PlanError
+from .errors import HeteroError, PlanError, ProfileError
 from .model.imports import Allowed
 from .planning.profile import Profile
 from .planning.rendering import render
@@ -25,6 +28,7 @@ from .planning.verdict import judge
 from .planning.wishes import Wishes, parse_memory, parse_pin
 from .runtime.address import Address
 from .runtime.worker import Worker, address_of, listen
+from .strategy import HeteroPipelineStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-hetero", description="Train one model on mixed hardware."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_profile(commands)
     _add_plan(commands)
     worker = commands.add_parser("worker", help="serve stages to one coordinator after the other")
     worker.set_defaults(run=_run_worker)
@@ -81,6 +86,88 @@ def _parser() -> argparse.ArgumentParser:
     worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
     worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
     return parser
+
+
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    profile = commands.add_parser(
+        "profile", help="measure a model on its devices, and train nothing"
+    )
+    profile.set_defaults(run=_run_profile)
+    profile.add_argument(
+        "config", metavar="CONFIG", help="a config of LightningCLI, with the strategy in it"
+    )
+    profile.add_argument(
+        "--model",
+        metavar="CLASS",
+        help="module.Class where the config has no class_path for it",
+    )
+    profile.add_argument(
+        "--data", metavar="CLASS", help="module.Class where the config has no class_path for it"
+    )
+    profile.add_argument(
+        "--force", action="store_true", help="measure, also what was measured before"
+    )
+    profile.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where it is written, in place of what is there (default: a new profile.yaml)",
+    )
+
+
+def _run_profile(options: argparse.Namespace) -> None:
+    path = _new_file("profile.yaml") if options.output is None else Path(options.output)
+    # Projects import their own modules by plain names, as `python main.py` finds them.
+    sys.path.insert(0, os.getcwd())
+    # LightningCLI reads the command line, and warns where it is given another.
+    sys.argv = [sys.argv[0], "fit", "--config", options.config]
+    cli = _ProfilingCLI(
+        None if options.model is None else _class_named(options.model, pl.LightningModule),
+        None if options.data is None else _class_named(options.data, pl.LightningDataModule),
+        save_config_callback=None,
+    )
+    profile = cli.measured(options.force)
+    try:
+        profile.to_yaml(path)
+    except OSError as error:
+        raise PlanError(f"The profile cannot be written to {str(path)!r}: {error}.") from error
+    Console().print(Text(f"The profile is in {path}."))
+
+
+class _ProfilingCLI(LightningCLI):
+    """Builds model, data and Trainer from a config, and has the strategy measure them."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing is run while the objects are made."""
+
+    def measured(self, force: bool) -> Profile:
+        """What the strategy's devices take.
+
+        Raises:
+            ProfileError: If the config has another strategy, or nothing was measured.
+        """
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, HeteroPipelineStrategy):
+            raise ProfileError(
+                f"The config's strategy is {type(strategy).__name__}, and only "
+                "HeteroPipelineStrategy measures devices; name it under trainer.strategy."
+            )
+        # No run, so no folder for it either.
+        self.trainer.loggers = []
+        with strategy.plan_choice.only_measuring(force):
+            self.trainer.fit(self.model, datamodule=self.datamodule)
+        return strategy.plan_choice.measured_profile(self.model)
+
+
+def _class_named(name: str, base: type) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ProfileError(f"There is no class {name!r}: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ProfileError(f"{name!r} is no {base.__name__}.")
+    return found
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .callbacks.profiler import ProfilingOptions
 from .checks import (
     check_arguments,
     check_callbacks,
@@ -49,9 +51,10 @@ from .pipeline.optimizer import (
     gradient_norms,
     total_norm,
 )
-from .plan import Plan
-from .planning.even import even_plan
+from .plan import Plan, StagePlan
 from .precision import RemoteSteps, scaler_of
+from .profiling.choosing import PlanChoice
+from .profiling.run import ProfilingRun
 from .runtime.address import Address
 from .runtime.coordinator import Coordinator
 from .runtime.deadlines import Deadlines
@@ -77,9 +80,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     Args:
         workers: That many local worker processes, started and stopped by the strategy; or a list
             of ``"host:port"`` of workers that are already listening.
-        plan: Who holds which layers: ``"auto"`` (as ``"even"`` until devices are measured),
-            ``"even"``, the path of a YAML file, or a Plan. Local workers are called ``local-1``,
-            ``local-2``, …; others are called by their ``"host:port"``.
+        plan: Who holds which layers. ``"auto"`` measures the devices, or reads what was measured
+            before, and takes the plan with the shortest predicted step; ``"even"`` gives everyone
+            the same number; else the path of a YAML file, or a Plan. Local workers are called
+            ``local-1``, ``local-2``, …; others are called by their ``"host:port"``.
         layers: Where the decoder layers are in the LightningModule: the dotted path of a
             ModuleList or of one layer, a list of paths, or a callable from the module to the
             layers. None finds them in a Hugging Face model. A model with none runs here alone.
@@ -131,9 +135,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             checkpoint_weights=checkpoint_weights,
         )
         self._workers = workers
-        self._plan = plan
+        self.plan_choice = PlanChoice(plan, micro_batches)
         self._layers: LayerChoice = layers
-        self._micro_batches = micro_batches
         self._micro_batching = micro_batching
         self._loss_weighting = loss_weighting
         self._ever_trained: set[Tensor] = set()
@@ -338,33 +341,68 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._leave_weights()
             super().teardown()
         finally:
-            local_workers, self._local_workers = self._local_workers, []
-            stop_local_workers(local_workers, self.deadlines)
-            if self._threads_before is not None:
-                torch.set_num_threads(self._threads_before)
-                self._threads_before = None
+            self._end_local_workers()
 
     def _deploy(self, module: pl.LightningModule, layers: list[DecoderLayer]) -> None:
+        options = self.plan_choice.profiling_options(module.trainer)
+        if options is not None:
+            self._measure_and_deploy(module, layers, options)
+            return
         names = self._worker_names()
-        plan = self._make_plan(len(layers), names)
-        plan.check(len(layers), names)
+        plan = self.plan_choice.without_measuring(module.trainer, len(layers), names)
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
             return
         check_callbacks(module.trainer)
         check_not_compiled(module, layers)
-        if isinstance(self._workers, int):
-            self._start_local_workers(self._workers, imports_of(module, layers, plan))
-        addresses = self._addresses()
-        used = [(stage.worker, addresses[stage.worker]) for stage in plan.remote_stages]
-        coordinator = Coordinator(used, self._patient_deadlines(), plan.coordinator_narrowing)
-        try:
-            is_mixed = isinstance(self.precision_plugin, MixedPrecision)
-            self._deployment = Deployment(module, layers, plan, coordinator, _seed(), not is_mixed)
-        except BaseException:
+        coordinator = self._connect(_workers_of(plan), imports_of(module, layers, plan))
+        with _closing_on_error(coordinator):
+            self._deploy_plan(module, layers, plan, coordinator)
+
+    def _measure_and_deploy(
+        self, module: pl.LightningModule, layers: list[DecoderLayer], options: ProfilingOptions
+    ) -> None:
+        names = self._worker_names()
+        given = self.plan_choice.given(len(layers), names)
+        check_callbacks(module.trainer)
+        check_not_compiled(module, layers)
+        everything = Plan([StagePlan(names[:1], (0, len(layers)))])
+        coordinator = self._connect(names, imports_of(module, layers, everything))
+        with _closing_on_error(coordinator):
+            run = ProfilingRun(module, layers, coordinator, names, options, not self._cuts_step)
+            plan = self.plan_choice.measured(run, given)
+            if plan.remote_stages:
+                self._deploy_plan(module, layers, plan, coordinator)
+        if not plan.remote_stages:
+            rank_zero_info("no worker would make it faster, so the model runs here alone")
             coordinator.close()
-            raise
+            self._end_local_workers()
+
+    def _deploy_plan(
+        self,
+        module: pl.LightningModule,
+        layers: list[DecoderLayer],
+        plan: Plan,
+        coordinator: Coordinator,
+    ) -> None:
+        coordinator.keep(_workers_of(plan), plan.coordinator_narrowing)
+        is_mixed = isinstance(self.precision_plugin, MixedPrecision)
+        self._deployment = Deployment(module, layers, plan, coordinator, _seed(), not is_mixed)
         self._announce(plan)
+
+    def _connect(self, names: list[str], imports: set[str]) -> Coordinator:
+        """Conversations with these workers."""
+        if isinstance(self._workers, int):
+            self._start_local_workers(self._workers, imports)
+        addresses = self._addresses()
+        return Coordinator([(n, addresses[n]) for n in names], self._patient_deadlines())
+
+    def _end_local_workers(self) -> None:
+        local_workers, self._local_workers = self._local_workers, []
+        stop_local_workers(local_workers, self.deadlines)
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
 
     def _bring_weights_here(self, module: pl.LightningModule) -> None:
         """Read what this process needs of a model whose weights are still in their checkpoint."""
@@ -405,18 +443,6 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if isinstance(self._workers, int):
             return {worker.name: worker.address for worker in self._local_workers}
         return {text: Address.parse(text) for text in self._workers}
-
-    def _make_plan(self, num_layers: int, workers: list[str]) -> Plan:
-        plan = self._plan
-        if plan == "auto":
-            rank_zero_info("plan='auto' means 'even' until measured planning exists.")
-        if plan in ("auto", "even"):
-            plan = even_plan(num_layers, workers)
-        elif not isinstance(plan, Plan):
-            plan = Plan.from_yaml(plan)
-        if self._micro_batches is not None:
-            plan = dataclasses.replace(plan, micro_batches=self._micro_batches)
-        return plan
 
     def _announce(self, plan: Plan) -> None:
         for number, stage in enumerate(plan.remote_stages, start=1):
@@ -491,6 +517,19 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if self.lightning_module is None:
             raise MisconfigurationException("The strategy has no LightningModule yet.")
         return self.lightning_module
+
+
+@contextmanager
+def _closing_on_error(coordinator: Coordinator) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        coordinator.close()
+        raise
+
+
+def _workers_of(plan: Plan) -> list[str]:
+    return [stage.worker for stage in plan.remote_stages]
 
 
 def _bring_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> None:

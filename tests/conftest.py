@@ -56,6 +56,14 @@ def worker_process(*options: str, before: str = "") -> Iterator[WorkerProcess]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a test measures stays with the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Sums come in the same order everywhere, and two cores are enough for all processes."""
     torch.set_num_threads(1)

@@ -28,6 +28,7 @@ LAYERS = (
     {"precision", "manual", "callbacks", "saving"},
     {"checks"},
     {"stepping"},
+    {"profiling"},
     {"strategy"},
     {"cli"},
     {"__init__", "__main__"},

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import yaml
 from lightning_hetero import cli
 from lightning_hetero.model.imports import Allowed
 from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.planning.profile import Profile
 from lightning_hetero.runtime.worker import Worker
 
 from .planning.profiles import device, profile
@@ -172,3 +175,100 @@ def test_what_is_no_profile_is_refused(monkeypatch: pytest.MonkeyPatch, profile_
     Path("other.yaml").write_text("micro_batches: 8\nstages: []\n")
     assert "'other.yaml' is not a profile" in str(run(monkeypatch, "plan", "other.yaml"))
     assert "cannot be read" in str(run(monkeypatch, "plan", "none.yaml"))
+
+
+PROJECT = """
+from tests.models import TinyModule, loader
+import lightning as L
+
+
+class Module(TinyModule):
+    def __init__(self) -> None:
+        super().__init__(3)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return loader(8, 4)
+"""
+CONFIG = """
+trainer:
+  accelerator: cpu
+  callbacks: [{{class_path: lightning_hetero.PipelineProfiler, init_args: {{budget_seconds: 0.2}}}}]
+  strategy:
+    class_path: {strategy}
+    init_args: {options}
+model: {model}
+data: {{class_path: my_project.Data}}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a project, which is the working directory."""
+    (tmp_path / "my_project.py").write_text(PROJECT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("my_project", None)
+
+
+def write_config(
+    folder: Path,
+    options: str,
+    strategy: str = "lightning_hetero.HeteroPipelineStrategy",
+    model: str = "{class_path: my_project.Module}",
+) -> None:
+    text = CONFIG.format(strategy=strategy, options=options, model=model)
+    (folder / "config.yaml").write_text(text)
+
+
+def test_profile_measures_and_trains_nothing(
+    project: Path, workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A plan that is not there is of no interest.
+    write_config(project, f"{{workers: ['{workers[0]}'], plan: missing.yaml}}")
+    arguments = ["lightning-hetero", "profile", "config.yaml"]
+    monkeypatch.setattr("sys.argv", arguments)
+    cli.main()
+    found = Profile.from_yaml(project / "profile.yaml")
+    assert [device.name for device in found.devices] == ["coordinator", workers[0]]
+    assert len(found.model.layers) == 3
+    assert sorted(path.name for path in project.iterdir() if path.suffix) == [
+        "config.yaml",
+        "my_project.py",
+        "profile.yaml",
+    ]
+    code = run(monkeypatch, *arguments[1:])
+    assert code == "lightning-hetero: 'profile.yaml' is there already; name it with --output " + (
+        "to replace it."
+    )
+    write_config(project, f"{{workers: ['{workers[0]}']}}", model="{}")
+    given = ["--model", "my_project.Module", "-o", "again.yaml", "--force"]
+    monkeypatch.setattr("sys.argv", [*arguments, *given])
+    cli.main()
+    again = Profile.from_yaml(project / "again.yaml")
+    assert again.model.fingerprint == found.model.fingerprint
+    assert again.devices != found.devices
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy", "arguments", "complaint"),
+    [
+        ("{workers: ['127.0.0.1:1']}", None, [], "No worker answers at 127.0.0.1:1"),
+        ("{}", "lightning.pytorch.strategies.SingleDeviceStrategy", [], "SingleDeviceStrategy"),
+        ("{workers: 1}", None, ["--model", "my_project.Missing"], "There is no class"),
+        ("{workers: 1}", None, ["--model", "my_project.Data"], "is no LightningModule"),
+    ],
+)
+def test_profile_says_why_it_cannot_measure(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    strategy: str | None,
+    arguments: list[str],
+    complaint: str,
+) -> None:
+    write_config(project, options, strategy or "lightning_hetero.HeteroPipelineStrategy")
+    assert complaint in str(run(monkeypatch, "profile", "config.yaml", *arguments))
+    assert not (project / "profile.yaml").exists()

@@ -20,7 +20,7 @@ def compare(project: Project, workers: int | list[str]) -> tuple[list[float], li
     """The losses on one device, and with one argument changed."""
     with tempfile.TemporaryDirectory() as folder:
         plain = losses(project, "auto", Path(folder))
-        strategy = HeteroPipelineStrategy(workers=workers, **project.arguments)
+        strategy = HeteroPipelineStrategy(workers=workers, plan="even", **project.arguments)
         return plain, losses(project, strategy, Path(folder))
 
 
@@ -32,7 +32,7 @@ def largest_difference(plain: list[float], cut: list[float]) -> float:
 def report(project: Project) -> None:
     arguments = "".join(f", {name}={value!r}" for name, value in project.arguments.items())
     print(f"\n{project.name} {version(project.name)}")
-    print(f"strategy=HeteroPipelineStrategy(workers={NUM_WORKERS}{arguments})")
+    print(f"strategy=HeteroPipelineStrategy(workers={NUM_WORKERS}, plan='even'{arguments})")
     plain, cut = compare(project, NUM_WORKERS)
     print("step  one device  over workers")
     for step, (one, other) in enumerate(zip(plain, cut, strict=True), start=1):

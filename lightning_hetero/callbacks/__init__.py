@@ -1,5 +1,6 @@
 """Lightning callbacks that know of stages."""
 
 from .averaging import StageWeightAveraging
+from .profiler import PipelineProfiler
 
-__all__ = ["StageWeightAveraging"]
+__all__ = ["PipelineProfiler", "StageWeightAveraging"]

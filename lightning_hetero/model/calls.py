@@ -82,6 +82,25 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         yield from _tensors(list(tree.values()))
 
 
+def take_hidden(
+    number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """The hidden states of a call, and the other arguments.
+
+    Raises:
+        ModelError: If there are none.
+    """
+    if args and isinstance(args[0], Tensor):
+        return args[0], args[1:], kwargs
+    hidden = kwargs.get("hidden_states")
+    if not args and isinstance(hidden, Tensor):
+        return hidden, args, {k: v for k, v in kwargs.items() if k != "hidden_states"}
+    raise ModelError(
+        f"Layer {number} was called without hidden states: they must be the first argument or "
+        "`hidden_states`."
+    )
+
+
 def caches_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Cache]]:
     """Every key-value cache among the arguments, with its place."""
     named: list[tuple[Place, Any]] = [*enumerate(args), *kwargs.items()]
@@ -123,6 +142,13 @@ def expected_tuple_length(
     Raises:
         ModelError: If the layer returns more than hidden states.
     """
+    return expected_result(layer, layer_index, hidden, args, kwargs)[0]
+
+
+def expected_result(
+    layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> tuple[int, Tensor]:
+    """The same, with the form of the hidden states that come out, on ``meta``."""
     on_meta = apply_to_collection((hidden, args, dict(kwargs)), Tensor, _to_meta)
     try:
         with torch.no_grad():
@@ -131,8 +157,9 @@ def expected_tuple_length(
         # What depends on data, such as the choice of experts, cannot be tried without data. The
         # worker finds out if the layer returns something else than a tensor, and says so.
         logger.debug("layer %d cannot be tried on meta: %s", layer_index, error)
-        return 0
-    return _tuple_length(result, layer, layer_index)
+        return 0, on_meta[0]
+    length = _tuple_length(result, layer, layer_index)
+    return length, result[0] if length else result
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

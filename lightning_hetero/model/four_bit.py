@@ -84,6 +84,12 @@ def quantize(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, Stat
     return packed, state.as_dict(packed=True)
 
 
+def describe_parameter(owner: nn.Module, leaf: str) -> FourBit:
+    """How a module's own 4-bit parameter is stored."""
+    is_linear = leaf == "weight" and _is_linear(owner)
+    return _describe_linear(owner) if is_linear else _describe_parametrization(owner)
+
+
 def describe_four_bit(module: nn.Module) -> dict[str, FourBit]:
     """Every 4-bit tensor inside a module: by the path of its linear layer, or by its own.
 

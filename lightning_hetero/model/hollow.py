@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .adapters import AdapterSwitches
 from .caches import HollowCaches
-from .calls import LayerCall, expected_tuple_length
+from .calls import LayerCall, expected_tuple_length, take_hidden
 from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
 from .four_bit import is_cache_hook, shapes_only
 from .hollow_state import HollowStateDicts, RemoteTensors
@@ -80,7 +80,7 @@ class HollowLayers:
         for number, layer in self._modules.items():
             layer.forward = _HollowForward(self, number)
             # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
-            layer._apply = _Unmoved(layer)  # type: ignore[method-assign]
+            layer._apply = Unmoved(layer)  # type: ignore[method-assign]
         self.state_dicts.attach()
 
     def check(self) -> None:
@@ -134,7 +134,7 @@ class HollowLayers:
         self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | tuple[Tensor | None, ...]:
         """What a hollow layer's ``forward`` does."""
-        hidden, args, kwargs = _take_hidden(number, args, kwargs)
+        hidden, args, kwargs = take_hidden(number, args, kwargs)
         layer, is_first = self._modules[number], number == min(self._modules)
         if is_first:
             self.check_finished()
@@ -219,7 +219,7 @@ def is_hollow(layer: nn.Module) -> bool:
     return isinstance(vars(layer).get("forward"), _HollowForward)
 
 
-class _Unmoved:
+class Unmoved:
     """Stands in for ``Module._apply``."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -232,20 +232,6 @@ class _Unmoved:
 def _version(hidden: Tensor) -> int:
     """Counts in-place changes; inference mode does not count them."""
     return 0 if hidden.is_inference() else hidden._version
-
-
-def _take_hidden(
-    number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    if args and isinstance(args[0], Tensor):
-        return args[0], args[1:], kwargs
-    hidden = kwargs.get("hidden_states")
-    if not args and isinstance(hidden, Tensor):
-        return hidden, args, {k: v for k, v in kwargs.items() if k != "hidden_states"}
-    raise ModelError(
-        f"Layer {number} was called without hidden states: they must be the first argument or "
-        "`hidden_states`."
-    )
 
 
 def _check_no_hooks(layer: DecoderLayer) -> None:

@@ -128,6 +128,16 @@ class Allowed:
         return sys.modules[SCRIPT]
 
 
+class ImportedHere(Allowed):
+    """What this process has imported by itself, for layers that it builds from its own recipe."""
+
+    def _import(self, path: ImportPath, what: str) -> ModuleType:
+        main = sys.modules[MAIN]
+        if main.__spec__ is not None and main.__spec__.name == path.module:
+            return main
+        return sys.modules.get(path.module) or super()._import(path, what)
+
+
 def find_class(allowed: Allowed, path: ImportPath, base: type, what: str = "layer class") -> Any:
     """A class of that name that derives from ``base``.
 

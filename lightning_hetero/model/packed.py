@@ -44,6 +44,17 @@ class FourBit:
         num_bytes = (torch.Size(self.shape).numel() + 1) // 2
         return [num_bytes // getattr(torch, self.storage).itemsize, 1]
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the packed numbers and of the state beside them, in blocks of 64 and, where the
+        scales are quantised themselves, of 256."""
+        num_elements = torch.Size(self.shape).numel()
+        num_scales = -(-num_elements // 64)
+        state_bytes = 16 * 4 + num_scales * (1 if self.compress_statistics else 4)
+        if self.compress_statistics:
+            state_bytes += 256 * 4 + -(-num_scales // 256) * 4 + 4
+        return (num_elements + 1) // 2 + state_bytes
+
 
 def read_state(state: State, packed: Tensor, described: FourBit) -> Any:
     """The library's own form of a state; None for none.

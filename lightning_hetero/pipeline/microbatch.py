@@ -34,6 +34,18 @@ def split_batch(batch: Any, num_microbatches: int, of_several_loaders: bool = Fa
     return [_cut(batch, start, end, size) for start, end in spans(size, num_microbatches)]
 
 
+def first_samples(batch: Any, count: int, of_several_loaders: bool = False) -> Any:
+    """The first samples of a batch as a micro-batch; those of each loader where it is of several.
+
+    Raises:
+        BatchError: If something in the batch cannot be cut.
+    """
+    if of_several_loaders and isinstance(batch, list):
+        return [first_samples(part, count) for part in batch]
+    size = batch_size(batch)
+    return _cut(batch, 0, min(count, size), size)
+
+
 def _split_each(batches: list[Any], num_microbatches: int) -> list[list[Any]]:
     """Each micro-batch has a part of every loader's batch, and None of a loader that has ended."""
     columns = [split_batch(batch, num_microbatches) for batch in batches if batch is not None]

@@ -28,6 +28,18 @@ def cut_request(request: Request, num_pieces: int) -> list[Request]:
     return [_piece(request, start, end, size) for start, end in spans(size, num_pieces)]
 
 
+def first_of_request(request: Request, count: int) -> Request:
+    """The piece of the first samples.
+
+    Raises:
+        BatchError: As `cut_request`.
+    """
+    size = request.hidden.shape[0]
+    if count < size:
+        cut_request(request, 2)  # whether it can be cut
+    return _piece(request, 0, count, size)
+
+
 def _piece(request: Request, start: int, end: int, size: int) -> Request:
     # Layers share tensors such as masks; each is cut once, so that it is sent once.
     cuts: dict[int, Tensor] = {}

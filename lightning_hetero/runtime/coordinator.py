@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -43,9 +43,10 @@ from ..wire import messages as m
 from ..wire.constants import Digests, SentConstants
 from ..wire.frames import Frame
 from ..wire.session import coordinator_session
-from ..wire.tensors import DTYPES, TensorSpec, dtype_name
+from ..wire.tensors import DTYPES
 from ..wire.values import Packer, unpack
 from .address import Address
+from .building import describe_parameters
 from .channel import Channel, Inbox
 from .deadlines import Deadlines
 from .handshake import dial
@@ -171,6 +172,39 @@ class Coordinator:
         """Why the stages can no longer be used, or None while they can."""
         return self._lost
 
+    # measuring
+
+    def tell(self, name: str, message: m.Message, *tensors: Tensor) -> None:
+        """Ask the worker of that name something; `hear` has its answer."""
+        self._check_usable()
+        self._named(name).channel.send(message, *tensors)
+
+    def hear(self) -> tuple[str, Frame]:
+        """The next thing that any worker says, with the worker's name."""
+        worker, frame = self._receive(self._deadlines.request_seconds)
+        return worker.name, frame
+
+    def address_of(self, name: str) -> Address:
+        """Where the worker of that name listens."""
+        return self._named(name).address
+
+    def keep(self, names: Sequence[str], narrowing: Narrowing | None = None) -> None:
+        """Let these workers serve the stages, in this order; the others are free again."""
+        self._narrowing = narrowing or self._narrowing
+        kept = [self._named(name) for name in names]
+        for worker in self._workers:
+            if worker not in kept:
+                worker.channel.close(m.Goodbye())
+        self._workers = [replace(worker, number=n) for n, worker in enumerate(kept, start=1)]
+        # Those that are free have said goodbye too, and by now nothing more comes from them.
+        arrived = [self._inbox.get() for _ in range(self._inbox.qsize())]
+        for arrival in arrived:
+            if any(worker.channel is arrival.channel for worker in kept):
+                self._inbox.put(arrival)
+
+    def _named(self, name: str) -> _Worker:
+        return next(worker for worker in self._workers if worker.name == name)
+
     # deploying
 
     def deploy(self, stages: Sequence[RemoteStage]) -> Iterator[str]:
@@ -203,19 +237,10 @@ class Coordinator:
     def _deploy_message(self, worker: _Worker, stage: RemoteStage) -> m.Deploy:
         is_last = worker.number == len(self._workers)
         downstream = "" if is_last else str(self._workers[worker.number].address)
-        dtypes = stage.tensor_dtypes
-        specs = [
-            m.ParameterSpec(
-                name,
-                TensorSpec(dtype_name(dtypes[name]), list(tensor.shape)),
-                tensor.requires_grad,
-            )
-            for name, tensor in named_tensors(stage.layers)
-        ]
         return m.Deploy(
             stage_index=worker.number,
             recipe=stage.recipe.to_json(),
-            parameters=specs,
+            parameters=describe_parameters(stage.layers, stage.tensor_dtypes),
             recompute=stage.recompute,
             seed=stage.seed,
             downstream_address=downstream,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..errors import HeteroError, LocalProtocolError, ModelError
 from ..model.four_bit import is_four_bit, multiply_in, quantize, state_of
 from ..model.imports import Allowed
-from ..model.recipe import Recipe, build_layers
 from ..model.tensors import locate, named_tensors, narrowed, set_tensor
 from ..pipeline.activation import Activation
 from ..pipeline.averaging import WeightAverages, averaged_tensors
@@ -30,9 +29,11 @@ from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES, TensorSpec
 from ..wire.values import Packer, unpack
 from .address import Address
+from .building import build_described, numbered_layers
 from .channel import Arrival, Channel, Inbox
 from .deadlines import Deadlines
 from .handshake import dial
+from .measured import MeasuredSide, answer_probe
 from .translation import (
     read_activation,
     read_arguments,
@@ -89,7 +90,9 @@ class StageSession:
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages([])
         self._constants = KeptConstants()
+        self._measuring = MeasuredSide(name, coordinator, device, deadlines, allowed)
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
+            **self._measuring.handlers,
             m.Deploy: self._on_deploy,
             m.LoadTensor: self._on_load_tensor,
             m.Launch: self._on_launch,
@@ -145,6 +148,9 @@ class StageSession:
         elif isinstance(content.message, m.Goodbye):
             if is_coordinator:
                 raise SessionOver("goodbye")
+            self._on_goodbye_of_neighbor(arrival.channel)
+        elif isinstance(content.message, m.Probe):
+            self._guarded(answer_probe, arrival.channel, content.message)
         else:
             handler = self._handlers[type(content.message)]
             self._guarded(handler, content.message, content.tensors)
@@ -153,9 +159,17 @@ class StageSession:
         """Without its coordinator a stage has nothing to do; a lost neighbor is reported."""
         if channel is self._coordinator:
             raise SessionOver(reason)
+        if channel not in (self._upstream, self._downstream):
+            return  # one that only measured the link, and is gone
         lost = self._stage_index + (1 if channel is self._downstream else -1)
         with contextlib.suppress(LocalProtocolError):
             self._coordinator.send(m.NeighborLost(lost, reason))
+
+    def _on_goodbye_of_neighbor(self, channel: Channel) -> None:
+        """Before there is a stage, a neighbor comes to measure the link and goes again."""
+        if not self._numbered and channel is self._upstream:
+            self._upstream = self._coordinator
+            channel.close()
 
     def _guarded(self, act: Callable[..., None], *args: Any) -> None:
         """Run a piece of work; what it raises is the coordinator's to know."""
@@ -179,14 +193,11 @@ class StageSession:
         return self._runner.stage.stage_index
 
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
-        layers = build_layers(Recipe.from_json(message.recipe), self._allowed)
-        self._numbered = {int(number): layer for number, layer in layers.items()}
+        self._measuring.forget()
+        layers = build_described(message.recipe, message.parameters, self._allowed)
+        self._numbered = numbered_layers(layers)
         self._specs = {spec.name: spec for spec in message.parameters}
-        _check_parameters(self._numbered, message.parameters)
         self._missing = set(self._specs)
-        for name, tensor in named_tensors(self._numbered):
-            if isinstance(tensor, nn.Parameter):
-                tensor.requires_grad_(self._specs[name].requires_grad)
         self._downstream_address = message.downstream_address
         dtype = None if message.dtype is None else DTYPES[message.dtype]
         if dtype is not None:
@@ -356,17 +367,3 @@ class StageSession:
         # A parameter that its layer has twice is known by the last of its names.
         names = {parameter: name for name, parameter in parameters.items()}
         return {name: p.grad for p, name in names.items() if p.grad is not None}
-
-
-def _check_parameters(layers: dict[int, nn.Module], specs: list[m.ParameterSpec]) -> None:
-    """Refuse layers that are not those of the coordinator, before any weight comes."""
-    built = {name: TensorSpec.of(tensor).shape for name, tensor in named_tensors(layers)}
-    wanted = {spec.name: spec.tensor.shape for spec in specs}
-    names = built.keys() | wanted.keys()
-    differing = sorted(name for name in names if built.get(name) != wanted.get(name))
-    if differing:
-        raise ModelError(
-            f"The layers built here differ from the coordinator's in {differing[:5]}; install the "
-            "same transformers version on both, and see whether the model was changed after it "
-            "was built."
-        )

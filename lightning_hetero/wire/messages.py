@@ -17,6 +17,9 @@ Slot = Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Text = Annotated[str, msgspec.Meta(max_length=2**20)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+ProbeBytes = Annotated[int, msgspec.Meta(ge=0, le=2**27)]
+StageDtype = Literal["float32", "bfloat16", "float16"]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,7 +103,7 @@ class Deploy(_Message, frozen=True, tag=True):
     recompute: bool
     seed: int
     downstream_address: Name
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: StageDtype | None = None
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None
 
@@ -328,6 +331,112 @@ class OptimizerState(_Message, frozen=True, tag=True):
     state: Value
 
 
+class DescribeDevice(_Message, frozen=True, tag=True):
+    """Asks what the worker computes on."""
+
+
+class DeviceDescribed(_Message, frozen=True, tag=True):
+    """What the worker computes on; workers that name the same ``memory`` share it."""
+
+    device: Name
+    memory: Name
+    free_bytes: Count
+    base_bytes: Count
+    dtypes: list[StageDtype]
+    versions: dict[Name, Name]
+
+
+class PrepareLayers(_Message, frozen=True, tag=True):
+    """Build layers to be measured, with values made up; the frame's tensors are those of the
+    ``buffers``, whose values matter. ``recipe`` and ``parameters`` are as in `Deploy`."""
+
+    is_kept = True
+
+    recipe: Text
+    parameters: list[ParameterSpec]
+    buffers: list[Name]
+
+
+class MeasureLayer(_Message, frozen=True, tag=True):
+    """Measure one of the prepared layers, for about ``patience_seconds``, with hidden states made
+    up and with these arguments. ``dtype`` and ``recompute`` are as in `Deploy`; the weights are in
+    that dtype too where ``converts_weights`` says so."""
+
+    arguments: Arguments
+    hidden: TensorSpec
+    wants_gradient: bool
+    recompute: bool
+    dtype: StageDtype | None
+    converts_weights: bool
+    patience_seconds: Seconds
+
+
+class LayerMeasured(_Message, frozen=True, tag=True):
+    """What one forward and one backward of the layer took."""
+
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    saved_bytes: Count
+    peak_bytes: Count
+
+
+class MeasureOptimizer(_Message, frozen=True, tag=True):
+    """Measure the optimizer's step for one of the prepared layers; the class is as in
+    `BuildOptimizer`."""
+
+    layer_index: Count
+    class_name: Name
+    defaults: Value
+    options: Value
+    patience_seconds: Seconds
+
+
+class OptimizerMeasured(_Message, frozen=True, tag=True):
+    """What a step took, and the bytes of the layer's optimizer state."""
+
+    step_seconds: Seconds
+    state_bytes: Count
+
+
+class MeasureLink(_Message, frozen=True, tag=True):
+    """Measure the link to another worker of the session, in both directions."""
+
+    address: Name
+    patience_seconds: Seconds
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long it took until so many bytes were there and the answer was back."""
+
+    num_bytes: Count
+    seconds: Seconds
+
+
+class LinkMeasured(_Message, frozen=True, tag=True):
+    """What was sent there, and what came back from there."""
+
+    there: list[Sample]
+    back: list[Sample]
+
+
+class Probe(_Message, frozen=True, tag=True):
+    """Asks for an answer of so many bytes; may itself carry some."""
+
+    answer_bytes: ProbeBytes
+
+
+class ProbeAnswer(_Message, frozen=True, tag=True):
+    """The bytes that a probe asked for."""
+
+
+class NotMeasured(_Message, frozen=True, tag=True):
+    """The layer, the optimizer or the link that was to be measured raised an error."""
+
+    reason: Text
+    traceback: Text
+    is_out_of_memory: bool
+
+
 Message = (
     Hello
     | Welcome
@@ -359,4 +468,16 @@ Message = (
     | TensorContent
     | FetchOptimizerState
     | OptimizerState
+    | DescribeDevice
+    | DeviceDescribed
+    | PrepareLayers
+    | MeasureLayer
+    | LayerMeasured
+    | MeasureOptimizer
+    | OptimizerMeasured
+    | MeasureLink
+    | LinkMeasured
+    | Probe
+    | ProbeAnswer
+    | NotMeasured
 )

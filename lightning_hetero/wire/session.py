@@ -4,7 +4,8 @@ coordinator ─ worker              upstream worker ─ downstream worker
 
 OPENING ── Hello ──▶ GREETING     OPENING ── Hello ──▶ GREETING
 GREETING ─ Welcome ▶ IDLE         GREETING ─ Welcome ▶ LINKED
-IDLE ───── Deploy ─▶ LOADING      LINKED: activations down, gradients up
+IDLE: measuring                   LINKED: activations down, gradients up; probes of the link
+IDLE ───── Deploy ─▶ LOADING
 LOADING ── Launch ─▶ SERVING
 SERVING: steps, state, optimizer
 """
@@ -42,7 +43,18 @@ def _stay(state: State, *kinds: type) -> dict[type, State]:
 
 COORDINATOR_SAYS: Table = {
     State.OPENING: {m.Hello: State.GREETING},
-    State.IDLE: {m.Deploy: State.LOADING},
+    State.IDLE: {
+        **_stay(
+            State.IDLE,
+            m.DescribeDevice,
+            m.PrepareLayers,
+            m.MeasureLayer,
+            m.MeasureOptimizer,
+            m.MeasureLink,
+            m.Probe,
+        ),
+        m.Deploy: State.LOADING,
+    },
     State.LOADING: {m.LoadTensor: State.LOADING, m.Launch: State.SERVING},
     State.SERVING: _stay(
         State.SERVING,
@@ -68,6 +80,16 @@ COORDINATOR_SAYS: Table = {
 
 WORKER_SAYS: Table = {
     State.GREETING: {m.Welcome: State.IDLE},
+    State.IDLE: _stay(
+        State.IDLE,
+        m.Done,
+        m.DeviceDescribed,
+        m.LayerMeasured,
+        m.OptimizerMeasured,
+        m.LinkMeasured,
+        m.ProbeAnswer,
+        m.NotMeasured,
+    ),
     State.LOADING: _stay(State.LOADING, m.Done),
     State.SERVING: _stay(
         State.SERVING,
@@ -83,12 +105,12 @@ WORKER_SAYS: Table = {
 
 UPSTREAM_SAYS: Table = {
     State.OPENING: {m.Hello: State.GREETING},
-    State.LINKED: _stay(State.LINKED, m.Activation),
+    State.LINKED: _stay(State.LINKED, m.Activation, m.Probe),
 }
 
 DOWNSTREAM_SAYS: Table = {
     State.GREETING: {m.Welcome: State.LINKED},
-    State.LINKED: _stay(State.LINKED, m.Gradient),
+    State.LINKED: _stay(State.LINKED, m.Gradient, m.ProbeAnswer),
 }
 
 # These fit anywhere.

@@ -275,7 +275,8 @@ def test_a_run_ends_with_a_sample_and_the_whole_adapter(
     pairs = tmp_path / "pairs.json"
     pairs.write_text(json.dumps(ROWS))
     where = " ".join(workers[:2]) if on_workers else "0"
-    words = f"--workers {where} --max-steps 2 --batch-size 2 --accumulate 2 --output {tmp_path}"
+    words = f"--workers {where} --plan even --max-steps 2 --batch-size 2 --accumulate 2"
+    words += f" --output {tmp_path}"
     example.train.main(
         [*words.split(), "--model", str(miniature), "--data", str(pairs), "--max-length", "512"]
     )

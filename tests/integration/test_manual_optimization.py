@@ -252,7 +252,7 @@ def test_what_is_done_by_hand_is_done_on_the_stages(
 
 def test_lightnings_own_example_trains_unchanged(workers: list[str]) -> None:
     states = []
-    for strategy in ("auto", HeteroPipelineStrategy(workers[:1], layers="layer")):
+    for strategy in ("auto", HeteroPipelineStrategy(workers[:1], "even", layers="layer")):
         torch.manual_seed(0)
         module = ManualOptimBoringModel()
         run = trainer(strategy, max_epochs=2, limit_train_batches=4, limit_val_batches=2)

@@ -48,7 +48,7 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
     cli = LightningCLI(TinyModule, run=False, args=["--config", str(config)])
     strategy = cli.trainer.strategy
     assert isinstance(strategy, HeteroPipelineStrategy)
-    assert strategy._plan == Plan(
+    assert strategy.plan_choice.plan == Plan(
         [
             StagePlan(["coordinator"], (0, 2)),
             StagePlan(["127.0.0.1:9999"], (2, 5), recompute=True),
@@ -60,11 +60,10 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
 def test_local_workers_train_and_end(caplog: pytest.LogCaptureFixture) -> None:
     threads = torch.get_num_threads()
     module = TinyModule()
-    strategy = HeteroPipelineStrategy(workers=1, plan="auto", micro_batches=2)
+    strategy = HeteroPipelineStrategy(workers=1, plan="even", micro_batches=2)
     with caplog.at_level(logging.INFO):
         trainer(strategy, max_steps=2).fit(module, loader(24, 12))
     assert len(module.losses) == 2
-    assert "plan='auto' means 'even'" in caplog.text
     assert "stage 1: layers 2 to 4 on local-1" in caplog.text
     assert "each batch is cut into 2 micro-batches" in caplog.text
     assert strategy._local_workers == []

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_hetero.model.imports import Allowed
 from lightning_hetero.runtime.address import Address
 from lightning_hetero.runtime.channel import Arrival, Channel, Inbox
 from lightning_hetero.runtime.deadlines import Deadlines
@@ -80,11 +81,11 @@ def channel_pair(deadlines: Deadlines = QUICK) -> Iterator[tuple[End, End]]:
 
 
 @contextmanager
-def worker_thread() -> Iterator[Address]:
+def worker_thread(allowed: Allowed | None = None) -> Iterator[Address]:
     """A worker that serves from a thread of this process, over a real loopback socket."""
     listener = listen(Address("127.0.0.1", 0))
     # Patient: both ends share one interpreter, which may be busy building a model for a while.
-    worker = Worker(listener, torch.device("cpu"), Deadlines(busy_seconds=0.2))
+    worker = Worker(listener, torch.device("cpu"), Deadlines(busy_seconds=0.2), allowed)
     address = address_of(listener)
     thread = threading.Thread(target=worker.serve_forever, daemon=True)
     thread.start()

@@ -46,6 +46,8 @@ def anything(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.lists(anything(item_type), max_size=3)
         case mi.DictType(key_type=key_type, value_type=value_type):
             return st.dictionaries(anything(key_type), anything(value_type), max_size=3)
+        case mi.FloatType(ge=least, le=most):
+            return st.floats(least, most, allow_nan=False)
         case mi.LiteralType(values=choices):
             return st.sampled_from(choices)
         case mi.IntType(ge=least, le=most):
@@ -55,7 +57,6 @@ def anything(kind: mi.Type) -> st.SearchStrategy[Any]:
     return {
         mi.NoneType: st.none(),
         mi.BoolType: st.booleans(),
-        mi.FloatType: st.floats(allow_nan=False),
         mi.StrType: texts,
     }[type(kind)]
 

@@ -21,6 +21,7 @@ from lightning_hetero.wire.session import (
     upstream_session,
     worker_session,
 )
+from lightning_hetero.wire.tensors import TensorSpec
 from lightning_hetero.wire.values import DictNode
 
 HELLO = m.Hello(m.PROTOCOL_VERSION, "coordinator", "run", "2.5.0")
@@ -59,6 +60,26 @@ MESSAGES: list[m.Message] = [
     m.TensorContent("0.weight"),
     m.FetchOptimizerState(0),
     m.OptimizerState("0.weight", DictNode({})),
+    m.DescribeDevice(),
+    m.DeviceDescribed("cpu", "main", 2**30, 2**20, ["float32"], {}),
+    m.PrepareLayers("{}", [], []),
+    m.MeasureLayer(
+        m.Arguments(0, 0, 0, grad_enabled=True, autocast_dtype=None, collect=[], calls=[]),
+        TensorSpec("float32", [1]),
+        wants_gradient=True,
+        recompute=False,
+        dtype=None,
+        converts_weights=True,
+        patience_seconds=0.1,
+    ),
+    m.LayerMeasured(0.1, 0.2, 1, 2),
+    m.MeasureOptimizer(0, "SGD", None, None, 0.1),
+    m.OptimizerMeasured(0.1, 8),
+    m.MeasureLink("127.0.0.1:9999", 0.1),
+    m.LinkMeasured([], []),
+    m.Probe(0),
+    m.ProbeAnswer(),
+    m.NotMeasured("out of memory", "", is_out_of_memory=True),
 ]
 
 
@@ -122,7 +143,10 @@ ALWAYS = "Ping Pong Failure Goodbye"
 ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.OPENING): ("Hello", ""),
     (workers_pair, State.GREETING): ("", "Welcome"),
-    (workers_pair, State.IDLE): ("Deploy", ""),
+    (workers_pair, State.IDLE): (
+        "Deploy DescribeDevice PrepareLayers MeasureLayer MeasureOptimizer MeasureLink Probe",
+        "Done DeviceDescribed LayerMeasured OptimizerMeasured LinkMeasured ProbeAnswer NotMeasured",
+    ),
     (workers_pair, State.LOADING): ("LoadTensor Launch", "Done"),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
@@ -133,7 +157,7 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
     (neighbors_pair, State.GREETING): ("", "Welcome"),
-    (neighbors_pair, State.LINKED): ("Activation", "Gradient"),
+    (neighbors_pair, State.LINKED): ("Activation Probe", "Gradient ProbeAnswer"),
     (neighbors_pair, State.CLOSED): ("", ""),
 }
 

@@ -1,0 +1,81 @@
+"""PipelineProfiler: has every device measure the model's layers before training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+
+from ..plan import Dtype
+
+
+@dataclass(frozen=True)
+class ProfilingOptions:
+    """How a model is measured on its devices.
+
+    Args:
+        budget_seconds: About how long it may take; one pass of each kind of layer on each device is
+            made in any case.
+        micro_batch_sizes: Samples of the micro-batches; None for 1, 2, 4, … up to the batch.
+        dtypes: What layers on workers multiply in besides the user's precision; None for float32,
+            and on a device that does not do that precision well for all that it does.
+        path: The file that is read and written; None for one in the cache folder.
+        force: Measure, whatever the file says.
+    """
+
+    budget_seconds: float = 60.0
+    micro_batch_sizes: tuple[int, ...] | None = None
+    dtypes: tuple[Dtype, ...] | None = None
+    path: Path | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.budget_seconds > 0:
+            raise MisconfigurationException(
+                f"The time budget is {self.budget_seconds} s; give the seconds that measuring may "
+                "take, such as 60."
+            )
+        sizes = self.micro_batch_sizes
+        if sizes is not None and (not sizes or min(sizes) < 1):
+            raise MisconfigurationException(
+                f"The micro-batch sizes are {list(sizes)}; give one or more, each 1 or more."
+            )
+
+
+class PipelineProfiler(Callback):
+    """Has the coordinator and every worker measure the model's own layers before training.
+
+    `HeteroPipelineStrategy` finds it among the Trainer's callbacks. ``plan="auto"`` measures
+    without one too, with the values that stand here. What was measured is kept in a file, so that
+    the next start measures only devices that are new.
+
+    Args:
+        budget_seconds: About how long measuring may take. Each kind of layer is run on each device
+            in any case.
+        micro_batch_sizes: Samples of the micro-batches that are tried; None for 1, 2, 4, … up to
+            the training batch.
+        dtypes: What layers on workers are tried in besides the Trainer's ``precision``; None for
+            float32, and for all that it does on a device that does not do that precision well.
+        path: The file that is read and written; None for one in the user's cache folder
+            (``$XDG_CACHE_HOME/lightning-hetero/profiles``, ``~/.cache`` by default).
+        force: Measure, whatever the file says.
+    """
+
+    def __init__(
+        self,
+        budget_seconds: float = 60.0,
+        micro_batch_sizes: Sequence[int] | None = None,
+        dtypes: Sequence[Dtype] | None = None,
+        path: str | Path | None = None,
+        force: bool = False,
+    ) -> None:
+        self.options = ProfilingOptions(
+            budget_seconds=budget_seconds,
+            micro_batch_sizes=None if micro_batch_sizes is None else tuple(micro_batch_sizes),
+            dtypes=None if dtypes is None else tuple(dtypes),
+            path=None if path is None else Path(path),
+            force=force,
+        )

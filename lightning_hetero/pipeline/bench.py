@@ -1,0 +1,196 @@
+"""The bench: layers with values made up on one device, and what they take there."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from ..model.four_bit import multiply_in
+from ..model.made_up import fill_with_made_up_values
+from ..model.tensors import dtypes_on_stage
+from .activation import Activation, Collected
+from .measure import Clock, Measurement, measure_stage, median_of_blocks
+from .memory import free_cached_memory, is_out_of_memory, synchronize
+from .optimizer import Group, StageOptimizer
+from .rule import Key
+from .stage import Stage, Surroundings
+
+logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+
+# Of an error's text and traceback each.
+_MOST_TEXT = 2**16
+# The number of a stage that is not the coordinator's.
+_STAGE_INDEX = 1
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why something was not measured."""
+
+    reason: str
+    traceback: str
+    is_out_of_memory: bool
+
+
+def attempt(measure: Callable[[], Found], device: torch.device) -> Found | Failed:
+    """What a piece of measuring returns, or why it failed; the memory that it took is free then."""
+    try:
+        return measure()
+    except Exception as error:
+        logger.debug("measuring failed", exc_info=True)
+        reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+        trace = traceback.format_exc()[-_MOST_TEXT:]
+        failed = Failed(reason, trace, is_out_of_memory(error))
+    free_cached_memory(device)
+    return failed
+
+
+@dataclass(frozen=True)
+class LayerTrial:
+    """How one layer is to be run.
+
+    Args:
+        number: The layer's.
+        hidden_shape: Shape of the hidden states that come into it.
+        hidden_dtype: And their dtype.
+        wants_gradient: Whether they have a backward.
+        surroundings: How the model calls the layer.
+        recompute: As in a plan.
+        dtype: As in a plan.
+        converts_weights: Whether ``dtype`` is for weights too.
+        patience_seconds: Time to spend.
+    """
+
+    number: int
+    hidden_shape: tuple[int, ...]
+    hidden_dtype: torch.dtype
+    wants_gradient: bool
+    surroundings: Surroundings
+    recompute: bool
+    dtype: torch.dtype | None
+    converts_weights: bool
+    patience_seconds: float
+
+
+@dataclass(frozen=True)
+class OptimizerTrial:
+    """What is to step over one layer: a class as `StageOptimizer` knows it."""
+
+    number: int
+    class_name: str
+    defaults: Mapping[str, Any]
+    options: Mapping[str, Any]
+    patience_seconds: float
+
+
+@dataclass(frozen=True)
+class OptimizerMeasurement:
+    """What a step over one layer took, and the bytes of its state."""
+
+    step_seconds: float
+    state_bytes: int
+
+
+@dataclass
+class Bench:
+    """Builds layers anew for each dtype, and measures one at a time.
+
+    Args:
+        device: Where they compute.
+        build: Makes the layers on ``meta``, by their numbers.
+        buffers: The values of their buffers, by name; those that are missing are made up.
+        clock: Seconds that only grow.
+    """
+
+    device: torch.device
+    build: Callable[[], nn.ModuleDict]
+    buffers: Mapping[str, Tensor]
+    clock: Clock = time.perf_counter
+    _layers: nn.ModuleDict = field(default_factory=nn.ModuleDict)
+    _dtype: torch.dtype | None = None
+
+    def measure_layer(self, trial: LayerTrial) -> Measurement:
+        """What one forward and one backward take. Afterwards the layer has gradients.
+
+        Raises:
+            ModelError: If there is no such layer.
+        """
+        hidden = torch.randn(trial.hidden_shape, device=self.device).to(trial.hidden_dtype)
+        hidden.requires_grad_(trial.wants_gradient and trial.surroundings.grad_enabled)
+        patience_seconds, around = trial.patience_seconds, trial.surroundings
+        return measure_stage(self._stage(trial), hidden, around, patience_seconds, self.clock)
+
+    def collected(self, trial: LayerTrial) -> Sequence[Collected]:
+        """The outputs that one forward adds to those that are collected."""
+        hidden = torch.randn(trial.hidden_shape, device=self.device).to(trial.hidden_dtype)
+        around = replace(trial.surroundings, grad_enabled=False)
+        with torch.no_grad():
+            return self._stage(trial).forward(Key(0), Activation(hidden), around).collected
+
+    def measure_optimizer(self, trial: OptimizerTrial) -> OptimizerMeasurement:
+        """What a step over a layer takes."""
+        layer = self._filled(trial.number, self._dtype, converts_weights=True)
+        trained = {
+            name: parameter
+            for name, parameter in layer.named_parameters()
+            if parameter.requires_grad
+        }
+        if not trained:
+            return OptimizerMeasurement(0.0, 0)
+        for parameter in trained.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        group = Group(list(trained), trial.options)
+        optimizer = StageOptimizer(trial.class_name, trial.defaults, [group], trained)
+
+        def step() -> list[float]:
+            synchronize(self.device)
+            start = self.clock()
+            optimizer.step([trial.options])
+            synchronize(self.device)
+            return [self.clock() - start]
+
+        step()
+        [seconds] = median_of_blocks(step, trial.patience_seconds)
+        return OptimizerMeasurement(seconds, state_bytes(optimizer.state().values()))
+
+    def forget(self) -> None:
+        """Free the memory of all layers."""
+        self._layers = nn.ModuleDict()
+        free_cached_memory(self.device)
+
+    def _stage(self, trial: LayerTrial) -> Stage:
+        layer = self._filled(trial.number, trial.dtype, trial.converts_weights)
+        layers = nn.ModuleDict({str(trial.number): layer})
+        return Stage(layers, self.device, _STAGE_INDEX, trial.recompute, dtype=trial.dtype)
+
+    def _filled(self, number: int, dtype: torch.dtype | None, converts_weights: bool) -> nn.Module:
+        """A layer with values, in a dtype; those in another are gone afterwards."""
+        if not self._layers or dtype != self._dtype:
+            self._layers = nn.ModuleDict()
+            free_cached_memory(self.device)
+            self._layers, self._dtype = self.build(), dtype
+            if dtype is not None:
+                multiply_in(self._layers, dtype)
+        if str(number) not in self._layers:
+            raise ModelError(f"Layer {number} is none of those that are to be measured.")
+        layer = self._layers[str(number)]
+        dtypes = dtypes_on_stage({number: layer}, dtype if converts_weights else None)
+        fill_with_made_up_values({number: layer}, dtypes, self.buffers, self.device)
+        return layer
+
+
+def state_bytes(states: Iterable[Mapping[str, Any]]) -> int:
+    """The bytes of the tensors in optimizer states."""
+    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)

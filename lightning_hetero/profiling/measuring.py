@@ -1,0 +1,226 @@
+"""Measures what is not known of a model: its ends and layers here, layers on workers, and links."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+from rich.progress import Progress
+from torch import nn
+
+from ..callbacks.profiler import ProfilingOptions
+from ..model.layers import DecoderLayer
+from ..model.sizes import ends_of
+from ..pipeline.bench import OptimizerMeasurement
+from ..pipeline.measure import Clock
+from ..plan import COORDINATOR
+from ..planning.measuring import LayerJob, LayerSchedule, dtypes_to_measure, layer_jobs
+from ..planning.measuring import patience_seconds as patience_for
+from ..planning.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile
+from ..runtime.coordinator import Coordinator
+from ..runtime.device import DeviceDescription
+from .benches import DeviceResult, Trials, trials
+from .here import EndsResult, Tick, lead_trials, measure_ends
+from .parts import model_profile
+from .sighting import Cutting, Sighting
+from .stepping import step_like
+from .subject import Subject
+from .workers import measure_links, measure_on_workers, prepare_workers
+
+# Of the time budget; each part has its share from when it begins.
+_SHARE_OF_ENDS = 0.15
+_SHARE_OF_LAYERS_HERE = 0.3
+_SHARE_OF_WORKERS = 0.4
+_SHARE_OF_LINKS = 0.15
+
+# Below this nobody needs a progress bar.
+_PROGRESS_FROM_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be measured.
+
+    Args:
+        devices: Names of processes.
+        pairs: Pairs of processes, for their links.
+    """
+
+    devices: Sequence[str]
+    pairs: Sequence[tuple[str, str]]
+
+    @property
+    def workers(self) -> list[str]:
+        """The devices but the coordinator's."""
+        return [name for name in self.devices if name != COORDINATOR]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured.
+
+    Args:
+        devices: Those that were wanted.
+        links: Both directions of the pairs that were wanted.
+        model: What the planner has to know of the model.
+        model_is_measured: Whether the optimizer's part of that was measured too.
+        batch_size: Samples in a training batch.
+    """
+
+    devices: list[DeviceProfile]
+    links: list[Link]
+    model: ModelProfile
+    model_is_measured: bool
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Measures a model that was looked at.
+
+    Args:
+        module: The LightningModule, attached to its Trainer.
+        layers: All its decoder layers.
+        coordinator: Connected to all workers, which have no layers yet.
+        options: What was chosen.
+        sighting: The model.
+        cutting: How training batches become micro-batches.
+        described: The devices by the names of their processes.
+        fingerprint: Tells the model from others.
+        clock: Seconds that only grow.
+    """
+
+    module: pl.LightningModule
+    layers: Sequence[DecoderLayer]
+    coordinator: Coordinator
+    options: ProfilingOptions
+    sighting: Sighting
+    cutting: Cutting
+    described: Mapping[str, DeviceDescription]
+    fingerprint: str
+    clock: Clock = time.perf_counter
+
+    def measure(self, wanted: Wanted) -> Found:
+        """Measure devices and links.
+
+        Raises:
+            WorkerError: If a worker is lost, or somebody cannot run a layer.
+        """
+        jobs = {name: self._jobs(name) for name in wanted.devices}
+        num_ticks = sum(map(len, jobs.values())) + len(wanted.pairs)
+        results: dict[str, DeviceResult] = {}
+        ends = EndsResult([])
+        with self._progress(num_ticks) as tick:
+            if COORDINATOR in wanted.devices:
+                ends = self._measure_ends(tick)
+                trials_here = self._trials(COORDINATOR, jobs, _SHARE_OF_LAYERS_HERE)
+                results[COORDINATOR] = here = lead_trials(self.sighting, trials_here, tick)
+                here.optimizers.update(self._optimizers_of_ends())
+            self.sighting.bench.forget()
+            results.update(self._measure_workers(wanted.workers, jobs, tick))
+            seconds = self._seconds(_SHARE_OF_LINKS)
+            links = list(measure_links(self.coordinator, wanted.pairs, seconds, tick))
+        return Found(
+            devices=[self._device(name, results[name], ends) for name in wanted.devices],
+            links=links,
+            model=self._model_profile(results),
+            model_is_measured=COORDINATOR in wanted.devices,
+            batch_size=self.sighting.batch_size,
+        )
+
+    def _model_profile(self, results: Mapping[str, DeviceResult]) -> ModelProfile:
+        optimizers = _optimizers(results)
+        return model_profile(self.module, self.layers, self._subject, optimizers, self.fingerprint)
+
+    @property
+    def _subject(self) -> Subject:
+        return self.sighting.subject
+
+    def _seconds(self, share: float) -> float:
+        return share * self.options.budget_seconds
+
+    def _jobs(self, name: str) -> list[LayerJob]:
+        subject, sizes = self._subject, sorted(self._subject.examples)
+        if name == COORDINATOR:
+            # What it computes in is Lightning's precision.
+            return layer_jobs(subject.kinds, sizes, [subject.dtype])
+        if self.options.dtypes is not None:
+            dtypes = list(dict.fromkeys([subject.dtype, *self.options.dtypes]))
+        else:
+            dtypes = dtypes_to_measure(subject.dtype, self.described[name].dtypes)
+        return layer_jobs(subject.kinds, sizes, dtypes)
+
+    def _measure_ends(self, tick: Tick) -> EndsResult:
+        seconds = self._seconds(_SHARE_OF_ENDS)
+        return measure_ends(self.sighting, self.cutting, seconds, self.clock, tick)
+
+    def _trials(self, name: str, jobs: Mapping[str, list[LayerJob]], share: float) -> Trials:
+        """The trials of one device, from now on."""
+        seconds = self._seconds(share)
+        is_cuda = "cuda" in self.described[name].versions
+        most_bytes = None if is_cuda else self._free_bytes(name)
+        schedule = LayerSchedule(jobs[name], self.clock() + seconds, most_bytes)
+        patience = patience_for(seconds, len(jobs[name]))
+        return trials(self._subject, schedule, patience, self.clock, name)
+
+    def _free_bytes(self, name: str) -> int:
+        """A device's part of what is free where it is."""
+        sharers = Counter(described.memory for described in self.described.values())
+        described = self.described[name]
+        return described.free_bytes // sharers[described.memory]
+
+    def _measure_workers(
+        self, names: Sequence[str], jobs: Mapping[str, list[LayerJob]], tick: Tick
+    ) -> dict[str, DeviceResult]:
+        if not names:
+            return {}
+        prepare_workers(self.coordinator, names, self._subject.blueprint.for_workers())
+        trials_of = {name: self._trials(name, jobs, _SHARE_OF_WORKERS) for name in names}
+        return measure_on_workers(self.coordinator, trials_of, tick)
+
+    def _optimizers_of_ends(self) -> dict[str, OptimizerMeasurement]:
+        found = {}
+        optimizer, device = self._subject.optimizer, self.sighting.bench.device
+        if optimizer is not None:
+            ends = ends_of(self.module, self.layers)
+            for part, tensors in zip((EMBEDDING, HEAD), ends, strict=True):
+                parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+                found[part] = step_like(parameters, optimizer, device, self.clock)
+        return found
+
+    def _device(self, name: str, result: DeviceResult, ends: EndsResult) -> DeviceProfile:
+        described, is_here = self.described[name], name == COORDINATOR
+        limits = [result.largest_micro_batch]
+        if is_here:
+            # Without memory for a single layer it still has its ends.
+            limits = [result.largest_micro_batch or None, ends.largest_micro_batch]
+        return DeviceProfile(
+            name=name,
+            device=described.device,
+            memory_bytes=max(1, described.base_bytes + self._free_bytes(name)),
+            base_bytes=described.base_bytes,
+            timings=[*(ends.timings if is_here else []), *result.timings],
+            optimizer_seconds={k: found.step_seconds for k, found in result.optimizers.items()},
+            largest_micro_batch=min((n for n in limits if n is not None), default=None),
+            versions=described.versions,
+        )
+
+    @contextmanager
+    def _progress(self, total: int) -> Iterator[Callable[[], None]]:
+        quiet = self.module.trainer.progress_bar_callback is None
+        is_short = self.options.budget_seconds < _PROGRESS_FROM_SECONDS
+        with Progress(disable=quiet or is_short, transient=True) as progress:
+            task = progress.add_task("Measuring the devices", total=total)
+            yield lambda: progress.advance(task)
+
+
+def _optimizers(results: Mapping[str, DeviceResult]) -> dict[str, OptimizerMeasurement]:
+    """What the optimizer takes for each part, on the first device where that was measured."""
+    found: dict[str, OptimizerMeasurement] = {}
+    for result in results.values():
+        found = {**result.optimizers, **found}
+    return found

@@ -1,0 +1,138 @@
+"""Measures on workers, all at the same time, and the links to and between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ..errors import RemoteProtocolError, StageFailed
+from ..plan import COORDINATOR
+from ..planning.links import fit_link
+from ..planning.profile import Link
+from ..runtime.coordinator import Coordinator
+from ..runtime.device import DeviceDescription
+from ..runtime.links import measure_link, payload
+from ..runtime.measuring import read_outcome, say_trial
+from ..runtime.translation import Content
+from ..wire import messages as m
+from .benches import DeviceResult, Trials
+
+
+def describe_workers(
+    coordinator: Coordinator, names: Sequence[str]
+) -> dict[str, DeviceDescription]:
+    """What each worker computes on, in the order of the names."""
+    for name in names:
+        coordinator.tell(name, m.DescribeDevice())
+    found: dict[str, DeviceDescription] = {}
+    while len(found) < len(names):
+        name, frame = coordinator.hear()
+        said = frame.message
+        if isinstance(said, m.DeviceDescribed):
+            found[name] = DeviceDescription(
+                said.device,
+                said.memory,
+                said.free_bytes,
+                said.base_bytes,
+                said.dtypes,
+                said.versions,
+            )
+    return {name: found[name] for name in names}
+
+
+def prepare_workers(coordinator: Coordinator, names: Sequence[str], content: Content) -> None:
+    """Let workers build the layers that they are to measure.
+
+    Raises:
+        StageFailed: If one cannot.
+    """
+    message, tensors = content
+    for name in names:
+        coordinator.tell(name, message, *tensors)
+    waiting = set(names)
+    while waiting:
+        name, frame = coordinator.hear()
+        if isinstance(frame.message, m.NotMeasured):
+            raise _failure(f"{name} cannot build the layers that it is to measure", frame.message)
+        waiting.discard(name)
+
+
+def measure_on_workers(
+    coordinator: Coordinator, trials_of: Mapping[str, Trials], tick: Callable[[], None]
+) -> dict[str, DeviceResult]:
+    """Lead the trials of several workers at the same time; ``tick`` is called after each."""
+    results: dict[str, DeviceResult] = {}
+    for name, trials in trials_of.items():
+        _go_on(coordinator, name, trials, results, is_first=True)
+    while len(results) < len(trials_of):
+        name, frame = coordinator.hear()
+        tick()
+        _go_on(coordinator, name, trials_of[name], results, frame.message)
+    return results
+
+
+def _go_on(
+    coordinator: Coordinator,
+    name: str,
+    trials: Trials,
+    results: dict[str, DeviceResult],
+    answer: m.Message | None = None,
+    is_first: bool = False,
+) -> None:
+    try:
+        if is_first:
+            trial = next(trials)
+        elif answer is not None:
+            trial = trials.send(read_outcome(answer))
+    except StopIteration as end:
+        results[name] = end.value
+        return
+    message, tensors = say_trial(trial)
+    coordinator.tell(name, message, *tensors)
+
+
+def measure_links(
+    coordinator: Coordinator,
+    pairs: Sequence[tuple[str, str]],
+    seconds: float,
+    tick: Callable[[], None],
+) -> Iterator[Link]:
+    """Both directions of each pair, one pair after the other so that none slows another."""
+    for first, second in pairs:
+        patience_seconds = seconds / len(pairs)
+        if first == COORDINATOR:
+            found = _link_from_here(coordinator, second, patience_seconds)
+        else:
+            found = _link_between(coordinator, first, second, patience_seconds)
+        tick()
+        yield fit_link(first, second, [(s.num_bytes, s.seconds) for s in found.there])
+        yield fit_link(second, first, [(s.num_bytes, s.seconds) for s in found.back])
+
+
+def _link_from_here(coordinator: Coordinator, name: str, patience_seconds: float) -> m.LinkMeasured:
+    def exchange(there_bytes: int, back_bytes: int) -> None:
+        coordinator.tell(name, m.Probe(back_bytes), *payload(there_bytes))
+        _, frame = coordinator.hear()
+        if not isinstance(frame.message, m.ProbeAnswer):
+            raise RemoteProtocolError(f"{name} answered a probe with {frame.message}.")
+
+    return measure_link(exchange, patience_seconds)
+
+
+def _link_between(
+    coordinator: Coordinator, first: str, second: str, patience_seconds: float
+) -> m.LinkMeasured:
+    address = str(coordinator.address_of(second))
+    coordinator.tell(first, m.MeasureLink(address, patience_seconds))
+    _, frame = coordinator.hear()
+    if isinstance(frame.message, m.NotMeasured):
+        raise _failure(
+            f"{first} could not measure its link to {second}, which may become its neighbor",
+            frame.message,
+        )
+    if not isinstance(frame.message, m.LinkMeasured):
+        raise RemoteProtocolError(f"{first} measured a link and answered {frame.message}.")
+    return frame.message
+
+
+def _failure(what: str, said: m.NotMeasured) -> StageFailed:
+    return StageFailed(f"{what}: {said.reason}\n\nThe worker's traceback:\n{said.traceback}")

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msgspec.structs import replace as replace_fields
+
+from lightning_hetero.planning.assembling import (
+    Station,
+    merged,
+    pairs_without_link,
+    restricted,
+    shared_memory_bytes,
+    still_true,
+    with_present_memory,
+)
+from lightning_hetero.planning.profile import VERSION, DeviceProfile, Link, Profile
+
+from .profiles import device, model
+
+GIB = 2**30
+
+
+def station(name: str, memory: str = "main", **values: object) -> Station:
+    found = Station(name, "a processor", memory, 8 * GIB, GIB, {"torch": "2"})
+    return replace(found, **values)  # type: ignore[arg-type]
+
+
+def known(*names: str) -> Profile:
+    devices = [
+        device(name, 1.0, 2.0, device="a processor", versions={"torch": "2"}) for name in names
+    ]
+    links = [Link(a, b, 0.1, 1e6) for a in names for b in names if a != b]
+    return Profile(VERSION, model(1), devices, links)
+
+
+def names(devices: list[DeviceProfile]) -> list[str]:
+    return [one.name for one in devices]
+
+
+def test_those_of_one_memory_share_what_is_free() -> None:
+    stations = [
+        station("coordinator"),
+        station("one"),
+        station("two", "gpu"),
+        station("three", held_bytes=2 * GIB),
+    ]
+    shared = shared_memory_bytes(stations)
+    free = 8 * GIB // 3
+    assert shared == {
+        "coordinator": GIB + free,
+        "one": GIB + free,
+        "two": 9 * GIB,
+        "three": 3 * GIB + free,
+    }
+
+
+def test_the_memory_is_that_of_now() -> None:
+    stations = [station("coordinator", "main"), station("one", "other")]
+    found = with_present_memory(known("coordinator", "one"), stations)
+    assert [d.memory_bytes for d in found.devices] == [9 * GIB, 9 * GIB]
+    assert [d.base_bytes for d in found.devices] == [GIB, GIB]
+
+
+def test_another_device_or_other_libraries_are_not_believed() -> None:
+    before = known("coordinator", "one", "two", "away")
+    stations = [
+        station("coordinator"),
+        station("one", device="another processor"),
+        station("two", versions={"torch": "3"}),
+    ]
+    after = still_true(before, stations)
+    assert names(after.devices) == ["coordinator", "away"]
+    assert {(link.source, link.target) for link in after.links} == {
+        ("coordinator", "away"),
+        ("away", "coordinator"),
+    }
+
+
+def test_what_is_new_comes_to_what_is_known() -> None:
+    old = known("coordinator", "one")
+    fresh = replace_fields(old.device("one"), memory_bytes=5)
+    new = replace_fields(
+        old, devices=[fresh, device("two", 1.0, 2.0)], links=[Link("two", "one", 0.1, 1e6)]
+    )
+    both = merged(new, old)
+    assert names(both.devices) == ["one", "two", "coordinator"]
+    assert both.device("one").memory_bytes == 5
+    assert len(both.links) == 3
+    assert merged(new, None) is new
+
+
+def test_only_present_processes_are_planned_with() -> None:
+    found = restricted(known("coordinator", "one", "two"), ["coordinator", "two"])
+    assert names(found.devices) == ["coordinator", "two"]
+    assert len(found.links) == 2
+
+
+def test_pairs_are_measured_once_and_only_if_a_direction_is_missing() -> None:
+    links = [Link("a", "b", 0.1, 1e6), Link("b", "a", 0.1, 1e6), Link("a", "c", 0.1, 1e6)]
+    assert pairs_without_link(["a", "b", "c"], links) == [("a", "c"), ("b", "c")]

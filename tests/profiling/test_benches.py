@@ -1,0 +1,139 @@
+"""The conversation with a device, led with one that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_hetero.errors import ModelError, StageFailed
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.pipeline.bench import Failed, LayerTrial, OptimizerMeasurement
+from lightning_hetero.pipeline.measure import Measurement
+from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.plan import Dtype
+from lightning_hetero.planning.measuring import LayerSchedule, layer_jobs
+from lightning_hetero.profiling.benches import DeviceResult, trials
+from lightning_hetero.profiling.blueprint import Blueprint
+from lightning_hetero.profiling.ends import Example
+from lightning_hetero.profiling.stepping import OptimizerSettings
+from lightning_hetero.profiling.subject import Subject
+from lightning_hetero.runtime.measuring import Outcome, Trial
+
+from ..models import tiny_llama
+
+Device = Callable[[Trial], Outcome]
+
+
+def example(size: int, called: bool = True) -> Example:
+    calls = {1: LayerCall(1, True, (), {})} if called else {}
+    inputs = dict.fromkeys(range(2), torch.empty(size, 3, 16, device="meta"))
+    return Example(inputs, True, Surroundings(True, None, []), calls)
+
+
+def subject(sizes: list[int], called: bool = True) -> Subject:
+    model = tiny_llama(2)
+    return Subject(
+        blueprint=Blueprint.draw(model, find_decoder_layers(model), ["layer", "layer"]),
+        wants_gradient=[True, True],
+        examples={size: example(size, called) for size in sizes},
+        optimizer=OptimizerSettings("SGD", {"lr": 0.1}, {"lr": 0.1}),
+        dtype="float32",
+        converts_weights=True,
+    )
+
+
+class Clock:
+    """Goes on by a second whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 1
+        return self.seconds
+
+
+def lead(
+    device: Device, dtypes: tuple[Dtype, ...] = ("float32",), end_seconds: float = 1e9
+) -> tuple[DeviceResult, list[Trial]]:
+    """What is measured on a device, and what it was asked."""
+    measured = subject([1, 2, 4])
+    schedule = LayerSchedule(layer_jobs(["layer"], [1, 2, 4], dtypes), end_seconds)
+    conversation = trials(measured, schedule, 0.1, Clock(), "old-tower")
+    asked: list[Trial] = []
+    try:
+        trial = next(conversation)
+        while True:
+            asked.append(trial)
+            trial = conversation.send(device(trial))
+    except StopIteration as end:
+        return end.value, asked
+
+
+def sound(trial: Trial) -> Outcome:
+    if isinstance(trial, LayerTrial):
+        size = trial.hidden_shape[0]
+        return Measurement(0.1 * size, 0.2 * size, 10 * size, 20 * size)
+    return OptimizerMeasurement(0.5, 64)
+
+
+def failing(is_out_of_memory: bool, when: Callable[[LayerTrial], bool]) -> Device:
+    def device(trial: Trial) -> Outcome:
+        if isinstance(trial, LayerTrial) and when(trial):
+            return Failed("RuntimeError: no", "Traceback: there", is_out_of_memory)
+        return sound(trial)
+
+    return device
+
+
+def test_everything_is_measured_and_the_optimizer_once() -> None:
+    result, asked = lead(sound)
+    assert [timing.micro_batch_size for timing in result.timings] == [1, 1, 2, 2, 4, 4]
+    assert [timing.recompute for timing in result.timings] == [False, True] * 3
+    assert result.timings[2].backward_seconds == 0.4
+    assert result.optimizers == {"layer": OptimizerMeasurement(0.5, 64)}
+    assert sum(not isinstance(trial, LayerTrial) for trial in asked) == 1
+    # The last layer of a kind stands for it.
+    assert {trial.number for trial in asked} == {1}
+
+
+def test_a_device_without_time_is_asked_once_for_each_kind() -> None:
+    result, asked = lead(sound, end_seconds=0.0)
+    assert len(result.timings) == 1
+    assert len(asked) == 2
+
+
+def test_out_of_memory_ends_the_larger_sizes() -> None:
+    result, _ = lead(failing(True, lambda trial: trial.hidden_shape[0] >= 4))
+    assert result.largest_micro_batch == 2
+    assert max(timing.micro_batch_size for timing in result.timings) == 2
+
+
+def test_a_failure_in_the_users_precision_names_layer_and_worker() -> None:
+    with pytest.raises(StageFailed, match=r"old-tower failed .* layer \(layer 1\) on 2 .*: no"):
+        lead(failing(False, lambda trial: trial.hidden_shape[0] >= 2))
+
+
+def test_a_dtype_that_fails_beside_it_is_left_out() -> None:
+    device = failing(False, lambda trial: trial.dtype is torch.float16)
+    result, asked = lead(device, ("float32", "float16"))
+    assert {timing.dtype for timing in result.timings} == {"float32"}
+    assert sum(isinstance(t, LayerTrial) and t.dtype is torch.float16 for t in asked) == 1
+
+
+def test_an_optimizer_that_fails_is_named() -> None:
+    def device(trial: Trial) -> Outcome:
+        return sound(trial) if isinstance(trial, LayerTrial) else Failed("no optimizer", "", False)
+
+    with pytest.raises(StageFailed, match=r"the step of SGD over a layer \(layer 1\): no"):
+        lead(device)
+
+
+def test_a_layer_that_was_not_called_is_refused() -> None:
+    schedule = LayerSchedule(layer_jobs(["layer"], [1], ["float32"]), 1.0)
+    conversation = trials(subject([1], called=False), schedule, 0.1, Clock(), "here")
+    with pytest.raises(ModelError, match="Layer 1 was not called"):
+        next(conversation)

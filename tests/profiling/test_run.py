@@ -1,0 +1,340 @@
+"""Measured on real workers: what comes out, what is kept, and that nobody notices."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler
+from lightning_hetero.errors import PlanError, ProfileError, StageFailed, WorkerUnreachable
+from lightning_hetero.model.imports import Allowed
+from lightning_hetero.planning.profile import EMBEDDING, HEAD, Profile
+
+from ..families import tiny_model
+from ..models import TinyModule, loader, sequences, trainer
+from ..runtime.pairs import worker_thread
+
+
+def profiler(path: Path, **options: Any) -> PipelineProfiler:
+    """As quick as measuring can be."""
+    return PipelineProfiler(**{"budget_seconds": 0.2, "path": path, **options})
+
+
+def fit(module: Any, strategy: Any, *callbacks: Any, data: Any = None, **options: Any) -> Any:
+    run = trainer(strategy, callbacks=list(callbacks), **{"max_steps": 2, **options})
+    run.fit(module, data if data is not None else loader(8, 4))
+    return run
+
+
+class Watched(TinyModule):
+    """A module with everything that a run could leave a trace in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.norm = nn.BatchNorm1d(1)
+        self.num_steps = 0
+        self.seen: list[int] = []
+        self.draws: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        self.seen.append(int(batch["input_ids"].sum()))
+        self.draws.append(float(torch.rand(())) + random.random() + np.random.rand())
+        self.norm(batch["input_ids"].float().mean(1, keepdim=True))
+        loss: Tensor = self.model(**batch).loss
+        self.mean.update(loss)
+        self.log("loss", loss)
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        return loss
+
+
+def watched_run(strategy: Any, *callbacks: Any) -> tuple[Watched, Any]:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    data = DataLoader(sequences(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    module = Watched()
+    return module, fit(module, strategy, *callbacks, data=data)
+
+
+def test_measuring_leaves_no_trace(workers: list[str], tmp_path: Path) -> None:
+    options = {"plan": "even", "micro_batching": "boundary"}
+    plain, plain_run = watched_run(HeteroPipelineStrategy(workers[:1], **options))
+    measuring = profiler(tmp_path / "profile.yaml")
+    module, run = watched_run(HeteroPipelineStrategy(workers[:1], **options), measuring)
+    assert (module.num_steps, module.seen, module.draws) == (2, plain.seen, plain.draws)
+    assert module.losses == plain.losses
+    assert run.logged_metrics == plain_run.logged_metrics
+    assert torch.equal(module.mean.compute(), plain.mean.compute())
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    assert {name: set(vars(m)) for name, m in module.named_modules()} == {
+        name: set(vars(m)) for name, m in plain.named_modules()
+    }
+
+
+def test_auto_measures_solves_and_trains_as_one_device_does(
+    workers: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "profile.yaml"
+    strategy, module, plain = (
+        HeteroPipelineStrategy(workers[:2], "auto"),
+        TinyModule(),
+        TinyModule(),
+    )
+    with caplog.at_level(logging.INFO):
+        fit(module, strategy, profiler(path))
+    assert f"what was measured is kept in {path}" in caplog.text
+    assert "tokens/s" in capsys.readouterr().out
+    fit(plain, "auto")
+    torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
+    profile = Profile.from_yaml(path)
+    assert [device.name for device in profile.devices] == ["coordinator", *workers[:2]]
+    assert profile.model.layers == ["LlamaDecoderLayer"] * 5
+    assert len(profile.links) == 6
+    assert (profile.batch_size, profile.model.tokens_per_sample) == (4, 10)
+    layer, embedding, head = profile.model.parts
+    assert layer.parameter_bytes == sum(p.nbytes for p in module.model.model.layers[0].parameters())
+    # Two moments as large as the weights, and a count for each tensor.
+    assert layer.optimizer_bytes == 2 * layer.parameter_bytes + 9 * 4
+    assert (embedding.name, embedding.trainable_parameters) == (EMBEDDING, 48 * 16)
+    assert (head.name, head.trainable_parameters) == (HEAD, 48 * 16 + 16)
+    for device in profile.devices:
+        sizes = {t.micro_batch_size for t in device.timings if t.part == "LlamaDecoderLayer"}
+        assert 1 in sizes <= {1, 2, 4}
+        plain_ones = [t for t in device.timings if t.part in profile.model.layers]
+        assert all(t.saved_bytes < t.peak_bytes for t in plain_ones)
+
+
+def test_the_second_start_measures_nothing(
+    workers: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "profile.yaml"
+    fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), profiler(path))
+    first = path.read_text()
+    monkeypatch.setattr("lightning_hetero.profiling.run.Measuring", None)
+    with caplog.at_level(logging.INFO):
+        strategy = HeteroPipelineStrategy(workers[:1], "even")
+        fit(TinyModule(), strategy, profiler(path))
+    assert f"nothing is measured: {path} has the profile" in caplog.text
+    assert path.read_text() == first
+    assert strategy.plan_choice.profile is not None
+
+
+def test_a_new_worker_is_measured_alone(workers: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), profiler(path))
+    before = Profile.from_yaml(path)
+    fit(TinyModule(), HeteroPipelineStrategy(workers[:2], "even"), profiler(path))
+    after = Profile.from_yaml(path)
+    for name in ("coordinator", workers[0]):
+        assert after.device(name).timings == before.device(name).timings
+    assert after.device(workers[1]).timings
+    assert after.model == before.model
+    assert len(after.links) == 6
+    assert before.links[0] in after.links
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("devices: [", "is measured anew"),
+        ("another batch", "other batch"),
+    ],
+)
+def test_a_file_of_no_use_is_ignored_with_a_line(
+    workers: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    content: str,
+    said: str,
+) -> None:
+    path = tmp_path / "profile.yaml"
+
+    def strategy() -> HeteroPipelineStrategy:
+        return HeteroPipelineStrategy(workers[:1], "even")
+
+    if content == "another batch":
+        fit(TinyModule(), strategy(), profiler(path), data=loader(6, 3))
+    else:
+        path.write_text(content)
+    with caplog.at_level(logging.INFO):
+        fit(TinyModule(), strategy(), profiler(path), max_steps=1)
+    assert said in caplog.text
+    assert "measured is kept" in caplog.text
+    assert Profile.from_yaml(path).batch_size == 4
+
+
+class Fragile(nn.Module):
+    """A layer that runs out of memory, or fails, from a size on."""
+
+    def __init__(self, most_samples: int, complaint: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.most_samples = most_samples
+        self.complaint = complaint
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if len(hidden) > self.most_samples:
+            raise RuntimeError(self.complaint)
+        output: Tensor = hidden + self.linear(hidden)
+        return output
+
+
+class FragileModule(TinyModule):
+    """Three of them between an embedding and a head."""
+
+    def __init__(self, most_samples: int, complaint: str) -> None:
+        super().__init__(1)
+        self.model = None  # type: ignore[assignment]
+        self.embed = nn.Embedding(48, 8)
+        self.blocks = nn.ModuleList(Fragile(most_samples, complaint) for _ in range(3))
+        self.head = nn.Linear(8, 48)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.embed(batch["input_ids"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def allowing() -> Iterator[str]:
+    with worker_thread(Allowed((__name__,))) as address:
+        yield str(address)
+
+
+def test_who_runs_out_of_memory_reports_the_largest_that_fits_and_goes_on(
+    allowing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = FragileModule(2, "CUDA out of memory. Tried to allocate 2.00 GiB.")
+    path = tmp_path / "profile.yaml"
+    strategy = HeteroPipelineStrategy([allowing], "auto", layers="blocks")
+    with caplog.at_level(logging.INFO):
+        fit(module, strategy, profiler(path, budget_seconds=2.0), data=loader(16, 8))
+    profile = Profile.from_yaml(path)
+    for device in profile.devices:
+        assert device.largest_micro_batch == 2
+        sizes = [t.micro_batch_size for t in device.timings if t.part == "Fragile"]
+        assert sizes == [1, 1, 2, 2]
+    assert f"{allowing} has not enough memory for a Fragile (layer 2) on 4 samples" in caplog.text
+    assert len(module.losses) == 2
+    assert strategy.plan_choice.plan == "auto"
+
+
+def test_who_has_no_memory_for_a_layer_gets_none(allowing: str, tmp_path: Path) -> None:
+    """Both share this test's layers, so that nobody can have one."""
+    path = tmp_path / "profile.yaml"
+    strategy = HeteroPipelineStrategy([allowing], "auto", layers="blocks")
+    with pytest.raises(PlanError):
+        fit(FragileModule(0, "out of memory"), strategy, profiler(path))
+    here, there = Profile.from_yaml(path).devices
+    assert {timing.part for timing in here.timings} == {EMBEDDING, HEAD}
+    assert (here.largest_micro_batch, there.largest_micro_batch) == (None, 0)
+
+
+def test_a_layer_that_fails_is_named_with_its_worker(allowing: str, tmp_path: Path) -> None:
+    module = FragileModule(0, "no kernel for this layer")
+    strategy = HeteroPipelineStrategy([allowing], "auto", layers="blocks")
+    with pytest.raises(
+        StageFailed,
+        match=r"coordinator failed while it measured a Fragile \(layer 2\) on 1 samples",
+    ):
+        fit(module, strategy, profiler(tmp_path / "profile.yaml"))
+    assert not any(parameter.is_meta for parameter in module.parameters())
+    assert "forward" not in vars(module.blocks[0])
+
+
+def test_an_unreachable_worker_is_named(workers: list[str], tmp_path: Path) -> None:
+    strategy = HeteroPipelineStrategy([workers[0], "127.0.0.1:1"], "auto")
+    with pytest.raises(WorkerUnreachable, match=r"127\.0\.0\.1:1"):
+        fit(TinyModule(), strategy, profiler(tmp_path / "profile.yaml"))
+    assert not (tmp_path / "profile.yaml").exists()
+
+
+def test_validation_takes_the_plan_of_the_training_and_even_without_one(
+    workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = TinyModule()
+    with caplog.at_level(logging.INFO):
+        alone = trainer(HeteroPipelineStrategy(workers[:1], "auto"))
+        alone.validate(module, loader(8, 4), verbose=False)
+    assert "'even' here, since nothing can be measured: `trainer.validate`" in caplog.text
+    caplog.clear()
+    strategy = HeteroPipelineStrategy(workers[:1], "auto")
+    run = fit(module, strategy, profiler(tmp_path / "profile.yaml"))
+    with caplog.at_level(logging.INFO):
+        run.validate(module, loader(8, 4), verbose=False)
+    assert "nothing can be measured" not in caplog.text
+
+
+def test_data_that_can_be_read_only_once_is_left_alone(
+    workers: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = iter(list(loader(8, 4)))
+    module = TinyModule()
+    with caplog.at_level(logging.INFO):
+        fit(module, HeteroPipelineStrategy(workers[:1], "auto"), data=batches, max_steps=2)
+    assert "can be read only once" in caplog.text
+    assert len(module.losses) == 2
+
+
+class Family(TinyModule):
+    """Any family of decoders."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__(1)
+        self.model = tiny_model(family)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("gpt2", ["GPT2Block"]),
+        ("mixtral", ["MixtralDecoderLayer"]),
+        (
+            "gemma3",
+            ["Gemma3DecoderLayer-sliding_attention", "Gemma3DecoderLayer-full_attention"],
+        ),
+    ],
+)
+def test_other_families_are_measured(
+    workers: list[str], tmp_path: Path, family: str, kinds: list[str]
+) -> None:
+    path = tmp_path / "profile.yaml"
+    module = Family(family)
+    fit(module, HeteroPipelineStrategy(workers[:1], "auto"), profiler(path))
+    profile = Profile.from_yaml(path)
+    assert profile.model.kinds == kinds
+    for device in profile.devices:
+        assert {t.part for t in device.timings} >= set(kinds)
+    assert len(module.losses) == 2
+
+
+def test_a_model_that_cannot_be_found_cannot_be_profiled(workers: list[str]) -> None:
+    module = FragileModule(9, "")
+    strategy = HeteroPipelineStrategy(workers[:1], "auto")
+    with strategy.plan_choice.only_measuring(force=False), pytest.warns(match="no decoder"):
+        fit(module, strategy)
+    with pytest.raises(ProfileError, match="no decoder layers"):
+        strategy.plan_choice.measured_profile(module)
