@@ -385,7 +385,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         plan: Plan,
         coordinator: Coordinator,
     ) -> None:
-        coordinator.keep(_workers_of(plan), plan.coordinator_narrowing)
+        coordinator.serve(_workers_of(plan), plan.coordinator_narrowing)
         is_mixed = isinstance(self.precision_plugin, MixedPrecision)
         self._deployment = Deployment(module, layers, plan, coordinator, _seed(), not is_mixed)
         self._announce(plan)

@@ -1,13 +1,11 @@
-"""The coordinator's end of the conversations with its workers."""
+"""Running the stages of a plan on workers: deploying, steps, gradients, optimizers, tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,11 +14,7 @@ from torch import Tensor, nn
 from ..errors import (
     HeteroError,
     ModelError,
-    ProtocolError,
     RemoteProtocolError,
-    StageFailed,
-    WorkerError,
-    WorkerLost,
 )
 from ..model.blocks import BlocksRecipe
 from ..model.packed import State
@@ -40,16 +34,13 @@ from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
 from ..plan import Dtype, Narrowing
 from ..wire import messages as m
-from ..wire.constants import Digests, SentConstants
-from ..wire.frames import Frame
-from ..wire.session import coordinator_session
+from ..wire.constants import Digests
 from ..wire.tensors import DTYPES
 from ..wire.values import Packer, unpack
 from .address import Address
 from .building import describe_parameters
-from .channel import Channel, Inbox
+from .conversations import ConnectedWorker, Conversations
 from .deadlines import Deadlines
-from .handshake import dial
 from .progress import Progress
 from .translation import (
     read_activation,
@@ -96,24 +87,8 @@ class RemoteStage:
         return dtypes_on_stage(self.layers, DTYPES[self.dtype] if converts else None)  # type: ignore[index]
 
 
-@dataclass(frozen=True)
-class _Worker:
-    """A connected worker. Its number is the number of its stage."""
-
-    number: int
-    name: str
-    address: Address
-    channel: Channel
-    constants: SentConstants = field(default_factory=SentConstants)
-
-    def __str__(self) -> str:
-        return f"stage {self.number} on {self.name}" + (
-            "" if self.name == str(self.address) else f" ({self.address})"
-        )
-
-
-class Coordinator:
-    """Talks to the workers of a plan, one per remote stage, in the stages' order.
+class Coordinator(Conversations):
+    """Runs the stages of a plan on their workers.
 
     Implements `Stages` for the driver and `RemoteTensors` for the hollow layers. Not thread-safe:
     only the thread that has the turn may use it.
@@ -133,77 +108,18 @@ class Coordinator:
         deadlines: Deadlines | None = None,
         narrowing: Narrowing | None = None,
     ) -> None:
+        super().__init__(workers, deadlines or Deadlines())
         self._narrowing = narrowing or Narrowing()
-        self._deadlines = deadlines or Deadlines()
-        self._inbox: Inbox = SimpleQueue()
-        self._workers: list[_Worker] = []
         self._stages: Sequence[RemoteStage] = ()
-        self._owner_of: dict[str, _Worker] = {}
+        self._owner_of: dict[str, ConnectedWorker] = {}
         self._dtype_of: dict[str, torch.dtype] = {}
-        self._lost: WorkerError | None = None
-        # Requests whose Done is still to come, by worker: more than one after an interrupted one.
-        self._unanswered: dict[int, int] = {}
         self._is_applying = False
         self._has_failed_applying = False
-        self.step = 0
-        session_name = secrets.token_hex(16)
-        try:
-            for number, (name, address) in enumerate(workers, start=1):
-                rules = coordinator_session()
-                channel, welcome = dial(
-                    address, rules, "coordinator", session_name, self._deadlines
-                )
-                channel.start(self._inbox)
-                self._workers.append(_Worker(number, name, address, channel))
-                logger.debug("%s: %s", self._workers[-1], welcome)
-        except BaseException:
-            self.close()
-            raise
 
-    def close(self) -> None:
-        """End all conversations in good order. May be called twice."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.channel.close(m.Goodbye())
-        self._lost = self._lost or WorkerLost("The coordinator has ended the session.")
-
-    @property
-    def lost(self) -> WorkerError | None:
-        """Why the stages can no longer be used, or None while they can."""
-        return self._lost
-
-    # measuring
-
-    def tell(self, name: str, message: m.Message, *tensors: Tensor) -> None:
-        """Ask the worker of that name something; `hear` has its answer."""
-        self._check_usable()
-        self._named(name).channel.send(message, *tensors)
-
-    def hear(self) -> tuple[str, Frame]:
-        """The next thing that any worker says, with the worker's name."""
-        worker, frame = self._receive(self._deadlines.request_seconds)
-        return worker.name, frame
-
-    def address_of(self, name: str) -> Address:
-        """Where the worker of that name listens."""
-        return self._named(name).address
-
-    def keep(self, names: Sequence[str], narrowing: Narrowing | None = None) -> None:
-        """Let these workers serve the stages, in this order; the others are free again."""
-        self._narrowing = narrowing or self._narrowing
-        kept = [self._named(name) for name in names]
-        for worker in self._workers:
-            if worker not in kept:
-                worker.channel.close(m.Goodbye())
-        self._workers = [replace(worker, number=n) for n, worker in enumerate(kept, start=1)]
-        # Those that are free have said goodbye too, and by now nothing more comes from them.
-        arrived = [self._inbox.get() for _ in range(self._inbox.qsize())]
-        for arrival in arrived:
-            if any(worker.channel is arrival.channel for worker in kept):
-                self._inbox.put(arrival)
-
-    def _named(self, name: str) -> _Worker:
-        return next(worker for worker in self._workers if worker.name == name)
+    def serve(self, names: Sequence[str], narrowing: Narrowing) -> None:
+        """Keep these workers for the stages of a plan that was not known before."""
+        self.keep(names)
+        self._narrowing = narrowing
 
     # deploying
 
@@ -234,7 +150,7 @@ class Coordinator:
             worker.channel.send(m.Launch())
         self._await_done()
 
-    def _deploy_message(self, worker: _Worker, stage: RemoteStage) -> m.Deploy:
+    def _deploy_message(self, worker: ConnectedWorker, stage: RemoteStage) -> m.Deploy:
         is_last = worker.number == len(self._workers)
         downstream = "" if is_last else str(self._workers[worker.number].address)
         return m.Deploy(
@@ -450,99 +366,13 @@ class Coordinator:
             message = m.LoadTensor(name, list(state))
             self._owner_of[name].channel.send(message, tensors[name], *state.values())
 
-    # talking
-
-    def _by_owner(self, names: Sequence[str]) -> Iterator[tuple[_Worker, list[str]]]:
+    def _by_owner(self, names: Sequence[str]) -> Iterator[tuple[ConnectedWorker, list[str]]]:
         """Workers that have something of those names, each with what it has."""
         for worker in self._workers:
             own = [name for name in names if self._owner_of.get(name) is worker]
             if own:
                 yield worker, own
 
-    def _broadcast(self, message: m.Message, *tensors: Tensor) -> None:
-        for worker in self._workers:
-            worker.channel.send(message, *tensors)
-
-    def _await_done(self) -> None:
-        """Wait until every worker has carried out what it was asked last."""
-        self._collect(m.Done, len(self._workers))
-
-    def _check_none_failed(self) -> None:
-        """Raise what a worker has reported unasked; that can only be a failure or its end."""
-        while not self._inbox.empty():
-            self._receive(self._deadlines.request_seconds)
-
-    def _collect(self, kind: type[Wanted], count: int) -> list[Wanted]:
-        """The next ``count`` messages of a kind that are not of an earlier step."""
-        found: list[Wanted] = []
-        while len(found) < count:
-            _, frame = self._receive(self._deadlines.request_seconds)
-            message = frame.message
-            if isinstance(message, kind) and getattr(message, "step", self.step) == self.step:
-                found.append(message)
-        return found
-
-    def _ask(
-        self, worker: _Worker, request: m.Message, kind: type[Wanted]
-    ) -> Iterator[tuple[Wanted, tuple[Tensor, ...]]]:
-        """A worker's answers to a request, until it is done.
-
-        What is left over of a request that was interrupted, by Ctrl-C say, is passed over.
-        """
-        unanswered = self._unanswered
-        worker.channel.send(request)
-        unanswered[worker.number] = unanswered.get(worker.number, 0) + 1
-        while unanswered[worker.number] > 0:
-            try:
-                sender, frame = self._receive(self._deadlines.request_seconds)
-            except StageFailed:
-                unanswered[worker.number] -= 1
-                raise
-            if sender is worker and isinstance(frame.message, m.Done):
-                unanswered[worker.number] -= 1
-            elif isinstance(frame.message, kind) and unanswered[worker.number] == 1:
-                yield frame.message, frame.tensors
-
-    def _receive(self, patience_seconds: float) -> tuple[_Worker, Frame]:
-        """The next thing that any worker says.
-
-        Raises:
-            StageFailed: If a worker's code raised.
-            WorkerLost: If a worker is gone, or says nothing for too long.
-        """
-        self._check_usable()
-        try:
-            arrival = self._inbox.get(timeout=patience_seconds)
-        except Empty:
-            self._lost = WorkerLost(
-                f"No worker has said anything for {patience_seconds:.0f} s in step {self.step}, "
-                "although their machines are alive."
-            )
-            raise self._lost from None
-        worker = next(w for w in self._workers if w.channel is arrival.channel)
-        if isinstance(arrival.content, HeteroError):
-            raise self._note_lost(worker, arrival.content)
-        message = arrival.content.message
-        if isinstance(message, m.Failure):
-            worker.constants.clear()
-            self._has_failed_applying |= message.in_optimizer_step
-            raise StageFailed(
-                f"{worker} failed in step {self.step}: {message.reason}\n\n"
-                f"The worker's traceback:\n{message.traceback}"
-            )
-        if isinstance(message, m.NeighborLost):
-            lost = next((w for w in self._workers if w.number == message.stage_index), worker)
-            raise self._note_lost(lost, WorkerError(f"{worker} lost it: {message.reason}"))
-        return worker, arrival.content
-
-    def _note_lost(self, worker: _Worker, cause: HeteroError) -> WorkerError:
-        if isinstance(cause, ProtocolError):
-            self._lost = WorkerLost(f"{worker} broke the rules in step {self.step}: {cause}")
-        else:
-            self._lost = WorkerLost(f"{worker} was lost in step {self.step}. {cause}")
-        self._lost.__cause__ = cause
-        return self._lost
-
-    def _check_usable(self) -> None:
-        if self._lost is not None:
-            raise self._lost
+    def _note_failure(self, worker: ConnectedWorker, failure: m.Failure) -> None:
+        worker.constants.clear()  # whether it has taken the last ones is not known
+        self._has_failed_applying |= failure.in_optimizer_step
