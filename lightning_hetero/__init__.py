@@ -13,6 +13,7 @@
     callbacks/       Lightning callbacks that know of stages
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli.py           the command lightning-hetero
+    version.py       the version of this package
 
 Imports point one way: cli → strategy → runtime, planning → pipeline → model, wire → plan → errors.
 """
@@ -22,8 +23,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from .model.pretrained import from_pretrained
 from .plan import Plan, StagePlan
 from .strategy import HeteroPipelineStrategy
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = ["HeteroPipelineStrategy", "Plan", "StagePlan", "__version__", "from_pretrained"]
 

@@ -5,18 +5,26 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import socket
 import sys
 import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import HeteroError
 from .model.imports import Allowed
 from .runtime.address import Address
+from .runtime.tls import credentials_of
+from .runtime.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file, write_token_file
 from .runtime.worker import Worker, address_of, listen
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main() -> None:
@@ -35,6 +43,12 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-hetero", description="Train one model on mixed hardware."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_worker_command(commands)
+    _add_token_command(commands)
+    return parser
+
+
+def _add_worker_command(commands: Commands) -> None:
     worker = commands.add_parser("worker", help="serve stages to one coordinator after the other")
     worker.set_defaults(run=_run_worker)
     worker.add_argument(
@@ -42,7 +56,14 @@ def _parser() -> argparse.ArgumentParser:
         type=Address.parse,
         default="127.0.0.1:9999",
         metavar="HOST:PORT",
-        help="loopback only; port 0 takes a free one (default: %(default)s)",
+        help="beyond loopback only with a token; port 0 takes a free one (default: %(default)s)",
+    )
+    worker.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"listen only to those who have this token (default: ${FILE_VARIABLE}, or "
+        f"{DEFAULT_FILE} if it is there; an empty variable stands for none)",
     )
     worker.add_argument(
         "--device", default="auto", help="a torch device such as cuda:0 (default: %(default)s)"
@@ -62,12 +83,38 @@ def _parser() -> argparse.ArgumentParser:
         help="a package or module whose layer classes and functions may be imported and run when "
         "a coordinator asks for them; repeatable (default: none)",
     )
-    # For the strategy's own local workers: a socket that it listens on, and its death; and its
-    # script with the script's arguments, which is therefore the last option.
+    # For the strategy's own local workers, which use no token: a socket that it listens on, and its
+    # death; and its script with the script's arguments, which is therefore the last option.
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
     worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
-    return parser
+
+
+def _add_token_command(commands: Commands) -> None:
+    token = commands.add_parser("token", help="make the secret that all machines of a run share")
+    token.set_defaults(run=_make_token)
+    token.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        default=DEFAULT_FILE,
+        metavar="FILE",
+        help="where to put it; nothing is overwritten (default: %(default)s)",
+    )
+
+
+def _make_token(options: argparse.Namespace) -> None:
+    path = options.file.expanduser().absolute()
+    write_token_file(path)
+    print(
+        f"Wrote a new token to {path}. Whoever has it may train on your workers, so copy it only "
+        "to machines of the run, for instance with\n\n"
+        f"  ssh MACHINE 'umask 077; mkdir -p {DEFAULT_FILE.parent}; cat > {DEFAULT_FILE}' "
+        f"< {shlex.quote(str(path))}\n\n"
+        f"There `lightning-hetero worker --listen 0.0.0.0:9999` finds it by itself; elsewhere than "
+        f"in {DEFAULT_FILE} it is named by `--token-file`, by `token_file=` of the strategy, or by "
+        f"the environment variable {FILE_VARIABLE}."
+    )
 
 
 def _run_worker(options: argparse.Namespace) -> None:
@@ -78,14 +125,18 @@ def _run_worker(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     device = _torch_device(options.device)
     if options.listen_fd is None:
-        listener = listen(options.listen)
+        token_file = find_token_file(options.token_file)
+        credentials = credentials_of(token_file)
+        listener = listen(options.listen, credentials)
     else:
+        token_file = credentials = None
         listener = socket.socket(fileno=options.listen_fd)
     if options.stop_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
-    logger.info("listening on %s, computing on %s", address_of(listener), device)
+    friends = "everybody on this machine" if token_file is None else f"who has {token_file}"
+    logger.info("listening on %s, computing on %s, for %s", address_of(listener), device, friends)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
-    Worker(listener, device, allowed=allowed).serve_forever()
+    Worker(listener, device, allowed=allowed, credentials=credentials).serve_forever()
 
 
 def _module_name(text: str) -> str:

@@ -8,7 +8,9 @@ HeteroError
 ├─ ProtocolError
 │  ├─ LocalProtocolError     we were about to say what the rules forbid
 │  └─ RemoteProtocolError    the peer said what the rules forbid
+├─ TokenError                a token file that is missing, weak or open to others
 ├─ ChannelError              a connection ended or could not be used
+│  └─ TrustError              the two ends have no token in common, or one has none
 └─ WorkerError
    ├─ WorkerUnreachable      nobody answered, or it refused us
    ├─ WorkerLost             it was there and is gone
@@ -48,8 +50,16 @@ class RemoteProtocolError(ProtocolError):
     """The peer said something that the rules forbid."""
 
 
+class TokenError(HeteroError):
+    """A token file that is missing, weak, or open to others."""
+
+
 class ChannelError(HeteroError):
     """A connection ended, or could not be used."""
+
+
+class TrustError(ChannelError):
+    """The two ends of a connection have no token in common, or one of them has none."""
 
 
 class WorkerError(HeteroError):

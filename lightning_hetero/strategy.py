@@ -53,6 +53,8 @@ from .runtime.address import Address
 from .runtime.coordinator import Coordinator
 from .runtime.deadlines import Deadlines
 from .runtime.deployment import Deployment, imports_of
+from .runtime.equipment import equipment_here
+from .runtime.handshake import Identity
 from .runtime.local import (
     START_SECONDS,
     LocalWorker,
@@ -62,6 +64,8 @@ from .runtime.local import (
     threads_per_process,
 )
 from .runtime.remote_optimizer import RemoteOptimizer, optimized_parameters
+from .runtime.tls import credentials_of
+from .runtime.token import find_token_file
 from .stepping import MicrobatchedStep
 
 logger = logging.getLogger(__name__)
@@ -88,6 +92,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         loss_weighting: How micro-batch losses combine: ``"samples"``, ``"labels"`` (those that
             are not -100), ``"auto"`` (labels where the batch has them), or a function from a
             micro-batch to its weight.
+        token_file: The file of the secret that this process shares with the workers of a list. None
+            takes that of the environment variable ``LIGHTNING_HETERO_TOKEN_FILE`` (empty for
+            none), or ``~/.config/lightning-hetero/token`` if it is there. Workers on other machines
+            need one; local workers, which ``workers`` counts, neither need nor use it.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy.
         precision_plugin: As for every Lightning strategy.
@@ -107,6 +115,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        token_file: str | Path | None = None,
     ) -> None:
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
@@ -117,6 +126,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._micro_batches = micro_batches
         self._micro_batching = micro_batching
         self._loss_weighting = loss_weighting
+        # The token itself is read for each run and not kept, so no copy of the strategy has it.
+        self._token_file = token_file
         # Lightning's connector fills this in; the coordinator computes on the first of them.
         self.parallel_devices: list[torch.device] | None = None
         self._local_workers: list[LocalWorker] = []
@@ -308,7 +319,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._start_local_workers(self._workers, imports_of(module, layers, plan))
         addresses = self._addresses()
         used = [(stage.worker, addresses[stage.worker]) for stage in plan.remote_stages]
-        coordinator = Coordinator(used, self._patient_deadlines())
+        coordinator = Coordinator(used, self._patient_deadlines(), self._identity())
         try:
             is_mixed = isinstance(self.precision_plugin, MixedPrecision)
             self._deployment = Deployment(module, layers, plan, coordinator, _seed(), not is_mixed)
@@ -356,6 +367,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if isinstance(self._workers, int):
             return {worker.name: worker.address for worker in self._local_workers}
         return {text: Address.parse(text) for text in self._workers}
+
+    def _identity(self) -> Identity:
+        """What the workers are shown; local ones are ours anyway."""
+        equipment = equipment_here(self.root_device)
+        if isinstance(self._workers, int):
+            return Identity(equipment)
+        return Identity(equipment, credentials_of(find_token_file(self._token_file)))
 
     def _make_plan(self, num_layers: int, workers: list[str]) -> Plan:
         plan = self._plan

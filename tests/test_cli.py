@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lightning_hetero import cli
 from lightning_hetero.model.imports import Allowed
+from lightning_hetero.runtime.token import FILE_VARIABLE, read_token_file
 from lightning_hetero.runtime.worker import Worker
 
 
@@ -77,6 +80,7 @@ def test_a_worker_allows_what_it_was_told(
     ("arguments", "expected"),
     [
         (["--listen", "0.0.0.0:9999"], "loopback only"),
+        (["--token-file", "/nowhere/token"], "There is no token file '/nowhere/token'"),
         (["--device", "nonsense"], "device 'nonsense' cannot be used"),
     ],
 )
@@ -84,3 +88,39 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
 ) -> None:
     assert expected in str(run(monkeypatch, "worker", *arguments))
+
+
+def test_a_token_is_made_once_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "token"
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "token", str(path)])
+    cli.main()
+    said = capsys.readouterr()
+    assert f"Wrote a new token to {path}." in said.out
+    assert f"< {path}" in said.out
+    assert read_token_file(path).to_text() not in said.out + said.err
+    assert "is there already" in str(run(monkeypatch, "token", str(path)))
+
+
+def test_a_token_goes_to_the_home_folder_by_itself_and_is_found_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(FILE_VARIABLE)
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "token"])
+    cli.main()
+    found: list[Worker] = []
+
+    def serve(worker: Worker) -> None:
+        worker.stop()
+        found.append(worker)
+
+    monkeypatch.setattr(Worker, "serve_forever", serve)
+    common = ["lightning-hetero", "worker", "--device", "cpu", "--listen"]
+    monkeypatch.setattr("sys.argv", [*common, "0.0.0.0:0"])
+    cli.main()
+    monkeypatch.setenv(FILE_VARIABLE, "")
+    monkeypatch.setattr("sys.argv", [*common, "127.0.0.1:0"])
+    cli.main()
+    assert [worker._identity.credentials is None for worker in found] == [False, True]

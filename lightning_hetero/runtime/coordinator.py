@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from ..errors import (
@@ -46,8 +47,9 @@ from ..wire.tensors import DTYPES, TensorSpec, dtype_name
 from ..wire.values import Packer, unpack
 from .address import Address
 from .channel import Channel, Inbox
+from .compatibility import differences, shortcomings
 from .deadlines import Deadlines
-from .handshake import dial
+from .handshake import ANONYMOUS, Identity, dial
 from .translation import (
     read_activation,
     read_gradients,
@@ -98,6 +100,7 @@ class _Worker:
     name: str
     address: Address
     channel: Channel
+    equipment: m.Equipment
 
     def __str__(self) -> str:
         return f"stage {self.number} on {self.name}" + (
@@ -113,13 +116,17 @@ class Coordinator:
 
     Args:
         workers: Name and address of each remote stage's worker.
+        identity: What they are shown.
 
     Raises:
         WorkerUnreachable: If one does not answer or refuses.
     """
 
     def __init__(
-        self, workers: Sequence[tuple[str, Address]], deadlines: Deadlines | None = None
+        self,
+        workers: Sequence[tuple[str, Address]],
+        deadlines: Deadlines | None = None,
+        identity: Identity = ANONYMOUS,
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._inbox: Inbox = SimpleQueue()
@@ -136,11 +143,13 @@ class Coordinator:
             for number, (name, address) in enumerate(workers, start=1):
                 rules = coordinator_session()
                 channel, welcome = dial(
-                    address, rules, "coordinator", session_name, self._deadlines
+                    address, rules, "coordinator", session_name, self._deadlines, identity
                 )
                 channel.start(self._inbox)
-                self._workers.append(_Worker(number, name, address, channel))
-                logger.debug("%s: %s", self._workers[-1], welcome)
+                worker = _Worker(number, name, address, channel, welcome.equipment)
+                self._workers.append(worker)
+                if found := differences(identity.equipment, worker.equipment):
+                    rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
         except BaseException:
             self.close()
             raise
@@ -168,6 +177,9 @@ class Coordinator:
         self._dtype_of = {
             name: tensor.dtype for stage in stages for name, tensor in named_tensors(stage.layers)
         }
+        for worker, stage in zip(self._workers, stages, strict=True):
+            if lacks := shortcomings(worker.equipment, stage.recipe, stage.tensor_dtypes.values()):
+                raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
         for worker, stage in zip(self._workers, stages, strict=True):
             worker.channel.send(self._deploy_message(worker, stage))
         self._await_done()

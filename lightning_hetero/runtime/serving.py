@@ -30,7 +30,7 @@ from ..wire.values import Packer, unpack
 from .address import Address
 from .channel import Arrival, Channel, Inbox
 from .deadlines import Deadlines
-from .handshake import dial
+from .handshake import ANONYMOUS, Identity, dial
 from .translation import (
     read_activation,
     read_arguments,
@@ -60,6 +60,7 @@ class StageSession:
         coordinator: The channel to the coordinator, not started yet.
         device: Where the stage computes.
         allowed: What its layers may be made of besides torch's and transformers' own.
+        identity: What its downstream neighbor is shown.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class StageSession:
         device: torch.device,
         deadlines: Deadlines,
         allowed: Allowed,
+        identity: Identity = ANONYMOUS,
     ) -> None:
         self.name = name
+        self._identity = identity
         self._allowed = allowed
         self._coordinator = coordinator
         self._upstream = coordinator
@@ -221,7 +224,9 @@ class StageSession:
         if self._downstream_address:
             address = Address.parse(self._downstream_address)
             rules = upstream_session()
-            channel, _ = dial(address, rules, "neighbor", self.name, self._deadlines)
+            channel, _ = dial(
+                address, rules, "neighbor", self.name, self._deadlines, self._identity
+            )
             self._downstream = channel
             channel.start(self._inbox)
         self._coordinator.send(m.Done())
