@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import getpass
 import logging
 import os
 import shlex
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .errors import HeteroError
+from .errors import HeteroError, TokenError
 from .model.imports import Allowed
 from .runtime.address import Address
 from .runtime.tls import credentials_of
-from .runtime.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file, write_token_file
+from .runtime.token import DEFAULT_FILE, FILE_VARIABLE, Token, find_token_file, write_token_file
 from .runtime.worker import Worker, address_of, listen
 
 logger = logging.getLogger(__name__)
@@ -101,20 +102,43 @@ def _add_token_command(commands: Commands) -> None:
         metavar="FILE",
         help="where to put it; nothing is overwritten (default: %(default)s)",
     )
+    token.add_argument(
+        "--paste",
+        action="store_true",
+        help="ask for the token of another machine, or read it from standard input",
+    )
 
 
 def _make_token(options: argparse.Namespace) -> None:
     path = options.file.expanduser().absolute()
-    write_token_file(path)
+    if options.paste:
+        write_token_file(path, _pasted_token())
+        print(f"Wrote the token to {path}.")
+        return
+    write_token_file(path, Token.new())
     print(
         f"Wrote a new token to {path}. Whoever has it may train on your workers, so copy it only "
         "to machines of the run, for instance with\n\n"
         f"  ssh MACHINE 'umask 077; mkdir -p {DEFAULT_FILE.parent}; cat > {DEFAULT_FILE}' "
         f"< {shlex.quote(str(path))}\n\n"
-        f"There `lightning-hetero worker --listen 0.0.0.0:9999` finds it by itself; elsewhere than "
+        "or by pasting its one line into `lightning-hetero token --paste` there. "
+        "Then `lightning-hetero worker --listen 0.0.0.0:9999` finds it by itself. Elsewhere than "
         f"in {DEFAULT_FILE} it is named by `--token-file`, by `token_file=` of the strategy, or by "
         f"the environment variable {FILE_VARIABLE}."
     )
+
+
+def _pasted_token() -> Token:
+    """The token that stands on standard input; on a terminal it is asked for and not shown.
+
+    Raises:
+        TokenError: If it is none.
+    """
+    text = getpass.getpass("Token: ") if sys.stdin.isatty() else sys.stdin.readline()
+    try:
+        return Token.from_text(text)
+    except ValueError as error:
+        raise TokenError(f"Nothing was written: {error}; copy its whole line.") from None
 
 
 def _run_worker(options: argparse.Namespace) -> None:
@@ -133,7 +157,7 @@ def _run_worker(options: argparse.Namespace) -> None:
         listener = socket.socket(fileno=options.listen_fd)
     if options.stop_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
-    friends = "everybody on this machine" if token_file is None else f"who has {token_file}"
+    friends = "everybody on this machine" if token_file is None else f"whoever has {token_file}"
     logger.info("listening on %s, computing on %s, for %s", address_of(listener), device, friends)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
     Worker(listener, device, allowed=allowed, credentials=credentials).serve_forever()

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
 from lightning_hetero import cli
 from lightning_hetero.model.imports import Allowed
-from lightning_hetero.runtime.token import FILE_VARIABLE, read_token_file
+from lightning_hetero.runtime.token import FILE_VARIABLE, Token, read_token_file
 from lightning_hetero.runtime.worker import Worker
 
 
@@ -124,3 +125,19 @@ def test_a_token_goes_to_the_home_folder_by_itself_and_is_found_there(
     monkeypatch.setattr("sys.argv", [*common, "127.0.0.1:0"])
     cli.main()
     assert [worker._identity.credentials is None for worker in found] == [False, True]
+
+
+def test_a_pasted_token_is_the_same_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    token, path = Token.new(), tmp_path / "token"
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "token", "--paste", str(path)])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"  {token.to_text()}\n"))
+    cli.main()
+    assert read_token_file(path) == token
+    assert token.to_text() not in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO(token.to_text()[:-3]))
+    other = tmp_path / "other"
+    said = str(run(monkeypatch, "token", "--paste", str(other)))
+    assert "Nothing was written: the token there is damaged" in said
+    assert not other.exists()

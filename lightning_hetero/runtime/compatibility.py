@@ -16,6 +16,7 @@ _OURS = "lightning-hetero"
 # Its model code builds the layers, and it keeps their meaning within a major version.
 _MODEL_CODE = "transformers"
 _UNKNOWN = "unknown"
+_MOST_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def differences(here: Equipment, there: Equipment) -> list[str]:
     if not ours or not theirs:
         return []
     return [
-        f"{name} {theirs.get(name, 'missing')} ({ours.get(name, 'missing')} here)"
+        f"{_shown(name)} {_shown(theirs.get(name, 'missing'))} ({ours.get(name, 'missing')} here)"
         for name in dict.fromkeys([*ours, *theirs])
         if ours.get(name) != theirs.get(name)
     ]
@@ -92,7 +93,12 @@ def shortcomings(
 
 
 def _version(party: Party, name: str) -> str:
-    return party.equipment.versions.get(name, _UNKNOWN)
+    return _shown(party.equipment.versions.get(name, _UNKNOWN))
+
+
+def _shown(text: str) -> str:
+    """What a peer says, so that it harms no terminal and floods no log."""
+    return ascii(text[:_MOST_SHOWN])[1:-1]
 
 
 def _missing_library(name: str, need: str) -> str:

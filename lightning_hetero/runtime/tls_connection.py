@@ -3,10 +3,10 @@
     send ──▶ encrypt ─▶ outgoing ──▶ the connection below ──▶ incoming ─▶ decrypt ──▶ receive
              └──────── lock ──────┘                          └──────── lock ───────┘
 
-OpenSSL lets one thread at a time use its object, and `ssl.SSLSocket` sees to that only in the latest
-Pythons. So the object works on memory, under a lock that nobody holds while waiting for the peer.
-What is produced while receiving, such as the answer to a new key, leaves with the next thing that is
-sent: only the sending thread sends, so records go out in their order.
+OpenSSL lets one thread at a time use its object, and `ssl.SSLSocket` sees to that in the latest
+Pythons only. So the object works on memory, under a lock that nobody holds while waiting for the
+peer. What is produced while receiving, such as the answer to a new key, leaves with the next thing
+that is sent: only the sending thread sends, so records go out in their order.
 """
 
 from __future__ import annotations

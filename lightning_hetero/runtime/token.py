@@ -69,8 +69,8 @@ class Token:
         raise TypeError("A token is not pickled; pass on the name of its file.")
 
 
-def write_token_file(path: Path) -> None:
-    """Make a token and a file of it that only its owner may read.
+def write_token_file(path: Path, token: Token) -> None:
+    """Make a file of a token that only its owner may read.
 
     Raises:
         TokenError: If there is something already, or it cannot be written.
@@ -85,8 +85,12 @@ def write_token_file(path: Path) -> None:
         ) from None
     except OSError as error:
         raise TokenError(f"The token file cannot be written: {error}.") from error
-    with open(descriptor, "w", encoding="ascii") as file:
-        file.write(Token.new().to_text() + "\n")
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(token.to_text() + "\n")
+    except OSError as error:
+        path.unlink()
+        raise TokenError(f"The token cannot be written to {str(path)!r}: {error}.") from error
 
 
 def _make_folder(path: Path) -> None:

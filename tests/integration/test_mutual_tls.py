@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import TokenError, WorkerUnreachable
-from lightning_hetero.runtime.token import FILE_VARIABLE, write_token_file
+from lightning_hetero.runtime.token import FILE_VARIABLE, Token, write_token_file
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, trainer
@@ -22,7 +22,7 @@ from ..models import TinyModule, loader, trainer
 @pytest.fixture(scope="module")
 def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("secret") / "token"
-    write_token_file(path)
+    write_token_file(path, Token.new())
     return path
 
 
@@ -72,7 +72,7 @@ def test_without_the_token_or_with_another_a_run_ends_before_it_begins(
     where = addresses(guarded)
     with pytest.raises(WorkerUnreachable, match=f"{where[0]} and this process.*end has none"):
         fit(HeteroPipelineStrategy(where, "even"))
-    write_token_file(tmp_path / "other")
+    write_token_file(tmp_path / "other", Token.new())
     with pytest.raises(WorkerUnreachable, match=f"{where[0]} .* the tokens differ"):
         fit(HeteroPipelineStrategy(where, "even", token_file=tmp_path / "other"))
     with pytest.raises(WorkerUnreachable, match=f"{workers[0]} .* does not speak TLS, so it has"):

@@ -80,6 +80,13 @@ def test_differences_are_listed_with_both_sides_and_what_is_missing() -> None:
     assert differences(Equipment(), HERE.equipment) == []
 
 
+def test_what_a_peer_says_harms_no_terminal() -> None:
+    there = party("the worker", 7, lightning_hetero="\x1b[2J" + "9" * 1000, transformers="6\nroot")
+    said = " ".join([*obstacles(HERE, there), *differences(HERE.equipment, there.equipment)])
+    assert said.isprintable()
+    assert len(said) < 800
+
+
 ALL = Equipment(versions=VERSIONS, device="cuda:0", dtypes=FLOATS, capabilities=["sdpa", "nf4"])
 
 

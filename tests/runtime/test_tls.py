@@ -32,7 +32,7 @@ from lightning_hetero.runtime.tls import Credentials, secured
 from lightning_hetero.runtime.token import Token, write_token_file
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame, encode_frame
-from lightning_hetero.wire.session import coordinator_session
+from lightning_hetero.wire.session import coordinator_session, upstream_session
 
 from .pairs import PATIENCE_SECONDS, QUICK, End, linked_sessions, memory_pair, worker_thread
 
@@ -270,6 +270,14 @@ def logged(caplog: pytest.LogCaptureFixture) -> str:
     return " ".join(r.getMessage() for r in caplog.records if r.name.endswith("worker"))
 
 
+def test_a_neighbor_needs_the_token_as_well() -> None:
+    with worker_thread(OURS) as address:
+        for credentials, expected in ((THEIRS, "the tokens differ"), (OURS, "session 'unknown'")):
+            identity = Identity(credentials=credentials)
+            with pytest.raises(WorkerUnreachable, match=expected):
+                dial(address, upstream_session(), "neighbor", "unknown", QUICK, identity)
+
+
 DIALLED = {
     "no token": (None, OURS, "this end has none; give both", "does not speak TLS, so it has no"),
     "another token": (THEIRS, OURS, "certificate is not of our token", "refused our certificate"),
@@ -399,7 +407,7 @@ def test_the_key_in_a_file_is_gone_and_the_token_never_was_in_one(
         load(context, path)
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", spy)
-    write_token_file(tmp_path / "token")
+    write_token_file(tmp_path / "token", Token.new())
     tls.credentials_of(tmp_path / "token")
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
     for content in seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pickle
 import stat
@@ -23,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_token_is_written_for_its_owner_only_and_read_again(path: Path) -> None:
     before = os.umask(0)
     try:
-        write_token_file(path)
+        write_token_file(path, Token.new())
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -38,17 +39,27 @@ def test_no_two_tokens_are_alike() -> None:
 
 
 def test_a_token_file_is_never_overwritten(path: Path) -> None:
-    write_token_file(path)
+    write_token_file(path, Token.new())
     content = path.read_bytes()
     with pytest.raises(TokenError, match=r"is there already.*remove this one first"):
-        write_token_file(path)
+        write_token_file(path, Token.new())
     assert path.read_bytes() == content
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TokenError, match=r"cannot be written.*file"):
-        write_token_file(tmp_path / "file" / "folder" / "token")
+        write_token_file(tmp_path / "file" / "folder" / "token", Token.new())
+
+
+def test_a_full_disk_leaves_no_half_token(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(_token: Token) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Token, "to_text", no_room)
+    with pytest.raises(TokenError, match=r"cannot be written to .*No space left"):
+        write_token_file(path, Token.new())
+    assert not path.exists()
 
 
 def test_a_missing_file_is_named_with_the_remedy(path: Path) -> None:
@@ -63,7 +74,7 @@ def test_what_is_no_file_cannot_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file_is_named(path: Path) -> None:
-    write_token_file(path)
+    write_token_file(path, Token.new())
     path.chmod(0)
     with pytest.raises(TokenError, match="cannot be read"):
         read_token_file(path)
@@ -71,7 +82,7 @@ def test_an_unreadable_file_is_named(path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o601, 0o777])
 def test_a_file_that_is_open_to_others_is_refused(path: Path, mode: int) -> None:
-    write_token_file(path)
+    write_token_file(path, Token.new())
     path.chmod(mode)
     with pytest.raises(TokenError, match=rf"has mode {mode:04o}.*chmod 600"):
         read_token_file(path)
@@ -130,7 +141,7 @@ def test_the_named_file_comes_first_then_the_variable_then_the_default(
     monkeypatch.delenv(t.FILE_VARIABLE)
     assert find_token_file(None) is None
     default = t.DEFAULT_FILE.expanduser()
-    write_token_file(default)
+    write_token_file(default, Token.new())
     assert find_token_file(None) == default
     monkeypatch.setenv(t.FILE_VARIABLE, "~/elsewhere")
     assert find_token_file(None) == tmp_path / "elsewhere"
