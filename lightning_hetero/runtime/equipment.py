@@ -57,7 +57,7 @@ def _version_of(library: str) -> str | None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
+    return platform.machine()
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -49,7 +49,7 @@ class Equipment(msgspec.Struct, frozen=True):
     versions: Annotated[dict[Name, Name], _Few] = {}
     device: Name = ""
     device_name: Name = ""
-    memory_bytes: Count = 0
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0
     dtypes: Annotated[list[Name], _Few] = []
     capabilities: Annotated[list[Name], _Few] = []
 

@@ -53,6 +53,12 @@ def test_what_a_later_version_says_besides_is_passed_over() -> None:
     assert opened({"message": {"type": "Welcome", "protocol": 7, "mood": 1}}) == m.Welcome(7)
 
 
+def test_a_machine_may_have_any_memory_and_a_device_any_name() -> None:
+    equipment = m.Equipment(device_name="Ä" * 1024, memory_bytes=64 * 2**40)
+    [frame] = feed(OpeningReader(), b"".join(encode_frame(Frame(m.Welcome(1, equipment)))))
+    assert frame.message == m.Welcome(1, equipment)
+
+
 def test_what_an_earlier_version_does_not_say_has_defaults() -> None:
     assert opened({"message": {"type": "Hello", "protocol": 1}}) == m.Hello(1)
 
