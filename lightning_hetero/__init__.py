@@ -16,6 +16,7 @@
     profiling/       what it takes: measures a model on its devices, and chooses the plan
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli.py           the command lightning-hetero
+    version.py       the version of this package
 
 Imports point one way: cli → strategy, callbacks → profiling → runtime, planning → pipeline → model,
 wire → plan → errors.
@@ -27,8 +28,7 @@ from .callbacks.profiler import PipelineProfiler
 from .model.pretrained import from_pretrained
 from .plan import Plan, StagePlan
 from .strategy import HeteroPipelineStrategy
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "HeteroPipelineStrategy",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import getpass
 import importlib
 import logging
 import os
+import shlex
 import socket
 import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +21,7 @@ from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from rich.text import Text
 
-from .errors import HeteroError, PlanError, ProfileError
+from .errors import HeteroError, PlanError, ProfileError, TokenError
 from .model.imports import Allowed
 from .planning.profile import Profile
 from .planning.rendering import render
@@ -27,12 +29,16 @@ from .planning.solver import solve
 from .planning.verdict import judge
 from .planning.wishes import Wishes, parse_memory, parse_pin
 from .runtime.address import Address
+from .runtime.tls import credentials_of
+from .runtime.token import DEFAULT_FILE, FILE_VARIABLE, Token, find_token_file, write_token_file
 from .runtime.worker import Worker, address_of, listen
 from .strategy import HeteroPipelineStrategy
 
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main() -> None:
@@ -51,8 +57,14 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-hetero", description="Train one model on mixed hardware."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_worker(commands)
+    _add_token(commands)
     _add_profile(commands)
     _add_plan(commands)
+    return parser
+
+
+def _add_worker(commands: Commands) -> None:
     worker = commands.add_parser("worker", help="serve stages to one coordinator after the other")
     worker.set_defaults(run=_run_worker)
     worker.add_argument(
@@ -60,7 +72,14 @@ def _parser() -> argparse.ArgumentParser:
         type=Address.parse,
         default="127.0.0.1:9999",
         metavar="HOST:PORT",
-        help="loopback only; port 0 takes a free one (default: %(default)s)",
+        help="beyond loopback only with a token; port 0 takes a free one (default: %(default)s)",
+    )
+    worker.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"listen only to those who have this token (default: ${FILE_VARIABLE}, or "
+        f"{DEFAULT_FILE} if it is there; an empty variable stands for none)",
     )
     worker.add_argument(
         "--device", default="auto", help="a torch device such as cuda:0 (default: %(default)s)"
@@ -80,15 +99,64 @@ def _parser() -> argparse.ArgumentParser:
         help="a package or module whose layer classes and functions may be imported and run when "
         "a coordinator asks for them; repeatable (default: none)",
     )
-    # For the strategy's own local workers: a socket that it listens on, and its death; and its
-    # script with the script's arguments, which is therefore the last option.
+    # For the strategy's own local workers, which use no token: a socket that it listens on, and its
+    # death; and its script with the script's arguments, which is therefore the last option.
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
     worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
-    return parser
 
 
-def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_token(commands: Commands) -> None:
+    token = commands.add_parser("token", help="make the secret that all machines of a run share")
+    token.set_defaults(run=_make_token)
+    token.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        default=DEFAULT_FILE,
+        metavar="FILE",
+        help="where to put it; nothing is overwritten (default: %(default)s)",
+    )
+    token.add_argument(
+        "--paste",
+        action="store_true",
+        help="ask for the token of another machine, or read it from standard input",
+    )
+
+
+def _make_token(options: argparse.Namespace) -> None:
+    path = options.file.expanduser().absolute()
+    if options.paste:
+        write_token_file(path, _pasted_token())
+        print(f"Wrote the token to {path}.")
+        return
+    write_token_file(path, Token.new())
+    print(
+        f"Wrote a new token to {path}. Whoever has it may train on your workers, so copy it only "
+        "to machines of the run, for instance with\n\n"
+        f"  ssh MACHINE 'umask 077; mkdir -p {DEFAULT_FILE.parent}; cat > {DEFAULT_FILE}' "
+        f"< {shlex.quote(str(path))}\n\n"
+        "or by pasting its one line into `lightning-hetero token --paste` there. "
+        "Then `lightning-hetero worker --listen 0.0.0.0:9999` finds it by itself. Elsewhere than "
+        f"in {DEFAULT_FILE} it is named by `--token-file`, by `token_file=` of the strategy, or by "
+        f"the environment variable {FILE_VARIABLE}."
+    )
+
+
+def _pasted_token() -> Token:
+    """The token that stands on standard input; on a terminal it is asked for and not shown.
+
+    Raises:
+        TokenError: If it is none.
+    """
+    text = getpass.getpass("Token: ") if sys.stdin.isatty() else sys.stdin.readline()
+    try:
+        return Token.from_text(text)
+    except ValueError as error:
+        raise TokenError(f"Nothing was written: {error}; copy its whole line.") from None
+
+
+def _add_profile(commands: Commands) -> None:
     profile = commands.add_parser(
         "profile", help="measure a model on its devices, and train nothing"
     )
@@ -170,7 +238,7 @@ def _class_named(name: str, base: type) -> Any:
     return found
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_plan(commands: Commands) -> None:
     plan = commands.add_parser("plan", help="from measurements, decide who gets which layers")
     plan.set_defaults(run=_run_plan)
     plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
@@ -247,14 +315,18 @@ def _run_worker(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     device = _torch_device(options.device)
     if options.listen_fd is None:
-        listener = listen(options.listen)
+        token_file = find_token_file(options.token_file)
+        credentials = credentials_of(token_file)
+        listener = listen(options.listen, credentials)
     else:
+        token_file = credentials = None
         listener = socket.socket(fileno=options.listen_fd)
     if options.stop_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
-    logger.info("listening on %s, computing on %s", address_of(listener), device)
+    friends = "everybody on this machine" if token_file is None else f"whoever has {token_file}"
+    logger.info("listening on %s, computing on %s, for %s", address_of(listener), device, friends)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
-    Worker(listener, device, allowed=allowed).serve_forever()
+    Worker(listener, device, allowed=allowed, credentials=credentials).serve_forever()
 
 
 def _module_name(text: str) -> str:

@@ -9,7 +9,9 @@ HeteroError
 ├─ ProtocolError
 │  ├─ LocalProtocolError     we were about to say what the rules forbid
 │  └─ RemoteProtocolError    the peer said what the rules forbid
+├─ TokenError                a token file that is missing, weak or open to others
 ├─ ChannelError              a connection ended or could not be used
+│  └─ TrustError              the two ends have no token in common, or one has none
 ├─ SaveError                 a checkpoint that could not be written
 └─ WorkerError
    ├─ WorkerUnreachable      nobody answered, or it refused us
@@ -54,8 +56,16 @@ class RemoteProtocolError(ProtocolError):
     """The peer said something that the rules forbid."""
 
 
+class TokenError(HeteroError):
+    """A token file that is missing, weak, or open to others."""
+
+
 class ChannelError(HeteroError):
     """A connection ended, or could not be used."""
+
+
+class TrustError(ChannelError):
+    """The two ends of a connection have no token in common, or one of them has none."""
 
 
 class SaveError(HeteroError, OSError):

@@ -59,6 +59,8 @@ from .runtime.address import Address
 from .runtime.coordinator import Coordinator
 from .runtime.deadlines import Deadlines
 from .runtime.deployment import Deployment, imports_of
+from .runtime.equipment import equipment_here
+from .runtime.handshake import Identity
 from .runtime.local import (
     START_SECONDS,
     LocalWorker,
@@ -68,6 +70,8 @@ from .runtime.local import (
     threads_per_process,
 )
 from .runtime.remote_optimizer import RemoteOptimizer, optimized_parameters
+from .runtime.tls import credentials_of
+from .runtime.token import find_token_file
 from .saving import check_complete, checkpoint_io_or_ours, keeping_frozen
 from .stepping import MicrobatchedStep
 
@@ -101,6 +105,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             and every persistent buffer. The module that loads one keeps its own frozen weights;
             without this strategy, by Lightning's ``strict_loading = False``. A model made by
             `from_pretrained` leaves out what is in its source either way.
+        token_file: The file of the secret that this process shares with the workers of a list. None
+            takes that of the environment variable ``LIGHTNING_HETERO_TOKEN_FILE`` (empty for
+            none), or ``~/.config/lightning-hetero/token`` if it is there. Workers on other machines
+            need one; local workers, which ``workers`` counts, neither need nor use it.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy; None writes files without a copy in memory.
         precision_plugin: As for every Lightning strategy.
@@ -121,6 +129,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        token_file: str | Path | None = None,
     ) -> None:
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
@@ -141,6 +150,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._loss_weighting = loss_weighting
         self._ever_trained: set[Tensor] = set()
         self._trainable_only = checkpoint_weights == "trainable"
+        # The token itself is read for each run and not kept, so no copy of the strategy has it.
+        self._token_file = token_file
         # Lightning's connector fills this in; the coordinator computes on the first of them.
         self.parallel_devices: list[torch.device] | None = None
         self._local_workers: list[LocalWorker] = []
@@ -395,7 +406,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if isinstance(self._workers, int):
             self._start_local_workers(self._workers, imports)
         addresses = self._addresses()
-        return Coordinator([(n, addresses[n]) for n in names], self._patient_deadlines())
+        named = [(name, addresses[name]) for name in names]
+        return Coordinator(named, self._patient_deadlines(), self._identity())
 
     def _end_local_workers(self) -> None:
         local_workers, self._local_workers = self._local_workers, []
@@ -443,6 +455,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if isinstance(self._workers, int):
             return {worker.name: worker.address for worker in self._local_workers}
         return {text: Address.parse(text) for text in self._workers}
+
+    def _identity(self) -> Identity:
+        """What the workers are shown; local ones are ours anyway."""
+        equipment = equipment_here(self.root_device)
+        if isinstance(self._workers, int):
+            return Identity(equipment)
+        return Identity(equipment, credentials_of(find_token_file(self._token_file)))
 
     def _announce(self, plan: Plan) -> None:
         for number, stage in enumerate(plan.remote_stages, start=1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +13,11 @@ from dataclasses import dataclass
 import hypothesis
 import pytest
 import torch
+
+from lightning_hetero.runtime.token import FILE_VARIABLE
+
+# A token of whoever runs the tests must not change them; workers inherit this.
+os.environ[FILE_VARIABLE] = ""
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("steady", deadline=None)

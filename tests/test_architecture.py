@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_hetero"
 # A part is a folder or a file directly below the package. Lowest layer first: a module may import
 # its own part and the layers below, so two parts of one layer do not know each other.
 LAYERS = (
-    {"errors"},
+    {"errors", "version"},
     {"plan"},
     {"wire", "model"},
     {"pipeline"},
@@ -73,11 +73,17 @@ NO_IO = Ban(
     frozenset({"asyncio", "select", "selectors", "socket", "ssl", "threading", "time"}),
     parts=frozenset({"wire"}),
 )
+KEYS_IN_RUNTIME = Ban(
+    "keys, certificates and TLS are the runtime's",
+    frozenset({"ssl", "cryptography"}),
+    except_parts=frozenset({"runtime"}),
+)
 BANS = {
     "unpickling": NO_UNPICKLING,
     "print": NO_PRINT,
     "torch": NO_TORCH,
     "io": NO_IO,
+    "keys": KEYS_IN_RUNTIME,
 }
 
 IMPORT_FUNCTIONS = {"builtins.__import__", "importlib.import_module"}
@@ -434,6 +440,8 @@ def test_import_cycle_passes_siblings_of_a_package(tmp_path: Path) -> None:
         ("torch", "plan.py", "from torch import nn", "torch"),
         ("torch", "planning/solver.py", "if TYPE_CHECKING:\n    import torch.nn", "torch"),
         ("io", "wire/session.py", "from time import monotonic", "time"),
+        ("keys", "strategy.py", "import ssl\nssl.SSLContext(2)", "ssl"),
+        ("keys", "cli.py", "from cryptography import x509", "cryptography"),
     ],
 )
 def test_banned_uses_finds(tmp_path: Path, ban: str, file: str, source: str, name: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from lightning_hetero import cli
 from lightning_hetero.model.imports import Allowed
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planning.profile import Profile
+from lightning_hetero.runtime.token import FILE_VARIABLE, Token, read_token_file
 from lightning_hetero.runtime.worker import Worker
 
 from .planning.profiles import device, profile
@@ -86,6 +88,7 @@ def test_a_worker_allows_what_it_was_told(
     ("arguments", "expected"),
     [
         (["--listen", "0.0.0.0:9999"], "loopback only"),
+        (["--token-file", "/nowhere/token"], "There is no token file '/nowhere/token'"),
         (["--device", "nonsense"], "device 'nonsense' cannot be used"),
     ],
 )
@@ -272,3 +275,55 @@ def test_profile_says_why_it_cannot_measure(
     write_config(project, options, strategy or "lightning_hetero.HeteroPipelineStrategy")
     assert complaint in str(run(monkeypatch, "profile", "config.yaml", *arguments))
     assert not (project / "profile.yaml").exists()
+
+
+def test_a_token_is_made_once_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "token"
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "token", str(path)])
+    cli.main()
+    said = capsys.readouterr()
+    assert f"Wrote a new token to {path}." in said.out
+    assert f"< {path}" in said.out
+    assert read_token_file(path).to_text() not in said.out + said.err
+    assert "is there already" in str(run(monkeypatch, "token", str(path)))
+
+
+def test_a_token_goes_to_the_home_folder_by_itself_and_is_found_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(FILE_VARIABLE)
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "token"])
+    cli.main()
+    found: list[Worker] = []
+
+    def serve(worker: Worker) -> None:
+        worker.stop()
+        found.append(worker)
+
+    monkeypatch.setattr(Worker, "serve_forever", serve)
+    common = ["lightning-hetero", "worker", "--device", "cpu", "--listen"]
+    monkeypatch.setattr("sys.argv", [*common, "0.0.0.0:0"])
+    cli.main()
+    monkeypatch.setenv(FILE_VARIABLE, "")
+    monkeypatch.setattr("sys.argv", [*common, "127.0.0.1:0"])
+    cli.main()
+    assert [worker._identity.credentials is None for worker in found] == [False, True]
+
+
+def test_a_pasted_token_is_the_same_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    token, path = Token.new(), tmp_path / "token"
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "token", "--paste", str(path)])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"  {token.to_text()}\n"))
+    cli.main()
+    assert read_token_file(path) == token
+    assert token.to_text() not in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO(token.to_text()[:-3]))
+    other = tmp_path / "other"
+    said = str(run(monkeypatch, "token", "--paste", str(other)))
+    assert "Nothing was written: the token there is damaged" in said
+    assert not other.exists()

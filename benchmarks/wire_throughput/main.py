@@ -1,6 +1,7 @@
 """One large boundary tensor over loopback: a channel against bare `sendall` and `recv_into`.
 
-Sender and receiver are two processes on two cores. Rounds are interleaved: each times a burst of
+Sender and receiver are two processes on two cores; with --tls both ways are under mutual TLS, the
+bare one by Python's own TLS sockets. Rounds are interleaved: each times a burst of
 tensors over the bare sockets, then over the channel. The medians of the rounds' ratios count.
 """
 
@@ -20,14 +21,18 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hetero.runtime.address import Address
-from lightning_hetero.runtime.channel import Channel, Inbox, prepare_socket, send_buffers
+from lightning_hetero.runtime.channel import Channel, Inbox, send_buffers
+from lightning_hetero.runtime.connection import SocketConnection, prepare_socket
 from lightning_hetero.runtime.deadlines import Deadlines
-from lightning_hetero.runtime.handshake import dial, receive_hello
+from lightning_hetero.runtime.handshake import Identity, dial, receive_hello
+from lightning_hetero.runtime.tls import Credentials, secured
+from lightning_hetero.runtime.token import Token
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame, encode_frame
 from lightning_hetero.wire.session import downstream_session, upstream_session
 
 DEADLINES = Deadlines()
+BARE, CHANNEL = "bare sockets", "channel"
 
 
 def main() -> None:
@@ -35,34 +40,59 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--burst", type=int, default=8, help="tensors per timed burst")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--tls", action="store_true", help="both ways under mutual TLS")
     options = parser.parse_args()
 
     first_core, second_core = sorted(os.sched_getaffinity(0))[:2]
     tensor = torch.randn(options.mebibytes * 2**18)
     listener = socket.create_server(("127.0.0.1", 0))
     context = multiprocessing.get_context("spawn")
-    arguments = (listener, second_core, tensor.nbytes, options.burst, options.rounds)
+    token_text = Token.new().to_text() if options.tls else None
+    arguments = (listener, second_core, tensor.nbytes, options.burst, options.rounds, token_text)
     receiver = context.Process(target=receive_all, args=arguments)
     receiver.start()
     os.sched_setaffinity(0, {first_core})
-    seconds = send_all(Address(*listener.getsockname()), tensor, options.burst, options.rounds)
+    address, credentials = Address(*listener.getsockname()), credentials_of(token_text)
+    seconds = send_all(address, tensor, options.burst, options.rounds, credentials)
     receiver.join()
     report(seconds, tensor.nbytes * options.burst)
 
 
+def credentials_of(token_text: str | None) -> Credentials | None:
+    """Both processes' own; a token is handed on as text because it cannot be pickled."""
+    return None if token_text is None else Credentials(Token.from_text(token_text))
+
+
+def bare_connection(
+    connected: socket.socket, credentials: Credentials | None, is_server: bool
+) -> socket.socket:
+    """The socket to compare with."""
+    prepare_socket(connected)
+    # As a channel's, whose waits have an end.
+    connected.settimeout(DEADLINES.silence_seconds)
+    if credentials is None:
+        return connected
+    return credentials.context(is_server).wrap_socket(connected, server_side=is_server)
+
+
 def send_all(
-    address: Address, tensor: torch.Tensor, burst: int, rounds: int
+    address: Address,
+    tensor: torch.Tensor,
+    burst: int,
+    rounds: int,
+    credentials: Credentials | None,
 ) -> dict[str, list[float]]:
     """Seconds of every round, each way. The first round of each warms up and is left out."""
-    bare = socket.create_connection((address.host, address.port))
-    prepare_socket(bare)
-    channel, _ = dial(address, upstream_session(), "neighbor", "benchmark", DEADLINES)
+    connected = socket.create_connection((address.host, address.port))
+    bare = bare_connection(connected, credentials, is_server=False)
+    identity = Identity(credentials=credentials)
+    channel, _ = dial(address, upstream_session(), "neighbor", "benchmark", DEADLINES, identity)
     inbox: Inbox = SimpleQueue()
     channel.start(inbox)
-    seconds: dict[str, list[float]] = {"bare sockets": [], "channel": []}
+    seconds: dict[str, list[float]] = {BARE: [], CHANNEL: []}
     for _ in range(rounds + 1):
-        seconds["bare sockets"].append(send_bare(bare, tensor, burst))
-        seconds["channel"].append(send_over_channel(channel, inbox, tensor, burst))
+        seconds[BARE].append(send_bare(bare, tensor, burst))
+        seconds[CHANNEL].append(send_over_channel(channel, inbox, tensor, burst))
     channel.close(m.Goodbye())
     bare.close()
     return {name: values[1:] for name, values in seconds.items()}
@@ -81,19 +111,25 @@ def send_over_channel(channel: Channel, inbox: Inbox, tensor: torch.Tensor, burs
     """The same with frames."""
     start = time.perf_counter()
     for index in range(burst):
-        channel.send(m.Activation(1, index, 0, requires_grad=False), tensor)
+        channel.send(m.Activation(1, index, 0, requires_grad=[False], collected=[]), tensor)
     inbox.get()
     return time.perf_counter() - start
 
 
 def receive_all(
-    listener: socket.socket, core: int, num_bytes: int, burst: int, rounds: int
+    listener: socket.socket,
+    core: int,
+    num_bytes: int,
+    burst: int,
+    rounds: int,
+    token_text: str | None,
 ) -> None:
     """The receiving process."""
     os.sched_setaffinity(0, {core})
-    bare, _ = listener.accept()
-    prepare_socket(bare)
-    channel, inbox = accept_channel(listener)
+    credentials = credentials_of(token_text)
+    connected, _ = listener.accept()
+    bare = bare_connection(connected, credentials, is_server=True)
+    channel, inbox = accept_channel(listener, credentials)
     buffer = memoryview(bytearray(num_bytes))
     for _ in range(rounds + 1):
         for _ in range(burst):
@@ -103,22 +139,25 @@ def receive_all(
         bare.sendall(b"!")
         for _ in range(burst):
             inbox.get()
-        channel.send(m.Gradient(1, 0, 0))
+        channel.send(m.Gradient(1, 0, 0, is_present=[]))
     channel.close()
     bare.close()
 
 
-def accept_channel(listener: socket.socket) -> tuple[Channel, Inbox]:
+def accept_channel(
+    listener: socket.socket, credentials: Credentials | None
+) -> tuple[Channel, Inbox]:
     """Take the sender's channel, as a worker takes its neighbor's."""
-    connection, _ = listener.accept()
-    prepare_socket(connection)
-    hello, reader = receive_hello(connection, DEADLINES)
+    connected, _ = listener.accept()
+    prepare_socket(connected)
+    plain = SocketConnection(connected)
+    connection = secured(plain, credentials, True, DEADLINES.connect_seconds)
     session = downstream_session()
-    session.received(hello)
-    welcome = m.Welcome("cpu", "")
+    session.received(receive_hello(connection, DEADLINES))
+    welcome = m.Welcome(m.PROTOCOL_VERSION)
     session.sent(welcome)
     send_buffers(connection, encode_frame(Frame(welcome)), DEADLINES.connect_seconds)
-    channel = Channel(connection, session, reader, "sender", DEADLINES)
+    channel = Channel(connection, session, "sender", DEADLINES)
     inbox: Inbox = SimpleQueue()
     channel.start(inbox)
     return channel, inbox
@@ -130,7 +169,7 @@ def report(seconds: dict[str, list[float]], num_bytes: int) -> None:
     for column in ("way", "GB/s (median)", "× bare sockets"):
         table.add_column(column, justify="right")
     for name, values in seconds.items():
-        ratios = [b / v for b, v in zip(seconds["bare sockets"], values, strict=True)]
+        ratios = [b / v for b, v in zip(seconds[BARE], values, strict=True)]
         speed = num_bytes / statistics.median(values) / 1e9
         table.add_row(name, f"{speed:.2f}", f"{statistics.median(ratios):.2f}")
     console = Console()

@@ -1,15 +1,14 @@
-"""A channel: a connected socket that speaks frames, with a thread for each direction.
+"""A channel: a connection that speaks frames, with a thread for each direction.
 
 The reading thread fills tensors in place and answers heartbeats, so a peer that computes is heard;
 the writing thread sends large tensors from their own memory. What arrives, and the channel's end,
-goes to one inbox. Nobody who computes ever waits for the socket.
+goes to one inbox. Nobody who computes ever waits for the network.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -21,13 +20,10 @@ from ..errors import ChannelError, HeteroError, RemoteProtocolError
 from ..wire import messages as m
 from ..wire.frames import Frame, FrameReader, encode_frame
 from ..wire.session import Session
+from .connection import Connection
 from .deadlines import Deadlines
 
 logger = logging.getLogger(__name__)
-
-# Linux allows 1024 buffers in one call; a frame of more goes in several.
-_MOST_BUFFERS = 512
-_SOCKET_BUFFER_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -45,24 +41,22 @@ class Channel:
     """One end of a conversation after its handshake. Start it with `start`, end it with `close`.
 
     Args:
-        connection: A connected socket, from now on the channel's.
+        connection: From now on the channel's.
         session: The rules, as far as the handshake has taken them.
-        reader: The reader that the handshake used; it may have begun a frame.
         peer: Who is at the other end, for messages to people.
     """
 
     def __init__(
         self,
-        connection: socket.socket,
+        connection: Connection,
         session: Session,
-        reader: FrameReader,
         peer: str,
         deadlines: Deadlines,
     ) -> None:
         self.peer = peer
         self._connection = connection
         self._session = session
-        self._reader = reader
+        self._reader = FrameReader()
         self._deadlines = deadlines
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
@@ -75,7 +69,7 @@ class Channel:
 
     def start(self, inbox: Inbox) -> None:
         """Begin to read and write; what arrives goes to ``inbox``."""
-        self._connection.settimeout(self._deadlines.heartbeat_seconds)
+        self._connection.set_timeout(self._deadlines.heartbeat_seconds)
         self._threads = [
             threading.Thread(target=self._read, args=(inbox,), name=f"read {self.peer}"),
             threading.Thread(target=self._write, name=f"write {self.peer}"),
@@ -112,16 +106,11 @@ class Channel:
         self._outgoing.put(None)
         reading, writing = self._threads
         writing.join(self._deadlines.stop_seconds)
-        self._hang_up()
+        self._connection.shut_down()
         for thread in (reading, writing):
             if thread is not threading.current_thread():
                 thread.join()
         self._connection.close()
-
-    def _hang_up(self) -> None:
-        """Wake both threads."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self, inbox: Inbox) -> None:
         try:
@@ -174,7 +163,7 @@ class Channel:
                 self._note_progress(is_over=False)
         except (OSError, HeteroError) as error:
             logger.debug("writing to %s ended: %s", self.peer, error)
-            self._hang_up()
+            self._connection.shut_down()
         finally:
             self._note_progress(is_over=True)
 
@@ -185,22 +174,15 @@ class Channel:
             self._progress.notify_all()
 
 
-def prepare_socket(connection: socket.socket) -> None:
-    """Small messages leave at once; large ones find room."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
-
-
-def receive_some(connection: socket.socket, reader: FrameReader) -> Frame | None:
+def receive_some(connection: Connection, reader: FrameReader) -> Frame | None:
     """Take what has arrived; the frame, if that completes one.
 
     Raises:
-        TimeoutError: If nothing arrives within the socket's timeout.
+        TimeoutError: If nothing arrives within the connection's timeout.
         ChannelError: If the peer has ended the connection.
         RemoteProtocolError: If what arrived is no frame, or ends inside one.
     """
-    num_bytes = connection.recv_into(reader.buffer())
+    num_bytes = connection.receive_into(reader.buffer())
     if num_bytes == 0:
         reader.close()
         raise ChannelError("The peer ended the connection.")
@@ -208,7 +190,7 @@ def receive_some(connection: socket.socket, reader: FrameReader) -> Frame | None
 
 
 def send_buffers(
-    connection: socket.socket, buffers: list[memoryview], patience_seconds: float
+    connection: Connection, buffers: list[memoryview], patience_seconds: float
 ) -> None:
     """Send buffers one after the other, from where they are; the list is used up.
 
@@ -218,7 +200,7 @@ def send_buffers(
     last_progress = time.monotonic()
     while buffers:
         try:
-            num_bytes = connection.sendmsg(buffers[:_MOST_BUFFERS])
+            num_bytes = connection.send(buffers)
             last_progress = time.monotonic()
         except TimeoutError:
             if time.monotonic() - last_progress > patience_seconds:

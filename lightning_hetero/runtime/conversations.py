@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
@@ -18,8 +19,9 @@ from ..wire.frames import Frame
 from ..wire.session import coordinator_session
 from .address import Address
 from .channel import Channel, Inbox
+from .compatibility import differences
 from .deadlines import Deadlines
-from .handshake import dial
+from .handshake import Identity, dial
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class ConnectedWorker:
     name: str
     address: Address
     channel: Channel
+    equipment: m.Equipment
     constants: SentConstants = field(default_factory=SentConstants)
 
     def __str__(self) -> str:
@@ -48,6 +51,7 @@ class Conversations:
     Args:
         workers: Name and address of each.
         deadlines: How long to wait for what.
+        identity: What they are shown.
 
     Attributes:
         step: The number of the present step.
@@ -56,7 +60,9 @@ class Conversations:
         WorkerUnreachable: If one does not answer or refuses.
     """
 
-    def __init__(self, workers: Sequence[tuple[str, Address]], deadlines: Deadlines) -> None:
+    def __init__(
+        self, workers: Sequence[tuple[str, Address]], deadlines: Deadlines, identity: Identity
+    ) -> None:
         self._deadlines = deadlines
         self._inbox: Inbox = SimpleQueue()
         self._workers: list[ConnectedWorker] = []
@@ -69,11 +75,13 @@ class Conversations:
             for number, (name, address) in enumerate(workers, start=1):
                 rules = coordinator_session()
                 channel, welcome = dial(
-                    address, rules, "coordinator", session_name, self._deadlines
+                    address, rules, "coordinator", session_name, self._deadlines, identity
                 )
                 channel.start(self._inbox)
-                self._workers.append(ConnectedWorker(number, name, address, channel))
-                logger.debug("%s: %s", self._workers[-1], welcome)
+                worker = ConnectedWorker(number, name, address, channel, welcome.equipment)
+                self._workers.append(worker)
+                if found := differences(identity.equipment, worker.equipment):
+                    rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
         except BaseException:
             self.close()
             raise

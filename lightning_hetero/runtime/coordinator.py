@@ -15,6 +15,7 @@ from ..errors import (
     HeteroError,
     ModelError,
     RemoteProtocolError,
+    WorkerError,
 )
 from ..model.blocks import BlocksRecipe
 from ..model.packed import State
@@ -39,8 +40,10 @@ from ..wire.tensors import DTYPES
 from ..wire.values import Packer, unpack
 from .address import Address
 from .building import describe_parameters
+from .compatibility import shortcomings
 from .conversations import ConnectedWorker, Conversations
 from .deadlines import Deadlines
+from .handshake import ANONYMOUS, Identity
 from .progress import Progress
 from .translation import (
     read_activation,
@@ -95,6 +98,7 @@ class Coordinator(Conversations):
 
     Args:
         workers: Name and address of each remote stage's worker.
+        identity: What they are shown.
         narrowing: What the coordinator rounds the activations to that it sends to the first stage,
             and the gradients that it sends to the last one.
 
@@ -106,9 +110,10 @@ class Coordinator(Conversations):
         self,
         workers: Sequence[tuple[str, Address]],
         deadlines: Deadlines | None = None,
+        identity: Identity = ANONYMOUS,
         narrowing: Narrowing | None = None,
     ) -> None:
-        super().__init__(workers, deadlines or Deadlines())
+        super().__init__(workers, deadlines or Deadlines(), identity)
         self._narrowing = narrowing or Narrowing()
         self._stages: Sequence[RemoteStage] = ()
         self._owner_of: dict[str, ConnectedWorker] = {}
@@ -132,6 +137,9 @@ class Coordinator(Conversations):
         self._dtype_of = {
             name: tensor.dtype for stage in stages for name, tensor in named_tensors(stage.layers)
         }
+        for worker, stage in zip(self._workers, stages, strict=True):
+            if lacks := shortcomings(worker.equipment, stage.recipe, stage.tensor_dtypes.values()):
+                raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
         for worker, stage in zip(self._workers, stages, strict=True):
             worker.channel.send(self._deploy_message(worker, stage))
         self._await_done()

@@ -16,15 +16,12 @@ from ..pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
 from ..pipeline.memory import free_cached_memory
 from ..wire import messages as m
 from ..wire.constants import KeptConstants
-from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES
 from ..wire.values import unpack
-from .address import Address
 from .building import build_for_values
 from .channel import Channel
 from .deadlines import Deadlines
 from .device import describe_device
-from .handshake import dial
 from .links import exchange_over, measure_link, new_inbox, payload
 from .translation import read_arguments
 
@@ -35,21 +32,21 @@ class MeasuredSide:
     """Answers a coordinator that measures. Everything happens in the session's thread.
 
     Args:
-        session_name: Known to the other workers of the session.
         coordinator: The channel to the coordinator.
         device: What is measured.
         allowed: What layers may be made of.
+        dial_neighbor: Opens a channel, not started yet, to another worker of the session.
     """
 
     def __init__(
         self,
-        session_name: str,
         coordinator: Channel,
         device: torch.device,
         deadlines: Deadlines,
         allowed: Allowed,
+        dial_neighbor: Callable[[str], Channel],
     ) -> None:
-        self._session_name = session_name
+        self._dial_neighbor = dial_neighbor
         self._coordinator = coordinator
         self._device = device
         self._deadlines = deadlines
@@ -133,9 +130,7 @@ class MeasuredSide:
         return m.OptimizerMeasured(found.step_seconds, found.state_bytes)
 
     def _measure_link(self, message: m.MeasureLink, _tensors: Any) -> m.Message:
-        address = Address.parse(message.address)
-        rules = upstream_session()
-        channel, _ = dial(address, rules, "neighbor", self._session_name, self._deadlines)
+        channel = self._dial_neighbor(message.address)
         inbox = new_inbox()
         channel.start(inbox)
         try:

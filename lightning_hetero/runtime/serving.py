@@ -32,7 +32,7 @@ from .address import Address
 from .building import build_described, numbered_layers
 from .channel import Arrival, Channel, Inbox
 from .deadlines import Deadlines
-from .handshake import dial
+from .handshake import ANONYMOUS, Identity, dial
 from .measured import MeasuredSide, answer_probe
 from .translation import (
     read_activation,
@@ -63,6 +63,7 @@ class StageSession:
         coordinator: The channel to the coordinator, not started yet.
         device: Where the stage computes.
         allowed: What its layers may be made of besides torch's and transformers' own.
+        identity: What its downstream neighbor is shown.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class StageSession:
         device: torch.device,
         deadlines: Deadlines,
         allowed: Allowed,
+        identity: Identity = ANONYMOUS,
     ) -> None:
         self.name = name
+        self._identity = identity
         self._allowed = allowed
         self._coordinator = coordinator
         self._upstream = coordinator
@@ -90,7 +93,7 @@ class StageSession:
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages([])
         self._constants = KeptConstants()
-        self._measuring = MeasuredSide(name, coordinator, device, deadlines, allowed)
+        self._measuring = MeasuredSide(coordinator, device, deadlines, allowed, self._dial_neighbor)
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             **self._measuring.handlers,
             m.Deploy: self._on_deploy,
@@ -237,12 +240,14 @@ class StageSession:
         if self._missing:
             raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
         if self._downstream_address:
-            address = Address.parse(self._downstream_address)
-            rules = upstream_session()
-            channel, _ = dial(address, rules, "neighbor", self.name, self._deadlines)
-            self._downstream = channel
-            channel.start(self._inbox)
+            self._downstream = self._dial_neighbor(self._downstream_address)
+            self._downstream.start(self._inbox)
         self._coordinator.send(m.Done())
+
+    def _dial_neighbor(self, text: str) -> Channel:
+        address, rules = Address.parse(text), upstream_session()
+        channel, _ = dial(address, rules, "neighbor", self.name, self._deadlines, self._identity)
+        return channel
 
     def _on_build_optimizer(self, message: m.BuildOptimizer, tensors: tuple[Tensor, ...]) -> None:
         groups = [Group(g.parameters, unpack(g.options, tensors)) for g in message.groups]

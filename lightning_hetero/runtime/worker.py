@@ -12,34 +12,40 @@ import threading
 
 import torch
 
-from ..errors import ChannelError, HeteroError, ProtocolError, WorkerError
+from ..errors import ChannelError, HeteroError, ProtocolError, TrustError, WorkerError
 from ..model.imports import Allowed
 from ..wire import messages as m
-from ..wire.frames import Frame, FrameReader, encode_frame
+from ..wire.frames import Frame, encode_frame
 from ..wire.session import Session, downstream_session, worker_session
 from .address import Address
-from .channel import Channel, prepare_socket, send_buffers
+from .channel import Channel, send_buffers
+from .connection import Connection, SocketConnection, prepare_socket
 from .deadlines import Deadlines
-from .handshake import receive_hello
+from .equipment import equipment_here
+from .handshake import Identity, receive_hello
+from .lobby import Lobby
 from .serving import StageSession
+from .tls import Credentials, secured
 
 logger = logging.getLogger(__name__)
 
-# Connections that may be in their handshake at once; more have to wait in the socket's backlog.
+# Connections that may be in their handshake at once.
 _MOST_GREETINGS = 16
+# For a refused peer to read why.
+_LAST_WORD_SECONDS = 1.0
 
 
-def listen(address: Address) -> socket.socket:
-    """A listening socket on a loopback address; port 0 takes a free one.
+def listen(address: Address, credentials: Credentials | None = None) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Without credentials it is on loopback.
 
     Raises:
-        WorkerError: If the address is not loopback, or cannot be listened on.
+        WorkerError: If others could connect without a token, or the address cannot be had.
     """
-    if not address.is_loopback:
+    if credentials is None and not address.is_loopback:
         raise WorkerError(
-            f"A worker listens on loopback only, and {address} is not: connections are not "
-            "authenticated in this version. Listen on 127.0.0.1 and reach it through an SSH "
-            "tunnel."
+            f"A worker without a token listens on loopback only, and {address} is not: anybody "
+            "could use it. Make a token with `lightning-hetero token`, copy it to all machines, "
+            "and name its file with `--token-file`; or listen on 127.0.0.1."
         )
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -61,6 +67,7 @@ class Worker:
         listener: A listening socket; the worker closes it.
         device: Where stages compute.
         allowed: What layers may be made of besides torch's and transformers' own.
+        credentials: If given, only those who have the same are listened to.
     """
 
     def __init__(
@@ -69,23 +76,28 @@ class Worker:
         device: torch.device,
         deadlines: Deadlines | None = None,
         allowed: Allowed | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self._listener = listener
         self._device = device
         self._deadlines = deadlines or Deadlines()
         self._allowed = allowed or Allowed()
-        self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
+        self._identity = Identity(equipment_here(device), credentials)
+        self._lobby = Lobby(_MOST_GREETINGS)
         self._session: StageSession | None = None
         self._session_changed = threading.Condition()
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
         while True:
-            self._greetings.acquire()
             try:
-                connection, peer = self._listener.accept()
+                connected, peer = self._listener.accept()
+            except ConnectionError:
+                continue  # it was gone before we came to it
             except OSError:
                 break
+            connection = SocketConnection(connected)
+            self._lobby.enter(connection)
             name = f"{peer[0]}:{peer[1]}"
             thread = threading.Thread(target=self._greet, args=(connection, name), daemon=True)
             thread.start()
@@ -96,30 +108,39 @@ class Worker:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _greet(self, connection: socket.socket, peer: str) -> None:
+    def _greet(self, plain: SocketConnection, peer: str) -> None:
         """The life of one connection until its conversation is agreed on."""
         session: StageSession | None = None
         try:
-            prepare_socket(connection)
-            hello, reader = receive_hello(connection, self._deadlines)
-            session = self._welcome(connection, hello, reader, peer)
+            prepare_socket(plain.socket)
+            patience_seconds = self._deadlines.connect_seconds
+            connection = secured(plain, self._identity.credentials, True, patience_seconds)
+            session = self._talk(plain, connection, peer)
         except (OSError, HeteroError) as error:
             logger.warning("connection from %s refused: %s", peer, error)
-            if isinstance(error, (ProtocolError, WorkerError)):
-                _refuse(connection, str(error))
-            connection.close()
+            plain.close_after_last_word(_LAST_WORD_SECONDS)
         finally:
-            self._greetings.release()
+            self._lobby.leave(plain)
         if session is not None:
             self._serve(session)
 
-    def _welcome(
-        self, connection: socket.socket, hello: m.Hello, reader: FrameReader, peer: str
+    def _talk(
+        self, plain: SocketConnection, connection: Connection, peer: str
     ) -> StageSession | None:
+        """Hear who it is and answer; whoever is refused is told why."""
+        try:
+            hello = receive_hello(connection, self._deadlines, self._identity)
+            self._lobby.introduce(plain)
+            return self._welcome(connection, hello, peer)
+        except (ProtocolError, TrustError, WorkerError) as error:
+            _refuse(connection, str(error))
+            raise
+
+    def _welcome(self, connection: Connection, hello: m.Hello, peer: str) -> StageSession | None:
         """Answer a Hello; the session to be served, if it opens one."""
         rules = worker_session() if hello.role == "coordinator" else downstream_session()
         rules.received(hello)
-        channel = Channel(connection, rules, reader, peer, self._deadlines)
+        channel = Channel(connection, rules, peer, self._deadlines)
         with self._session_changed:
             if hello.role == "neighbor":
                 self._session_named(hello.session)
@@ -133,7 +154,12 @@ class Worker:
                 self._session_named(hello.session).attach_upstream(channel)
                 return None
             self._session = StageSession(
-                hello.session, channel, self._device, self._deadlines, self._allowed
+                hello.session,
+                channel,
+                self._device,
+                self._deadlines,
+                self._allowed,
+                self._identity,
             )
             return self._session
 
@@ -148,8 +174,8 @@ class Worker:
             raise WorkerError(f"this worker does not serve the session {name!r}.")
         return self._session
 
-    def _say_welcome(self, connection: socket.socket, rules: Session) -> None:
-        welcome = m.Welcome(str(self._device), str(torch.__version__))
+    def _say_welcome(self, connection: Connection, rules: Session) -> None:
+        welcome = m.Welcome(m.PROTOCOL_VERSION, self._identity.equipment)
         rules.sent(welcome)
         send_buffers(connection, encode_frame(Frame(welcome)), self._deadlines.connect_seconds)
 
@@ -165,6 +191,6 @@ class Worker:
                 self._session_changed.notify_all()
 
 
-def _refuse(connection: socket.socket, reason: str) -> None:
+def _refuse(connection: Connection, reason: str) -> None:
     with contextlib.suppress(OSError, ChannelError):
         send_buffers(connection, encode_frame(Frame(m.Failure(reason))), patience_seconds=1.0)

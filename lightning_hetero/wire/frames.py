@@ -3,6 +3,9 @@ r"""Frames: a message and its tensors as bytes.
     prefix (20 bytes)          header (msgpack)              body
     magic version lengths  |   message, tensor specs   |   tensor 0 . . tensor 1 . . …
 
+The version is that of the protocol. It never changes what a prefix or an opening looks like, so
+that every version can tell every other why they do not understand each other.
+
 Lengths, shapes and dtypes are checked before memory is taken. Tensors are neither copied into a
 frame nor out of one: `encode_frame` names their memory, `FrameReader` says where bytes belong.
 """
@@ -18,12 +21,14 @@ from torch import Tensor
 
 from ..errors import LocalProtocolError, RemoteProtocolError
 from .buffers import BufferPool, new_buffer
-from .messages import Message
+from .messages import PROTOCOL_VERSION, Message
 from .tensors import TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
 
 MAGIC = b"LHET"
-FRAME_VERSION = 1
 _PREFIX = struct.Struct(">4sIIQ")
+
+# What decoding raises of bytes that are no message.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,15 @@ class Frame:
         return f"{self.message} {tensors}".rstrip()
 
 
-class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a frame says before its body."""
+
     message: Message
     tensors: Annotated[list[TensorSpec], msgspec.Meta(max_length=2**16)]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Header)
+_decoder = msgspec.msgpack.Decoder(Header)
 
 
 def encode_frame(frame: Frame, limits: FrameLimits | None = None) -> list[memoryview]:
@@ -64,13 +71,13 @@ def encode_frame(frame: Frame, limits: FrameLimits | None = None) -> list[memory
     limits = limits or FrameLimits()
     specs = [TensorSpec.of(tensor) for tensor in frame.tensors]
     offsets, body_bytes = body_layout(specs)
-    header = _encoder.encode(_Header(frame.message, specs))
+    header = _encoder.encode(Header(frame.message, specs))
     if len(header) > limits.header_bytes or body_bytes > limits.body_bytes:
         raise LocalProtocolError(
             f"{type(frame.message).__name__} with {len(header)} + {body_bytes} bytes is over the "
             f"limit of {limits.header_bytes} + {limits.body_bytes} bytes."
         )
-    prefix = _PREFIX.pack(MAGIC, FRAME_VERSION, len(header), body_bytes)
+    prefix = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, len(header), body_bytes)
     buffers = [memoryview(prefix + header)]
     end = 0
     for tensor, spec, offset in zip(frame.tensors, specs, offsets, strict=True):
@@ -92,7 +99,7 @@ class FrameReader:
         self._limits = limits or FrameLimits()
         self._pool = BufferPool()
         self._body_bytes: int | None = None
-        self._header: _Header | None = None
+        self._header: Header | None = None
         self._part: bytearray | memoryview = bytearray(_PREFIX.size)
         self._missing = memoryview(self._part)
 
@@ -140,11 +147,7 @@ class FrameReader:
             raise RemoteProtocolError(
                 f"The bytes {magic!r} do not start a frame; is the peer lightning-hetero?"
             )
-        if version != FRAME_VERSION:
-            raise RemoteProtocolError(
-                f"The peer speaks frame version {version}, we speak {FRAME_VERSION}; "
-                "install the same version of lightning-hetero on both."
-            )
+        self._check_version(version)
         limits = self._limits
         if not 0 < header_bytes <= limits.header_bytes or body_bytes > limits.body_bytes:
             raise RemoteProtocolError(
@@ -155,13 +158,23 @@ class FrameReader:
         self._part = bytearray(header_bytes)
         self._missing = memoryview(self._part)
 
-    def _begin_body(self, body_bytes: int) -> None:
+    def _check_version(self, version: int) -> None:
+        if version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(
+                f"The peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}; "
+                "install the same version of lightning-hetero on both."
+            )
+
+    def _decode(self, header: bytearray | memoryview) -> Header:
         try:
-            self._header = _decoder.decode(self._part)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return _decoder.decode(header)
+        except UNREADABLE as error:
             raise RemoteProtocolError(f"The frame's header is not a known message: {error}.") from (
                 error
             )
+
+    def _begin_body(self, body_bytes: int) -> None:
+        self._header = self._decode(self._part)
         _, expected_bytes = body_layout(self._header.tensors)
         if expected_bytes != body_bytes:
             specs = ", ".join(map(str, self._header.tensors)) or "no tensors"
@@ -175,7 +188,7 @@ class FrameReader:
             self._part = self._pool.take(body_bytes)
         self._missing = memoryview(self._part)[:body_bytes]
 
-    def _finish_frame(self, header: _Header) -> Frame:
+    def _finish_frame(self, header: Header) -> Frame:
         offsets, _ = body_layout(header.tensors)
         tensors = tuple(
             tensor_from_bytes(spec, self._part, offset)

@@ -10,6 +10,7 @@ from .constants import NUM_SLOTS
 from .tensors import TensorSpec
 from .values import Value
 
+# Every frame carries it. It grows when a message changes that conversations need after Hello.
 PROTOCOL_VERSION = 1
 
 WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
@@ -20,6 +21,7 @@ Text = Annotated[str, msgspec.Meta(max_length=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 ProbeBytes = Annotated[int, msgspec.Meta(ge=0, le=2**27)]
 StageDtype = Literal["float32", "bfloat16", "float16"]
+_Few = msgspec.Meta(max_length=64)
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,20 +39,45 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{type(self).__name__} {fields}".rstrip()
 
 
-class Hello(_Message, frozen=True, tag=True):
-    """Opens a conversation."""
+class Equipment(msgspec.Struct, frozen=True):
+    """What one end of a conversation runs on.
+
+    Args:
+        versions: Those of Python, of this package and of the libraries that layers are made of; a
+            library that is not installed is left out.
+        device: The device as torch calls it.
+        device_name: What the device is sold as.
+        memory_bytes: All of the device's memory; 0 if it does not say.
+        dtypes: Floating-point types that the device computes in.
+        capabilities: What not every worker can do, such as ``nf4`` or ``flash_attention_2``.
+    """
+
+    versions: Annotated[dict[Name, Name], _Few] = {}
+    device: Name = ""
+    device_name: Name = ""
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0
+    dtypes: Annotated[list[Name], _Few] = []
+    capabilities: Annotated[list[Name], _Few] = []
+
+
+class Hello(_Message, frozen=True, tag=True, forbid_unknown_fields=False):
+    """Opens a conversation.
+
+    Every version reads the Hello, Welcome and Failure of every other, to say what is wrong: fields
+    are only ever added to them, with a default, and those that are not known are passed over.
+    """
 
     protocol: int
-    role: Literal["coordinator", "neighbor"]
-    session: Name
-    torch_version: Name
+    role: Name = ""
+    session: Name = ""
+    equipment: Equipment = msgspec.field(default_factory=Equipment)
 
 
-class Welcome(_Message, frozen=True, tag=True):
+class Welcome(_Message, frozen=True, tag=True, forbid_unknown_fields=False):
     """The worker takes the conversation."""
 
-    device: Name
-    torch_version: Name
+    protocol: int
+    equipment: Equipment = msgspec.field(default_factory=Equipment)
 
 
 class Ping(_Message, frozen=True, tag=True):
@@ -65,7 +92,7 @@ class Goodbye(_Message, frozen=True, tag=True):
     """Ends a conversation in good order."""
 
 
-class Failure(_Message, frozen=True, tag=True):
+class Failure(_Message, frozen=True, tag=True, forbid_unknown_fields=False):
     """Something went wrong on the sender's side, or the receiver broke a rule."""
 
     reason: Text

@@ -68,7 +68,7 @@ def say(connection: socket.socket, message: m.Message, *tensors: torch.Tensor) -
 
 
 def hello(version: int = m.PROTOCOL_VERSION) -> m.Hello:
-    return m.Hello(version, "coordinator", "session", "0")
+    return m.Hello(version, "coordinator", "session")
 
 
 GREETING = b"".join(encode_frame(Frame(hello())))
@@ -80,10 +80,21 @@ BAD_OPENINGS = {
         "over the limit",
     ),
     "a body for a stranger": (GREETING[:12] + b"\0\0\0\0\0\0\x10\0" + GREETING[20:], "limit"),
-    "an unknown message": (GREETING.replace(b"Hello", b"Hullo"), "not a known message"),
-    "another frame version": (GREETING[:7] + b"\x63" + GREETING[8:], "frame version"),
-    "another protocol": (b"".join(encode_frame(Frame(hello(99)))), "protocol 99"),
-    "a message before Hello": (b"".join(encode_frame(Frame(m.Launch()))), "opens with Hello"),
+    "an unknown message": (GREETING.replace(b"Hello", b"Hullo"), "no message that opens"),
+    "another version of frames": (
+        GREETING[:7] + b"\x63" + GREETING[8:].replace(b"Hello", b"Hullo"),
+        "protocol version 99",
+    ),
+    "another protocol": (b"".join(encode_frame(Frame(hello(99)))), "the coordinator 99 ("),
+    "a message before Hello": (b"".join(encode_frame(Frame(m.Launch()))), "'Launch'"),
+    "an answer before Hello": (
+        b"".join(encode_frame(Frame(m.Failure("no")))),
+        "opens with Hello",
+    ),
+    "an unknown role": (
+        b"".join(encode_frame(Frame(m.Hello(m.PROTOCOL_VERSION, "observer")))),
+        "not to a 'observer'",
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import BatchError, ModelError
+from lightning_hetero.runtime.token import FILE_VARIABLE
 
 from ..models import TinyModule, loader, trainer
 
@@ -57,7 +58,11 @@ def test_lightning_cli_builds_it_from_yaml(tmp_path: Path) -> None:
     )
 
 
-def test_local_workers_train_and_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_local_workers_train_and_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They neither need nor use a token.
+    monkeypatch.setenv(FILE_VARIABLE, "/nowhere/token")
     threads = torch.get_num_threads()
     module = TinyModule()
     strategy = HeteroPipelineStrategy(workers=1, plan="even", micro_batches=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -14,10 +14,11 @@ import torch
 from lightning_hetero.model.imports import Allowed
 from lightning_hetero.runtime.address import Address
 from lightning_hetero.runtime.channel import Arrival, Channel, Inbox
+from lightning_hetero.runtime.connection import SocketConnection
 from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.runtime.tls import Credentials
 from lightning_hetero.runtime.worker import Worker, address_of, listen
 from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import FrameReader
 from lightning_hetero.wire.session import Session, downstream_session, upstream_session
 
 PATIENCE_SECONDS = 20.0
@@ -39,8 +40,8 @@ class End(NamedTuple):
 def linked_sessions() -> tuple[Session, Session]:
     """Two stages that have greeted each other."""
     up, down = upstream_session(), downstream_session()
-    hello = m.Hello(m.PROTOCOL_VERSION, "neighbor", "session", "0")
-    welcome = m.Welcome("cpu", "0")
+    hello = m.Hello(m.PROTOCOL_VERSION, "neighbor", "session")
+    welcome = m.Welcome(m.PROTOCOL_VERSION)
     up.sent(hello)
     down.received(hello)
     down.sent(welcome)
@@ -54,7 +55,7 @@ def one_end(deadlines: Deadlines = QUICK) -> Iterator[tuple[End, socket.socket]]
     mine, theirs = socket.socketpair()
     theirs.settimeout(PATIENCE_SECONDS)
     _, down = linked_sessions()
-    end = End(Channel(mine, down, FrameReader(), "upstream", deadlines), SimpleQueue())
+    end = End(Channel(SocketConnection(mine), down, "upstream", deadlines), SimpleQueue())
     end.channel.start(end.inbox)
     try:
         with theirs:
@@ -69,7 +70,7 @@ def channel_pair(deadlines: Deadlines = QUICK) -> Iterator[tuple[End, End]]:
     first, second = socket.socketpair()
     ends = []
     for connection, session in zip((first, second), linked_sessions(), strict=True):
-        channel = Channel(connection, session, FrameReader(), "the other", deadlines)
+        channel = Channel(SocketConnection(connection), session, "the other", deadlines)
         ends.append(End(channel, SimpleQueue()))
     for end in ends:
         end.channel.start(end.inbox)
@@ -80,12 +81,68 @@ def channel_pair(deadlines: Deadlines = QUICK) -> Iterator[tuple[End, End]]:
             end.channel.close()
 
 
+class MemoryConnection:
+    """One end of a connection within this process; it takes at most ``most_bytes`` at once."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._changed = threading.Condition()
+        self._arrived = bytearray()
+        self._is_over = False
+        self._timeout_seconds = PATIENCE_SECONDS
+        self.other = self
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout_seconds = seconds
+
+    def receive_into(self, buffer: memoryview) -> int:
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._arrived or self._is_over, self._timeout_seconds
+            ):
+                raise TimeoutError
+            num_bytes = min(len(buffer), len(self._arrived))
+            buffer[:num_bytes] = self._arrived[:num_bytes]
+            del self._arrived[:num_bytes]
+            return num_bytes
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        part = b"".join(buffers)[: self._most_bytes]
+        with self.other._changed:
+            if self.other._is_over:
+                raise BrokenPipeError("the other end is closed")
+            self.other._arrived += part
+            self.other._changed.notify_all()
+        return len(part)
+
+    def shut_down(self) -> None:
+        for end in (self, self.other):
+            with end._changed:
+                end._is_over = True
+                end._changed.notify_all()
+
+    def close(self) -> None:
+        self.shut_down()
+
+
+def memory_pair(most_bytes: int = 2**30) -> tuple[MemoryConnection, MemoryConnection]:
+    """Two ends that are connected."""
+    one, other = MemoryConnection(most_bytes), MemoryConnection(most_bytes)
+    one.other, other.other = other, one
+    return one, other
+
+
 @contextmanager
-def worker_thread(allowed: Allowed | None = None) -> Iterator[Address]:
+def worker_thread(
+    credentials: Credentials | None = None,
+    deadlines: Deadlines | None = None,
+    allowed: Allowed | None = None,
+) -> Iterator[Address]:
     """A worker that serves from a thread of this process, over a real loopback socket."""
     listener = listen(Address("127.0.0.1", 0))
     # Patient: both ends share one interpreter, which may be busy building a model for a while.
-    worker = Worker(listener, torch.device("cpu"), Deadlines(busy_seconds=0.2), allowed)
+    deadlines = deadlines or Deadlines(busy_seconds=0.2)
+    worker = Worker(listener, torch.device("cpu"), deadlines, allowed, credentials=credentials)
     address = address_of(listener)
     thread = threading.Thread(target=worker.serve_forever, daemon=True)
     thread.start()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.errors import StageFailed, WorkerLost
+from lightning_hetero.errors import StageFailed, WorkerError, WorkerLost
 from lightning_hetero.model.calls import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.packed import State
@@ -23,6 +25,8 @@ from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
 from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.runtime.equipment import equipment_here
+from lightning_hetero.runtime.handshake import Identity
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame
 
@@ -66,6 +70,30 @@ def test_a_failure_ends_the_sending_of_weights(layers: dict[int, nn.Module]) -> 
         sent = made.deploy([RemoteStage(recipe, layers, contents, False, 0)])
         with pytest.raises(StageFailed, match="should have the shape"):
             list(itertools.islice(sent, 99_999))
+
+
+def test_versions_that_differ_are_listed_once(caplog: pytest.LogCaptureFixture) -> None:
+    ours = equipment_here(torch.device("cpu"))
+    identity = Identity(msgspec.structs.replace(ours, versions=ours.versions | {"torch": "1.0"}))
+    with worker_thread() as address, caplog.at_level(logging.INFO):
+        Coordinator([("strix", address)], identity=identity).close()
+        Coordinator([("strix", address)], identity=Identity(ours)).close()
+    [said] = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
+    assert said == f"strix differs, which is normal: torch {torch.__version__} (1.0 here)"
+
+
+def test_a_worker_that_lacks_something_is_refused_before_anything_is_sent(
+    layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    less = msgspec.structs.replace(equipment_here(torch.device("cpu")), dtypes=["bfloat16"])
+    monkeypatch.setattr("lightning_hetero.runtime.worker.equipment_here", lambda _: less)
+    model = tiny_llama(NUM_LAYERS)
+    recipe = write_recipe(model, list(enumerate(find_decoder_layers(model))))
+    stage = RemoteStage(recipe, layers, partial(named_contents, layers), False, 0)
+    with worker_thread() as address, closing(Coordinator([("strix", address)])) as made:
+        expected = r"stage 1 on strix .* cannot hold its layers.* not compute in float32.*`dtype`"
+        with pytest.raises(WorkerError, match=expected):
+            list(made.deploy([stage]))
 
 
 def surroundings(grad_enabled: bool = True) -> Surroundings:

@@ -9,7 +9,9 @@ import pytest
 
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.runtime.address import Address
-from lightning_hetero.runtime.handshake import dial
+from lightning_hetero.runtime.handshake import Identity, dial
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.frames import Frame, encode_frame
 from lightning_hetero.wire.session import coordinator_session, upstream_session
 
 from .pairs import QUICK, worker_thread
@@ -23,7 +25,7 @@ def closed_address() -> Address:
 def test_a_worker_welcomes_a_coordinator_with_its_device() -> None:
     with worker_thread() as address:
         channel, welcome = dial(address, coordinator_session(), "coordinator", "a", QUICK)
-        assert welcome.device == "cpu"
+        assert welcome.equipment.device == "cpu"
         channel.start(SimpleQueue())
         channel.close()
 
@@ -60,3 +62,46 @@ def test_silence_ends_with_the_deadline() -> None:
         pytest.raises(WorkerUnreachable, match=r"Nothing came within 0\.1 s"),
     ):
         dial(Address(*listener.getsockname()), coordinator_session(), "coordinator", "a", quick)
+
+
+LATER = m.Equipment(versions={"lightning-hetero": "9.0", "transformers": "6.0.0"})
+
+
+@pytest.mark.parametrize(
+    ("protocol", "equipment", "expected"),
+    [
+        (99, m.Equipment(), r"coordinator speaks protocol 1 .* and the worker at .* 99"),
+        (m.PROTOCOL_VERSION, LATER, r"transformers 5\.0\.0 and the worker at .* has 6\.0\.0"),
+    ],
+    ids=["protocol", "model code"],
+)
+def test_a_worker_that_welcomes_what_it_cannot_work_with_is_refused(
+    protocol: int, equipment: m.Equipment, expected: str
+) -> None:
+    ours = Identity(m.Equipment(versions={"transformers": "5.0.0"}))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                for buffer in encode_frame(Frame(m.Welcome(protocol, equipment))):
+                    connection.sendall(buffer)
+                connection.recv(1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = Address(*listener.getsockname())
+        with pytest.raises(WorkerUnreachable, match=expected):
+            dial(address, coordinator_session(), "coordinator", "a", QUICK, ours)
+        thread.join()
+
+
+def test_a_worker_refuses_another_model_code_and_says_so() -> None:
+    identity = Identity(LATER)
+    expected = r"refused: The worker has transformers 5.* and the coordinator has 6\.0\.0"
+    with worker_thread() as address:
+        with pytest.raises(WorkerUnreachable, match=expected):
+            dial(address, coordinator_session(), "coordinator", "a", QUICK, identity)
+        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK)
+        channel.start(SimpleQueue())
+        channel.close()

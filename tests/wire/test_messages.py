@@ -114,7 +114,7 @@ PLACE = {"step": 1, "microbatch": 2, "visit": 0}
 GRADIENT = PLACE | {"type": "Gradient", "is_present": [True]}
 ACTIVATION = PLACE | {"type": "Activation", "requires_grad": [True], "collected": []}
 BEGIN_STEP = {"type": "BeginStep", "step": 1, "in_flight": 1, "accumulate": False}
-HELLO = {"type": "Hello", "protocol": 1, "role": "neighbor", "session": "s", "torch_version": "2"}
+HELLO = {"type": "Hello", "protocol": 1, "role": "neighbor", "session": "s"}
 ARGUMENTS = PLACE | {
     "type": "Arguments",
     "grad_enabled": True,
@@ -156,8 +156,11 @@ def test_the_messages_that_the_refusals_spoil_are_sound() -> None:
         ({"type": "Ping", "surprise": 0}, "surprise"),
         (BEGIN_STEP | {"in_flight": 0}, "in_flight"),
         (BEGIN_STEP | {"accumulate": 1}, "accumulate"),
-        (HELLO | {"role": "observer"}, "role"),
+        ({"type": "Hello"}, "protocol"),
         (HELLO | {"session": "s" * 1025}, "session"),
+        (HELLO | {"equipment": {"versions": {str(n): "" for n in range(65)}}}, "versions"),
+        (HELLO | {"equipment": {"dtypes": ["float32"] * 65}}, "dtypes"),
+        (HELLO | {"equipment": {"memory_bytes": -1}}, "memory_bytes"),
         ({"type": "LoadTensor", "name": "n" * 1025}, "name"),
         ({"type": "Failure", "reason": "r" * (2**20 + 1)}, "reason"),
         (ARGUMENTS | {"calls": [CALL | {"args": {"type": "code"}}]}, "code"),

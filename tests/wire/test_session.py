@@ -24,8 +24,8 @@ from lightning_hetero.wire.session import (
 from lightning_hetero.wire.tensors import TensorSpec
 from lightning_hetero.wire.values import DictNode
 
-HELLO = m.Hello(m.PROTOCOL_VERSION, "coordinator", "run", "2.5.0")
-WELCOME = m.Welcome("cpu", "2.5.0")
+HELLO = m.Hello(m.PROTOCOL_VERSION, "coordinator", "run")
+WELCOME = m.Welcome(m.PROTOCOL_VERSION)
 DEPLOY = m.Deploy(1, "{}", [], recompute=False, seed=0, downstream_address="")
 
 # One of each, as it comes after the first BeginStep.

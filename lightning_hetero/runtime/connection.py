@@ -1,0 +1,86 @@
+"""Connections: bytes both ways between two processes, whatever carries them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+# Linux allows 1024 buffers in one call; a frame of more goes in several.
+_MOST_BUFFERS = 512
+_SOCKET_BUFFER_BYTES = 4 * 2**20
+_WASTE_BYTES = 2**16
+
+
+class Connection(Protocol):
+    """What a channel needs. One thread may send while another receives."""
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let every later call that has to wait raise TimeoutError after so long."""
+
+    def receive_into(self, buffer: memoryview) -> int:
+        """Take what has arrived, as far as it fits; 0 says that the peer sends no more."""
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        """Send something of the buffers; how many bytes of them need not be offered again.
+
+        That may be none although the peer takes something: offer the same bytes again.
+        """
+
+    def shut_down(self) -> None:
+        """End both directions, which wakes whoever waits."""
+
+    def close(self) -> None:
+        """Give back what the connection holds; nobody may be using it any more."""
+
+
+class SocketConnection:
+    """A socket as it is."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+
+    @property
+    def socket(self) -> socket.socket:
+        """The socket, to be prepared."""
+        return self._socket
+
+    def set_timeout(self, seconds: float) -> None:
+        self._socket.settimeout(seconds)
+
+    def receive_into(self, buffer: memoryview) -> int:
+        return self._socket.recv_into(buffer)
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        return self._socket.sendmsg(buffers[:_MOST_BUFFERS])
+
+    def shut_down(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def close_after_last_word(self, patience_seconds: float) -> None:
+        """Close, but let the peer read what was said last.
+
+        Bytes that arrived and were not read make closing a reset, which may overtake that.
+        """
+        end = time.monotonic() + patience_seconds
+        waste = memoryview(bytearray(_WASTE_BYTES))
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            while (left_seconds := end - time.monotonic()) > 0:
+                self._socket.settimeout(left_seconds)
+                if self._socket.recv_into(waste) == 0:
+                    break
+        self._socket.close()
+
+
+def prepare_socket(connected: socket.socket) -> None:
+    """Small messages leave at once; large ones find room."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connected.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)

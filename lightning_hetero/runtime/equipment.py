@@ -1,0 +1,90 @@
+"""What this process runs on, as it tells whoever it talks to."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from importlib import metadata
+
+import torch
+import transformers
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from ..version import __version__
+from ..wire.messages import Equipment
+from ..wire.tensors import dtype_name
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_OPTIONAL_LIBRARIES = ("peft", "bitsandbytes")
+
+
+def equipment_here(device: torch.device) -> Equipment:
+    """The equipment of this process, if it computes on the device."""
+    versions = _versions()
+    return Equipment(
+        versions=versions,
+        device=str(device),
+        device_name=_device_name(device),
+        memory_bytes=_memory_bytes(device),
+        dtypes=[dtype_name(dtype) for dtype in _DTYPES if _computes_in(device, dtype)],
+        capabilities=_capabilities(device, versions),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str | None] = {
+        "lightning-hetero": __version__,
+        "Python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+        "transformers": transformers.__version__,
+        **{name: _version_of(name) for name in _OPTIONAL_LIBRARIES},
+    }
+    return {name: version for name, version in found.items() if version}
+
+
+def _version_of(library: str) -> str | None:
+    """Without importing it, which may take seconds."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.machine()
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 0
+
+
+def _computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    try:
+        square = torch.ones(2, 2, dtype=dtype, device=device)
+        return bool((square @ square).sum() == 8)
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _capabilities(device: torch.device, versions: dict[str, str]) -> list[str]:
+    is_gpu = device.type != "cpu"
+    compiles = importlib.util.find_spec("triton") if is_gpu else shutil.which("c++")
+    found = {
+        "sdpa": True,
+        "flash_attention_2": is_gpu and is_flash_attn_2_available(),
+        "nf4": "bitsandbytes" in versions,
+        "compile": bool(compiles),
+    }
+    return [name for name, is_there in found.items() if is_there]

@@ -1,0 +1,105 @@
+"""Openings: every version reads every other, and a stranger's first frame takes little memory."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.errors import RemoteProtocolError, TrustError
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.frames import Frame, encode_frame
+from lightning_hetero.wire.opening import OPENING_LIMITS, OpeningReader
+
+from .test_frames import PACKED_LIST, PING, feed, raw_frame
+from .test_messages import any_message
+
+HELLO = {"type": "Hello", "protocol": 1, "role": "coordinator", "session": "s"}
+
+
+def opened(content: object, version: int = m.PROTOCOL_VERSION) -> m.Message:
+    [frame] = feed(OpeningReader(), raw_frame(content, version=version))
+    assert frame.tensors == ()
+    return frame.message
+
+
+@given(message=any_message)
+def test_openings_are_read_and_nothing_else(message: m.Message) -> None:
+    data = b"".join(encode_frame(Frame(message)))
+    if isinstance(message, (m.Hello, m.Welcome, m.Failure)):
+        assert [frame.message for frame in feed(OpeningReader(), data)] == [message]
+    else:
+        with pytest.raises(RemoteProtocolError, match="no message that opens a conversation"):
+            list(feed(OpeningReader(), data))
+
+
+def test_what_a_later_version_says_besides_is_passed_over() -> None:
+    later = {
+        "message": HELLO
+        | {
+            "protocol": 7,
+            "compression": ["zstd", {"level": 3}],
+            "equipment": {"versions": {"torch": "3.1"}, "interconnects": {"nvlink": 4}},
+        },
+        "tensors": [],
+        "trace": "0af7651916cd43dd",
+    }
+    hello = opened(later, version=7)
+    equipment = m.Equipment(versions={"torch": "3.1"})
+    assert hello == m.Hello(7, "coordinator", "s", equipment)
+    failure = {"type": "Failure", "reason": "no", "advice": "update"}
+    assert opened({"message": failure}, version=7) == m.Failure("no")
+    assert opened({"message": {"type": "Welcome", "protocol": 7, "mood": 1}}) == m.Welcome(7)
+
+
+def test_a_machine_may_have_any_memory_and_a_device_any_name() -> None:
+    equipment = m.Equipment(device_name="Ä" * 1024, memory_bytes=64 * 2**40)
+    [frame] = feed(OpeningReader(), b"".join(encode_frame(Frame(m.Welcome(1, equipment)))))
+    assert frame.message == m.Welcome(1, equipment)
+
+
+def test_what_an_earlier_version_does_not_say_has_defaults() -> None:
+    assert opened({"message": {"type": "Hello", "protocol": 1}}) == m.Hello(1)
+
+
+@given(version=st.integers(2, 2**32 - 1))
+def test_an_opening_that_has_changed_altogether_is_named_by_its_version(version: int) -> None:
+    for content in ({"message": {"type": "Salute"}}, {"message": HELLO | {"protocol": "x"}}, 7):
+        with pytest.raises(RemoteProtocolError, match=f"protocol version {version}, we speak 1"):
+            opened(content, version=version)
+
+
+def test_the_same_version_gets_no_such_excuse() -> None:
+    with pytest.raises(RemoteProtocolError, match="no message that opens a conversation"):
+        opened({"message": PING})
+    with pytest.raises(RemoteProtocolError, match="no message that opens a conversation"):
+        opened({"message": HELLO, "deep": msgspec.Raw(PACKED_LIST * 3000 + b"\xc0")})
+
+
+def test_an_opening_is_small() -> None:
+    long = {"message": HELLO, "more": "x" * OPENING_LIMITS.header_bytes}
+    with pytest.raises(RemoteProtocolError, match="over the limit"):
+        opened(long)
+    with pytest.raises(RemoteProtocolError, match="over the limit"):
+        list(feed(OpeningReader(), raw_frame({"message": HELLO}, b"x")))
+
+
+def test_no_byte_of_what_follows_is_taken() -> None:
+    reader, data = OpeningReader(), raw_frame({"message": HELLO})
+    taken = 0
+    while True:
+        room = reader.buffer()
+        count = min(len(room), len(data) - taken)
+        assert taken + len(room) <= len(data)
+        room[:count] = data[taken : taken + count]
+        taken += count
+        if reader.advance(count) is not None:
+            break
+    assert taken == len(data)
+
+
+@pytest.mark.parametrize("start", [b"\x16", b"\x15\x03\x03\x00\x02\x02\x0a", b"\x16\x03\x01" * 20])
+def test_tls_is_recognised_by_its_first_byte(start: bytes) -> None:
+    with pytest.raises(TrustError, match="speaks TLS, so it has a token, and this end has none"):
+        list(feed(OpeningReader(), start))
