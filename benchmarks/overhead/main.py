@@ -1,0 +1,239 @@
+"""What the strategy itself costs.
+
+First, the strategy with every layer on the coordinator against plain Lightning, interleaved. Then,
+with layers on a worker, the CPU time that each of the two processes spends outside torch's
+operators. That is the difference of two runs: one as it is, whose CPU time is read, and one whose
+operators are counted, which slows everything else down. Plain Lightning is measured so too, since
+Python and autograd take their time there as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import lightning.pytorch as pl
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig
+
+from benchmarks.overhead.operators import OperatorClock, counted_seconds, cpu_seconds
+from benchmarks.processes import (
+    be_quiet,
+    environment,
+    machine,
+    on_core,
+    pin,
+    two_cores,
+    wide_console,
+    worker_process,
+)
+from benchmarks.training import Decoder, Sequences, fit, random_tokens
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+
+NUM_LAYERS = 8
+NUM_LOCAL_LAYERS = 3
+BATCH_SIZE = 16
+NUM_MICROBATCHES = 8
+VOCABULARY = 2048
+PROCESSES = ("plain Lightning", "coordinator", "worker")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large the model and its sequences are."""
+
+    hidden_size: int
+    sequence_length: int
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=43 * self.hidden_size // 16,
+            num_hidden_layers=NUM_LAYERS,
+            num_attention_heads=self.hidden_size // 64,
+            vocab_size=VOCABULARY,
+            use_cache=False,
+        )
+
+
+def train(
+    shape: Shape,
+    num_steps: int,
+    strategy: pl.strategies.Strategy | str = "auto",
+    accumulate: int = 1,
+    callback: pl.Callback | None = None,
+) -> Decoder:
+    """Train a model of this shape on random tokens."""
+    module = Decoder(shape.config)
+    tokens = random_tokens(num_steps * BATCH_SIZE, shape.sequence_length, VOCABULARY)
+    data = DataLoader(Sequences(tokens), batch_size=BATCH_SIZE // accumulate)
+    fit(module, data, strategy, accumulate, [callback] if callback else None)
+    return module
+
+
+def alone() -> HeteroPipelineStrategy:
+    """The strategy with every layer on the coordinator."""
+    return HeteroPipelineStrategy([], Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))]))
+
+
+def compare_alone(shape: Shape, rounds: int, num_steps: int) -> list[float]:
+    """Seconds of the strategy's step over those of plain Lightning, round by round.
+
+    Raises:
+        RuntimeError: If the two do not train the same.
+    """
+    ratios = []
+    for _ in range(rounds):
+        plain, ours = train(shape, num_steps), train(shape, num_steps, alone())
+        if plain.losses != ours.losses:
+            raise RuntimeError(f"The losses differ: {plain.losses} and {ours.losses}.")
+        ratios.append(median(ours.step_seconds) / median(plain.step_seconds))
+    return ratios
+
+
+class Window(pl.Callback):
+    """How much some clocks go on after the first step, per step."""
+
+    def __init__(self, clocks: dict[str, Callable[[], float]], num_steps: int) -> None:
+        self._clocks = clocks
+        self._num_steps = num_steps
+        self._start: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *_: object) -> None:
+        """Once per optimizer step; in each the same moment."""
+        now = {name: read() for name, read in self._clocks.items()}
+        if trainer.global_step == 1:
+            self._start = now
+        elif trainer.global_step == self._num_steps - 1:
+            steps = self._num_steps - 2
+            self.seconds = {name: (now[name] - self._start[name]) / steps for name in now}
+
+
+def read_clocks(name: str, shape: Shape, num_steps: int, is_counting: bool) -> dict[str, float]:
+    """CPU seconds per step of the processes of one run; those of operators where these count."""
+    first_core, second_core = two_cores()
+    pin(first_core)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        here, there = Path(folder, "here"), Path(folder, "there")
+        if is_counting:
+            OperatorClock(here).start()
+        own = (lambda: counted_seconds(here)) if is_counting else lambda: cpu_seconds(os.getpid())
+        if name == "plain Lightning":
+            window = Window({name: own}, num_steps)
+            train(shape, num_steps, accumulate=NUM_MICROBATCHES, callback=window)
+            return window.seconds
+        program = [sys.executable, "-m", "benchmarks.overhead.counted_worker", str(there)]
+        before = on_core(second_core)
+        worker = stack.enter_context(
+            worker_process(before, program=program if is_counting else None)
+        )
+        its = (lambda: counted_seconds(there)) if is_counting else lambda: cpu_seconds(worker.pid)
+        window = Window({"coordinator": own, "worker": its}, num_steps)
+        stages = [
+            StagePlan(["coordinator"], (0, NUM_LOCAL_LAYERS)),
+            StagePlan([worker.address], (NUM_LOCAL_LAYERS, NUM_LAYERS)),
+        ]
+        strategy = HeteroPipelineStrategy([worker.address], Plan(stages, NUM_MICROBATCHES))
+        train(shape, num_steps, strategy, callback=window)
+        return window.seconds
+
+
+def in_new_process(name: str, shape: Shape, num_steps: int, is_counting: bool) -> dict[str, float]:
+    """The same in a process of its own, since counting cannot be ended."""
+    told = json.dumps([name, shape.hidden_size, shape.sequence_length, num_steps, is_counting])
+    command = [sys.executable, __file__, "--clocks", told]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment())
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
+
+
+def outside_operators(
+    shape: Shape, rounds: int, num_steps: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Of each process: its CPU seconds per step and those of operators, round by round."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in PROCESSES}
+    for _ in range(rounds):
+        for name in ("plain Lightning", "pipeline"):
+            whole = in_new_process(name, shape, num_steps, is_counting=False)
+            operators = in_new_process(name, shape, num_steps, is_counting=True)
+            for process, seconds in whole.items():
+                found[process].append((seconds, operators[process]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="of the comparison, all layers here")
+    parser.add_argument("--steps", type=int, default=6, help="per run; the first is not timed")
+    parser.add_argument("--hidden-size", type=int, default=256, help="of the comparison")
+    parser.add_argument("--sequence-length", type=int, default=128, help="of the comparison")
+    parser.add_argument("--cpu-rounds", type=int, default=2, help="of CPU time at hidden 512")
+    parser.add_argument("--cpu-steps", type=int, default=5, help="per run; first and last not read")
+    parser.add_argument("--cpu-sequence-length", type=int, default=256)
+    # A process of its own reads each set of clocks.
+    parser.add_argument("--clocks", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    be_quiet()
+    if options.clocks:
+        name, hidden_size, length, num_steps, is_counting = json.loads(options.clocks)
+        print(json.dumps(read_clocks(name, Shape(hidden_size, length), num_steps, is_counting)))
+        return
+    if options.steps < 2 or options.cpu_steps < 3:
+        parser.error("--steps must be 2 or more, and --cpu-steps 3 or more")
+    cores = os.sched_getaffinity(0)
+    pin(two_cores()[0])
+    shape = Shape(options.hidden_size, options.sequence_length)
+    console = wide_console()
+    report_alone(compare_alone(shape, options.rounds, options.steps), shape, console)
+    shape = Shape(512, options.cpu_sequence_length)
+    # The processes to come choose their cores themselves.
+    os.sched_setaffinity(0, cores)
+    found = outside_operators(shape, options.cpu_rounds, options.cpu_steps)
+    report_outside(found, shape, console)
+    console.print(machine())
+
+
+def report_alone(ratios: list[float], shape: Shape, console: Console) -> None:
+    """Print how much longer a step takes."""
+    listed = ", ".join(f"{ratio - 1:+.1%}" for ratio in ratios)
+    console.print(
+        f"every layer on the coordinator, hidden {shape.hidden_size}, sequence "
+        f"{shape.sequence_length}: a step takes {median(ratios) - 1:+.1%} against plain Lightning "
+        f"(rounds {listed})"
+    )
+
+
+def report_outside(
+    found: dict[str, list[tuple[float, float]]], shape: Shape, console: Console
+) -> None:
+    """Print the shares of CPU time outside operators."""
+    table = Table(
+        title=f"CPU time per step, hidden {shape.hidden_size}, sequence {shape.sequence_length}"
+    )
+    for column in ("process", "all, ms", "operators, ms", "outside operators"):
+        table.add_column(column, justify="right")
+    for name, rounds in found.items():
+        table.add_row(
+            name,
+            f"{median(whole for whole, _ in rounds) * 1e3:.0f}",
+            f"{median(operators for _, operators in rounds) * 1e3:.0f}",
+            f"{median(1 - operators / whole for whole, operators in rounds):.1%}",
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

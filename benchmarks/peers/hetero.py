@@ -1,0 +1,53 @@
+"""HeteroPipelineStrategy: the first layers on the coordinator, the others on one worker."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from benchmarks.peers import workload
+from benchmarks.peers.job import Job, Speaker
+from benchmarks.peers.one_device import TellAtEnd
+from benchmarks.training import Decoder, fit
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.plan import WireDtype
+
+WORKER = "worker"
+"""What a plan file of this benchmark calls the worker, whose port is not known before."""
+
+BY_ITSELF = ("auto", "even")
+
+
+def run(job: Job) -> None:
+    """The coordinator; the worker is a process that listens already."""
+    speaker = Speaker()
+    strategy = HeteroPipelineStrategy(
+        workers=[job.worker], plan=plan_for(job), micro_batches=workload.NUM_MICROBATCHES
+    )
+    module = Decoder(workload.config(job.num_layers))
+    fit(module, workload.loader(job.num_steps), strategy, callbacks=[TellAtEnd(speaker)])
+
+
+def plan_for(job: Job) -> Plan | str:
+    """The plan that was asked for, or the one of the split."""
+    if job.plan in BY_ITSELF:
+        return job.plan
+    if job.plan is not None:
+        return with_worker(Plan.from_yaml(job.plan), job.worker)
+    narrow: WireDtype | None = "bfloat16" if job.peer == "hetero, 16-bit wire" else None
+    remote = StagePlan(
+        [job.worker],
+        (job.split, job.num_layers),
+        activation_dtype=narrow,
+        gradient_dtype=narrow,
+    )
+    local = StagePlan(["coordinator"], (0, job.split))
+    return Plan([local, remote], workload.NUM_MICROBATCHES, job.in_flight)
+
+
+def with_worker(plan: Plan, address: str) -> Plan:
+    """The plan with the worker's address instead of its name."""
+    stages = [
+        dataclasses.replace(stage, workers=[address if w == WORKER else w for w in stage.workers])
+        for stage in plan.stages
+    ]
+    return dataclasses.replace(plan, stages=stages)

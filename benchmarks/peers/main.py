@@ -1,0 +1,205 @@
+"""The same training by one core, torch's pipelines, a parameter server, and this strategy.
+
+Two processes on two cores; the second core may be slowed, the link between the two may be slow.
+Rounds are interleaved: each runs one core, the slowed core, and every peer. The medians of the
+rounds' ratios are printed, beside the sum of the two cores' own speeds and what whole layers allow
+of it. All peers must have the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.peers import report, workload
+from benchmarks.peers.arena import EVEN, HETERO, TORCH, Arena, Outcome, Setting
+from benchmarks.peers.links import bits_per_second, missing
+from benchmarks.peers.one_device import WHOLE_BATCHES
+from benchmarks.peers.report import ONE_CORE, SLOWED_CORE, Measured
+from benchmarks.peers.splits import climb, largest_deviation
+from benchmarks.peers.throttle import best_way
+from benchmarks.processes import machine, two_cores, wide_console
+
+SERVER = "Ray server"
+SHORT = workload.NUM_LAYERS // 2
+PEERS = [WHOLE_BATCHES, *TORCH, SERVER, *HETERO]
+
+TOLERANCE = 1e-4
+# Rounded boundaries are another computation; the losses only have to be nearly the same.
+NARROW_TOLERANCE = 1e-2
+
+# The least and the most layers (micro-batches) of the first process.
+RANGES = {
+    **dict.fromkeys(TORCH, (0, workload.NUM_LAYERS)),
+    **dict.fromkeys(HETERO, (0, workload.NUM_LAYERS - 1)),
+    SERVER: (0, workload.NUM_MICROBATCHES),
+    EVEN: (workload.NUM_LAYERS // 2, workload.NUM_LAYERS // 2),
+}
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    console = wide_console()
+    how = best_way() if options.throttle == "auto" else options.throttle
+    console.print(f"{machine()}; the second core is slowed by {how}")
+    all_measured = []
+    for setting in settings(options, console):
+        arena = Arena(
+            two_cores(), setting, how, options.steps, plan=options.plan, in_flight=options.in_flight
+        )
+        with arena.linked() as linked:
+            measured = measure(linked, options, console)
+        report.print_table(measured, console)
+        all_measured.append(measured)
+        # A long run that is interrupted keeps what it has measured.
+        report.write_json(all_measured, machine(), vars(options), options.output / "peers.json")
+    if all_measured:
+        console.print(report.plot(all_measured, options.output / "peers.png"))
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="per run; the first is not timed")
+    parser.add_argument(
+        "--speeds", type=float, nargs="*", default=[1, 0.5], help="of the second core"
+    )
+    parser.add_argument(
+        "--links", nargs="*", default=["100mbit"], type=rate, help="such as 1gbit or 20mbit"
+    )
+    parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
+    parser.add_argument(
+        "--split",
+        action="append",
+        default=[],
+        type=one_split,
+        metavar="PEER=N",
+        help="layers (server: micro-batches) of the first process; repeatable (default: half)",
+    )
+    parser.add_argument(
+        "--best-split", action="store_true", help="look for each peer's best split first"
+    )
+    parser.add_argument(
+        "--plan",
+        help="of the strategy: auto, even, or a file that calls its one worker `worker` "
+        "(default: that of its split)",
+    )
+    parser.add_argument("--in-flight", type=int, help="of the strategy (default: its own)")
+    parser.add_argument("--throttle", choices=["auto", "cgroup", "signals"], default="auto")
+    parser.add_argument("--output", type=Path, default=Path(), help="folder of JSON and plot")
+    options = parser.parse_args(arguments)
+    if options.steps < 2:
+        parser.error("--steps is 1, and the first step is not timed; give 2 or more")
+    options.output.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def rate(text: str) -> str:
+    """A rate as `tc` writes it."""
+    try:
+        bits_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def one_split(text: str) -> tuple[str, int]:
+    """``torch 1F1B=5`` as its two parts."""
+    peer, _, number = text.rpartition("=")
+    lowest, highest = RANGES.get(peer, (0, -1))
+    if not number.isdigit() or not lowest <= int(number) <= highest:
+        known = ", ".join(f"{name!r} {least} to {most}" for name, (least, most) in RANGES.items())
+        raise argparse.ArgumentTypeError(f"{text!r} is no split; splits are {known}")
+    return peer, int(number)
+
+
+def settings(options: argparse.Namespace, console: Console) -> list[Setting]:
+    """What was asked for, as far as this machine allows it."""
+    chosen = [Setting(f"second core at {share:g}", share) for share in options.speeds]
+    reason = missing() if options.links else None
+    if reason is not None:
+        console.print(f"links {', '.join(options.links)} skipped: {reason}")
+        return chosen
+    return [*chosen, *(Setting(f"link of {rate}", rate=rate) for rate in options.links)]
+
+
+def measure(arena: Arena, options: argparse.Namespace, console: Console) -> Measured:
+    """All rounds on one setting."""
+    measured = Measured(arena.setting, (workload.NUM_LAYERS, SHORT))
+    peers = []
+    for peer in options.peers:
+        reason = why_not(peer, arena.setting)
+        if reason is None:
+            peers.append(peer)
+        else:
+            measured.skipped[peer] = reason
+    splits = {peer: default for peer, default in chosen_splits(options).items() if peer in peers}
+    if options.best_split:
+        fixed = {peer for peer, _ in options.split} | ({"hetero"} if options.plan else set())
+        for peer in splits.keys() - fixed:
+            splits[peer] = best_split(arena, peer, splits[peer])
+            console.print(f"{arena.setting.name}, {peer}: best split {splits[peer]}")
+    if EVEN in splits and splits.get("torch 1F1B") == splits[EVEN]:
+        measured.skipped[EVEN] = "that is the split of torch 1F1B here"
+        peers.remove(EVEN)
+    for number in range(options.rounds):
+        run_round(arena, measured, peers, splits)
+        console.print(f"{arena.setting.name}: round {number + 1} of {options.rounds} done")
+    return measured
+
+
+def why_not(peer: str, setting: Setting) -> str | None:
+    """Why the peer does not run; None if it does."""
+    if peer == SERVER and importlib.util.find_spec("ray") is None:
+        return "ray is not installed; it is in the extra 'bench'"
+    if peer == "hetero, 16-bit wire" and setting.rate is None:
+        return "it is for slow links"
+    return None
+
+
+def chosen_splits(options: argparse.Namespace) -> dict[str, int]:
+    """The splits that were given, and halves."""
+    return {**{peer: sum(RANGES[peer]) // 2 for peer in RANGES}, **dict(options.split)}
+
+
+def best_split(arena: Arena, peer: str, default: int) -> int:
+    """The fastest split on this setting."""
+    lowest, highest = RANGES[peer]
+    share = arena.setting.share
+    start = default if share == 1 else round(highest / (1 + share))
+    return climb(start, lowest, highest, lambda n: arena.run(peer, n).tokens_per_second)
+
+
+def run_round(arena: Arena, measured: Measured, peers: list[str], splits: dict[str, int]) -> None:
+    """Everything once, one after the other."""
+    single = arena.alone(ONE_CORE, 0)
+    outcomes = {ONE_CORE: single, SLOWED_CORE: arena.alone(ONE_CORE, 1)}
+    measured.short_models.append(arena.alone(ONE_CORE, 0, SHORT))
+    for peer in peers:
+        outcomes[peer] = arena.run(peer, splits[peer]) if peer in splits else arena.alone(peer, 0)
+    for peer, outcome in outcomes.items():
+        check_losses(peer, outcome, single)
+        measured.outcomes.setdefault(peer, []).append(outcome)
+
+
+def check_losses(peer: str, outcome: Outcome, single: Outcome) -> None:
+    """Nobody is faster by training something else.
+
+    Raises:
+        RuntimeError: If a loss is not that of one core.
+    """
+    tolerance = NARROW_TOLERANCE if peer == "hetero, 16-bit wire" else TOLERANCE
+    deviation = largest_deviation(single.losses, outcome.losses)
+    if deviation > tolerance:
+        raise RuntimeError(
+            f"The losses of {peer} {outcome.losses} differ from those of one core "
+            f"{single.losses} by {deviation:.1e}, which is more than {tolerance:g}."
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The pure parts of the benchmarks: bounds, splits, rates. Nothing is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.peers.links import bits_per_second, burst_bytes
+from benchmarks.peers.splits import Costs, climb, largest_deviation
+from benchmarks.sleeping_stages.main import CASES, bound_seconds, predicted_seconds, stage_times
+
+COSTS = Costs.from_two_models(
+    whole_seconds=9.0, short_seconds=5.0, num_layers=8, num_short_layers=4
+)
+
+
+def test_costs_from_two_models() -> None:
+    assert Costs(layer_seconds=1.0, rest_seconds=1.0, num_layers=8) == COSTS
+    assert COSTS.total_seconds == 9.0
+
+
+@pytest.mark.parametrize(
+    ("speed", "split", "bound"), [(1, 3, 9 / 5), (0.5, 5, 9 / 6), (0.25, 6, 9 / 8)]
+)
+def test_balanced_split(speed: float, split: int, bound: float) -> None:
+    assert COSTS.balanced_split(speed) == split
+    assert COSTS.whole_layers_bound(speed) == pytest.approx(bound)
+    assert bound <= 1 + speed
+
+
+@pytest.mark.parametrize("start", [-3, 0, 4, 7, 12])
+def test_climb_finds_the_top_and_measures_each_once(start: int) -> None:
+    asked: list[int] = []
+
+    def speed_of(split: int) -> float:
+        asked.append(split)
+        return -abs(split - 5)
+
+    assert climb(start, 0, 7, speed_of) == 5
+    assert len(asked) == len(set(asked))
+    assert all(0 <= split <= 7 for split in asked)
+
+
+def test_climb_ends_where_all_are_equal() -> None:
+    assert climb(3, 0, 7, lambda split: 1.0) == 3
+
+
+def test_losses_deviate() -> None:
+    assert largest_deviation([2.0, 4.0], [2.0, 4.1]) == pytest.approx(0.025)
+    with pytest.raises(ValueError, match="shorter"):
+        largest_deviation([2.0, 4.0], [2.0])
+
+
+def test_rates() -> None:
+    assert bits_per_second("1gbit") == 1e9
+    assert burst_bytes("20mbit") == 2**16
+    assert burst_bytes("1gbit") == 625_000
+    with pytest.raises(ValueError, match="100 Mbit/s"):
+        bits_per_second("100 Mbit/s")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bound_of_fill_and_drain_is_what_the_rule_reaches(case: object) -> None:
+    """Two ways to the same number: a formula, and the planner's simulation of the rule."""
+    stages = stage_times(case, unit_seconds=1.0)
+    assert bound_seconds(stages, 32) == pytest.approx(predicted_seconds(stages, 32, 8))
