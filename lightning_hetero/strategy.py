@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +37,7 @@ from .checks import (
 from .errors import HeteroError, ModelError
 from .manual import FollowedZeroGrad
 from .model.four_bit import accepting_states, keep_layout
-from .model.imports import Allowed, refuse_training_in_worker
+from .model.imports import refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import bring_here, weights_in_checkpoint
 from .model.state_dicts import keys_of, leave_out
@@ -55,23 +54,11 @@ from .plan import Plan, StagePlan
 from .precision import RemoteSteps, scaler_of
 from .profiling.choosing import PlanChoice
 from .profiling.run import ProfilingRun
-from .runtime.address import Address
 from .runtime.coordinator import Coordinator
 from .runtime.deadlines import Deadlines
 from .runtime.deployment import Deployment, imports_of
-from .runtime.equipment import equipment_here
-from .runtime.handshake import Identity
-from .runtime.local import (
-    START_SECONDS,
-    LocalWorker,
-    local_worker_names,
-    start_local_workers,
-    stop_local_workers,
-    threads_per_process,
-)
+from .runtime.fleet import Fleet
 from .runtime.remote_optimizer import RemoteOptimizer, optimized_parameters
-from .runtime.tls import credentials_of
-from .runtime.token import find_token_file
 from .saving import check_complete, checkpoint_io_or_ours, keeping_frozen
 from .stepping import MicrobatchedStep
 
@@ -143,19 +130,15 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             loss_weighting=loss_weighting,
             checkpoint_weights=checkpoint_weights,
         )
-        self._workers = workers
+        self._fleet = Fleet(workers, token_file)
         self.plan_choice = PlanChoice(plan, micro_batches)
         self._layers: LayerChoice = layers
         self._micro_batching = micro_batching
         self._loss_weighting = loss_weighting
         self._ever_trained: set[Tensor] = set()
         self._trainable_only = checkpoint_weights == "trainable"
-        # The token itself is read for each run and not kept, so no copy of the strategy has it.
-        self._token_file = token_file
         # Lightning's connector fills this in; the coordinator computes on the first of them.
         self.parallel_devices: list[torch.device] | None = None
-        self._local_workers: list[LocalWorker] = []
-        self._threads_before: int | None = None
         self._deployment: Deployment | None = None
         self._microbatched: MicrobatchedStep | None = None
         self._remote_steps: RemoteSteps | None = None
@@ -352,14 +335,14 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._leave_weights()
             super().teardown()
         finally:
-            self._end_local_workers()
+            self._fleet.end(self.deadlines)
 
     def _deploy(self, module: pl.LightningModule, layers: list[DecoderLayer]) -> None:
         options = self.plan_choice.profiling_options(module.trainer)
         if options is not None:
             self._measure_and_deploy(module, layers, options)
             return
-        names = self._worker_names()
+        names = self._fleet.names
         plan = self.plan_choice.without_measuring(module.trainer, len(layers), names)
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
@@ -373,7 +356,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def _measure_and_deploy(
         self, module: pl.LightningModule, layers: list[DecoderLayer], options: ProfilingOptions
     ) -> None:
-        names = self._worker_names()
+        names = self._fleet.names
         given = self.plan_choice.given(len(layers), names)
         check_callbacks(module.trainer)
         check_not_compiled(module, layers)
@@ -387,7 +370,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if not plan.remote_stages:
             rank_zero_info("no worker would make it faster, so the model runs here alone")
             coordinator.close()
-            self._end_local_workers()
+            self._fleet.end(self.deadlines)
 
     def _deploy_plan(
         self,
@@ -402,19 +385,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._announce(plan)
 
     def _connect(self, names: list[str], imports: set[str]) -> Coordinator:
-        """Conversations with these workers."""
-        if isinstance(self._workers, int):
-            self._start_local_workers(self._workers, imports)
-        addresses = self._addresses()
-        named = [(name, addresses[name]) for name in names]
-        return Coordinator(named, self._patient_deadlines(), self._identity())
-
-    def _end_local_workers(self) -> None:
-        local_workers, self._local_workers = self._local_workers, []
-        stop_local_workers(local_workers, self.deadlines)
-        if self._threads_before is not None:
-            torch.set_num_threads(self._threads_before)
-            self._threads_before = None
+        return self._fleet.connect(names, imports, self.root_device, self.deadlines)
 
     def _bring_weights_here(self, module: pl.LightningModule) -> None:
         """Read what this process needs of a model whose weights are still in their checkpoint."""
@@ -429,39 +400,6 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         weights = None if self.lightning_module is None else weights_in_checkpoint(self._module())
         if weights is not None:
             weights.end_run()
-
-    def _start_local_workers(self, count: int, imports: set[str]) -> None:
-        threads = threads_per_process(count + 1)
-        self._local_workers = start_local_workers(count, threads, Allowed.just(imports))
-        if "OMP_NUM_THREADS" not in os.environ:
-            self._threads_before = torch.get_num_threads()
-            torch.set_num_threads(threads)
-
-    def _patient_deadlines(self) -> Deadlines:
-        """Local workers have only just been started."""
-        seconds = self.deadlines.connect_seconds
-        if self._local_workers:
-            seconds = max(seconds, START_SECONDS)
-        return dataclasses.replace(self.deadlines, connect_seconds=seconds)
-
-    def _worker_names(self) -> list[str]:
-        """What plans call the workers."""
-        if isinstance(self._workers, int):
-            return local_worker_names(self._workers)
-        return list(self._workers)
-
-    def _addresses(self) -> Mapping[str, Address]:
-        """The workers by the names that plans use."""
-        if isinstance(self._workers, int):
-            return {worker.name: worker.address for worker in self._local_workers}
-        return {text: Address.parse(text) for text in self._workers}
-
-    def _identity(self) -> Identity:
-        """What the workers are shown; local ones are ours anyway."""
-        equipment = equipment_here(self.root_device)
-        if isinstance(self._workers, int):
-            return Identity(equipment)
-        return Identity(equipment, credentials_of(find_token_file(self._token_file)))
 
     def _announce(self, plan: Plan) -> None:
         for number, stage in enumerate(plan.remote_stages, start=1):

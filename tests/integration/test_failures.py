@@ -283,7 +283,7 @@ from tests.models import TinyModule, loader, trainer
 
 class Module(TinyModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        processes = [w.process.pid for w in self.trainer.strategy._local_workers]
+        processes = [w.process.pid for w in self.trainer.strategy._fleet._local]
         print(*processes, flush=True)
         sys.stdin.readline()
 

@@ -71,7 +71,7 @@ def test_local_workers_train_and_end(
     assert len(module.losses) == 2
     assert "stage 1: layers 2 to 4 on local-1" in caplog.text
     assert "each batch is cut into 2 micro-batches" in caplog.text
-    assert strategy._local_workers == []
+    assert strategy._fleet._local == []
     assert torch.get_num_threads() == threads
 
 

@@ -1,0 +1,93 @@
+"""The workers of a run: local processes that it starts and ends, or machines that are listening."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..model.imports import Allowed
+from .address import Address
+from .coordinator import Coordinator
+from .deadlines import Deadlines
+from .equipment import equipment_here
+from .handshake import Identity
+from .local import (
+    START_SECONDS,
+    LocalWorker,
+    local_worker_names,
+    start_local_workers,
+    stop_local_workers,
+    threads_per_process,
+)
+from .tls import credentials_of
+from .token import find_token_file
+
+
+class Fleet:
+    """Knows the workers by the names that plans use.
+
+    Args:
+        workers: That many local processes, or a list of ``"host:port"``.
+        token_file: What was named as the file of the token, if anything was. The token itself is
+            read for each run and not kept, so that no copy of this object has it.
+    """
+
+    def __init__(self, workers: int | Sequence[str], token_file: str | Path | None) -> None:
+        self._workers = workers
+        self._token_file = token_file
+        self._local: list[LocalWorker] = []
+        self._threads_before: int | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """What plans call the workers."""
+        if isinstance(self._workers, int):
+            return local_worker_names(self._workers)
+        return list(self._workers)
+
+    def connect(
+        self, names: Sequence[str], imports: set[str], device: torch.device, deadlines: Deadlines
+    ) -> Coordinator:
+        """Conversations with some of the workers; local ones are started, all of them.
+
+        Args:
+            names: Some of the names.
+            imports: The modules that local workers may import to build layers.
+            device: What this process computes on.
+            deadlines: How long to wait for what.
+
+        Raises:
+            WorkerError: If a local worker cannot be started, or one does not answer or refuses.
+            TokenError: If the token cannot be used.
+        """
+        identity = Identity(equipment_here(device))
+        if isinstance(self._workers, int):
+            self._start(self._workers, imports)
+            addresses = {worker.name: worker.address for worker in self._local}
+            seconds = max(deadlines.connect_seconds, START_SECONDS)
+            deadlines = dataclasses.replace(deadlines, connect_seconds=seconds)
+        else:
+            addresses = {text: Address.parse(text) for text in self._workers}
+            credentials = credentials_of(find_token_file(self._token_file))
+            identity = dataclasses.replace(identity, credentials=credentials)
+        return Coordinator([(name, addresses[name]) for name in names], deadlines, identity)
+
+    def end(self, deadlines: Deadlines) -> None:
+        """End the local processes. May be called twice."""
+        local, self._local = self._local, []
+        stop_local_workers(local, deadlines)
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+
+    def _start(self, count: int, imports: set[str]) -> None:
+        """Start local workers, and share the cores with them."""
+        threads = threads_per_process(count + 1)
+        self._local = start_local_workers(count, threads, Allowed.just(imports))
+        if "OMP_NUM_THREADS" not in os.environ:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(threads)
