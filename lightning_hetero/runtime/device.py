@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import socket
 import statistics
@@ -11,20 +10,19 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from ..pipeline.memory import synchronize
 from ..plan import Dtype
+from .equipment import equipment_here
 
 # A dtype in which a device multiplies so many times slower than in float32 is of no use there.
 _ABSURDLY_SLOWER = 4.0
 # Large enough to keep a GPU busy; a processor takes long for half precision.
 _TRIED_SIZE = 2048
 _TRIED_SIZE_ON_CPU = 256
-_LIBRARIES = ("lightning-hetero", "torch", "transformers", "bitsandbytes", "peft")
 _CANDIDATES: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
@@ -52,37 +50,20 @@ class DeviceDescription:
 def describe_device(device: torch.device) -> DeviceDescription:
     """What this process has; tries its dtypes for a moment."""
     free_bytes, base_bytes = _memory(device)
+    equipment = equipment_here(device)
+    threads = f", {_count(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     return DeviceDescription(
-        _name(device),
+        equipment.device_name + threads,
         f"{_machine()}/{_memory_name(device)}",
         free_bytes,
         base_bytes,
         ["float32", *(dtype for dtype in _CANDIDATES if _is_useful(device, dtype))],
-        _versions(device),
+        equipment.versions,
     )
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return f"{_processor()}, {_count(torch.get_num_threads(), 'thread')}"
-    library = getattr(torch, device.type)
-    if hasattr(library, "get_device_name"):
-        return str(library.get_device_name(device))
-    return f"{device.type} of {_processor()}"
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _processor() -> str:
-    cpu_info = Path("/proc/cpuinfo")
-    if cpu_info.exists():
-        for line in cpu_info.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name" and value.strip():
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _machine() -> str:
@@ -171,17 +152,3 @@ def _seconds(device: torch.device, matrix: torch.Tensor) -> float:
     torch.mm(matrix, matrix)
     synchronize(device)
     return time.perf_counter() - start
-
-
-def _versions(device: torch.device) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for library in _LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            continue
-    # What runs may be another build than what is installed under its name.
-    found["torch"] = str(torch.__version__)
-    if device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda or torch.version.hip)
-    return found

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 from importlib import metadata
+from pathlib import Path
 
 import torch
 import transformers
@@ -55,9 +56,22 @@ def _version_of(library: str) -> str | None:
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.machine()
+    if device.type == "cpu":
+        return _processor()
+    library = getattr(torch, device.type)
+    if hasattr(library, "get_device_name"):
+        return str(library.get_device_name(device))
+    return f"{device.type} of {_processor()}"
+
+
+def _processor() -> str:
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        for line in cpu_info.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def _memory_bytes(device: torch.device) -> int:
