@@ -42,6 +42,7 @@ from .model.imports import Allowed, refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import bring_here, weights_in_checkpoint
 from .model.state_dicts import keys_of, leave_out
+from .moving import AtHome, bring_home, check_move, moving_averages
 from .pipeline.averaging import AveragingAction
 from .pipeline.microbatch import LossWeighting
 from .pipeline.optimizer import (
@@ -149,6 +150,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._microbatched: MicrobatchedStep | None = None
         self._remote_steps: RemoteSteps | None = None
         self._followed: FollowedZeroGrad | None = None
+        # Whether there are gradients that the next optimizer step will use.
+        self._is_inside_window = False
         # Why the checkpoint that is being made after an exception cannot be written.
         self._unsaved: HeteroError | None = None
 
@@ -226,9 +229,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        deployment = self._deployment
-        if deployment is None:
-            return
+        self._is_inside_window = False
+        if self._deployment is not None:
+            self._tie_optimizers(self._deployment)
+
+    def _tie_optimizers(self, deployment: Deployment) -> None:
+        """Give the stages their parts of the optimizers, and training steps their way to them."""
         remote = [
             RemoteOptimizer(optimizer, number, deployment.coordinator, deployment.names_of)
             for number, optimizer in enumerate(self.optimizers)
@@ -248,6 +254,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._note_trained()
+        self._is_inside_window = True
         deployment = self._deployment
         if deployment is None:
             return super().training_step(*args, **kwargs)
@@ -259,6 +266,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         with deployment.whole_batch_step(deployment.plan.micro_batches, accumulate):
             result = super().training_step(*args, **kwargs)
         deployment.check_forward_finished()
+        return result
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        self._is_inside_window = False
         return result
 
     @override
@@ -299,6 +312,46 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             norms.update(self._deployment.grad_norms())
         names = [name for name, _ in self._module().named_parameters() if name in norms]
         return {name: norms[name] for name in names}
+
+    def move_layers(self, plan: Plan) -> None:
+        """Put layers where this plan has them, with their weights, optimizer state and averages.
+
+        For the time between an optimizer step and the next ``training_step``, in a callback's
+        `on_train_batch_start` for one. The workers and their order stay. Key-value caches end.
+
+        Raises:
+            PlanError: If the plan does not fit, or has other workers.
+            ModelError: If layers cannot move now.
+            WorkerError: If a worker fails; the weights are here then, unless it failed while it
+                still had some.
+        """
+        deployment = self._deployment
+        check_move(self._module(), deployment, plan, self._is_inside_window)
+        if deployment is None or self._remote_steps is None:
+            return
+        with moving_averages(self._module().trainer) as averages:
+            bring_home(deployment, self._remote_steps)
+            averages.are_home = True
+            self._deployment = self._remote_steps = self._microbatched = None
+            self._deploy_from_home(deployment, plan)
+
+    def _deploy_from_home(self, before: Deployment, plan: Plan) -> None:
+        module, coordinator = self._module(), before.coordinator
+        self._leave_weights()
+        home = AtHome.of(before.layers, self.optimizers)
+        try:
+            deployment = self._deploy_plan(module, list(before.layers), plan, coordinator)
+            self._bring_weights_here(module)
+            super().model_to_device()
+            self._tie_optimizers(deployment)
+            home.settle()
+        except BaseException:
+            failed, self._deployment = self._deployment, None
+            remote_steps, self._remote_steps = self._remote_steps, None
+            self._microbatched = None
+            home.restore(failed, remote_steps)
+            coordinator.close()
+            raise
 
     def average_weights(
         self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
@@ -384,11 +437,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         layers: list[DecoderLayer],
         plan: Plan,
         coordinator: Coordinator,
-    ) -> None:
+    ) -> Deployment:
         coordinator.keep(_workers_of(plan), plan.coordinator_narrowing)
         is_mixed = isinstance(self.precision_plugin, MixedPrecision)
         self._deployment = Deployment(module, layers, plan, coordinator, _seed(), not is_mixed)
         self._announce(plan)
+        return self._deployment
 
     def _connect(self, names: list[str], imports: set[str]) -> Coordinator:
         """Conversations with these workers."""

@@ -143,6 +143,7 @@ class Coordinator:
         self._lost: WorkerError | None = None
         # Requests whose Done is still to come, by worker: more than one after an interrupted one.
         self._unanswered: dict[int, int] = {}
+        self._timings: list[tuple[int, m.Timings]] = []
         self._is_applying = False
         self._has_failed_applying = False
         self.step = 0
@@ -210,9 +211,11 @@ class Coordinator:
     def deploy(self, stages: Sequence[RemoteStage]) -> Iterator[str]:
         """Build the stages and send their weights, tensor by tensor; yields each tensor's name.
 
-        Iterate to the end: afterwards the stages are ready for steps.
+        Iterate to the end: afterwards the stages are ready for steps. What they had before, if
+        layers have moved, is forgotten.
         """
         self._stages = stages
+        self._owner_of = {}
         self._dtype_of = {
             name: tensor.dtype for stage in stages for name, tensor in named_tensors(stage.layers)
         }
@@ -310,6 +313,11 @@ class Coordinator:
                 return Returned(key, read_activation(message, frame.tensors))
             except RemoteProtocolError as error:
                 raise self._note_lost(worker, error) from error
+
+    def take_timings(self) -> list[tuple[int, m.Timings]]:
+        """What stages, by their numbers, have said of their steps; each is told once."""
+        taken, self._timings = self._timings, []
+        return taken
 
     # gradients
 
@@ -511,18 +519,14 @@ class Coordinator:
             WorkerLost: If a worker is gone, or says nothing for too long.
         """
         self._check_usable()
-        try:
-            arrival = self._inbox.get(timeout=patience_seconds)
-        except Empty:
-            self._lost = WorkerLost(
-                f"No worker has said anything for {patience_seconds:.0f} s in step {self.step}, "
-                "although their machines are alive."
-            )
-            raise self._lost from None
-        worker = next(w for w in self._workers if w.channel is arrival.channel)
-        if isinstance(arrival.content, HeteroError):
-            raise self._note_lost(worker, arrival.content)
-        message = arrival.content.message
+        while True:
+            worker, content = self._take_arrival(patience_seconds)
+            if isinstance(content, HeteroError):
+                raise self._note_lost(worker, content)
+            if not isinstance(content.message, m.Timings):
+                break
+            self._timings.append((worker.number, content.message))
+        message = content.message
         if isinstance(message, m.Failure):
             worker.constants.clear()
             self._has_failed_applying |= message.in_optimizer_step
@@ -533,7 +537,18 @@ class Coordinator:
         if isinstance(message, m.NeighborLost):
             lost = next((w for w in self._workers if w.number == message.stage_index), worker)
             raise self._note_lost(lost, WorkerError(f"{worker} lost it: {message.reason}"))
-        return worker, arrival.content
+        return worker, content
+
+    def _take_arrival(self, patience_seconds: float) -> tuple[_Worker, Frame | HeteroError]:
+        try:
+            arrival = self._inbox.get(timeout=patience_seconds)
+        except Empty:
+            self._lost = WorkerLost(
+                f"No worker has said anything for {patience_seconds:.0f} s in step {self.step}, "
+                "although their machines are alive."
+            )
+            raise self._lost from None
+        return next(w for w in self._workers if w.channel is arrival.channel), arrival.content
 
     def _note_lost(self, worker: _Worker, cause: HeteroError) -> WorkerError:
         if isinstance(cause, ProtocolError):
