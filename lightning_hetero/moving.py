@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -57,6 +58,16 @@ def check_move(
             "begins an accumulation window."
         )
     deployment.check_can_move(plan)
+
+
+def moves_layers(module: pl.LightningModule) -> bool:
+    """Whether ``replan=True`` can do something for this module; says so where it cannot."""
+    if not module.automatic_optimization:
+        rank_zero_warn(
+            "`replan=True` does nothing under manual optimization, where only your code knows "
+            "whether gradients are still needed."
+        )
+    return bool(module.automatic_optimization)
 
 
 def bring_home(deployment: Deployment, remote_steps: RemoteSteps) -> None:

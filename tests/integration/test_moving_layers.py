@@ -242,3 +242,30 @@ def test_a_worker_that_dies_in_the_middle_of_a_move_is_named_and_nothing_is_lost
     again.fit(resumed, remaining(), ckpt_path=file)
     resumed.losses = module.losses[:4] + resumed.losses
     assert_same(resumed, undisturbed)
+
+
+# A layer takes 4 ms at least on this worker and, from the twelfth step on, three times as long.
+SLOWING = (
+    "import time; from lightning_hetero.pipeline.runner import StageRunner as R; run = R.run; "
+    "R.run = lambda self, action: (time.sleep((0.004 if self.step < 12 else 0.012) * "
+    "len(self.stage.layers)), run(self, action))[1]"
+)
+
+
+def test_a_worker_that_slows_down_is_noticed_and_relieved(
+    workers: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(chain: list[str], **options: Any) -> TinyModule:
+        module = TinyModule(NUM_LAYERS)
+        pipeline = HeteroPipelineStrategy(chain, plan_of(chain, (1, 1, 4)), **options)
+        trainer(pipeline, max_steps=28).fit(module, loader(8 * 28, 8))
+        return module
+
+    with worker_process(before=SLOWING) as slow:
+        found = run([workers[0], slow.address], replan=True)
+    said = [record.message for record in caplog.records]
+    assert any(f"{slow.address} has become slower" in line for line in said)
+    places = [line for line in said if f"on {slow.address}" in line]
+    assert places[0] == f"stage 2: layers 2 to 5 on {slow.address}"
+    assert places[-1] != places[0]
+    assert_same(found, run(workers[:2]))
