@@ -19,6 +19,7 @@ from .pipeline.gradients import StepGradients
 from .pipeline.metrics import BatchMetrics
 from .pipeline.microbatch import LossWeighting, batch_size, loss_weights, split_batch
 from .pipeline.results import StepLog, merge_values, weighted_mean
+from .pipeline.stopwatch import Stopwatch
 from .precision import scaler_of
 from .runtime.deployment import Deployment
 
@@ -31,6 +32,9 @@ class MicrobatchedStep:
         deployment: Where its layers are.
         loss_weighting: How micro-batch losses combine.
         seed: Start of all dropout masks.
+
+    Attributes:
+        stopwatch: Has measured what this process did for the steps.
     """
 
     def __init__(
@@ -44,7 +48,10 @@ class MicrobatchedStep:
         self._deployment = deployment
         self._loss_weighting = loss_weighting
         self._gradients = StepGradients(*_local_parameters(module))
-        self._driver = Driver(deployment.coordinator, self._gradients, loss_of, seed)
+        self.stopwatch = Stopwatch(module.trainer.strategy.root_device)
+        self._driver = Driver(
+            deployment.coordinator, self._gradients, loss_of, seed, self.stopwatch
+        )
 
     def run(self, batch: Any, rest: Sequence[Any], accumulate: bool) -> Any:
         """The batch's loss, or a dict with it, or None, as ``training_step`` returned them.

@@ -27,7 +27,7 @@ LAYERS = (
     {"planning", "runtime"},
     {"precision", "manual", "callbacks", "saving"},
     {"checks"},
-    {"stepping"},
+    {"stepping", "moving", "watching"},
     {"profiling"},
     {"strategy"},
     {"cli"},

@@ -63,12 +63,26 @@ class StageWeightAveraging(EMAWeightAveraging):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the averages, equal to the weights or to those of the checkpoint."""
-        self._averages = WeightAverages(averaged_tensors(pl_module))
-        self._tell_stages(trainer, "begin")
         resumed, self._resumed = self._resumed, None
-        if resumed is not None:
+        self.begin_again(trainer, resumed)
+
+    def averages(self, trainer: pl.Trainer) -> dict[str, Any] | None:
+        """The state dict of the averages; None before there are some."""
+        if self._averages is None:
+            return None
+        self._swap(trainer)
+        try:
+            return trainer.strategy.lightning_module_state_dict()
+        finally:
             self._swap(trainer)
-            _load(trainer, resumed)
+
+    def begin_again(self, trainer: pl.Trainer, averages: dict[str, Any] | None) -> None:
+        """Make the averages anew where the weights are now, equal to those or to these."""
+        self._averages = WeightAverages(averaged_tensors(trainer.lightning_module))
+        self._tell_stages(trainer, "begin")
+        if averages is not None:
+            self._swap(trainer)
+            _load(trainer, averages)
             self._swap(trainer)
 
     @override
@@ -125,12 +139,7 @@ class StageWeightAveraging(EMAWeightAveraging):
         if self._averages is None or not checkpoint["state_dict"]:
             return  # nothing to average, or nothing that could be gathered
         checkpoint["current_model_state"] = checkpoint["state_dict"]
-        self._swap(trainer)
-        try:
-            averages = trainer.strategy.lightning_module_state_dict()
-        finally:
-            self._swap(trainer)
-        checkpoint["state_dict"] = averages
+        checkpoint["state_dict"] = self.averages(trainer)
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self._num_averaged)}
 
     @override

@@ -24,6 +24,7 @@ from .gradients import StepGradients
 from .handover import Request, Returned, Stages
 from .rule import Action, Key, choose
 from .seeds import seed_action
+from .stopwatch import Kind, Stopwatch
 from .turns import Finished, HandedOver, Turn
 
 COORDINATOR_STAGE = 0
@@ -70,12 +71,14 @@ class Driver:
         gradients: The coordinator's own gradients.
         loss_of: Takes the loss out of what ``training_step`` returned; None skips the backward.
         seed: Start of the coordinator's dropout masks.
+        stopwatch: Measures the coordinator's own actions.
     """
 
     stages: Stages
     gradients: StepGradients
     loss_of: Callable[[Any], Tensor | None]
     seed: int
+    stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
 
     def run(
         self, step: int, work: Sequence[MicrobatchStep], max_in_flight: int, accumulate: bool
@@ -121,10 +124,10 @@ class _RunningStep:
             action = choose(self._ready(), self._in_flight, self._max_in_flight)
             if action is None:
                 self._take(self._driver.stages.receive())
-            elif action.kind == "F":
-                self._forward(action.key)
-            else:
-                self._backward(action.key)
+                continue
+            with self._driver.stopwatch.measuring(self._kind_of(action)):
+                run = self._forward if action.kind == "F" else self._backward
+                run(action.key)
         if self._losses_have_graphs and not any(self._losses_have_graphs):
             raise BatchError(
                 "The loss that training_step returned has no gradient: it depends on no parameter "
@@ -142,6 +145,12 @@ class _RunningStep:
         ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]
         ready += [Action(COORDINATOR_STAGE, "B", key) for key in self._gradients]
         return ready
+
+    def _kind_of(self, action: Action) -> Kind:
+        """What comes behind the layers on workers is the head and the loss, and its backward."""
+        if action.kind == "B":
+            return "backward"
+        return "loss" if action.key in self._activations else "forward"
 
     def _take(self, returned: Returned) -> None:
         if isinstance(returned.content, Activation):

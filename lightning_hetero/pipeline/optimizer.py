@@ -131,7 +131,7 @@ class StageOptimizer:
         if name not in self._parameters:
             raise ModelError(f"The stage has no parameter {name!r} to load optimizer state for.")
         parameter = self._parameters[name]
-        self.optimizer.state[parameter] = {k: _beside(parameter, k, v) for k, v in state.items()}
+        self.optimizer.state[parameter] = {k: beside(parameter, k, v) for k, v in state.items()}
 
 
 def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter]) -> Any:
@@ -151,7 +151,7 @@ def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter]) -> Any:
     return kind
 
 
-def _beside(parameter: nn.Parameter, key: str, value: Any) -> Any:
+def beside(parameter: torch.Tensor, key: str, value: Any) -> Any:
     """A state value where and as the optimizer keeps it: step counts stay on the CPU in fp32."""
     if not isinstance(value, torch.Tensor) or key == "step":
         return value

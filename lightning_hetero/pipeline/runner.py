@@ -76,6 +76,10 @@ class StageRunner:
         ready += [Action(index, "F", key) for key in self._activations if key in self._surroundings]
         return choose(ready, self._in_flight, self.max_in_flight)
 
+    def is_training(self, action: Action) -> bool:
+        """Whether an action that `next_action` returned is one of a training step."""
+        return action.kind == "B" or self._surroundings[action.key].grad_enabled
+
     def run(self, action: Action) -> Result:
         """Carry out an action that `next_action` returned."""
         run = self._run_forward if action.kind == "F" else self._run_backward

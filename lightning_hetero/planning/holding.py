@@ -170,6 +170,12 @@ class Holder:
         """The seconds of every possible stage here, infinite where it does not fit."""
         return self._fastest(in_flight)[0]
 
+    def matrix_of(self, option: Option, in_flight: int) -> Matrix:
+        """The same for stages that run in one way."""
+        first, end, is_stage = self._stages()
+        seconds = self._fitting(option, first, end, in_flight)
+        return np.where(is_stage, np.asarray(seconds), np.inf)
+
     def option_for(self, first: int, end: int, in_flight: int) -> Option:
         """The fastest option of those that fit."""
         return self.options[int(self._fastest(in_flight)[1][first, end])]
@@ -192,14 +198,18 @@ class Holder:
     def _fastest(self, in_flight: int) -> tuple[Matrix, npt.NDArray[np.intp]]:
         """For every possible stage the seconds of the fastest option that fits, and its number."""
         if in_flight not in self._matrices:
-            points = np.arange(len(self._model.layers) + 1)
-            first, end = points[:, None], points[None, :]
-            possible = (first == 0) if self.is_coordinator else (first < end)
-            is_stage = possible & (first <= end)
+            first, end, is_stage = self._stages()
             fitting = (self._fitting(option, first, end, in_flight) for option in self.options)
             ways = np.stack([np.where(is_stage, seconds, np.inf) for seconds in fitting])
             self._matrices[in_flight] = np.min(ways, axis=0), np.argmin(ways, axis=0)
         return self._matrices[in_flight]
+
+    def _stages(self) -> tuple[Index, Index, npt.NDArray[np.bool_]]:
+        """The ends of all ranges of layers, and which of these can be stages here."""
+        points = np.arange(len(self._model.layers) + 1)
+        first, end = points[:, None], points[None, :]
+        possible = (first == 0) if self.is_coordinator else (first < end)
+        return first, end, possible & (first <= end)
 
     def _fitting(self, option: Option, first: Index, end: Index, in_flight: int) -> Numbers:
         is_fitting = self.need(option, first, end, in_flight).total <= self.usable_bytes

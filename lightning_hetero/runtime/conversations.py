@@ -139,7 +139,8 @@ class Conversations:
     def _check_none_failed(self) -> None:
         """Raise what a worker has reported unasked; that can only be a failure or its end."""
         while not self._inbox.empty():
-            self._receive(self._deadlines.request_seconds)
+            worker, frame = self._heard(self._deadlines.request_seconds)
+            self._is_aside(worker, frame.message)
 
     def _collect(self, kind: type[Wanted], count: int) -> list[Wanted]:
         """The next ``count`` messages of a kind that are not of an earlier step."""
@@ -180,18 +181,17 @@ class Conversations:
             WorkerLost: If a worker is gone, or says nothing for too long.
         """
         self._check_usable()
-        try:
-            arrival = self._inbox.get(timeout=patience_seconds)
-        except Empty:
-            self._lost = WorkerLost(
-                f"No worker has said anything for {patience_seconds:.0f} s in step {self.step}, "
-                "although their machines are alive."
-            )
-            raise self._lost from None
-        worker = next(w for w in self._workers if w.channel is arrival.channel)
-        if isinstance(arrival.content, HeteroError):
-            raise self._note_lost(worker, arrival.content)
-        message = arrival.content.message
+        while True:
+            worker, frame = self._heard(patience_seconds)
+            if not self._is_aside(worker, frame.message):
+                return worker, frame
+
+    def _heard(self, patience_seconds: float) -> tuple[ConnectedWorker, Frame]:
+        """The next thing that any worker says, also if it is said by the way."""
+        worker, content = self._take_arrival(patience_seconds)
+        if isinstance(content, HeteroError):
+            raise self._note_lost(worker, content)
+        message = content.message
         if isinstance(message, m.Failure):
             self._note_failure(worker, message)
             raise StageFailed(
@@ -201,7 +201,18 @@ class Conversations:
         if isinstance(message, m.NeighborLost):
             lost = next((w for w in self._workers if w.number == message.stage_index), worker)
             raise self._note_lost(lost, WorkerError(f"{worker} lost it: {message.reason}"))
-        return worker, arrival.content
+        return worker, content
+
+    def _take_arrival(self, patience_seconds: float) -> tuple[ConnectedWorker, Frame | HeteroError]:
+        try:
+            arrival = self._inbox.get(timeout=patience_seconds)
+        except Empty:
+            self._lost = WorkerLost(
+                f"No worker has said anything for {patience_seconds:.0f} s in step {self.step}, "
+                "although their machines are alive."
+            )
+            raise self._lost from None
+        return next(w for w in self._workers if w.channel is arrival.channel), arrival.content
 
     def _note_lost(self, worker: ConnectedWorker, cause: HeteroError) -> WorkerError:
         if isinstance(cause, ProtocolError):
@@ -217,3 +228,7 @@ class Conversations:
 
     def _note_failure(self, worker: ConnectedWorker, failure: m.Failure) -> None:
         """A worker's code raised."""
+
+    def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
+        """Take what a worker says by the way, which answers nothing."""
+        return False

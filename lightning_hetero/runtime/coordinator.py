@@ -118,6 +118,7 @@ class Coordinator(Conversations):
         self._stages: Sequence[RemoteStage] = ()
         self._owner_of: dict[str, ConnectedWorker] = {}
         self._dtype_of: dict[str, torch.dtype] = {}
+        self._timings: list[tuple[int, m.Timings]] = []
         self._is_applying = False
         self._has_failed_applying = False
 
@@ -131,9 +132,11 @@ class Coordinator(Conversations):
     def deploy(self, stages: Sequence[RemoteStage]) -> Iterator[str]:
         """Build the stages and send their weights, tensor by tensor; yields each tensor's name.
 
-        Iterate to the end: afterwards the stages are ready for steps.
+        Iterate to the end: afterwards the stages are ready for steps. What they had before, if
+        layers have moved, is forgotten.
         """
         self._stages = stages
+        self._owner_of = {}
         self._dtype_of = {
             name: tensor.dtype for stage in stages for name, tensor in named_tensors(stage.layers)
         }
@@ -235,6 +238,11 @@ class Coordinator(Conversations):
             except RemoteProtocolError as error:
                 raise self._note_lost(worker, error) from error
 
+    def take_timings(self) -> list[tuple[int, m.Timings]]:
+        """What stages, by their numbers, have said of their steps; each is told once."""
+        taken, self._timings = self._timings, []
+        return taken
+
     # gradients
 
     def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
@@ -243,9 +251,16 @@ class Coordinator(Conversations):
             worker.channel.send(m.SetTrained(own, requires_grad))
 
     def zero_gradients(self, names: Sequence[str], set_to_none: bool) -> None:
-        """Drop the gradients of remote parameters, or make them zero."""
-        for worker, own in self._by_owner(names):
+        """Drop the gradients of remote parameters, or make them zero.
+
+        Waits until it is done: the gradients of a backward that follows come to a stage from its
+        neighbor, and could overtake what comes from here.
+        """
+        self._check_usable()
+        asked = list(self._by_owner(names))
+        for worker, own in asked:
             worker.channel.send(m.ZeroGradients(own, set_to_none))
+        self._collect(m.Done, len(asked))
 
     def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
         """The norms of remote gradients by their parameters' names: those that an optimizer
@@ -384,3 +399,8 @@ class Coordinator(Conversations):
     def _note_failure(self, worker: ConnectedWorker, failure: m.Failure) -> None:
         worker.constants.clear()  # whether it has taken the last ones is not known
         self._has_failed_applying |= failure.in_optimizer_step
+
+    def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
+        if isinstance(message, m.Timings):
+            self._timings.append((worker.number, message))
+        return isinstance(message, m.Timings)

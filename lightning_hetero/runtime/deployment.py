@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 class Deployment:
     """Some layers of a model live on workers from construction until `bring_back`.
 
+    When layers move, `bring_here` ends it and another one begins, with the same coordinator.
+
     Args:
         root: The LightningModule.
         layers: All its decoder layers.
@@ -64,6 +66,7 @@ class Deployment:
     ) -> None:
         self.plan = plan
         self.coordinator = coordinator
+        self.layers = layers
         stages = [_numbered(layers, stage) for stage in plan.remote_stages]
         check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
         away = {number: layer for stage in stages for number, layer in stage.items()}
@@ -78,6 +81,8 @@ class Deployment:
         # What trains at present, as the stages know it, and what ever did.
         self._trained = {p for p in self.names_of if p.requires_grad}
         self._ever_trained = set(self._trained)
+        # What is not only in the checkpoint may have been trained before layers moved.
+        self._was_here = {tensor for tensor in self.names_of if not tensor.is_meta}
         self._visits: int | None = None
         self._progress: Progress | None = None
         self._hollow = HollowLayers(away, self._exchange, self)
@@ -230,18 +235,10 @@ class Deployment:
         Returns:
             Whether the weights came back. If not, the layers stay hollow and say so when used.
         """
-        for layer in self._recomputed:
-            del layer.forward
-        coming = {
-            name: tensor.nbytes
-            for name, tensor in named_tensors(self._away)
-            if name in self._sent
-            and (tensor in self._ever_trained or not _is_in(tensor, self._weights))
-        }
-        progress = Progress("Bringing the layers back", sum(coming.values()))
         try:
-            tensors = self.coordinator.fetch(list(coming), progress)
+            self.bring_here()
         except HeteroError as error:
+            self._release_local_layers()
             layers = f"{min(self._away)} to {max(self._away)}"
             logger.error(
                 "The weights of the decoder layers %s could not be brought back: %s Continue from "
@@ -256,10 +253,57 @@ class Deployment:
                     "The run was interrupted inside the optimizer's step, so the weights that came "
                     "back are of two different steps. Continue from the last checkpoint."
                 )
-            self._hollow.refill(tensors)
-            self._collecting.remove()
-            self._hollow.caches.remove()
             return True
+
+    def bring_here(self) -> None:
+        """The same for layers that are to move; nothing has changed if it raises.
+
+        Raises:
+            WorkerError: If a worker does not hand out what it has.
+        """
+        coming = {
+            name: tensor.nbytes
+            for name, tensor in named_tensors(self._away)
+            if name in self._sent and self._must_come_back(tensor)
+        }
+        progress = Progress("Bringing the layers back", sum(coming.values()))
+        self.refill(self.coordinator.fetch(list(coming), progress))
+
+    def refill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the layers ordinary again, with this content for their tensors."""
+        self._release_local_layers()
+        self._hollow.refill(tensors)
+        self._collecting.remove()
+        self._hollow.caches.remove()
+
+    def check_can_move(self, plan: Plan) -> None:
+        """Refuse a plan whose layers cannot live apart, before anything has changed.
+
+        Raises:
+            ModelError: With the reason.
+        """
+        stages = [_numbered(self.layers, stage) for stage in plan.remote_stages]
+        check_layers_stand_alone(self._root, [list(stage.values()) for stage in stages])
+        leaving = {
+            number: layer
+            for stage in stages
+            for number, layer in stage.items()
+            if number not in self._away
+        }
+        self._release_local_layers()
+        try:
+            HollowLayers(leaving, self._exchange, self).check()
+        finally:
+            self._recomputed = _recompute_locally(self.layers, self.plan)
+
+    def _release_local_layers(self) -> None:
+        for layer in self._recomputed:
+            del layer.forward
+        self._recomputed = []
+
+    def _must_come_back(self, tensor: Tensor) -> bool:
+        changes = tensor in self._ever_trained or tensor in self._was_here
+        return changes or not _is_in(tensor, self._weights)
 
     def close(self) -> None:
         """End the conversations with the workers."""

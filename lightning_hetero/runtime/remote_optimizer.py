@@ -58,9 +58,7 @@ class RemoteOptimizer:
         self._held = [id(parameter) for parameter in optimized_parameters(optimizer)]
         self._parameters = {name: parameter for parameter, name in names_of.items()}
         self._build()
-        for parameter in names_of:
-            # Some optimizers make state at once; that of meta parameters would be meta.
-            optimizer.state.pop(parameter, None)
+        self._send_state()
         self._hook = optimizer.register_state_dict_post_hook(self._add_remote_state)
         # Not by a hook: some optimizers load in their own way and call none.
         self._load_local_state = optimizer.load_state_dict
@@ -110,7 +108,11 @@ class RemoteOptimizer:
 
     def bring_back(self) -> None:
         """Move the stages' optimizer state into the optimizer."""
-        for name, state in self._remote_state().items():
+        self.take_back(self.remote_state())
+
+    def take_back(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Put what `remote_state` returned into the optimizer."""
+        for name, state in states.items():
             self.optimizer.state[self._parameters[name]] = state
 
     def detach(self) -> None:
@@ -130,12 +132,19 @@ class RemoteOptimizer:
         defaults = optimizer_defaults(self.optimizer)
         self._coordinator.build_optimizer(self._number, class_name, defaults, groups)
 
+    def _send_state(self) -> None:
+        """Send the stages the state of parameters that were here until now, as layers move."""
+        found = {name: self.optimizer.state.pop(p, {}) for p, name in self._names_of.items()}
+        # Some optimizers make state at once; that of meta parameters is meta.
+        real = {name: state for name, state in found.items() if state and not _is_meta(state)}
+        self._coordinator.load_optimizer_state(self._number, real)
+
     def _clip(self, gradients: list[Tensor], clipping: Clipping) -> None:
         if clipping.factor != 1.0:
             clip_gradients(gradients, clipping)
             self._coordinator.clip_gradients(self._number, clipping)
 
-    def _remote_state(self) -> dict[str, dict[str, Any]]:
+    def remote_state(self) -> dict[str, dict[str, Any]]:
         """The stages' optimizer state in the dtypes that the parameters have here."""
         trained = [p for p in self._names_of if p.requires_grad]
         what = "Gathering the optimizer's state, counted by the weights that it is for"
@@ -156,7 +165,7 @@ class RemoteOptimizer:
                 yield index, self._names_of[parameter]
 
     def _add_remote_state(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        remote = self._remote_state()
+        remote = self.remote_state()
         state = state_dict["state"]
         state.update({index: remote[name] for index, name in self._indexed() if name in remote})
         # In the order of the parameters, as in a checkpoint written on one device.
@@ -185,6 +194,10 @@ def changed_parameters(optimizer: Optimizer) -> ModelError:
 def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of an optimizer, in the order of its state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_meta(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
 def _as_here(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:

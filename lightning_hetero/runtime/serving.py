@@ -22,6 +22,7 @@ from ..pipeline.optimizer import Clipping, Group, StageOptimizer, clip_gradients
 from ..pipeline.rule import Action, Key
 from ..pipeline.runner import Result, StageRunner
 from ..pipeline.stage import Stage
+from ..pipeline.stopwatch import Stopwatch
 from ..plan import Narrowing
 from ..wire import messages as m
 from ..wire.constants import KeptConstants
@@ -93,6 +94,7 @@ class StageSession:
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages([])
         self._constants = KeptConstants()
+        self._stopwatch = Stopwatch(device)
         self._measuring = MeasuredSide(coordinator, device, deadlines, allowed, self._dial_neighbor)
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             **self._measuring.handlers,
@@ -197,6 +199,7 @@ class StageSession:
 
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
         self._measuring.forget()
+        self._check_neighbor(message)
         layers = build_described(message.recipe, message.parameters, self._allowed)
         self._numbered = numbered_layers(layers)
         self._specs = {spec.name: spec for spec in message.parameters}
@@ -219,6 +222,16 @@ class StageSession:
         self._averages = WeightAverages([])
         self._coordinator.send(m.Done())
 
+    def _check_neighbor(self, message: m.Deploy) -> None:
+        """Refuse another neighbor than the one that this stage is linked with."""
+        is_linked = self._downstream is not self._coordinator
+        if is_linked and message.downstream_address != self._downstream_address:
+            raise ModelError(
+                f"Stage {self._stage_index} is linked with {self._downstream_address} and should "
+                f"become so with {message.downstream_address or 'nobody'}; layers move between the "
+                "same workers in the same order."
+            )
+
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
         content, *parts = (tensor.to(self._device) for tensor in tensors)
         state = dict(zip(message.state, parts, strict=True))
@@ -239,7 +252,8 @@ class StageSession:
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         if self._missing:
             raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
-        if self._downstream_address:
+        # When layers have moved, the link to the neighbor is there already.
+        if self._downstream_address and self._downstream is self._coordinator:
             self._downstream = self._dial_neighbor(self._downstream_address)
             self._downstream.start(self._inbox)
         self._coordinator.send(m.Done())
@@ -284,6 +298,7 @@ class StageSession:
 
     def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
+        self._stopwatch.take()
 
     def _on_set_trained(self, message: m.SetTrained, _tensors: tuple[Tensor, ...]) -> None:
         for parameter in self._named(message.parameters):
@@ -293,6 +308,7 @@ class StageSession:
         for parameter in self._named(message.parameters):
             if parameter.grad is not None:
                 parameter.grad = None if message.set_to_none else torch.zeros_like(parameter.grad)
+        self._coordinator.send(m.Done())
 
     def _on_measure_norms(self, message: m.MeasureNorms, _tensors: tuple[Tensor, ...]) -> None:
         gradients = self._gradients(message.optimizer)
@@ -306,6 +322,15 @@ class StageSession:
     def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
         options = [unpack(value, tensors) for value in message.options]
         self._optimizer(message.optimizer).step(options)
+        laps = self._stopwatch.take()
+        self._coordinator.send(
+            m.Timings(
+                message.step,
+                laps.seconds("forward"),
+                laps.seconds("backward"),
+                laps.count("forward"),
+            )
+        )
 
     def _on_average_weights(self, message: m.AverageWeights, _tensors: tuple[Tensor, ...]) -> None:
         if message.action == "begin":
@@ -336,7 +361,12 @@ class StageSession:
         self._coordinator.send(m.Done())
 
     def _perform(self, action: Action) -> None:
-        self._route(self._runner.run(action))
+        if not self._runner.is_training(action):
+            result = self._runner.run(action)
+        else:
+            with self._stopwatch.measuring("forward" if action.kind == "F" else "backward"):
+                result = self._runner.run(action)
+        self._route(result)
 
     def _route(self, result: Result) -> None:
         step, key, content = self._runner.step, result.action.key, result.content

@@ -120,7 +120,8 @@ class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Deploy(_Message, frozen=True, tag=True):
-    """Build a stage's layers; their tensors follow. ``recipe`` is JSON for the model folder,
+    """Build a stage's layers, in the place of those that it has; their tensors follow. The
+    neighbors stay who they are. ``recipe`` is JSON for the model folder,
     ``dtype`` what the stage computes in, if not in what it is given, and the two others what it
     rounds the activations and gradients to that it sends."""
 
@@ -278,7 +279,8 @@ class SetTrained(_Message, frozen=True, tag=True):
 
 
 class ZeroGradients(_Message, frozen=True, tag=True):
-    """Drop the gradients of parameters or, without ``set_to_none``, make them zero."""
+    """Drop the gradients of parameters or, without ``set_to_none``, make them zero; then say
+    `Done`."""
 
     parameters: list[Name]
     set_to_none: bool
@@ -314,6 +316,16 @@ class ApplyOptimizer(_Message, frozen=True, tag=True):
     step: Count
     optimizer: Count
     options: list[Value]
+
+
+class Timings(_Message, frozen=True, tag=True):
+    """What the stage has computed for training since it last said so, told with each optimizer
+    step: the seconds of all forwards, of all backwards, and the number of micro-batches."""
+
+    step: Count
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    num_microbatches: Count
 
 
 class AverageWeights(_Message, frozen=True, tag=True):
@@ -490,6 +502,7 @@ Message = (
     | Norms
     | ClipGradients
     | ApplyOptimizer
+    | Timings
     | AverageWeights
     | FetchTensors
     | TensorContent

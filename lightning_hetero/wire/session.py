@@ -8,6 +8,7 @@ IDLE: measuring                   LINKED: activations down, gradients up; probes
 IDLE ───── Deploy ─▶ LOADING
 LOADING ── Launch ─▶ SERVING
 SERVING: steps, state, optimizer
+SERVING ── Deploy ─▶ LOADING: layers have moved
 """
 
 from __future__ import annotations
@@ -56,26 +57,29 @@ COORDINATOR_SAYS: Table = {
         m.Deploy: State.LOADING,
     },
     State.LOADING: {m.LoadTensor: State.LOADING, m.Launch: State.SERVING},
-    State.SERVING: _stay(
-        State.SERVING,
-        m.BuildOptimizer,
-        m.LoadOptimizerState,
-        m.LoadTensor,
-        m.BeginStep,
-        m.Arguments,
-        m.Activation,
-        m.Gradient,
-        m.DropCaches,
-        m.AbortStep,
-        m.SetTrained,
-        m.ZeroGradients,
-        m.MeasureNorms,
-        m.ClipGradients,
-        m.ApplyOptimizer,
-        m.AverageWeights,
-        m.FetchTensors,
-        m.FetchOptimizerState,
-    ),
+    State.SERVING: {
+        **_stay(
+            State.SERVING,
+            m.BuildOptimizer,
+            m.LoadOptimizerState,
+            m.LoadTensor,
+            m.BeginStep,
+            m.Arguments,
+            m.Activation,
+            m.Gradient,
+            m.DropCaches,
+            m.AbortStep,
+            m.SetTrained,
+            m.ZeroGradients,
+            m.MeasureNorms,
+            m.ClipGradients,
+            m.ApplyOptimizer,
+            m.AverageWeights,
+            m.FetchTensors,
+            m.FetchOptimizerState,
+        ),
+        m.Deploy: State.LOADING,
+    },
 }
 
 WORKER_SAYS: Table = {
@@ -90,10 +94,12 @@ WORKER_SAYS: Table = {
         m.ProbeAnswer,
         m.NotMeasured,
     ),
-    State.LOADING: _stay(State.LOADING, m.Done),
+    # Timings and the loss of a neighbor may be on their way when a Deploy comes for moved layers.
+    State.LOADING: _stay(State.LOADING, m.Done, m.Timings, m.NeighborLost),
     State.SERVING: _stay(
         State.SERVING,
         m.Done,
+        m.Timings,
         m.Activation,
         m.Gradient,
         m.Norms,

@@ -220,7 +220,7 @@ class FragileModule(TinyModule):
 
 @pytest.fixture
 def allowing() -> Iterator[str]:
-    with worker_thread(Allowed((__name__,))) as address:
+    with worker_thread(allowed=Allowed((__name__,))) as address:
         yield str(address)
 
 

@@ -55,6 +55,7 @@ MESSAGES: list[m.Message] = [
     m.Norms(1, {"0.weight": 0.5}),
     m.ClipGradients(1, 0, factor=0.5, value=None),
     m.ApplyOptimizer(1, 0, []),
+    m.Timings(1, 0.1, 0.2, 4),
     m.AverageWeights("begin", 0, None),
     m.FetchTensors([]),
     m.TensorContent("0.weight"),
@@ -147,12 +148,12 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "Deploy DescribeDevice PrepareLayers MeasureLayer MeasureOptimizer MeasureLink Probe",
         "Done DeviceDescribed LayerMeasured OptimizerMeasured LinkMeasured ProbeAnswer NotMeasured",
     ),
-    (workers_pair, State.LOADING): ("LoadTensor Launch", "Done"),
+    (workers_pair, State.LOADING): ("LoadTensor Launch", "Done Timings NeighborLost"),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
         "DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients ApplyOptimizer "
-        "AverageWeights FetchTensors FetchOptimizerState",
-        "Done Activation Gradient Norms TensorContent OptimizerState NeighborLost",
+        "AverageWeights FetchTensors FetchOptimizerState Deploy",
+        "Done Timings Activation Gradient Norms TensorContent OptimizerState NeighborLost",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
@@ -217,7 +218,7 @@ def test_an_end_hears_what_the_rules_allow_and_nothing_else(
 def test_the_fault_is_local_when_we_speak_and_remote_when_we_hear(
     make: Callable[[], Pair], state: State
 ) -> None:
-    wrong = m.NeighborLost(1, "gone") if state is not State.SERVING else WELCOME
+    wrong = WELCOME if state in (State.LOADING, State.SERVING) else m.NeighborLost(1, "gone")
     with pytest.raises(LocalProtocolError, match=f"must not be sent while {state.value}"):
         bring(make(), state).opener.sent(wrong)
     with pytest.raises(RemoteProtocolError, match=f"must not come while {state.value}"):
@@ -280,6 +281,17 @@ def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
     pair.ask(m.Goodbye())
     pair.answer(m.Goodbye())
     assert pair.state is State.CLOSED
+
+
+def test_layers_move_between_two_steps() -> None:
+    pair = bring(workers_pair(), State.SERVING)
+    pair.ask(m.ApplyOptimizer(1, 0, []), DEPLOY)
+    assert pair.state is State.LOADING
+    pair.answer(m.Timings(1, 0.1, 0.2, 4), m.Done())
+    pair.ask(m.LoadTensor("0.weight"), m.Launch())
+    pair.answer(m.Done())
+    pair.ask(m.BuildOptimizer(0, "AdamW", None, []), m.BeginStep(2, 1, accumulate=False))
+    assert pair.state is State.SERVING
 
 
 def test_a_whole_run_of_two_neighbors() -> None:

@@ -1,0 +1,151 @@
+"""Layers move: everything comes to this process, and goes out again under another plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .callbacks.averaging import StageWeightAveraging
+from .errors import ModelError, PlanError
+from .model.layers import DecoderLayer
+from .model.tensors import flatten, named_contents
+from .pipeline.optimizer import beside
+from .plan import Plan
+from .precision import RemoteSteps
+from .runtime.deployment import Deployment
+
+logger = logging.getLogger(__name__)
+
+
+def check_move(
+    module: pl.LightningModule, deployment: Deployment | None, plan: Plan, is_inside_window: bool
+) -> None:
+    """Refuse what cannot be done, before anything has changed.
+
+    Raises:
+        MisconfigurationException: Under manual optimization.
+        PlanError: If the plan does not fit, or has other workers.
+        ModelError: If layers cannot move now, or not at all.
+    """
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "Layers do not move under manual optimization, where only your code knows whether "
+            "gradients are still needed; set `automatic_optimization = True`."
+        )
+    if deployment is None or not module.trainer.training:
+        raise ModelError("No layers are on workers for training, so there are none to move.")
+    workers = [stage.worker for stage in deployment.plan.remote_stages]
+    plan.check(len(deployment.layers), workers)
+    wanted = [stage.worker for stage in plan.remote_stages]
+    if wanted != workers:
+        raise PlanError(
+            f"Layers move between {workers}, each of which keeps one at least, in this order; the "
+            f"plan has {wanted}."
+        )
+    if is_inside_window:
+        raise ModelError(
+            "Layers move between an optimizer step and the next training_step, and now there are "
+            "gradients that the next step needs; do it in `on_train_batch_start` of a batch that "
+            "begins an accumulation window."
+        )
+    deployment.check_can_move(plan)
+
+
+def moves_layers(module: pl.LightningModule) -> bool:
+    """Whether ``replan=True`` can do something for this module; says so where it cannot."""
+    if not module.automatic_optimization:
+        rank_zero_warn(
+            "`replan=True` does nothing under manual optimization, where only your code knows "
+            "whether gradients are still needed."
+        )
+    return bool(module.automatic_optimization)
+
+
+def bring_home(deployment: Deployment, remote_steps: RemoteSteps) -> None:
+    """Bring weights and optimizer state here; nothing has changed if it raises.
+
+    Raises:
+        WorkerError: If a worker does not hand out what it has.
+        ModelError: If only some of the layers have made the latest step.
+    """
+    states = [remote.remote_state() for remote in remote_steps.optimizers]
+    deployment.check_between_steps()
+    deployment.bring_here()
+    for remote, state in zip(remote_steps.optimizers, states, strict=True):
+        remote.take_back(state)
+    remote_steps.detach()
+
+
+@dataclass(frozen=True)
+class AtHome:
+    """Weights and optimizer state while all of them are in this process.
+
+    Args:
+        contents: The layers' tensors by their names, less what is still in its checkpoint.
+        states: Of each optimizer, the state of its parameters.
+    """
+
+    contents: Mapping[str, Tensor]
+    states: Sequence[tuple[Optimizer, Mapping[Tensor, dict[str, Any]]]]
+
+    @classmethod
+    def of(cls, layers: Sequence[DecoderLayer], optimizers: Sequence[Optimizer]) -> AtHome:
+        """What is here now."""
+        modules = {number: layer.module for number, layer in enumerate(layers)}
+        contents: dict[str, Tensor] = {}
+        for name, tensor, state in named_contents(modules):
+            if not tensor.is_meta:
+                contents.update(flatten(name, tensor.detach(), state))
+        return cls(contents, [(optimizer, dict(optimizer.state)) for optimizer in optimizers])
+
+    def settle(self) -> None:
+        """Put the optimizer state that stays here beside its parameters."""
+        for optimizer, _ in self.states:
+            for parameter, state in optimizer.state.items():
+                optimizer.state[parameter] = {k: beside(parameter, k, v) for k, v in state.items()}
+
+    def restore(self, failed: Deployment | None, remote_steps: RemoteSteps | None) -> None:
+        """Make everything ordinary again, after a failure to deploy it."""
+        if failed is not None:
+            failed.refill(self.contents)
+        if remote_steps is not None:
+            remote_steps.detach()
+        for optimizer, state in self.states:
+            optimizer.state.update(state)
+        logger.error(
+            "The layers could not be moved. All weights and optimizer state are in this process, "
+            "so that a checkpoint can be written."
+        )
+
+
+@dataclass
+class _Averages:
+    are_home: bool = False
+
+
+@contextmanager
+def moving_averages(trainer: pl.Trainer) -> Iterator[_Averages]:
+    """Inside, layers move; the averages of their weights, if there are some, are carried along.
+
+    You must say when the layers are here.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    found = [one for one in callbacks if isinstance(one, StageWeightAveraging)]
+    states = [callback.averages(trainer) for callback in found]
+    averages = _Averages()
+    try:
+        yield averages
+    finally:
+        if averages.are_home:
+            for callback, state in zip(found, states, strict=True):
+                if state is not None:
+                    callback.begin_again(trainer, state)

@@ -1,0 +1,133 @@
+"""Watches a run's stages, says when they drift, and finds the plan that would do better."""
+
+from __future__ import annotations
+
+import logging
+
+from .errors import ModelError
+from .pipeline.stopwatch import Stopwatch
+from .plan import COORDINATOR, Plan
+from .planning.profile import Profile
+from .planning.replanning import LEAST_GAIN, Replanned, expected_seconds, replan
+from .planning.watching import Drift, StageSeconds, Watcher
+from .runtime.deployment import Deployment
+
+logger = logging.getLogger(__name__)
+
+STEPS_BETWEEN_MOVES = 20
+"""Steps that are noted after a move before layers move again."""
+
+
+class Watch:
+    """Follows one deployment from step to step.
+
+    Args:
+        deployment: Whose stages say what they take.
+        profile: What was measured before the run; None takes the first steady steps for the rule.
+        stopwatch: Measures what this process does for a step; None where that cannot be told from
+            waiting.
+        moves: Whether layers are to move.
+        least_steps: So many steps are noted before they do.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        profile: Profile | None,
+        stopwatch: Stopwatch | None,
+        moves: bool,
+        least_steps: int = 0,
+    ) -> None:
+        self._deployment = deployment
+        self._profile = profile
+        self._stopwatch = stopwatch
+        self._moves = moves
+        self._least_steps = least_steps
+        expected = None if profile is None else expected_seconds(deployment.plan, profile)
+        if expected is not None and stopwatch is None:
+            del expected[COORDINATOR]
+        self._watcher = Watcher(expected)
+        self._names = {
+            number: stage.worker
+            for number, stage in enumerate(deployment.plan.remote_stages, start=1)
+        }
+        self._has_layers = any(s.is_local and s.layer_indices for s in deployment.plan.stages)
+        # What is known of steps of which somebody has yet to tell.
+        self._steps: dict[int, dict[str, StageSeconds]] = {}
+        self._has_drifted = False
+
+    def after_move(self, deployment: Deployment, stopwatch: Stopwatch | None) -> Watch:
+        """The watch over the deployment that takes the place of this one."""
+        return Watch(deployment, self._profile, stopwatch, self._moves, STEPS_BETWEEN_MOVES)
+
+    def note_own(self) -> None:
+        """An optimizer step has ended on this process."""
+        if self._stopwatch is None:
+            return
+        laps = self._stopwatch.take()
+        pieces = laps.count("forward")
+        if pieces > 0:
+            through = (laps.seconds("forward") + laps.seconds("backward")) / pieces
+            ends = laps.seconds("loss") / pieces
+            own = StageSeconds(through, ends)
+            if not self._has_layers:
+                own = StageSeconds(0, through + ends)
+            self._note(self._deployment.coordinator.step, COORDINATOR, own)
+
+    def next_plan(self) -> Plan | None:
+        """Between two steps: the plan that is to take the place of the present one, if any."""
+        for drift in self._look():
+            self._has_drifted = True
+            logger.warning("%s %s", drift, self._advice())
+        if not (self._has_drifted and self._moves):
+            return None
+        if self._watcher.num_steps < self._least_steps:
+            return None
+        self._has_drifted = False
+        found = self._replanned()
+        if found is None or not found.is_worth_it:
+            return None
+        self._profile = found.profile or self._profile
+        return found.plan
+
+    def _look(self) -> list[Drift]:
+        """What those steps say that everybody has told of."""
+        for number, said in self._deployment.coordinator.take_timings():
+            if said.num_microbatches > 0:
+                seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches
+                self._note(said.step, self._names[number], StageSeconds(seconds))
+        wanted = len(self._names) + (self._stopwatch is not None)
+        complete = [step for step, told in sorted(self._steps.items()) if len(told) == wanted]
+        drifts = [self._watcher.note(self._steps.pop(step)) for step in complete]
+        # Nobody tells later of a step before one that is complete.
+        for step in [step for step in self._steps if complete and step < complete[-1]]:
+            del self._steps[step]
+        return [drift for drift in drifts if drift is not None]
+
+    def _note(self, step: int, name: str, seconds: StageSeconds) -> None:
+        if seconds.total > 0:
+            self._steps.setdefault(step, {})[name] = seconds
+
+    def _replanned(self) -> Replanned | None:
+        """A better plan, if one can be deployed."""
+        found = replan(self._deployment.plan, self._profile, self._watcher.present())
+        if found is None or found.plan == self._deployment.plan:
+            return None
+        try:
+            self._deployment.check_can_move(found.plan)
+        except ModelError as error:
+            logger.warning("Layers cannot move. %s", error)
+            return None
+        return found
+
+    def _advice(self) -> str:
+        found = self._replanned()
+        if found is None or not found.is_worth_it:
+            return (
+                f"Moving layers would not save {LEAST_GAIN:.0%} of the step; see what else runs on "
+                "the machine."
+            )
+        saved = f"about {found.gain:.0%} of the step"
+        if self._moves:
+            return f"Moving layers is to save {saved}."
+        return f"With `replan=True`, moving layers would save {saved}."

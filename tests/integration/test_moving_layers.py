@@ -1,0 +1,271 @@
+"""Layers move between two steps, and nothing but their place changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, strategy
+from lightning_hetero.callbacks import StageWeightAveraging
+from lightning_hetero.errors import ModelError, PlanError, WorkerLost
+from lightning_hetero.moving import bring_home
+
+from ..conftest import worker_process
+from ..models import TinyModule, loader, sequences, trainer
+
+NUM_LAYERS = 6
+NUM_STEPS = 6
+# Layers of the coordinator, of the first worker and of the second one.
+START = (1, 2, 3)
+MOVES = {"to the left": (2, 3, 1), "to the right": (0, 1, 5), "of the workers": (1, 4, 1)}
+
+
+def plan_of(workers: list[str], shares: tuple[int, ...], **options: Any) -> Plan:
+    stages, first = [], 0
+    for name, count in zip(["coordinator", *workers], shares, strict=False):
+        if count or name != "coordinator":
+            stages.append(StagePlan([name], (first, first + count), **options))
+        first += count
+    return Plan(stages, micro_batches=2)
+
+
+class Moves(Callback):
+    """Moves layers before the batches of these numbers."""
+
+    def __init__(self, plans: Mapping[int, Plan]) -> None:
+        self.plans = plans
+        self.moved: list[int] = []
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx in self.plans:
+            mover = trainer.strategy
+            assert isinstance(mover, HeteroPipelineStrategy)
+            mover.move_layers(self.plans[batch_idx])
+            self.moved.append(batch_idx)
+
+
+def train(
+    workers: list[str],
+    moves: Mapping[int, Plan] | None = None,
+    make: Callable[[], TinyModule] = lambda: TinyModule(NUM_LAYERS),
+    callbacks: tuple[Callback, ...] = (),
+    accumulate: int = 1,
+    micro_batching: Any = "step",
+    fit: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> TinyModule:
+    module = make()
+    pipeline = HeteroPipelineStrategy(
+        workers[:2], plan_of(workers, START), micro_batching=micro_batching
+    )
+    moving = Moves(moves or {})
+    settings: dict[str, Any] = {"max_steps": NUM_STEPS, "gradient_clip_val": 0.05, **options}
+    run = trainer(
+        pipeline,
+        callbacks=[moving, *callbacks],
+        accumulate_grad_batches=accumulate,
+        **settings,
+    )
+    run.fit(module, loader(8 * NUM_STEPS * accumulate, 8, padded=True), **(fit or {}))
+    assert moving.moved == list(moves or {})
+    return module
+
+
+def remaining() -> DataLoader[Any]:
+    """The data from the fifth batch on; a resumed epoch begins with its loader's first batch."""
+    data = sequences(8 * NUM_STEPS, padded=True)
+    return DataLoader(data[8 * 4 :] + data[: 8 * 4], batch_size=8)  # type: ignore[arg-type]
+
+
+def assert_same(found: TinyModule, expected: TinyModule) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    state, wanted = found.state_dict(), expected.state_dict()
+    assert state.keys() == wanted.keys()
+    for name, tensor in state.items():
+        assert (tensor - wanted[name]).norm() <= 1e-5 * wanted[name].norm(), name
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_move_changes_no_number(workers: list[str], name: str) -> None:
+    moved = train(workers, {3: plan_of(workers, MOVES[name])})
+    assert_same(moved, train(workers))
+
+
+def test_layers_move_there_and_back(workers: list[str]) -> None:
+    plans = [plan_of(workers, shares) for shares in (*MOVES.values(), START)]
+    moved = train(workers, dict(enumerate(plans, start=1)))
+    assert_same(moved, train(workers))
+
+
+def test_layers_move_between_two_windows_of_accumulation(workers: list[str]) -> None:
+    moved = train(workers, {4: plan_of(workers, MOVES["to the left"])}, accumulate=2)
+    assert_same(moved, train(workers, accumulate=2))
+
+
+def test_layers_move_where_only_the_boundary_is_cut(workers: list[str]) -> None:
+    moved = train(workers, {3: plan_of(workers, (3, 2, 1))}, micro_batching="boundary")
+    assert_same(moved, train(workers, micro_batching="boundary"))
+
+
+def test_layers_move_under_tied_embeddings_and_recomputation(workers: list[str]) -> None:
+    def make() -> TinyModule:
+        return TinyModule(NUM_LAYERS, tie_word_embeddings=True)
+
+    plans = {2: plan_of(workers, (3, 1, 2), recompute=True), 4: plan_of(workers, (1, 4, 1))}
+    assert_same(train(workers, plans, make), train(workers, make=make))
+
+
+class Adapted(TinyModule):
+    """Trains adapters only."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_LAYERS)
+        torch.manual_seed(1)
+        config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        self.model = get_peft_model(self.model, config)
+
+
+def test_adapters_move(workers: list[str]) -> None:
+    moved = train(workers, {3: plan_of(workers, MOVES["to the left"])}, Adapted)
+    assert_same(moved, train(workers, make=Adapted))
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_averages_of_the_weights_move_too(workers: list[str], name: str) -> None:
+    def averaged(moves: Mapping[int, Plan]) -> TinyModule:
+        return train(workers, moves, callbacks=(StageWeightAveraging(decay=0.8),))
+
+    assert_same(averaged({4: plan_of(workers, MOVES[name])}), averaged({}))
+
+
+def test_a_run_resumes_from_a_checkpoint_after_the_move(workers: list[str], tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    plans = {2: plan_of(workers, MOVES["to the left"])}
+    moved = train(workers, plans, callbacks=(saving,), enable_checkpointing=True)
+    resumed = TinyModule(NUM_LAYERS)
+    alone = trainer(max_steps=NUM_STEPS, gradient_clip_val=0.05)
+    alone.fit(resumed, remaining(), ckpt_path=tmp_path / "step=4.ckpt")
+    resumed.losses = moved.losses[:4] + resumed.losses
+    assert_same(resumed, moved)
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        pytest.param((1, 5), "each of which keeps one at least", id="a worker left out"),
+        pytest.param((1, 2, 2), "covers 5 layers", id="a layer left out"),
+    ],
+)
+def test_a_plan_that_does_not_do_changes_nothing(
+    workers: list[str], shares: tuple[int, ...], expected: str
+) -> None:
+    plan = plan_of(workers[: len(shares) - 1], shares)
+    with pytest.raises(PlanError, match=expected):
+        train(workers, {2: plan})
+
+
+def test_layers_do_not_move_inside_a_window(workers: list[str]) -> None:
+    with pytest.raises(ModelError, match="gradients that the next step needs"):
+        train(workers, {3: plan_of(workers, (2, 2, 2))}, accumulate=2)
+
+
+def test_layers_do_not_move_under_manual_optimization(workers: list[str]) -> None:
+    class ByHand(TinyModule):
+        def __init__(self) -> None:
+            super().__init__(NUM_LAYERS)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+        def on_train_batch_end(self, *_: Any) -> None: ...
+
+    with pytest.raises(MisconfigurationException, match="under manual optimization"):
+        train(workers, {1: plan_of(workers, (2, 2, 2))}, ByHand, gradient_clip_val=None)
+
+
+def test_a_layer_with_a_hook_does_not_leave_the_coordinator(workers: list[str]) -> None:
+    def make() -> TinyModule:
+        module = TinyModule(NUM_LAYERS)
+        module.model.model.layers[0].register_forward_hook(lambda *_: None)
+        return module
+
+    with pytest.raises(ModelError, match=r"layers\.0 has a hook"):
+        train(workers, {2: plan_of(workers, MOVES["to the right"])}, make)
+
+
+def test_a_worker_that_dies_in_the_middle_of_a_move_is_named_and_nothing_is_lost(
+    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=99, save_on_exception=True)
+    average = StageWeightAveraging(decay=0.8)
+    with worker_process() as mortal:
+        chain = [workers[0], mortal.address]
+        plan = plan_of(chain, MOVES["to the left"])
+
+        def bring_home_and_kill(*args: Any) -> None:
+            bring_home(*args)
+            mortal.process.kill()
+            mortal.process.wait()
+
+        monkeypatch.setattr(strategy, "bring_home", bring_home_and_kill)
+        module = TinyModule(NUM_LAYERS)
+        with pytest.raises(WorkerLost, match=mortal.address):
+            train(
+                chain,
+                {4: plan},
+                lambda: module,
+                callbacks=(saving, average),
+                enable_checkpointing=True,
+            )
+    monkeypatch.undo()
+    undisturbed = train(workers, callbacks=(StageWeightAveraging(decay=0.8),))
+    resumed = TinyModule(NUM_LAYERS)
+    (file,) = tmp_path.glob("*.ckpt")
+    again = trainer(
+        max_steps=NUM_STEPS, gradient_clip_val=0.05, callbacks=[StageWeightAveraging(decay=0.8)]
+    )
+    again.fit(resumed, remaining(), ckpt_path=file)
+    resumed.losses = module.losses[:4] + resumed.losses
+    assert_same(resumed, undisturbed)
+
+
+# A layer takes 4 ms at least on this worker and, from the twelfth step on, three times as long.
+SLOWING = (
+    "import time; from lightning_hetero.pipeline.runner import StageRunner as R; run = R.run; "
+    "R.run = lambda self, action: (time.sleep((0.004 if self.step < 12 else 0.012) * "
+    "len(self.stage.layers)), run(self, action))[1]"
+)
+
+
+def test_a_worker_that_slows_down_is_noticed_and_relieved(
+    workers: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(chain: list[str], **options: Any) -> TinyModule:
+        module = TinyModule(NUM_LAYERS)
+        pipeline = HeteroPipelineStrategy(chain, plan_of(chain, (1, 1, 4)), **options)
+        trainer(pipeline, max_steps=28).fit(module, loader(8 * 28, 8))
+        return module
+
+    with worker_process(before=SLOWING) as slow:
+        found = run([workers[0], slow.address], replan=True)
+    said = [record.message for record in caplog.records]
+    assert any(f"{slow.address} has become slower" in line for line in said)
+    places = [line for line in said if f"on {slow.address}" in line]
+    assert places[0] == f"stage 2: layers 2 to 5 on {slow.address}"
+    assert places[-1] != places[0]
+    assert_same(found, run(workers[:2]))

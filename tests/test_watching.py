@@ -1,0 +1,124 @@
+"""What is said of stages that have drifted, and what is done about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.pipeline.stopwatch import Stopwatch
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.watching import STEPS_BETWEEN_MOVES, Watch
+from lightning_hetero.wire import messages as m
+
+PLAN = Plan([StagePlan(["a"], (0, 3)), StagePlan(["b"], (3, 6))], micro_batches=2)
+
+
+@dataclass
+class Told:
+    """A coordinator and its deployment, as far as a watch knows them."""
+
+    plan: Plan = PLAN
+    step: int = 0
+    fault: str = ""
+    timings: list[tuple[int, m.Timings]] = field(default_factory=list)
+
+    @property
+    def coordinator(self) -> Told:
+        return self
+
+    def take_timings(self) -> list[tuple[int, m.Timings]]:
+        taken, self.timings = self.timings, []
+        return taken
+
+    def check_can_move(self, plan: Plan) -> None:
+        if self.fault:
+            raise ModelError(self.fault)
+
+
+def watch_over(told: Told, moves: bool = False, least_steps: int = 0) -> Watch:
+    deployment: Any = told
+    return Watch(deployment, None, None, moves, least_steps)
+
+
+def pass_steps(told: Told, watch: Watch, count: int, *seconds: float) -> list[Plan]:
+    """Steps in which each worker takes so long for a micro-batch; the new plans, if any."""
+    found = []
+    for _ in range(count):
+        told.step += 1
+        told.timings += [
+            (number, m.Timings(told.step, value, value, 2))
+            for number, value in enumerate(seconds, start=1)
+        ]
+        watch.note_own()
+        found.append(watch.next_plan())
+    return [plan for plan in found if plan is not None]
+
+
+def test_without_replanning_it_is_said_once_with_what_would_help(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = Told()
+    watch = watch_over(told)
+    assert pass_steps(told, watch, 20, 0.03, 0.03) == []
+    assert pass_steps(told, watch, 40, 0.03, 0.12) == []
+    (record,) = caplog.records
+    assert "b has become slower: a micro-batch takes it 120 ms, 4 times" in record.message
+    assert "With `replan=True`, moving layers would save about 58% of the step." in record.message
+
+
+def test_with_replanning_the_layers_are_to_move(caplog: pytest.LogCaptureFixture) -> None:
+    told = Told()
+    watch = watch_over(told, moves=True)
+    pass_steps(told, watch, 20, 0.03, 0.03)
+    (plan,) = pass_steps(told, watch, 20, 0.03, 0.12)
+    assert [stage.layers for stage in plan.stages] == [(0, 5), (5, 6)]
+    assert "Moving layers is to save about 58% of the step." in caplog.text
+
+
+def test_after_a_move_some_steps_pass_before_the_next_one() -> None:
+    told = Told()
+    watch = watch_over(told, moves=True, least_steps=STEPS_BETWEEN_MOVES + 20)
+    pass_steps(told, watch, 10, 0.03, 0.03)
+    assert pass_steps(told, watch, STEPS_BETWEEN_MOVES + 9, 0.03, 0.12) == []
+    assert len(pass_steps(told, watch, 1, 0.03, 0.12)) == 1
+
+
+def test_a_move_that_saves_little_is_not_made(caplog: pytest.LogCaptureFixture) -> None:
+    told = Told(Plan([StagePlan(["a"], (0, 1)), StagePlan(["b"], (1, 2))], micro_batches=2))
+    watch = watch_over(told, moves=True)
+    pass_steps(told, watch, 20, 0.03, 0.03)
+    assert pass_steps(told, watch, 20, 0.03, 0.12) == []
+    assert "Moving layers would not save 5% of the step" in caplog.text
+
+
+def test_layers_that_cannot_move_stay_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    told = Told(fault="They share a parameter.")
+    watch = watch_over(told, moves=True)
+    pass_steps(told, watch, 20, 0.03, 0.03)
+    assert pass_steps(told, watch, 20, 0.03, 0.12) == []
+    assert "Layers cannot move. They share a parameter." in caplog.text
+
+
+def test_steps_of_which_somebody_does_not_tell_are_passed_over() -> None:
+    told = Told()
+    watch = watch_over(told, moves=True)
+    pass_steps(told, watch, 20, 0.03, 0.03)
+    assert pass_steps(told, watch, 20, 0.12) == []
+    assert len(pass_steps(told, watch, 20, 0.03, 0.12)) == 1
+
+
+def test_a_stopwatch_adds_up_by_kind_and_begins_anew() -> None:
+    stopwatch = Stopwatch(torch.device("cpu"))
+    for _ in range(3):
+        with stopwatch.measuring("forward"):
+            pass
+    with pytest.raises(ValueError, match="wrong"), stopwatch.measuring("backward"):
+        raise ValueError("wrong")
+    laps = stopwatch.take()
+    assert (laps.count("forward"), laps.count("backward")) == (3, 0)
+    assert laps.seconds("forward") > 0
+    assert stopwatch.take().count("forward") == 0
