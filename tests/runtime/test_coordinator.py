@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -27,6 +29,7 @@ from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
 from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.equipment import equipment_here
 from lightning_hetero.runtime.handshake import Identity
+from lightning_hetero.runtime.serving import StageSession
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame
 
@@ -227,3 +230,25 @@ def test_after_close_every_use_says_so(coordinator: Coordinator) -> None:
         coordinator.begin_step(1, accumulate=False)
     with pytest.raises(WorkerLost, match="ended the session"):
         coordinator.drop_caches([1])
+
+
+def test_zeroing_waits_until_it_is_done(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The gradients of the next backward come to a stage from its neighbor, not from here."""
+    gate, zeroed = threading.Event(), StageSession._on_zero_gradients
+
+    def held_up(self: StageSession, message: m.ZeroGradients, tensors: tuple[Tensor, ...]) -> None:
+        assert gate.wait(20)
+        zeroed(self, message, tensors)
+
+    monkeypatch.setattr(StageSession, "_on_zero_gradients", held_up)
+    coordinator: Coordinator = request.getfixturevalue("coordinator")
+    names = list(coordinator._owner_of)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        waiting = threads.submit(coordinator.zero_gradients, names, True)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            waiting.result(0.2)
+        gate.set()
+        waiting.result(20)
+    assert coordinator._inbox.empty()
