@@ -9,8 +9,11 @@
     runtime/         where it runs: channels, worker, coordinator, local worker processes
     precision.py     where a precision plugin clips and steps, the stages do too
     manual.py        where a user's code zeroes gradients, the stages do too
+    gradients.py     norms and clipping of all gradients, for those who look at them themselves
     callbacks/       Lightning callbacks that know of stages
     saving.py        checkpoint files: written straight to the disk, whole or not at all
+    moving.py        layers come home, at the end or to go out under another plan
+    watching.py      notices stages that drift, and asks for a better plan
     checks.py        what is refused before a run
     stepping.py      one training step, cut into micro-batches for the driver
     profiling/       what it takes: measures a model on its devices, and chooses the plan

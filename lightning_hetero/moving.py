@@ -1,4 +1,4 @@
-"""Layers move: everything comes to this process, and goes out again under another plan."""
+"""Layers come home: at the end of a run, or to go out again under another plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .callbacks.averaging import StageWeightAveraging
-from .errors import ModelError, PlanError
+from .errors import HeteroError, ModelError, PlanError
 from .model.layers import DecoderLayer
 from .model.tensors import flatten, named_contents
 from .pipeline.optimizer import beside
@@ -83,6 +83,20 @@ def bring_home(deployment: Deployment, remote_steps: RemoteSteps) -> None:
     for remote, state in zip(remote_steps.optimizers, states, strict=True):
         remote.take_back(state)
     remote_steps.detach()
+
+
+def give_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> None:
+    """Weights and optimizer state come home; if they cannot, the log has said so."""
+    try:
+        if deployment.bring_back() and remote_steps is not None:
+            for optimizer in remote_steps.optimizers:
+                optimizer.bring_back()
+    except HeteroError as error:
+        logger.error("The optimizer state on the workers could not be brought back: %s", error)
+    finally:
+        if remote_steps is not None:
+            remote_steps.detach()
+        deployment.close()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -35,22 +34,16 @@ from .checks import (
     warn_of_idle_devices,
 )
 from .errors import HeteroError, ModelError
+from .gradients import clip_by_global_norm, norms_by_name
 from .manual import FollowedZeroGrad
 from .model.four_bit import accepting_states, keep_layout
 from .model.imports import refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import bring_here, weights_in_checkpoint
 from .model.state_dicts import keys_of, leave_out
-from .moving import AtHome, bring_home, check_move, moves_layers, moving_averages
+from .moving import AtHome, bring_home, check_move, give_back, moves_layers, moving_averages
 from .pipeline.averaging import AveragingAction
 from .pipeline.microbatch import LossWeighting
-from .pipeline.optimizer import (
-    Clipping,
-    clip_gradients,
-    clipping_factor,
-    gradient_norms,
-    total_norm,
-)
 from .plan import Plan, StagePlan
 from .precision import RemoteSteps, scaler_of
 from .profiling.choosing import PlanChoice
@@ -59,7 +52,7 @@ from .runtime.coordinator import Coordinator
 from .runtime.deadlines import Deadlines
 from .runtime.deployment import Deployment, imports_of
 from .runtime.fleet import Fleet
-from .runtime.remote_optimizer import RemoteOptimizer, optimized_parameters
+from .runtime.remote_optimizer import remote_optimizers
 from .saving import check_complete, checkpoint_io_or_ours, keeping_frozen
 from .stepping import MicrobatchedStep
 from .watching import Watch
@@ -239,11 +232,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     def _tie_optimizers(self, deployment: Deployment) -> None:
         """Give the stages their parts of the optimizers, and training steps their way to them."""
-        remote = [
-            RemoteOptimizer(optimizer, number, deployment.coordinator, deployment.names_of)
-            for number, optimizer in enumerate(self.optimizers)
-            if _has_parameters_in(optimizer, deployment.names_of)
-        ]
+        remote = remote_optimizers(self.optimizers, deployment.coordinator, deployment.names_of)
         for each in remote:
             check_precision(self.precision_plugin, each.optimizer)
         self._remote_steps = RemoteSteps(self.precision_plugin, remote, deployment.names_of)
@@ -312,12 +301,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         Returns:
             The norm before.
         """
-        gradients = [p.grad for p in self._module().parameters() if p.grad is not None]
-        norm = total_norm([*self.grad_norms().values()])
-        clipping = Clipping(factor=clipping_factor(max_norm, norm))
-        clip_gradients(gradients, clipping)
-        if self._deployment is not None:
-            self._deployment.coordinator.clip_gradients(None, clipping)
+        norm = clip_by_global_norm(self._module(), self._deployment, max_norm)
         if self._remote_steps is not None:
             self._remote_steps.note_clipping()
         return norm
@@ -325,12 +309,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def grad_norms(self) -> dict[str, float]:
         """The 2-norm of every gradient, here and on the workers, by its parameter's name in the
         LightningModule; parameters without a gradient are left out."""
-        here = {name: p.grad for name, p in self._module().named_parameters() if p.grad is not None}
-        norms = dict(zip(here, gradient_norms([*here.values()]), strict=True))
-        if self._deployment is not None:
-            norms.update(self._deployment.grad_norms())
-        names = [name for name, _ in self._module().named_parameters() if name in norms]
-        return {name: norms[name] for name in names}
+        return norms_by_name(self._module(), self._deployment)
 
     def move_layers(self, plan: Plan) -> None:
         """Put layers where this plan has them, with their weights, optimizer state and averages.
@@ -409,7 +388,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             followed.detach()
         try:
             if deployment is not None:
-                _bring_back(deployment, remote_steps)
+                give_back(deployment, remote_steps)
             self._leave_weights()
             super().teardown()
         finally:
@@ -568,26 +547,6 @@ def _closing_on_error(coordinator: Coordinator) -> Iterator[None]:
 
 def _workers_of(plan: Plan) -> list[str]:
     return [stage.worker for stage in plan.remote_stages]
-
-
-def _bring_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> None:
-    """Weights and optimizer state come home; if they cannot, the log has said so."""
-    try:
-        if deployment.bring_back() and remote_steps is not None:
-            for optimizer in remote_steps.optimizers:
-                optimizer.bring_back()
-    except HeteroError as error:
-        logger.error("The optimizer state on the workers could not be brought back: %s", error)
-    finally:
-        if remote_steps is not None:
-            remote_steps.detach()
-        deployment.close()
-
-
-def _has_parameters_in(optimizer: Optimizer, names_of: Mapping[Tensor, str]) -> bool:
-    """Whether the optimizer has to do with layers on workers."""
-    is_real = not isinstance(optimizer, _MockOptimizer)
-    return is_real and any(p in names_of for p in optimized_parameters(optimizer))
 
 
 def _seed() -> int:

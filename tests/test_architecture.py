@@ -25,7 +25,7 @@ LAYERS = (
     {"wire", "model"},
     {"pipeline"},
     {"planning", "runtime"},
-    {"precision", "manual", "callbacks", "saving"},
+    {"precision", "manual", "gradients", "callbacks", "saving"},
     {"checks"},
     {"stepping", "moving", "watching"},
     {"profiling"},

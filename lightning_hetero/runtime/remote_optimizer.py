@@ -7,7 +7,7 @@ gradient here. The stages step theirs when told, with the options the groups hav
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -179,6 +179,21 @@ class RemoteOptimizer:
         flat = {name: _flattened(state) for name, state in remote.items()}
         self._coordinator.load_optimizer_state(self._number, flat)
         self._load_local_state({**state_dict, "state": local}, *args, **kwargs)
+
+
+def remote_optimizers(
+    optimizers: Sequence[Optimizer], coordinator: Coordinator, names_of: Mapping[Tensor, str]
+) -> list[RemoteOptimizer]:
+    """Those optimizers that have parameters on stages, each tied to its parts there.
+
+    Raises:
+        ModelError: If the class of one cannot be cut over stages.
+    """
+    return [
+        RemoteOptimizer(optimizer, number, coordinator, names_of)
+        for number, optimizer in enumerate(optimizers)
+        if any(parameter in names_of for parameter in optimized_parameters(optimizer))
+    ]
 
 
 def changed_parameters(optimizer: Optimizer) -> ModelError:
