@@ -1,0 +1,98 @@
+"""What several benchmarks train: a small Llama on random tokens, timed step by step."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LEARNING_RATE = 1e-3
+
+
+def random_tokens(num_sequences: int, length: int, vocabulary: int) -> Tensor:
+    """Random tokens, the same at every call; the speed does not depend on what they say."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (num_sequences, length), generator=generator)
+
+
+class Sequences(Dataset[dict[str, Tensor]]):
+    """Sequences to predict."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
+def build(config: LlamaConfig) -> LlamaForCausalLM:
+    """The model with random weights, the same at every call."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of all runs."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+
+
+class Decoder(pl.LightningModule):
+    """The model; when each optimizer step ended, and the loss of its batch."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.model = build(config)
+        self.marks: list[float] = []
+        self.losses: list[float] = []
+        self._parts: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def on_train_batch_end(self, outputs: Mapping[str, Tensor], *_: object) -> None:
+        self._parts.append(float(outputs["loss"]))
+        if len(self._parts) == self.trainer.accumulate_grad_batches:
+            self.marks.append(time.perf_counter())
+            # Lightning has divided each by the number of batches that are accumulated.
+            self.losses.append(sum(self._parts))
+            self._parts = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(list(self.parameters()))
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Of each step but the first."""
+        return [end - start for start, end in itertools.pairwise(self.marks)]
+
+
+def fit(
+    module: pl.LightningModule,
+    data: DataLoader[dict[str, Tensor]],
+    strategy: pl.strategies.Strategy | str = "auto",
+    accumulate: int = 1,
+    callbacks: list[pl.Callback] | None = None,
+) -> None:
+    """Train on the data once, on the CPU, without anything else."""
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, data)
