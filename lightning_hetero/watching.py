@@ -18,6 +18,10 @@ STEPS_BETWEEN_MOVES = 20
 """Steps that are noted after a move before layers move again."""
 
 
+# Steps of which somebody has yet to tell; those who have fallen further behind say nothing more.
+_MOST_OPEN = 8
+
+
 class Watch:
     """Follows one deployment from step to step.
 
@@ -99,8 +103,7 @@ class Watch:
         wanted = len(self._names) + (self._stopwatch is not None)
         complete = [step for step, told in sorted(self._steps.items()) if len(told) == wanted]
         drifts = [self._watcher.note(self._steps.pop(step)) for step in complete]
-        # Nobody tells later of a step before one that is complete.
-        for step in [step for step in self._steps if complete and step < complete[-1]]:
+        for step in sorted(self._steps)[:-_MOST_OPEN]:
             del self._steps[step]
         return [drift for drift in drifts if drift is not None]
 

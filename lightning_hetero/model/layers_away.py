@@ -15,8 +15,8 @@ from .calls import CacheUse, Place
 _MOST_LAYERS = 8192
 
 OVER = (
-    "The key-value cache was kept on workers in a run that has ended, or for another model; begin "
-    "with a new one."
+    "The key-value cache was kept on workers in a run that has ended, before layers moved, or for "
+    "another model; begin with a new one."
 )
 _NO_WAY_BACK = (
     "A key-value cache on workers does not go back in this version, so assisted decoding does not "

@@ -95,6 +95,7 @@ class StageSession:
         self._averages = WeightAverages([])
         self._constants = KeptConstants()
         self._stopwatch = Stopwatch(device)
+        self._num_timed = 0
         self._measuring = MeasuredSide(coordinator, device, deadlines, allowed, self._dial_neighbor)
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             **self._measuring.handlers,
@@ -298,7 +299,7 @@ class StageSession:
 
     def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
-        self._stopwatch.take()
+        self._take_timings(0)
 
     def _on_set_trained(self, message: m.SetTrained, _tensors: tuple[Tensor, ...]) -> None:
         for parameter in self._named(message.parameters):
@@ -322,15 +323,7 @@ class StageSession:
     def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
         options = [unpack(value, tensors) for value in message.options]
         self._optimizer(message.optimizer).step(options)
-        laps = self._stopwatch.take()
-        self._coordinator.send(
-            m.Timings(
-                message.step,
-                laps.seconds("forward"),
-                laps.seconds("backward"),
-                laps.count("forward"),
-            )
-        )
+        self._coordinator.send(self._take_timings(message.step))
 
     def _on_average_weights(self, message: m.AverageWeights, _tensors: tuple[Tensor, ...]) -> None:
         if message.action == "begin":
@@ -366,7 +359,15 @@ class StageSession:
         else:
             with self._stopwatch.measuring("forward" if action.kind == "F" else "backward"):
                 result = self._runner.run(action)
+            self._num_timed += action.kind == "F" and action.key.visit == 0
         self._route(result)
+
+    def _take_timings(self, step: int) -> m.Timings:
+        """What training has taken since the last time."""
+        num_microbatches, self._num_timed = self._num_timed, 0
+        laps = self._stopwatch.take()
+        seconds = laps.seconds("forward"), laps.seconds("backward")
+        return m.Timings(step, *seconds, num_microbatches)
 
     def _route(self, result: Result) -> None:
         step, key, content = self._runner.step, result.action.key, result.content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..models import TinyModule, loader, trainer
+from .test_moving_layers import Moves, plan_of
 
 BATCH_SIZE = 8
 
@@ -60,3 +62,15 @@ def test_the_state_is_eight_bits_and_resumes_under_another_split(
             resumed, loader(2 * BATCH_SIZE, BATCH_SIZE), ckpt_path=path
         )
         assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+
+
+def test_the_state_moves_with_its_layers(workers: list[str]) -> None:
+    def run(moves: dict[int, Plan]) -> list[float]:
+        module = EightBitModule()
+        end = trainer(strategy(workers), max_epochs=1, callbacks=[Moves(moves)])
+        end.fit(module, loader(6 * BATCH_SIZE, BATCH_SIZE))
+        return module.losses
+
+    moves = {2: plan_of(workers, (2, 2, 1)), 4: plan_of(workers, (0, 1, 4))}
+    moves = {number: replace(plan, micro_batches=4) for number, plan in moves.items()}
+    assert run(moves) == pytest.approx(run({}), rel=1e-5)
