@@ -41,8 +41,8 @@ def check_move(
             "Layers do not move under manual optimization, where only your code knows whether "
             "gradients are still needed; set `automatic_optimization = True`."
         )
-    if deployment is None or not module.trainer.training:
-        raise ModelError("No layers are on workers for training, so there are none to move.")
+    if deployment is None:
+        raise ModelError("No layers are on workers, so there are none to move.")
     workers = [stage.worker for stage in deployment.plan.remote_stages]
     plan.check(len(deployment.layers), workers)
     wanted = [stage.worker for stage in plan.remote_stages]
@@ -51,11 +51,12 @@ def check_move(
             f"Layers move between {workers}, each of which keeps one at least, in this order; the "
             f"plan has {wanted}."
         )
-    if is_inside_window:
+    if is_inside_window or not module.trainer.training:
+        wait = "there are gradients that the next step needs"
+        now = wait if is_inside_window else "the Trainer does not train"
         raise ModelError(
-            "Layers move between an optimizer step and the next training_step, and now there are "
-            "gradients that the next step needs; do it in `on_train_batch_start` of a batch that "
-            "begins an accumulation window."
+            f"Layers move between an optimizer step and the next training_step, and now {now}; do "
+            "it in `on_train_batch_start` of a batch that begins an accumulation window."
         )
     deployment.check_can_move(plan)
 

@@ -88,8 +88,8 @@ class Watch:
         if self._watcher.num_steps < self._least_steps:
             return None
         self._has_drifted = False
-        found = self._replanned()
-        if found is None or not found.is_worth_it:
+        found = self._better()
+        if found is None or not self._can_move(found.plan):
             return None
         self._profile = found.profile or self._profile
         return found.plan
@@ -111,21 +111,22 @@ class Watch:
         if seconds.total > 0:
             self._steps.setdefault(step, {})[name] = seconds
 
-    def _replanned(self) -> Replanned | None:
-        """A better plan, if one can be deployed."""
+    def _better(self) -> Replanned | None:
+        """A plan that is worth a move, if there is one."""
         found = replan(self._deployment.plan, self._profile, self._watcher.present())
-        if found is None or found.plan == self._deployment.plan:
-            return None
+        return found if found is not None and found.is_worth_it else None
+
+    def _can_move(self, plan: Plan) -> bool:
         try:
-            self._deployment.check_can_move(found.plan)
+            self._deployment.check_can_move(plan)
         except ModelError as error:
             logger.warning("Layers cannot move. %s", error)
-            return None
-        return found
+            return False
+        return True
 
     def _advice(self) -> str:
-        found = self._replanned()
-        if found is None or not found.is_worth_it:
+        found = self._better()
+        if found is None:
             return (
                 f"Moving layers would not save {LEAST_GAIN:.0%} of the step; see what else runs on "
                 "the machine."

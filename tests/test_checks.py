@@ -22,6 +22,7 @@ WRONG: dict[str, list[Any]] = {
     "layers": [3, [3], nn.ModuleList(), {"blocks": 1}],
     "micro_batches": [0, -2, 1.5, "4", True],
     "micro_batching": [None, "steps", True],
+    "replan": [None, "yes", 1],
     "loss_weighting": [None, "sample", 3],
 }
 RIGHT: dict[str, list[Any]] = {
@@ -30,6 +31,7 @@ RIGHT: dict[str, list[Any]] = {
     "layers": [None, "blocks", ["a", "b"], lambda module: module.blocks],
     "micro_batches": [None, 1],
     "micro_batching": ["step", "boundary"],
+    "replan": [True, False],
     "loss_weighting": ["samples", "labels", "auto", lambda batch: 1.0],
 }
 
