@@ -287,7 +287,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._remote_steps is not None:
+        # Under automatic optimization gradients are looked at just before the step.
+        if self._remote_steps is not None and self._followed is not None:
             self._remote_steps.note_backward()
         return loss
 

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from ..plan import Dtype, WireDtype
 from .constants import NUM_SLOTS
 from .tensors import TensorSpec
 from .values import Value
@@ -13,14 +14,12 @@ from .values import Value
 # Every frame carries it. It grows when a message changes that conversations need after Hello.
 PROTOCOL_VERSION = 1
 
-WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 Slot = Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Text = Annotated[str, msgspec.Meta(max_length=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 ProbeBytes = Annotated[int, msgspec.Meta(ge=0, le=2**27)]
-StageDtype = Literal["float32", "bfloat16", "float16"]
 _Few = msgspec.Meta(max_length=64)
 
 
@@ -131,7 +130,7 @@ class Deploy(_Message, frozen=True, tag=True):
     recompute: bool
     seed: int
     downstream_address: Name
-    dtype: StageDtype | None = None
+    dtype: Dtype | None = None
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None
 
@@ -381,7 +380,7 @@ class DeviceDescribed(_Message, frozen=True, tag=True):
     memory: Name
     free_bytes: Count
     base_bytes: Count
-    dtypes: list[StageDtype]
+    dtypes: list[Dtype]
     versions: dict[Name, Name]
 
 
@@ -405,7 +404,7 @@ class MeasureLayer(_Message, frozen=True, tag=True):
     hidden: TensorSpec
     wants_gradient: bool
     recompute: bool
-    dtype: StageDtype | None
+    dtype: Dtype | None
     converts_weights: bool
     patience_seconds: Seconds
 
