@@ -18,7 +18,7 @@
     stepping.py      one training step, cut into micro-batches for the driver
     profiling/       what it takes: measures a model on its devices, and chooses the plan
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
-    cli.py           the command lightning-hetero
+    cli/             the command lightning-hetero: a file for each of its commands
     version.py       the version of this package
 
 Imports point one way: cli → strategy, callbacks → profiling → runtime, planning → pipeline → model,

@@ -1,0 +1,86 @@
+"""`lightning-hetero plan`: from measurements, decide who gets which layers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import PlanError
+from ..planning.profile import Profile
+from ..planning.rendering import render
+from ..planning.solver import solve
+from ..planning.verdict import judge
+from ..planning.wishes import Wishes, parse_memory, parse_pin
+from .commands import new_file
+
+Value = TypeVar("Value")
+
+if TYPE_CHECKING:
+    from .commands import Commands
+
+
+def add_to(commands: Commands) -> None:
+    plan = commands.add_parser("plan", help="from measurements, decide who gets which layers")
+    plan.set_defaults(run=_run)
+    plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
+    plan.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="WORKER=START:END",
+        help="layers that a worker, or the coordinator, has to hold; repeatable",
+    )
+    plan.add_argument(
+        "--exclude", action="append", default=[], metavar="WORKER", help="leave out; repeatable"
+    )
+    plan.add_argument(
+        "--memory",
+        action="append",
+        default=[],
+        metavar="WORKER=10GiB",
+        help="memory to reckon with in place of the measured one; repeatable",
+    )
+    plan.add_argument("--batch-size", type=int, metavar="N", help="samples in a training batch")
+    plan.add_argument(
+        "--micro-batches", type=int, metavar="N", help="pieces of a batch (default: chosen)"
+    )
+    plan.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where the plan is written, in place of what is there (default: a new plan.yaml)",
+    )
+
+
+def _run(options: argparse.Namespace) -> None:
+    path = new_file("plan.yaml") if options.output is None else Path(options.output)
+    profile = Profile.from_yaml(options.profile)
+    wishes = Wishes(
+        pins=_each_once(parse_pin(text) for text in options.pin),
+        exclude=options.exclude,
+        memory_bytes=_each_once(parse_memory(text) for text in options.memory),
+        batch_size=options.batch_size,
+        micro_batches=options.micro_batches,
+    )
+    solution = solve(profile, wishes)
+    try:
+        solution.plan.to_yaml(path)
+    except OSError as error:
+        raise PlanError(f"The plan cannot be written to {str(path)!r}: {error}.") from error
+    console = Console()
+    console.print(render(judge(solution)))
+    console.print(Text(f"The plan is in {path}."))
+
+
+def _each_once(pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
+    values: dict[str, Value] = {}
+    for name, value in pairs:
+        if name in values:
+            raise PlanError(f"{name!r} is given twice, as {values[name]} and {value}; keep one.")
+        values[name] = value
+    return values
