@@ -11,12 +11,14 @@
     manual.py        where a user's code zeroes gradients, the stages do too
     gradients.py     norms and clipping of all gradients, for those who look at them themselves
     callbacks/       Lightning callbacks that know of stages
-    saving.py        checkpoint files: written straight to the disk, whole or not at all
+    saving.py        checkpoints: what goes into them, and files written straight to the disk
     moving.py        layers come home, at the end or to go out under another plan
     watching.py      notices stages that drift, and asks for a better plan
     checks.py        what is refused before a run
     stepping.py      one training step, cut into micro-batches for the driver
+    training.py      ties a Trainer's steps and optimizers to the layers on workers
     profiling/       what it takes: measures a model on its devices, and chooses the plan
+    deploying.py     how layers get to the workers: by a plan that is given, or measured for
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli/             the command lightning-hetero: a file for each of its commands
     version.py       the version of this package

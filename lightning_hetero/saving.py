@@ -1,4 +1,5 @@
-"""Checkpoint files: written straight to the disk, whole or not at all.
+"""Checkpoints: what goes into them, and files that are written straight to the disk, whole or not
+at all.
 
     .unfinished-1f0c93ab.tmp ── written, flushed ──▶ renamed to epoch=1-step=100.ckpt
 
@@ -8,25 +9,31 @@ Lightning writes the whole checkpoint into memory first, so that a save takes it
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from pathlib import Path
 from typing import IO, Any
 
+import lightning.pytorch as pl
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from .errors import ModelError, SaveError
-from .model.state_dicts import left_out_of
+from .errors import HeteroError, ModelError, SaveError
+from .model.state_dicts import keys_of, leave_out, left_out_of
+from .runtime.deployment import Deployment
+
+logger = logging.getLogger(__name__)
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -51,6 +58,80 @@ class FileCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
 
+class Gathering:
+    """Brings together what goes into a checkpoint, from here and from the stages.
+
+    Args:
+        trainable_only: Whether what has never trained is left out.
+    """
+
+    def __init__(self, trainable_only: bool) -> None:
+        self._trainable_only = trainable_only
+        self._ever_trained: set[Tensor] = set()
+        # Why the checkpoint that is being made after an exception cannot be written.
+        self._unsaved: HeteroError | None = None
+
+    def note_trained(self, module: nn.Module) -> None:
+        """What trains in some phase of a run belongs into checkpoints of its later ones."""
+        if self._trainable_only:
+            self._ever_trained |= {p for p in module.parameters() if p.requires_grad}
+
+    def weights(
+        self,
+        module: pl.LightningModule,
+        deployment: Deployment | None,
+        state_dict: Callable[[], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """The module's state dict as it goes into a checkpoint."""
+
+        def gather() -> dict[str, Any]:
+            self.note_trained(module)
+            left_out: set[Tensor] = set()
+            if self._trainable_only:
+                left_out.update(set(module.parameters()) - self._ever_trained)
+            with nullcontext() if deployment is None else deployment.gathering(left_out):
+                state = state_dict()
+            if left_out:
+                leave_out(state, keys_of(left_out, module))
+            return state
+
+        self._unsaved = None
+        return self.unless_interrupted(module, deployment, gather)
+
+    def unless_interrupted(
+        self,
+        module: pl.LightningModule,
+        deployment: Deployment | None,
+        fetch: Callable[[], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """What a checkpoint needs.
+
+        An exception that ends the run makes callbacks write checkpoints. What hinders them is
+        logged, since Lightning would let it take the exception's place and leave the workers busy.
+        """
+        try:
+            if deployment is not None:
+                deployment.check_between_steps()
+            return fetch()
+        except HeteroError as error:
+            if deployment is None or module.trainer.state.status is not TrainerStatus.INTERRUPTED:
+                raise
+            self._unsaved = error
+            return {}
+
+    def is_complete(self, checkpoint: Mapping[str, Any], path: str | Path) -> bool:
+        """Whether the checkpoint that was made last may be written; the log says why not.
+
+        Raises:
+            ModelError: If weights are not here.
+        """
+        if self._unsaved is not None:
+            logger.error("No checkpoint was written to %s. %s", path, self._unsaved)
+            return False
+        _check_complete(checkpoint, path)
+        return True
+
+
 def checkpoint_io_or_ours(chosen: CheckpointIO | None) -> CheckpointIO:
     """The user's own choice, or what writes our checkpoints where nothing is chosen."""
     if isinstance(chosen, _WrappingCheckpointIO):
@@ -58,7 +139,7 @@ def checkpoint_io_or_ours(chosen: CheckpointIO | None) -> CheckpointIO:
     return chosen or FileCheckpointIO()
 
 
-def check_complete(checkpoint: Mapping[str, Any], path: str | Path) -> None:
+def _check_complete(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Refuse to write weights that are not here.
 
     Raises:

@@ -2,7 +2,8 @@
 
 Every process has a core of its own: the coordinator, and two workers where there are three cores,
 one otherwise. The last worker gets a share of its core. The bound is the sum of the devices' speeds
-on the same training: that of one core, measured without workers, for each device by its share.
+on the same training: that of one core, measured without workers, for each device by its share; once
+with whole batches, once with the micro-batches that the plan has, accumulated as Lightning does.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lightning_hetero.planning.wishes import Wishes
 VOCABULARY = 2000
 # A step that takes so many times the median before is one of the slowed worker.
 SLOWED_FROM = 1.3
+REPLAN_MICRO_BATCHES = 16
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class Work:
     config: LlamaConfig
     sequence_length: int
     batch_size: int
-    micro_batches: int
 
-    def data(self, num_steps: int) -> DataLoader[Any]:
+    def data(self, num_steps: int, pieces: int = 1) -> DataLoader[Any]:
+        """As many batches, or as many pieces of each."""
         tokens = random_tokens(num_steps * self.batch_size, self.sequence_length, VOCABULARY)
-        return DataLoader(Sequences(tokens), batch_size=self.batch_size)
+        return DataLoader(Sequences(tokens), batch_size=self.batch_size // pieces)
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,20 @@ class Worker:
 
 @dataclass(frozen=True)
 class Row:
-    """One share of the slowed worker; the median seconds of a step."""
+    """One share of the slowed worker; the median seconds of a step.
+
+    Args:
+        bound: By the speed of one core with whole batches.
+        bound_in_pieces: By that with the plan's micro-batches.
+    """
 
     share: float
+    micro_batches: int
     predicted: float
     even: float
     auto: float
     bound: float
+    bound_in_pieces: float
 
 
 class SlowsDown(pl.Callback):
@@ -113,35 +122,33 @@ def main() -> None:
         ),
         options.sequence_length,
         options.batch_size,
-        options.micro_batches,
     )
     how = options.how or best_way()
     console = wide_console()
     with cores_and_workers() as workers, tempfile.TemporaryDirectory() as folder:
-        alone = median_step(work, "auto", options.steps)
         rows = []
         for share in options.shares:
             with slowed(workers[-1].pid, share, how, workers[-1].core):
-                rows.append(compare(work, workers, share, alone, options, Path(folder)))
+                rows.append(compare(work, workers, share, options, Path(folder)))
             report(console, rows[-1:])
         report(console, rows)
-        replanned(console, work, workers, alone, options, how)
+        replanned(console, work, workers, options, how)
     console.print(f"{machine()}; {len(workers)} workers, slowed by {how}")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12, help="of each timed run")
+    parser.add_argument("--steps", type=int, default=7, help="of each timed run")
     parser.add_argument("--shares", type=float, nargs="*", default=[1.0, 0.5, 0.25])
     parser.add_argument("--how", choices=["cgroup", "signals"], help="the best there is")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--sequence-length", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--micro-batches", type=int, help="of a batch; default: the plan's choice")
     parser.add_argument("--budget-seconds", type=float, default=30, help="for measuring")
     parser.add_argument("--replan-share", type=float, default=0.5, help="in mid-run")
-    parser.add_argument("--replan-steps", type=int, default=80)
+    parser.add_argument("--replan-steps", type=int, default=60)
     return parser.parse_args()
 
 
@@ -161,22 +168,37 @@ def compare(
     work: Work,
     workers: Sequence[Worker],
     share: float,
-    alone: float,
     options: argparse.Namespace,
     folder: Path,
 ) -> Row:
     """The even plan and the one that is made for what is measured."""
     addresses = [worker.address for worker in workers]
-    pieces = work.micro_batches
-    even = HeteroPipelineStrategy(addresses, "even", micro_batches=pieces)
-    even_seconds = median_step(work, even, options.steps)
-    auto = HeteroPipelineStrategy(addresses, "auto", micro_batches=pieces)
+    auto = HeteroPipelineStrategy(addresses, "auto", micro_batches=options.micro_batches)
     profiler = PipelineProfiler(options.budget_seconds, path=folder / f"{share}.yaml", force=True)
     auto_seconds = median_step(work, auto, options.steps, [profiler])
     profile = auto.plan_choice.profile
     assert profile is not None
-    predicted = solve(profile, Wishes(micro_batches=pieces)).chosen.step_seconds
-    return Row(share, predicted, even_seconds, auto_seconds, alone / (len(workers) + share))
+    chosen = solve(profile, Wishes(micro_batches=options.micro_batches))
+    pieces = chosen.plan.micro_batches
+    even = HeteroPipelineStrategy(addresses, "even", micro_batches=pieces)
+    even_seconds = median_step(work, even, options.steps)
+    speed = len(workers) + share
+    return Row(
+        share,
+        pieces,
+        chosen.chosen.step_seconds,
+        even_seconds,
+        auto_seconds,
+        alone(work, options.steps) / speed,
+        alone(work, options.steps, pieces) / speed,
+    )
+
+
+def alone(work: Work, num_steps: int, pieces: int = 1) -> float:
+    """The median step on this core without workers."""
+    module = Decoder(work.config)
+    fit(module, work.data(num_steps, pieces), accumulate=pieces)
+    return median(module.step_seconds)
 
 
 def median_step(
@@ -198,10 +220,13 @@ def report(console: Console, rows: Sequence[Row]) -> None:
     table = Table(title="seconds of a step (medians)")
     columns = (
         "share",
+        "micro-batches",
         "predicted",
         "even",
         "auto",
         "bound",
+        "reached",
+        "bound in pieces",
         "reached",
         "even / auto",
         "error",
@@ -211,8 +236,12 @@ def report(console: Console, rows: Sequence[Row]) -> None:
     for row in rows:
         table.add_row(
             f"{row.share:.2f}",
-            *(f"{value:.3f}" for value in (row.predicted, row.even, row.auto, row.bound)),
+            str(row.micro_batches),
+            *(f"{value:.3f}" for value in (row.predicted, row.even, row.auto)),
+            f"{row.bound:.3f}",
             f"{row.bound / row.auto:.0%}",
+            f"{row.bound_in_pieces:.3f}",
+            f"{row.bound_in_pieces / row.auto:.0%}",
             f"{row.even / row.auto:.2f}",
             f"{row.predicted / row.auto - 1:+.0%}",
         )
@@ -223,7 +252,6 @@ def replanned(
     console: Console,
     work: Work,
     workers: Sequence[Worker],
-    alone: float,
     options: argparse.Namespace,
     how: How,
 ) -> None:
@@ -231,7 +259,7 @@ def replanned(
     addresses = [worker.address for worker in workers]
     num_steps, share = options.replan_steps, options.replan_share
     at_step = num_steps // 3
-    pieces = work.micro_batches
+    pieces = options.micro_batches or REPLAN_MICRO_BATCHES
     quiet = HeteroPipelineStrategy(addresses, "even", micro_batches=pieces)
     undisturbed = train(work, quiet, num_steps)
     strategy = HeteroPipelineStrategy(addresses, "even", micro_batches=pieces, replan=True)
@@ -254,7 +282,8 @@ def replanned(
         console.print(f"Slowed to {share:.0%} after step {at_step}: not noticed.")
         return
     # Entry n is the step after mark n.
-    after, bound = median(seconds[-10:]), alone / (len(workers) + share)
+    after = median(seconds[-10:])
+    bound = alone(work, options.steps) / (len(workers) + share)
     console.print(
         f"Slowed to {share:.0%} after step {at_step}, noticed {noticed[0] - slow[0] - 1} slow "
         f"steps later. A step takes {before:.3f} s before, {seconds[slow[0]]:.3f} s when slowed, "
