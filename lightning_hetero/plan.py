@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -17,6 +18,16 @@ COORDINATOR = "coordinator"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
+
+INT8_BLOCK = 64
+"""So many numbers in int8 share a scale, which is a float32 and adds 6 % to their bytes."""
+
+_BYTES_PER_NUMBER: dict[WireDtype, float] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1 + 4 / INT8_BLOCK,
+}
 
 
 @dataclass(frozen=True)
@@ -224,10 +235,14 @@ class Plan:
             seen.add(stage.worker)
 
 
+def bytes_per_number(dtype: WireDtype) -> float:
+    """What a number takes on the wire, its part of a scale included."""
+    return _BYTES_PER_NUMBER[dtype]
+
+
 def _narrower(before: StagePlan | None, after: StagePlan | None, field: str) -> WireDtype | None:
     wishes = [getattr(stage, field) for stage in (before, after) if stage is not None]
-    widths: dict[WireDtype | None, int] = {"int8": 8, "bfloat16": 16, "float16": 16, "float32": 32}
-    return min(wishes, key=lambda wish: widths.get(wish, 64))
+    return min(wishes, key=lambda wish: math.inf if wish is None else bytes_per_number(wish))
 
 
 def _check_dtypes(stage: Any, where: str) -> None:

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..plan import WireDtype
+from ..plan import INT8_BLOCK, WireDtype
 
-# Numbers that share a scale. With 64 of them a scale adds 6 % to the bytes of int8.
-BLOCK = 64
 _STEPS = 127
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,7 +39,7 @@ def widen(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if len(parts) == 1:
         return parts[0].to(dtype)
     steps, scales = parts
-    blocks = -(-steps.shape[-1] // BLOCK)
+    blocks = -(-steps.shape[-1] // INT8_BLOCK)
     if scales.shape != (*steps.shape[:-1], blocks) or steps.dtype != torch.int8:
         raise ValueError(f"{tuple(scales.shape)} scales for {steps.dtype}{tuple(steps.shape)}")
     return (steps.to(scales.dtype) * _spread(scales, steps.shape[-1])).to(dtype)
@@ -50,7 +48,9 @@ def widen(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def _to_steps(tensor: Tensor) -> list[Tensor]:
     length = tensor.shape[-1]
     values = tensor.float()
-    blocked = torch.nn.functional.pad(values, (0, -length % BLOCK)).unflatten(-1, (-1, BLOCK))
+    blocked = torch.nn.functional.pad(values, (0, -length % INT8_BLOCK)).unflatten(
+        -1, (-1, INT8_BLOCK)
+    )
     # A number that is none must arrive as none: its whole block does.
     scales = blocked.abs().amax(-1) / _STEPS
     divisors = _spread(scales, length)
@@ -60,4 +60,4 @@ def _to_steps(tensor: Tensor) -> list[Tensor]:
 
 def _spread(scales: Tensor, length: int) -> Tensor:
     """Each block's scale for each of its numbers."""
-    return scales.repeat_interleave(BLOCK, dim=-1)[..., :length]
+    return scales.repeat_interleave(INT8_BLOCK, dim=-1)[..., :length]

@@ -10,10 +10,10 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from ..plan import COORDINATOR, Plan, StagePlan
+from ..plan import COORDINATOR, Narrowing, Plan, StagePlan, WireDtype, bytes_per_number
 from .bounds import busy_seconds_of_media, least_seconds
 from .holding import Holder, Need, Option
-from .profile import EMBEDDING, HEAD, Link, Profile
+from .profile import EMBEDDING, HEAD, Link, ModelProfile, Profile
 from .simulation import Hop, Pipeline, Simulation, StageTimes, predict
 from .splitting import Matrix, best_split, bottleneck
 
@@ -81,6 +81,7 @@ class Candidate:
         options: How each runs them.
         micro_batches: As in the plan.
         in_flight: As in the plan.
+        narrowings: What is rounded on its way, as in the plan; the planner itself rounds nothing.
     """
 
     costs: Costs
@@ -89,6 +90,7 @@ class Candidate:
     options: Sequence[Option]
     micro_batches: int
     in_flight: int
+    narrowings: Sequence[Narrowing] = ()
 
     @property
     def size(self) -> int:
@@ -104,7 +106,7 @@ class Candidate:
     def pipeline(self) -> Pipeline:
         """What the simulator plays."""
         ends = self.costs.holder(COORDINATOR, self.size)
-        there, back = hops_between(self.costs, self.names, self.size)
+        there, back = hops_between(self.costs, self.names, self.size, self.narrowings)
         return Pipeline(
             [self._times(index) for index in range(len(self.names))],
             ends.end_seconds(HEAD),
@@ -179,22 +181,34 @@ class Candidate:
         return StageTimes(forward, backward, step)
 
 
-def hops_between(costs: Costs, names: Sequence[str], size: int) -> tuple[list[Hop], list[Hop]]:
+def hops_between(
+    costs: Costs, names: Sequence[str], size: int, narrowings: Sequence[Narrowing] = ()
+) -> tuple[list[Hop], list[Hop]]:
     """The hops that leave each stage forward and backward."""
     model = costs.profile.model
-    around = [*names, names[0]]
+    narrowings = narrowings or [Narrowing()] * len(names)
+    activation_bytes = model.activation_bytes_per_sample * size
+    gradient_bytes = model.gradient_bytes_per_sample * size
     there = [
-        _hop(costs.link(source, target), model.activation_bytes_per_sample * size)
-        for source, target in zip(names, around[1:], strict=True)
+        _hop(costs.link(source, target), activation_bytes * _share(model, form.activation_dtype))
+        for source, target, form in zip(names, [*names[1:], names[0]], narrowings, strict=True)
     ]
+    before, forms = [names[-1], *names[:-1]], [narrowings[-1], *narrowings[:-1]]
     back = [
-        _hop(costs.link(source, target), model.gradient_bytes_per_sample * size)
-        for source, target in zip(names, [names[-1], *names[:-1]], strict=True)
+        _hop(costs.link(source, target), gradient_bytes * _share(model, form.gradient_dtype))
+        for source, target, form in zip(names, before, forms, strict=True)
     ]
     return there, back
 
 
-def _hop(link: Link, num_bytes: int) -> Hop:
+def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
+    """What is left of the bytes of a boundary."""
+    if wire_dtype is None:
+        return 1.0
+    return min(1.0, bytes_per_number(wire_dtype) / bytes_per_number(model.dtype))
+
+
+def _hop(link: Link, num_bytes: float) -> Hop:
     medium = link.shared or f"{link.source} to {link.target}"
     return Hop(medium, num_bytes / link.bytes_per_second, link.latency_seconds)
 

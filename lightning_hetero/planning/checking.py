@@ -43,4 +43,4 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     ]
     names, ranges = [stage.worker for stage in stages], [stage.layers for stage in stages]
     in_flight = min(plan.max_in_flight, plan.micro_batches)
-    return Candidate(costs, names, ranges, options, plan.micro_batches, in_flight)
+    return Candidate(costs, names, ranges, options, plan.micro_batches, in_flight, plan.narrowings)

@@ -84,7 +84,7 @@ def _by_profile(
     ]
     if COORDINATOR not in seconds:
         matrices[0] = _only(matrices[0], before.ranges[0])
-    hops = hops_between(before.costs, before.names, before.size)
+    hops = hops_between(before.costs, before.names, before.size, before.narrowings)
     media = busy_seconds_of_media([*hops[0], *hops[1]])
     split = best_split(matrices, max(media.values()))
     if split is None:

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_hetero.pipeline.narrowing import BLOCK, narrow, widen
+from lightning_hetero.pipeline.narrowing import narrow, widen
+from lightning_hetero.plan import INT8_BLOCK
 
 finite = st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False)
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    rows, length = draw(st.integers(0, 3)), draw(st.integers(1, 2 * BLOCK + 3))
+    rows, length = draw(st.integers(0, 3)), draw(st.integers(1, 2 * INT8_BLOCK + 3))
     values = draw(st.lists(finite, min_size=rows * length, max_size=rows * length))
     return torch.tensor(values).reshape(rows, length)
 
@@ -26,7 +27,9 @@ def tensors(draw: st.DrawFn) -> Tensor:
 def test_int8_is_off_by_half_a_step_of_its_block(tensor: Tensor) -> None:
     found = widen(narrow(tensor, "int8"), tensor.dtype)
     assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
-    for block, original in zip(found.split(BLOCK, -1), tensor.split(BLOCK, -1), strict=True):
+    for block, original in zip(
+        found.split(INT8_BLOCK, -1), tensor.split(INT8_BLOCK, -1), strict=True
+    ):
         greatest = original.abs().amax(-1, keepdim=True).double()
         error = (block.double() - original.double()).abs()
         assert bool((error <= greatest / 127 / 2 * (1 + 1e-5)).all())
@@ -64,7 +67,7 @@ def test_nothing_is_changed_that_would_not_become_narrower(
 def test_int8_takes_a_quarter_and_its_scales() -> None:
     tensor = torch.randn(8, 512)
     sent = sum(part.nbytes for part in narrow(tensor, "int8"))
-    assert sent == tensor.nbytes // 4 + tensor.nbytes // BLOCK
+    assert sent == tensor.nbytes // 4 + tensor.nbytes // INT8_BLOCK
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -72,7 +75,7 @@ def test_int8_takes_a_quarter_and_its_scales() -> None:
 def test_what_is_not_finite_does_not_arrive_as_something_finite(
     value: float, wire_dtype: str
 ) -> None:
-    tensor = torch.ones(2, BLOCK)
+    tensor = torch.ones(2, INT8_BLOCK)
     tensor[0, 3] = value
     found = widen(narrow(tensor, wire_dtype), torch.float32)  # type: ignore[arg-type]
     assert not bool(found[0, 3].isfinite())

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import pytest
 
 from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.planning.candidates import Candidate
 from lightning_hetero.planning.checking import candidate_of, check_plan
 from lightning_hetero.planning.profile import EMBEDDING, HEAD, Part, Profile
+from lightning_hetero.planning.simulation import Hop
 from lightning_hetero.planning.solver import solve
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
@@ -81,3 +86,27 @@ def test_the_plan_is_simulated_as_it_is_written() -> None:
     assert candidate.plan().stages == edited.stages
     assert (candidate.size, candidate.in_flight) == (2, 4)
     assert candidate.step_seconds >= 4 * 3 * 4
+
+
+def test_what_is_rounded_on_its_way_takes_less_of_the_links() -> None:
+    model = {"activation_bytes_per_sample": 6400, "gradient_bytes_per_sample": 3200}
+    slow = profile(
+        6, [device("tower", 1, 1), device("laptop", 1, 1)], None, (), model, batch_size=8
+    )
+    edited = Plan(
+        [
+            StagePlan(["coordinator"], (0, 2), activation_dtype="float16"),
+            StagePlan(["tower"], (2, 4)),
+            StagePlan(["laptop"], (4, 6), gradient_dtype="int8"),
+        ],
+    )
+    whole = dataclasses.replace(candidate_of(edited, slow), narrowings=())
+
+    def shares(hops: Callable[[Candidate], list[Hop]]) -> list[float]:
+        pairs = zip(hops(candidate_of(edited, slow)), hops(whole), strict=True)
+        return [narrow.busy_seconds / wide.busy_seconds for narrow, wide in pairs]
+
+    # Leaving the coordinator, the tower, the laptop.
+    assert shares(lambda found: found.pipeline.forward_hops) == pytest.approx([0.5, 1, 0.5])
+    int8 = 17 / 64
+    assert shares(lambda found: found.pipeline.backward_hops) == pytest.approx([int8, 1, int8])
