@@ -54,19 +54,21 @@ class Outcome:
     Args:
         step_seconds: Of every step but the first.
         losses: Of every step.
+        tokens_per_step: That it trained on.
         split: Layers (micro-batches) that the first process had.
         memory: Of the first process and, if there is one, of the second.
     """
 
     step_seconds: list[float]
     losses: list[float]
+    tokens_per_step: int
     split: int
     memory: list[Memory]
 
     @property
     def tokens_per_second(self) -> float:
         """Over the median step."""
-        return workload.TOKENS_PER_STEP / median(self.step_seconds)
+        return self.tokens_per_step / median(self.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Arena:
         setting: Which speed and which link.
         how: How the second core is slowed.
         num_steps: Of each run.
+        micro_batches: Of each batch.
         link: Between the two.
         plan: Of the strategy, where not that of a split.
         in_flight: Of the strategy.
@@ -87,6 +90,7 @@ class Arena:
     setting: Setting
     how: How
     num_steps: int
+    micro_batches: int
     link: Link = LOOPBACK
     plan: str | None = None
     in_flight: int | None = None
@@ -109,7 +113,7 @@ class Arena:
                 self._slow(stack, process.wait_for("ready"))
             facts = process.wait_for("losses")
             process.finish()
-        return _outcome([facts])
+        return self._outcome([facts])
 
     def run(self, peer: str, split: int) -> Outcome:
         """Run a peer of two processes."""
@@ -133,7 +137,7 @@ class Arena:
             "baseline_bytes": baseline_bytes,
         }
         process.finish()
-        return _outcome([facts, second])
+        return self._outcome([facts, second])
 
     def _run_torch(self, stack: ExitStack, job: Job) -> Outcome:
         second = self._start(stack, job, 1)
@@ -142,14 +146,14 @@ class Arena:
         facts = [first.wait_for("split"), second.wait_for("split")]
         first.finish()
         second.finish()
-        return _outcome(facts)
+        return self._outcome(facts)
 
     def _run_server(self, stack: ExitStack, job: Job) -> Outcome:
         process = self._start(stack, job, 0)
         self._slow(stack, process.wait_for("ready"))
         facts = process.wait_for("losses")
         process.finish()
-        return _outcome([facts, facts["second_memory"]])
+        return self._outcome([facts, facts["second_memory"]])
 
     def _slow(self, stack: ExitStack, ready: dict[str, Any]) -> None:
         pid, core = ready["ready"], self.cores[1]
@@ -164,6 +168,7 @@ class Arena:
             split=split,
             num_layers=num_layers,
             num_steps=self.num_steps,
+            micro_batches=self.micro_batches,
             folder=folder,
             interface=self.link.interface,
             addresses=self.link.addresses,
@@ -180,6 +185,14 @@ class Arena:
 
     def _before(self, end: int) -> list[str]:
         return [*self.link.before(end), *on_core(self.cores[end])]
+
+    def _outcome(self, facts: list[dict[str, Any]]) -> Outcome:
+        """What the processes tell together."""
+        together = {key: value for each in reversed(facts) for key, value in each.items()}
+        memory = [Memory(each["peak_bytes"], each["baseline_bytes"]) for each in facts]
+        num_tokens = workload.tokens_per_step(self.micro_batches)
+        seconds, losses = together["step_seconds"], together["losses"]
+        return Outcome(seconds, losses, num_tokens, together["split"], memory)
 
 
 class _Process:
@@ -224,11 +237,3 @@ def _running(command: list[str], log: Path) -> Iterator[_Process]:
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-def _outcome(facts: list[dict[str, Any]]) -> Outcome:
-    """What the processes tell together."""
-    together = {key: value for each in reversed(facts) for key, value in each.items()}
-    memory = [Memory(each["peak_bytes"], each["baseline_bytes"]) for each in facts]
-    seconds, losses = together["step_seconds"], together["losses"]
-    return Outcome(seconds, losses, together["split"], memory)

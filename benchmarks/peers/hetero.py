@@ -21,10 +21,15 @@ def run(job: Job) -> None:
     """The coordinator; the worker is a process that listens already."""
     speaker = Speaker()
     strategy = HeteroPipelineStrategy(
-        workers=[job.worker], plan=plan_for(job), micro_batches=workload.NUM_MICROBATCHES
+        workers=[job.worker], plan=plan_for(job), micro_batches=job.micro_batches
     )
     module = Decoder(workload.config(job.num_layers))
-    fit(module, workload.loader(job.num_steps), strategy, callbacks=[TellAtEnd(speaker)])
+    fit(
+        module,
+        workload.loader(job.num_steps, job.micro_batches),
+        strategy,
+        callbacks=[TellAtEnd(speaker)],
+    )
 
 
 def plan_for(job: Job) -> Plan | str:
@@ -41,7 +46,7 @@ def plan_for(job: Job) -> Plan | str:
         gradient_dtype=narrow,
     )
     local = StagePlan(["coordinator"], (0, job.split))
-    return Plan([local, remote], workload.NUM_MICROBATCHES, job.in_flight)
+    return Plan([local, remote], job.micro_batches, job.in_flight)
 
 
 def with_worker(plan: Plan, address: str) -> Plan:

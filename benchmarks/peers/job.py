@@ -23,6 +23,7 @@ class Job:
         split: Layers (for a parameter server: micro-batches) of the first process.
         num_layers: Of the model.
         num_steps: To train; the first is not timed.
+        micro_batches: Of each batch.
         folder: Where the two may meet.
         interface: The network interface between them.
         addresses: Of the first and of the second process.
@@ -37,6 +38,7 @@ class Job:
     split: int
     num_layers: int
     num_steps: int
+    micro_batches: int
     folder: str
     interface: str
     addresses: tuple[str, str]

@@ -32,14 +32,6 @@ TOLERANCE = 1e-4
 # Rounded boundaries are another computation; the losses only have to be nearly the same.
 NARROW_TOLERANCE = 1e-2
 
-# The least and the most layers (micro-batches) of the first process.
-RANGES = {
-    **dict.fromkeys(TORCH, (0, workload.NUM_LAYERS)),
-    **dict.fromkeys(HETERO, (0, workload.NUM_LAYERS - 1)),
-    SERVER: (0, workload.NUM_MICROBATCHES),
-    EVEN: (workload.NUM_LAYERS // 2, workload.NUM_LAYERS // 2),
-}
-
 
 def main() -> None:
     options = parse(sys.argv[1:])
@@ -49,7 +41,13 @@ def main() -> None:
     all_measured = []
     for setting in settings(options, console):
         arena = Arena(
-            two_cores(), setting, how, options.steps, plan=options.plan, in_flight=options.in_flight
+            two_cores(),
+            setting,
+            how,
+            options.steps,
+            options.micro_batches,
+            plan=options.plan,
+            in_flight=options.in_flight,
         )
         with arena.linked() as linked:
             measured = measure(linked, options, console)
@@ -65,6 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="per run; the first is not timed")
+    parser.add_argument("--micro-batches", type=int, default=8, help="of 2 samples, in each batch")
     parser.add_argument(
         "--speeds", type=float, nargs="*", default=[1, 0.5], help="of the second core"
     )
@@ -94,6 +93,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps is 1, and the first step is not timed; give 2 or more")
+    if options.micro_batches < 1:
+        parser.error(f"--micro-batches is {options.micro_batches}; give 1 or more")
+    if wrong := wrong_splits(options):
+        parser.error(f"--split {', '.join(wrong)}")
     options.output.mkdir(parents=True, exist_ok=True)
     return options
 
@@ -110,11 +113,29 @@ def rate(text: str) -> str:
 def one_split(text: str) -> tuple[str, int]:
     """``torch 1F1B=5`` as its two parts."""
     peer, _, number = text.rpartition("=")
-    lowest, highest = RANGES.get(peer, (0, -1))
-    if not number.isdigit() or not lowest <= int(number) <= highest:
-        known = ", ".join(f"{name!r} {least} to {most}" for name, (least, most) in RANGES.items())
-        raise argparse.ArgumentTypeError(f"{text!r} is no split; splits are {known}")
+    if not number.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no split such as 'torch 1F1B=5'")
     return peer, int(number)
+
+
+def ranges(micro_batches: int) -> dict[str, tuple[int, int]]:
+    """The least and the most layers (micro-batches) of each peer's first process."""
+    return {
+        **dict.fromkeys(TORCH, (0, workload.NUM_LAYERS)),
+        **dict.fromkeys(HETERO, (0, workload.NUM_LAYERS - 1)),
+        SERVER: (0, micro_batches),
+        EVEN: (workload.NUM_LAYERS // 2, workload.NUM_LAYERS // 2),
+    }
+
+
+def wrong_splits(options: argparse.Namespace) -> list[str]:
+    """The splits that were given and are none, each with what it could be."""
+    allowed = ranges(options.micro_batches)
+    return [
+        f"{peer}={number} (it is {allowed.get(peer, 'no peer with a split')})"
+        for peer, number in options.split
+        if peer not in allowed or not allowed[peer][0] <= number <= allowed[peer][1]
+    ]
 
 
 def settings(options: argparse.Namespace, console: Console) -> list[Setting]:
@@ -163,12 +184,13 @@ def why_not(peer: str, setting: Setting) -> str | None:
 
 def chosen_splits(options: argparse.Namespace) -> dict[str, int]:
     """The splits that were given, and halves."""
-    return {**{peer: sum(RANGES[peer]) // 2 for peer in RANGES}, **dict(options.split)}
+    halves = {peer: sum(span) // 2 for peer, span in ranges(options.micro_batches).items()}
+    return {**halves, **dict(options.split)}
 
 
 def best_split(arena: Arena, peer: str, default: int) -> int:
     """The fastest split on this setting."""
-    lowest, highest = RANGES[peer]
+    lowest, highest = ranges(arena.micro_batches)[peer]
     share = arena.setting.share
     start = default if share == 1 else round(highest / (1 + share))
     return climb(start, lowest, highest, lambda n: arena.run(peer, n).tokens_per_second)

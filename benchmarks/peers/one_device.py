@@ -28,10 +28,10 @@ def run(job: Job) -> None:
     """The whole model in this process."""
     speaker = Speaker()
     speaker.ready()
-    accumulate = 1 if job.peer == WHOLE_BATCHES else workload.NUM_MICROBATCHES
+    accumulate = 1 if job.peer == WHOLE_BATCHES else job.micro_batches
     fit(
         Decoder(workload.config(job.num_layers)),
-        workload.loader(job.num_steps, workload.BATCH_SIZE // accumulate),
+        workload.loader(job.num_steps, job.micro_batches, accumulate),
         accumulate=accumulate,
         callbacks=[TellAtEnd(speaker)],
     )

@@ -89,7 +89,7 @@ def train(job: Job, workers: Sequence[Any]) -> tuple[list[float], list[float]]:
     optimizer = adamw(parameters)
     marks: list[float] = []
     losses: list[float] = []
-    for tokens in workload.batches(job.num_steps):
+    for tokens in workload.batches(job.num_steps, job.micro_batches):
         pieces = tokens.split(workload.MICROBATCH_SIZE)
         shares = [pieces[: job.split], pieces[job.split :]]
         weights = ray.put(parameters_to_vector(parameters).detach().numpy())

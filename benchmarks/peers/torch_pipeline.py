@@ -69,13 +69,11 @@ def run(job: Job) -> None:
 def train(part: Part, job: Job, rank: int) -> tuple[list[float], list[float]]:
     """When each step ended, and, in the second process, the losses."""
     stage = PipelineStage(part, rank, 2, torch.device("cpu"))
-    schedule = SCHEDULES[job.peer](
-        stage, n_microbatches=workload.NUM_MICROBATCHES, loss_fn=next_token_loss
-    )
+    schedule = SCHEDULES[job.peer](stage, n_microbatches=job.micro_batches, loss_fn=next_token_loss)
     optimizer = adamw(list(part.parameters()))
     marks: list[float] = []
     losses: list[float] = []
-    for tokens in workload.batches(job.num_steps):
+    for tokens in workload.batches(job.num_steps, job.micro_batches):
         of_pieces: list[Tensor] = []
         if rank == 0:
             schedule.step(tokens)

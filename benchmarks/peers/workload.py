@@ -1,4 +1,4 @@
-"""What all peers train: 7.4 million parameters, batches of 16 in 8 micro-batches, AdamW, fp32."""
+"""What all peers train: 7.4 million parameters, micro-batches of 2, AdamW, fp32."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from benchmarks.training import Sequences, random_tokens
 
 NUM_LAYERS = 8
 SEQUENCE_LENGTH = 128
-BATCH_SIZE = 16
-NUM_MICROBATCHES = 8
-MICROBATCH_SIZE = BATCH_SIZE // NUM_MICROBATCHES
-TOKENS_PER_STEP = SEQUENCE_LENGTH * BATCH_SIZE
+MICROBATCH_SIZE = 2
 VOCABULARY = 2048
 
 
@@ -29,15 +26,23 @@ def config(num_layers: int = NUM_LAYERS) -> LlamaConfig:
     )
 
 
-def batches(num_steps: int) -> list[Tensor]:
+def batches(num_steps: int, micro_batches: int) -> list[Tensor]:
     """The tokens of each step."""
-    return list(_tokens(num_steps).split(BATCH_SIZE))
+    return list(_tokens(num_steps, micro_batches).split(micro_batches * MICROBATCH_SIZE))
 
 
-def loader(num_steps: int, batch_size: int = BATCH_SIZE) -> DataLoader[dict[str, Tensor]]:
-    """The same for Lightning."""
-    return DataLoader(Sequences(_tokens(num_steps)), batch_size=batch_size)
+def loader(
+    num_steps: int, micro_batches: int, accumulate: int = 1
+) -> DataLoader[dict[str, Tensor]]:
+    """The same for Lightning, in as many pieces as it is to accumulate."""
+    batch_size = micro_batches * MICROBATCH_SIZE // accumulate
+    return DataLoader(Sequences(_tokens(num_steps, micro_batches)), batch_size=batch_size)
 
 
-def _tokens(num_steps: int) -> Tensor:
-    return random_tokens(num_steps * BATCH_SIZE, SEQUENCE_LENGTH, VOCABULARY)
+def tokens_per_step(micro_batches: int) -> int:
+    return SEQUENCE_LENGTH * micro_batches * MICROBATCH_SIZE
+
+
+def _tokens(num_steps: int, micro_batches: int) -> Tensor:
+    num_sequences = num_steps * micro_batches * MICROBATCH_SIZE
+    return random_tokens(num_sequences, SEQUENCE_LENGTH, VOCABULARY)
