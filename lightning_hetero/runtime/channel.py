@@ -59,6 +59,7 @@ class Channel:
         self.peer = peer
         self._connection = connection
         self._session = session
+        self._reader = FrameReader()
         self._deadlines = deadlines
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
@@ -71,7 +72,8 @@ class Channel:
 
     def start(self, inbox: Inbox, pool: BufferPool | None = None) -> None:
         """Begin to read and write; what arrives goes to ``inbox``, in memory of the pool."""
-        self._reader = FrameReader(pool=pool)
+        if pool is not None:
+            self._reader = FrameReader(pool=pool)
         self._connection.set_timeout(self._deadlines.heartbeat_seconds)
         self._threads = [
             threading.Thread(target=self._read, args=(inbox,), name=f"read {self.peer}"),

@@ -68,6 +68,10 @@ class _Compiled:
             return self._forward(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What torch has compiled would stay with the first layer in a copy of it.
+        return _Compiled, (self._forward,)
+
 
 class _Recomputed:
     """A layer's ``forward`` that keeps its inputs only."""

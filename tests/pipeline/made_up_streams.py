@@ -110,7 +110,8 @@ class MadeUpStreams:
     def copy_in(self, host: Tensor) -> Tensor:
         assert self.is_coming
         here = torch.full_like(host, -1)
-        self.arriving.do(lambda: here.copy_(host))
+        # Not by the tensor itself, whose version says whether a layer has changed it.
+        self.arriving.do(lambda: here.data.copy_(host))
         return on_device(here)
 
     def mark_come(self) -> MadeUpMark:
