@@ -64,7 +64,10 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def worker_process(
-    before: Sequence[str], host: str = "127.0.0.1", program: Sequence[str] | None = None
+    before: Sequence[str],
+    host: str = "127.0.0.1",
+    program: Sequence[str] | None = None,
+    device: str = "cpu",
 ) -> Iterator[WorkerProcess]:
     """A worker with one compute thread, ended at the end.
 
@@ -72,9 +75,10 @@ def worker_process(
         before: What goes before the command, such as `on_core`.
         host: Where it listens, on a free port.
         program: What is run instead of ``python -m lightning_hetero``.
+        device: What it computes on.
     """
     command = [*before, *(program or [sys.executable, "-m", "lightning_hetero"])]
-    command += ["worker", "--listen", f"{host}:0", "--threads", "1", "--device", "cpu"]
+    command += ["worker", "--listen", f"{host}:0", "--threads", "1", "--device", device]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
     said: deque[str] = deque(maxlen=20)
     try:

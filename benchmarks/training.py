@@ -52,6 +52,7 @@ class Decoder(pl.LightningModule):
         super().__init__()
         self.model = build(config)
         self.marks: list[float] = []
+        self.cpu_marks: list[float] = []
         self.losses: list[float] = []
         self._parts: list[float] = []
 
@@ -63,6 +64,7 @@ class Decoder(pl.LightningModule):
         self._parts.append(float(outputs["loss"]))
         if len(self._parts) == self.trainer.accumulate_grad_batches:
             self.marks.append(time.perf_counter())
+            self.cpu_marks.append(time.process_time())
             # Lightning has divided each by the number of batches that are accumulated.
             self.losses.append(sum(self._parts))
             self._parts = []
@@ -75,6 +77,11 @@ class Decoder(pl.LightningModule):
         """Of each step but the first."""
         return [end - start for start, end in itertools.pairwise(self.marks)]
 
+    @property
+    def step_cpu_seconds(self) -> list[float]:
+        """The same in CPU time of this process, which others on the machine change less."""
+        return [end - start for start, end in itertools.pairwise(self.cpu_marks)]
+
 
 def fit(
     module: pl.LightningModule,
@@ -82,11 +89,13 @@ def fit(
     strategy: pl.strategies.Strategy | str = "auto",
     accumulate: int = 1,
     callbacks: list[pl.Callback] | None = None,
+    accelerator: str = "cpu",
 ) -> None:
-    """Train on the data once, on the CPU, without anything else."""
+    """Train on the data once, on one device, without anything else."""
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=accelerator,
+        devices=1,
         max_epochs=1,
         accumulate_grad_batches=accumulate,
         callbacks=callbacks,

@@ -44,6 +44,7 @@ class StagePlan:
         activation_dtype: What activations are rounded to on their way over the stage's two
             boundaries, for a slow link; nothing by default. ``int8`` has a scale for each 64.
         gradient_dtype: The same for gradients.
+        compile: Compile each layer by `torch.compile`; sums may then be added up in another order.
     """
 
     workers: list[str]
@@ -52,6 +53,7 @@ class StagePlan:
     dtype: Dtype | None = None
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None
+    compile: bool = False
 
     @property
     def worker(self) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 import lightning.pytorch as pl
 import torch
@@ -14,10 +14,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from .errors import BatchError, ModelError
+from .pipeline.copies import Copies, HostCopy
 from .pipeline.driver import Driver, MicrobatchStep
 from .pipeline.gradients import StepGradients
 from .pipeline.metrics import BatchMetrics
-from .pipeline.microbatch import LossWeighting, batch_size, loss_weights, split_batch
+from .pipeline.microbatch import (
+    LossWeighting,
+    LossWeights,
+    batch_size,
+    loss_weights,
+    split_batch,
+)
 from .pipeline.results import StepLog, merge_values, weighted_mean
 from .pipeline.stopwatch import Stopwatch
 from .precision import scaler_of
@@ -47,6 +54,8 @@ class MicrobatchedStep:
         self._module = module
         self._deployment = deployment
         self._loss_weighting = loss_weighting
+        self._copies = deployment.coordinator.copies
+        self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
         self.stopwatch = Stopwatch(module.trainer.strategy.root_device)
         self._driver = Driver(
@@ -58,6 +67,7 @@ class MicrobatchedStep:
 
         The gradients are already computed; the loss's ``backward`` puts them into ``.grad``.
         """
+        self._scaling.check_last()
         microbatches, weights = self._cut(batch)
         trainer = self._module.trainer
         scaler = scaler_of(trainer.precision_plugin)
@@ -65,17 +75,20 @@ class MicrobatchedStep:
         metrics = BatchMetrics()
         log = StepLog(metrics)
         work = [
-            MicrobatchStep(partial(self._run_one, microbatch, rest, log, weight), weight * scale)
-            for microbatch, weight in zip(microbatches, weights, strict=True)
+            MicrobatchStep(
+                partial(self._run_one, microbatch, rest, log, weights.of(index)),
+                weights.of(index, scale),
+            )
+            for index, microbatch in enumerate(microbatches)
         ]
         step = self._deployment.coordinator.step + 1
         with _logging_to(self._module, log), metrics.gathering(self._module):
             in_flight = self._deployment.plan.max_in_flight
             results = self._driver.run(step, work, in_flight, accumulate)
         log.publish(self._module.log)
-        return self._merge(results, weights, scale)
+        return self._merge(results, weights.all, scale)
 
-    def _cut(self, batch: Any) -> tuple[list[Any], list[float]]:
+    def _cut(self, batch: Any) -> tuple[list[Any], LossWeights]:
         try:
             several = isinstance(self._module.trainer.train_dataloader, list)
             microbatches = split_batch(batch, self._deployment.plan.micro_batches, several)
@@ -84,10 +97,12 @@ class MicrobatchedStep:
             rank_zero_warn(
                 f"The batch runs in one piece, so the stages work one after the other. {error}"
             )
-            return [batch], [1.0]
-        return microbatches, loss_weights(microbatches, self._loss_weighting, counts)
+            return [batch], LossWeights(lambda: [1.0])
+        return microbatches, loss_weights(microbatches, self._loss_weighting, counts, self._copies)
 
-    def _run_one(self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: float) -> Any:
+    def _run_one(
+        self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: SupportsFloat
+    ) -> Any:
         """What runs in a micro-batch's turn."""
         log.weigh(weight)
         with torch.enable_grad(), self._module.trainer.precision_plugin.train_step_context():
@@ -101,7 +116,7 @@ class MicrobatchedStep:
             return None
         losses = [loss_of(result) for result, _ in kept]
         combined = weighted_mean(losses, [weight for _, weight in kept])
-        loss = _as_computed(combined, self._gradients.publish, loss_scale)
+        loss = _as_computed(combined, partial(self._publish, loss_scale))
         first = kept[0][0]
         if not isinstance(first, Mapping):
             return loss
@@ -109,6 +124,53 @@ class MicrobatchedStep:
         total = sum(weight for _, weight in kept)
         merged = merge_values(values, [weight / total for _, weight in kept], "its result")
         return {"loss": loss, **merged}
+
+    def _publish(self, loss_scale: float, gradient: Tensor) -> None:
+        """Show the gradients, when Lightning runs its backward."""
+        self._scaling.note(gradient, loss_scale)
+        self._gradients.publish()
+
+
+class LossScaling:
+    """Refuses a loss that was scaled after its gradients were computed.
+
+    Where looking at a number means waiting for the device, it is looked at when the next step
+    begins.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._last: tuple[HostCopy, float] | None = None
+
+    def note(self, gradient: Tensor, expected: float) -> None:
+        """The loss's own gradient, and what it should be.
+
+        Raises:
+            ModelError: If it is another.
+        """
+        self._last = self._copies.to_host([gradient]), expected
+        if self._last[0].is_immediate:
+            self.check_last()
+
+    def check_last(self) -> None:
+        """Look at what was noted last.
+
+        Raises:
+            ModelError: As `note`.
+        """
+        last, self._last = self._last, None
+        if last is None:
+            return
+        copy, expected = last
+        copy.wait()
+        found = float(copy.tensors[0])
+        # A loss in half precision is scaled in half precision.
+        if math.isfinite(found) and abs(found - expected) > 5e-3 * expected:
+            raise ModelError(
+                f"The loss was scaled by {found:g} on its way to backward, and its gradients were "
+                f"computed for {expected:g}; scale it inside training_step, or use "
+                "micro_batching='boundary'."
+            )
 
 
 def _one_of(batches: Sequence[Any]) -> Any:
@@ -151,11 +213,9 @@ def _logging_to(module: pl.LightningModule, log: StepLog) -> Iterator[None]:
         del module.log
 
 
-def _as_computed(loss: Tensor, publish: Callable[[], None], scale: float) -> Tensor:
+def _as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
     anchor = torch.zeros((), requires_grad=True)
-    result: Tensor = _ComputedLoss.apply(  # type: ignore[no-untyped-call]
-        anchor, loss, publish, scale
-    )
+    result: Tensor = _ComputedLoss.apply(anchor, loss, publish)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -164,20 +224,12 @@ class _ComputedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, _anchor: Tensor, loss: Tensor, publish: Callable[[], None], scale: float
+        ctx: Any, _anchor: Tensor, loss: Tensor, publish: Callable[[Tensor], None]
     ) -> Tensor:
-        ctx.publish, ctx.scale = publish, scale
+        ctx.publish = publish
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        found = float(gradient)
-        # A loss in half precision is scaled in half precision.
-        if math.isfinite(found) and abs(found - ctx.scale) > 5e-3 * ctx.scale:
-            raise ModelError(
-                f"The loss was scaled by {found:g} on its way to backward, and its gradients were "
-                f"computed for {ctx.scale:g}; scale it inside training_step, or use "
-                "micro_batching='boundary'."
-            )
-        ctx.publish()
-        return None, None, None, None
+        ctx.publish(gradient)
+        return None, None, None

@@ -33,6 +33,7 @@ any_stage = st.builds(
     workers=st.lists(st.text(), max_size=3),
     layers=st.tuples(st.integers(-(2**63), 2**63), st.integers()),
     recompute=st.booleans(),
+    compile=st.booleans(),
 )
 any_plan = st.builds(
     Plan,
@@ -82,6 +83,7 @@ def test_a_written_plan_is_plain_yaml(tmp_path: Path) -> None:
         "workers": ["strix.local:9999"],
         "layers": [2, 6],
         "recompute": False,
+        "compile": False,
     }
     assert content["stages"][1] == expected
 

@@ -40,6 +40,11 @@ def stored_in_four_bits(layers: Mapping[int, nn.Module], name: str) -> bool:
     return is_four_bit(owner, leaf)
 
 
+def has_four_bit(layers: Mapping[int, nn.Module]) -> bool:
+    """Whether a tensor of the layers is one of packed bytes."""
+    return any(stored_in_four_bits(layers, name) for name, _ in named_tensors(layers))
+
+
 def dtypes_on_stage(
     layers: Mapping[int, nn.Module], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:

@@ -10,11 +10,13 @@ hidden states:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .copies import Land, already_here
 
 
 class Collected(NamedTuple):
@@ -26,10 +28,14 @@ class Collected(NamedTuple):
 
 @dataclass(frozen=True)
 class Activation:
-    """Hidden states and collected outputs, in the order of the layers they come from."""
+    """Hidden states and collected outputs, in the order of the layers they come from.
+
+    ``land`` is to be called before anything is computed with them.
+    """
 
     hidden: Tensor
     collected: tuple[Collected, ...] = ()
+    land: Land = field(default=already_here, compare=False, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -51,11 +57,13 @@ class Activation:
 class Gradients:
     """One gradient for each tensor of an activation, in its order; None where none is needed.
 
-    With ``keeps_graph`` another backward of the same activation may follow.
+    With ``keeps_graph`` another backward of the same activation may follow. ``land`` is to be
+    called before anything is computed with them.
     """
 
     tensors: tuple[Tensor | None, ...]
     keeps_graph: bool = False
+    land: Land = field(default=already_here, compare=False, repr=False)
 
 
 def join_activations(pieces: list[Activation]) -> Activation:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -44,7 +44,7 @@ class _Microbatch:
     """A micro-batch on its way."""
 
     turn: Turn
-    loss_factor: float
+    loss_factor: SupportsFloat
     visits: list[_Visit] = field(default_factory=list)
 
 
@@ -55,11 +55,12 @@ class MicrobatchStep:
     Args:
         run: Calls the user's ``training_step``; its result comes back from `Driver.run`.
         loss_factor: What the loss is multiplied by before its backward; at 0 none is run, since
-            the loss of a micro-batch without counted labels is not a number.
+            the loss of a micro-batch without counted labels is not a number. It is not looked at
+            before the loss is there.
     """
 
     run: Callable[[], Any]
-    loss_factor: float
+    loss_factor: SupportsFloat
 
 
 @dataclass
@@ -170,7 +171,9 @@ class _RunningStep:
             self._go_on(index, turn.start())
             return
         visit = self._in_flight[index].visits[key.visit]
-        activation = self._activations.pop(key).map(partial(_leaf_on, visit.out.device))
+        arrived = self._activations.pop(key)
+        arrived.land()
+        activation = arrived.map(partial(_leaf_on, visit.out.device))
         visit.leaves = activation.tensors
         self._seed(key, 1)
         self._go_on(index, self._in_flight[index].turn.resume(activation))
@@ -197,17 +200,19 @@ class _RunningStep:
             v for v in microbatch.visits if any(leaf.requires_grad for leaf in v.leaves)
         ]
         loss = self._driver.loss_of(result)
-        if loss is not None and microbatch.loss_factor > 0:
+        if loss is not None and (loss_factor := float(microbatch.loss_factor)) > 0:
             self._losses_have_graphs.append(loss.requires_grad)
             if loss.requires_grad:
-                factor = torch.full_like(loss, microbatch.loss_factor)
+                factor = torch.full_like(loss, loss_factor)
                 self._run_backward(index, loss, factor)
         self._send_gradients(index)
 
     def _backward(self, key: Key) -> None:
         """The stages' gradient has come: run the backward of the piece before the hand-over."""
         index = key.microbatch
-        gradient = self._gradients.pop(key).tensors[0]
+        gradients = self._gradients.pop(key)
+        gradients.land()
+        gradient = gradients.tensors[0]
         visit = self._in_flight[index].visits.pop()
         if gradient is not None and visit.out.requires_grad:
             self._run_backward(index, visit.out, gradient.to(visit.out.device))

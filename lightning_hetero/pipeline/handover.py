@@ -106,6 +106,7 @@ def _receive_all(stages: Stages, count: int, kind: type[Content]) -> list[Conten
     while len(found) < count:
         returned = stages.receive()
         if isinstance(returned.content, kind):
+            returned.content.land()
             found[returned.key.microbatch] = returned.content
     return [found[index] for index in range(count)]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from ..errors import BatchError
+from .copies import Copies
 
 # What Hugging Face and `torch.nn.functional.cross_entropy` leave out of a mean.
 IGNORED_LABEL = -100
@@ -81,10 +83,46 @@ def spans(size: int, num_pieces: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def loss_weights(
-    microbatches: Sequence[Any], weighting: LossWeighting, sample_counts: Sequence[int]
-) -> list[float]:
+class LossWeights:
     """How much each micro-batch's loss counts in the batch's; the weights add up to 1.
+
+    A device counts labels while the first forwards are asked for, and nobody waits before a weight
+    is used.
+
+    Args:
+        find: Waits for the counts, and makes the weights of them.
+    """
+
+    def __init__(self, find: Callable[[], list[float]]) -> None:
+        self._find = find
+
+    @cached_property
+    def all(self) -> list[float]:
+        """Those of all micro-batches."""
+        return self._find()
+
+    def of(self, index: int, scale: float = 1.0) -> SupportsFloat:
+        """That of one, multiplied by ``scale``; its ``float`` may wait for the device."""
+        return _LossWeight(self, index, scale)
+
+
+@dataclass(frozen=True)
+class _LossWeight:
+    weights: LossWeights
+    index: int
+    scale: float
+
+    def __float__(self) -> float:
+        return self.weights.all[self.index] * self.scale
+
+
+def loss_weights(
+    microbatches: Sequence[Any],
+    weighting: LossWeighting,
+    sample_counts: Sequence[int],
+    copies: Copies,
+) -> LossWeights:
+    """Begin to find how much the micro-batches' losses count.
 
     ``"labels"`` counts the labels that a token mean counts, ``"samples"`` the samples; ``"auto"``
     takes labels where the batch has them.
@@ -92,26 +130,30 @@ def loss_weights(
     Raises:
         BatchError: If labels are asked for and the batch has none, or a weight is negative.
     """
-    counts = _counts(microbatches, weighting, sample_counts)
+    if callable(weighting):
+        counts = [float(weighting(microbatch)) for microbatch in microbatches]
+        return LossWeights(partial(list, _shares(counts, sample_counts)))
+    if weighting == "samples" or (weighting == "auto" and _labels(microbatches[0]) is None):
+        return LossWeights(partial(_shares, sample_counts, sample_counts))
+    copy = copies.to_host([counted_labels(microbatch) for microbatch in microbatches])
+
+    def find() -> list[float]:
+        copy.wait()
+        return _shares([int(count) for count in copy.tensors], sample_counts)
+
+    return LossWeights(find)
+
+
+def _shares(counts: Sequence[float], sample_counts: Sequence[int]) -> list[float]:
     if any(not count >= 0 for count in counts):
         raise BatchError(f"The loss weights {counts} of the micro-batches must not be negative.")
     if sum(counts) == 0:
-        counts = list(sample_counts)
+        counts = sample_counts
     return [count / sum(counts) for count in counts]
 
 
-def _counts(
-    microbatches: Sequence[Any], weighting: LossWeighting, sample_counts: Sequence[int]
-) -> list[float]:
-    if callable(weighting):
-        return [float(weighting(microbatch)) for microbatch in microbatches]
-    if weighting == "samples" or (weighting == "auto" and _labels(microbatches[0]) is None):
-        return list(sample_counts)
-    return [counted_labels(microbatch) for microbatch in microbatches]
-
-
-def counted_labels(batch: Any) -> int:
-    """Labels that a token-mean loss counts: those that are not -100.
+def counted_labels(batch: Any) -> Tensor:
+    """Labels that a token-mean loss counts: those that are not -100. Does not wait for the device.
 
     Labels that equal ``input_ids`` wherever they count are shifted by the loss itself, as every
     Hugging Face causal language model does, so that the first one of each row is not counted.
@@ -127,14 +169,10 @@ def counted_labels(batch: Any) -> int:
         )
     counted = labels != IGNORED_LABEL
     inputs = _entry(batch, "input_ids")
-    if (
-        labels.ndim == 2
-        and isinstance(inputs, Tensor)
-        and inputs.shape == labels.shape
-        and bool(torch.equal(labels[counted], inputs[counted]))
-    ):
-        counted = counted[:, 1:]
-    return int(counted.sum())
+    if labels.ndim != 2 or not isinstance(inputs, Tensor) or inputs.shape != labels.shape:
+        return counted.sum()
+    is_shifted_later = ((labels == inputs) | ~counted).all()
+    return torch.where(is_shifted_later, counted[:, 1:].sum(), counted.sum())
 
 
 def _labels(batch: Any) -> Tensor | None:

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class _Logged:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     values: list[Any] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
+    weights: list[SupportsFloat] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
     of_batch: Metric | None = None
 
@@ -94,7 +94,7 @@ class StepLog:
         self._logged: dict[tuple[str, int], _Logged] = {}
         self._here = threading.local()
 
-    def weigh(self, weight: float) -> None:
+    def weigh(self, weight: SupportsFloat) -> None:
         """Say how much the micro-batch counts that runs in this thread."""
         self._here.weight = weight
         self._here.counts = Counter()
@@ -136,10 +136,11 @@ def _merge_logged(entry: _Logged) -> Any:
     reduce = _REDUCTIONS.get(_reduction_name(entry.kwargs.get("reduce_fx", "mean")))
     if reduce is not None:
         return reduce(torch.stack([torch.as_tensor(value) for value in entry.values]))
-    total = sum(entry.weights)
+    weights = [float(weight) for weight in entry.weights]
+    total = sum(weights)
     if total == 0:
         return first
-    return weighted_mean(entry.values, [weight / total for weight in entry.weights])
+    return weighted_mean(entry.values, [weight / total for weight in weights])
 
 
 def _reduction_name(reduce_fx: Any) -> str:

@@ -14,6 +14,8 @@ from ..model.calls import LayerCall, hidden_of
 from ..model.collecting import collecting
 from .activation import Activation, Collected, Gradients, leaf_of
 from .caches import StageCaches
+from .compiling import CompiledLayers
+from .copies import Land, already_here
 from .rule import Key
 from .seeds import seed_action
 
@@ -21,12 +23,18 @@ from .seeds import seed_action
 @dataclass(frozen=True)
 class Surroundings:
     """What a forward runs under: grad mode, autocast, what the model passed to each layer, and the
-    kinds of outputs that it collects besides the hidden states."""
+    kinds of outputs that it collects besides the hidden states. ``land`` is to be called first."""
 
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
     calls: Sequence[LayerCall]
     collect: Sequence[str] = ()
+    land: Land = field(default=already_here, compare=False, repr=False)
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What the layers are called with besides the hidden states."""
+        return [tensor for call in self.calls for _, tensor in call.named_tensors()]
 
     @property
     def has_cache(self) -> bool:
@@ -56,6 +64,7 @@ class Stage:
         recompute: Keep only the inputs and run the forward again in the backward.
         seed: Start of all dropout masks.
         dtype: What the layers compute in; None for what they are given.
+        compiled: Compiles the layers; None for not at all.
     """
 
     layers: nn.ModuleDict
@@ -64,6 +73,7 @@ class Stage:
     recompute: bool = False
     seed: int = 0
     dtype: torch.dtype | None = None
+    compiled: CompiledLayers | None = None
     step: int = 0
     caches: StageCaches = field(default_factory=StageCaches)
     _saved: dict[Key, _Saved] = field(default_factory=dict)
@@ -73,6 +83,8 @@ class Stage:
 
         Cut from the graph; ``requires_grad`` says where a backward will want a gradient.
         """
+        incoming.land()
+        surroundings.land()
         leaf = incoming.hidden.to(self.device)
         if surroundings.grad_enabled:
             leaf = leaf.detach().requires_grad_(incoming.hidden.requires_grad)
@@ -100,6 +112,7 @@ class Stage:
         saved = self._saved.get(key)
         if saved is None:
             return Gradients((None,))
+        gradients.land()
         if not gradients.keeps_graph:
             del self._saved[key]
         behind = 1 + saved.num_passed_on
@@ -147,6 +160,8 @@ class Stage:
     ) -> Activation:
         seed_action(self.seed, self.step, self.stage_index, *key)
         given, inside = hidden.dtype, self._inside_dtype(surroundings)
+        # What is collected is seen by hooks inside the layers, and a cache grows with every call.
+        compiled = None if surroundings.collect else self.compiled
         with (
             torch.set_grad_enabled(keep_graph),
             self._autocast(self.dtype or surroundings.autocast_dtype),
@@ -157,7 +172,8 @@ class Stage:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
                 layer = self.layers[str(call.layer_index)].train(call.training)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
-                hidden = hidden_of(layer(hidden, *args, **kwargs), layer, call)
+                run = layer if compiled is None or call.cache is not None else compiled.of(layer)
+                hidden = hidden_of(run(hidden, *args, **kwargs), layer, call)
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in collected()))
             # Behind the stage everything is as it would be without its own dtype.

@@ -11,13 +11,16 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 from torch import Tensor
 
 from ..errors import ChannelError, HeteroError, RemoteProtocolError
 from ..wire import messages as m
+from ..wire.buffers import BufferPool
 from ..wire.frames import Frame, FrameReader, encode_frame
 from ..wire.session import Session
 from .connection import Connection
@@ -62,13 +65,15 @@ class Channel:
         self._progress = threading.Condition(self._lock)
         self._num_queued = 0
         self._is_over = False
-        self._outgoing: SimpleQueue[list[memoryview] | None] = SimpleQueue()
+        self._outgoing: SimpleQueue[Callable[[], list[memoryview]] | None] = SimpleQueue()
         self._is_closing = False
         self._last_heard = time.monotonic()
         self._threads: list[threading.Thread] = []
 
-    def start(self, inbox: Inbox) -> None:
-        """Begin to read and write; what arrives goes to ``inbox``."""
+    def start(self, inbox: Inbox, pool: BufferPool | None = None) -> None:
+        """Begin to read and write; what arrives goes to ``inbox``, in memory of the pool."""
+        if pool is not None:
+            self._reader = FrameReader(pool=pool)
         self._connection.set_timeout(self._deadlines.heartbeat_seconds)
         self._threads = [
             threading.Thread(target=self._read, args=(inbox,), name=f"read {self.peer}"),
@@ -87,10 +92,22 @@ class Channel:
         frame = Frame(message, tensors)
         buffers = encode_frame(frame)
         logger.debug("> %s %s", self.peer, frame)
+        self._queue(message, partial(_encoded, buffers))
+
+    def send_later(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
+        """Queue a frame that the writing thread is to encode, which may wait for its tensors.
+
+        Raises:
+            LocalProtocolError: If the rules forbid the message.
+        """
+        logger.debug("> %s %s", self.peer, message)
+        self._queue(message, encode)
+
+    def _queue(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
         with self._lock:
             self._session.sent(message)
             self._num_queued += 1
-            self._outgoing.put(buffers)
+            self._outgoing.put(encode)
 
     def wait_until_sent(self, most_queued: int) -> None:
         """Wait until at most so many frames are still to be sent, or the channel is over."""
@@ -157,9 +174,9 @@ class Channel:
 
     def _write(self) -> None:
         try:
-            while (buffers := self._outgoing.get()) is not None:
-                send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
-                del buffers  # the next wait must not keep their tensors alive
+            while (encode := self._outgoing.get()) is not None:
+                send_buffers(self._connection, encode(), self._deadlines.silence_seconds)
+                del encode  # the next wait must not keep the frame's tensors alive
                 self._note_progress(is_over=False)
         except (OSError, HeteroError) as error:
             logger.debug("writing to %s ended: %s", self.peer, error)
@@ -172,6 +189,10 @@ class Channel:
             self._num_queued -= not is_over
             self._is_over = is_over
             self._progress.notify_all()
+
+
+def _encoded(buffers: list[memoryview]) -> list[memoryview]:
+    return buffers
 
 
 def receive_some(connection: Connection, reader: FrameReader) -> Frame | None:

@@ -92,6 +92,23 @@ def shortcomings(
     return found
 
 
+def obstacles_to_compiling(equipment: Equipment, has_four_bit: bool) -> list[str]:
+    """Why a process cannot compile the layers of its stage, each with the remedy."""
+    found = []
+    if "compile" not in equipment.capabilities:
+        what = "triton" if equipment.device.startswith(("cuda", "xpu")) else "a C++ compiler"
+        found.append(
+            f"its device {equipment.device} has nothing that `torch.compile` could use; install "
+            f"{what} and Python's headers there, or take `compile` from its stage in the plan."
+        )
+    if has_four_bit:
+        found.append(
+            "layers in 4 bits are not compiled in this version; take `compile` from its stage in "
+            "the plan."
+        )
+    return found
+
+
 def _version(party: Party, name: str) -> str:
     return _shown(party.equipment.versions.get(name, _UNKNOWN))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -13,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
+from ..pipeline.copies import Copies
 from ..wire import messages as m
 from ..wire.constants import SentConstants
 from ..wire.frames import Frame
@@ -38,6 +40,13 @@ class ConnectedWorker:
     channel: Channel
     equipment: m.Equipment
     constants: SentConstants = field(default_factory=SentConstants)
+    # The thread that writes to the channel may look at them too.
+    constants_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def forget_constants(self) -> None:
+        """It is not known what the worker has got: everything is sent again."""
+        with self.constants_lock:
+            self.constants.clear()
 
     def __str__(self) -> str:
         return f"stage {self.number} on {self.name}" + (
@@ -52,8 +61,11 @@ class Conversations:
         workers: Name and address of each.
         deadlines: How long to wait for what.
         identity: What they are shown.
+        copies: Those of the device that this process computes on.
 
     Attributes:
+        copies: As given.
+        equipment: What this process runs on, as the workers were told.
         step: The number of the present step.
 
     Raises:
@@ -61,9 +73,15 @@ class Conversations:
     """
 
     def __init__(
-        self, workers: Sequence[tuple[str, Address]], deadlines: Deadlines, identity: Identity
+        self,
+        workers: Sequence[tuple[str, Address]],
+        deadlines: Deadlines,
+        identity: Identity,
+        copies: Copies,
     ) -> None:
+        self.equipment = identity.equipment
         self._deadlines = deadlines
+        self.copies = copies
         self._inbox: Inbox = SimpleQueue()
         self._workers: list[ConnectedWorker] = []
         self._lost: WorkerError | None = None
@@ -77,7 +95,7 @@ class Conversations:
                 channel, welcome = dial(
                     address, rules, "coordinator", session_name, self._deadlines, identity
                 )
-                channel.start(self._inbox)
+                channel.start(self._inbox, copies.receive_pool())
                 worker = ConnectedWorker(number, name, address, channel, welcome.equipment)
                 self._workers.append(worker)
                 if found := differences(identity.equipment, worker.equipment):

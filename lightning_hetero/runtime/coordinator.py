@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,33 +24,34 @@ from ..model.recipe import Recipe
 from ..model.tensors import (
     dtypes_on_stage,
     flatten,
+    has_four_bit,
     named_tensors,
     state_in,
     stored_in_four_bits,
 )
 from ..pipeline.activation import Activation, Gradients
 from ..pipeline.averaging import AveragingAction
+from ..pipeline.copies import Copies, PlainCopies
 from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
 from ..plan import Dtype, Narrowing
 from ..wire import messages as m
-from ..wire.constants import Digests
 from ..wire.tensors import DTYPES
 from ..wire.values import Packer, unpack
 from .address import Address
 from .building import describe_parameters
-from .compatibility import shortcomings
+from .compatibility import obstacles_to_compiling, shortcomings
 from .conversations import ConnectedWorker, Conversations
 from .deadlines import Deadlines
 from .handshake import ANONYMOUS, Identity
+from .outgoing import OutgoingArguments, send_copied
 from .progress import Progress
 from .translation import (
     read_activation,
     read_gradients,
     say_activation,
-    say_arguments,
     say_gradients,
 )
 
@@ -72,6 +74,7 @@ class RemoteStage:
         converts_weights: Whether ``dtype`` is for weights too; under autocast it is not.
         narrowing: What it rounds the activations to that it sends downstream, and the gradients
             that it sends upstream.
+        compile: As in the plan.
     """
 
     recipe: Recipe | BlocksRecipe
@@ -82,6 +85,12 @@ class RemoteStage:
     dtype: Dtype | None = None
     converts_weights: bool = True
     narrowing: Narrowing = Narrowing()
+    compile: bool = False
+
+    @property
+    def has_four_bit(self) -> bool:
+        """Whether some of its weights are stored in 4 bits."""
+        return has_four_bit(self.layers)
 
     @property
     def tensor_dtypes(self) -> dict[str, torch.dtype]:
@@ -101,6 +110,7 @@ class Coordinator(Conversations):
         identity: What they are shown.
         narrowing: What the coordinator rounds the activations to that it sends to the first stage,
             and the gradients that it sends to the last one.
+        copies: Those of the device that this process computes on; None for the processor.
 
     Raises:
         WorkerUnreachable: If one does not answer or refuses.
@@ -112,8 +122,10 @@ class Coordinator(Conversations):
         deadlines: Deadlines | None = None,
         identity: Identity = ANONYMOUS,
         narrowing: Narrowing | None = None,
+        copies: Copies | None = None,
     ) -> None:
-        super().__init__(workers, deadlines or Deadlines(), identity)
+        copies = copies or PlainCopies(torch.device("cpu"))
+        super().__init__(workers, deadlines or Deadlines(), identity, copies)
         self._narrowing = narrowing or Narrowing()
         self._stages: Sequence[RemoteStage] = ()
         self._owner_of: dict[str, ConnectedWorker] = {}
@@ -141,7 +153,10 @@ class Coordinator(Conversations):
             name: tensor.dtype for stage in stages for name, tensor in named_tensors(stage.layers)
         }
         for worker, stage in zip(self._workers, stages, strict=True):
-            if lacks := shortcomings(worker.equipment, stage.recipe, stage.tensor_dtypes.values()):
+            lacks = shortcomings(worker.equipment, stage.recipe, stage.tensor_dtypes.values())
+            if stage.compile:
+                lacks += obstacles_to_compiling(worker.equipment, stage.has_four_bit)
+            if lacks:
                 raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
         for worker, stage in zip(self._workers, stages, strict=True):
             worker.channel.send(self._deploy_message(worker, stage))
@@ -174,6 +189,7 @@ class Coordinator(Conversations):
             dtype=stage.dtype,
             activation_dtype=stage.narrowing.activation_dtype,
             gradient_dtype=stage.narrowing.gradient_dtype,
+            compile=stage.compile,
         )
 
     # steps
@@ -181,6 +197,7 @@ class Coordinator(Conversations):
     def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
         """Start a step on every stage."""
         self._check_usable()
+        self.copies.keep_for(max_in_flight)
         self.step += 1
         self._broadcast(m.BeginStep(self.step, max_in_flight, accumulate))
 
@@ -203,25 +220,19 @@ class Coordinator(Conversations):
 
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
-        digests = Digests()
+        arguments = OutgoingArguments(self.step, key, surroundings, self.copies)
         for worker, stage in zip(self._workers, self._stages, strict=True):
-            try:
-                packer = Packer(worker.constants, digests)
-                message, tensors = say_arguments(self.step, key, surroundings, stage.layers, packer)
-                worker.channel.send(message, *tensors)
-            except BaseException:
-                worker.constants.clear()
-                raise
+            arguments.send(worker, stage.layers)
         with torch.set_grad_enabled(surroundings.grad_enabled):
-            activation, tensors = say_activation(
+            content = say_activation(
                 self.step, key, Activation(hidden), self._narrowing.activation_dtype
             )
-        self._workers[0].channel.send(activation, *tensors)
+        send_copied(self._workers[0].channel, content, self.copies)
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of a returned activation to the last stage."""
-        message, tensors = say_gradients(self.step, key, gradients, self._narrowing.gradient_dtype)
-        self._workers[-1].channel.send(message, *tensors)
+        content = say_gradients(self.step, key, gradients, self._narrowing.gradient_dtype)
+        send_copied(self._workers[-1].channel, content, self.copies)
 
     def receive(self) -> Returned:
         """Wait for the next activation or gradients of the present step."""
@@ -232,9 +243,10 @@ class Coordinator(Conversations):
                 continue  # left over from an aborted step
             key = Key(message.microbatch, message.visit)
             try:
+                bring = self.copies.to_device
                 if isinstance(message, m.Gradient):
-                    return Returned(key, read_gradients(message, frame.tensors))
-                return Returned(key, read_activation(message, frame.tensors))
+                    return Returned(key, bring(frame.tensors, partial(read_gradients, message)))
+                return Returned(key, bring(frame.tensors, partial(read_activation, message)))
             except RemoteProtocolError as error:
                 raise self._note_lost(worker, error) from error
 
@@ -397,7 +409,7 @@ class Coordinator(Conversations):
                 yield worker, own
 
     def _note_failure(self, worker: ConnectedWorker, failure: m.Failure) -> None:
-        worker.constants.clear()  # whether it has taken the last ones is not known
+        worker.forget_constants()  # whether it has taken the last ones is not known
         self._has_failed_applying |= failure.in_optimizer_step
 
     def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from rich.progress import track
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..errors import BatchError, HeteroError, ModelError
-from ..model.calls import LayerCall, without_cache
+from ..model.calls import LayerCall
 from ..model.collecting import CollectingHooks
 from ..model.hollow import HollowLayers, is_hollow
 from ..model.layers import DecoderLayer, check_layers_stand_alone
@@ -31,6 +29,7 @@ from ..pipeline.pieces import cut_request
 from ..pipeline.turns import current_turn
 from ..plan import Plan, StagePlan
 from .coordinator import Coordinator, RemoteStage
+from .own_layers import adjust_own, check_can_be_compiled, restore_own
 from .progress import PROGRESS_FROM_BYTES, Progress
 
 logger = logging.getLogger(__name__)
@@ -87,6 +86,7 @@ class Deployment:
         self._progress: Progress | None = None
         self._hollow = HollowLayers(away, self._exchange, self)
         self._hollow.check()  # before any weight travels
+        check_can_be_compiled(layers, plan, coordinator.equipment)
         self._send(root, stages, seed, converts_weights)
         self._collecting = CollectingHooks(root, [layer.name for layer in away.values()])
         self._hollow.caches.listen(root, [layer.name for layer in away.values()])
@@ -95,7 +95,7 @@ class Deployment:
             undo.callback(self._hollow.caches.remove)
             self._hollow.hollow()
             undo.pop_all()
-        self._recomputed = _recompute_locally(layers, plan)
+        self._adjusted = adjust_own(layers, plan)
 
     def _send(
         self,
@@ -114,6 +114,7 @@ class Deployment:
                 dtype=stage.dtype,
                 converts_weights=converts_weights,
                 narrowing=narrowing,
+                compile=stage.compile,
             )
             for stage, layers, narrowing in zip(
                 self.plan.remote_stages, stages, self.plan.stage_narrowings, strict=True
@@ -294,12 +295,11 @@ class Deployment:
         try:
             HollowLayers(leaving, self._exchange, self).check()
         finally:
-            self._recomputed = _recompute_locally(self.layers, self.plan)
+            self._adjusted = adjust_own(self.layers, self.plan)
 
     def _release_local_layers(self) -> None:
-        for layer in self._recomputed:
-            del layer.forward
-        self._recomputed = []
+        restore_own(self._adjusted)
+        self._adjusted = []
 
     def _must_come_back(self, tensor: Tensor) -> bool:
         changes = tensor in self._ever_trained or tensor in self._was_here
@@ -412,30 +412,3 @@ def _numbered(layers: Sequence[DecoderLayer], stage: StagePlan) -> dict[int, Dec
 def _checkpoints_gradients(layers: dict[int, DecoderLayer]) -> bool:
     """Whether the user switched on Hugging Face's gradient checkpointing for these layers."""
     return any(getattr(layer.module, "gradient_checkpointing", False) for layer in layers.values())
-
-
-def _recompute_locally(layers: Sequence[DecoderLayer], plan: Plan) -> list[nn.Module]:
-    """Let the coordinator's own layers run again in the backward, if the plan wants it."""
-    chosen = [
-        layers[number].module
-        for stage in plan.stages
-        if stage.is_local and stage.recompute
-        for number in stage.layer_indices
-    ]
-    for layer in chosen:
-        layer.forward = _Recomputed(layer.forward)
-    return chosen
-
-
-class _Recomputed:
-    """A layer's ``forward`` that keeps its inputs only."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        # A second forward must not find what the first one left in a cache.
-        args, kwargs = without_cache(args, kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -94,11 +95,21 @@ def _computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _capabilities(device: torch.device, versions: dict[str, str]) -> list[str]:
     is_gpu = device.type != "cpu"
-    compiles = importlib.util.find_spec("triton") if is_gpu else shutil.which("c++")
     found = {
         "sdpa": True,
         "flash_attention_2": is_gpu and is_flash_attn_2_available(),
         "nf4": "bitsandbytes" in versions,
-        "compile": bool(compiles),
+        "compile": _compiles(device),
     }
     return [name for name, is_there in found.items() if is_there]
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether `torch.compile` finds what it makes programs with: all of it wants Python's headers,
+    and a GPU also triton."""
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return False
+    compilers = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    has_compiler = any(shutil.which(name) for name in compilers if name)
+    is_gpu = device.type != "cpu"
+    return has_compiler and (not is_gpu or importlib.util.find_spec("triton") is not None)

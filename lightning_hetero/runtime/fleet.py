@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..model.imports import Allowed
+from ..pipeline.copies import copies_for
 from .address import Address
 from .coordinator import Coordinator
 from .deadlines import Deadlines
@@ -74,7 +75,8 @@ class Fleet:
             addresses = {text: Address.parse(text) for text in self._workers}
             credentials = credentials_of(find_token_file(self._token_file))
             identity = dataclasses.replace(identity, credentials=credentials)
-        return Coordinator([(name, addresses[name]) for name in names], deadlines, identity)
+        named = [(name, addresses[name]) for name in names]
+        return Coordinator(named, deadlines, identity, copies=copies_for(device))
 
     def end(self, deadlines: Deadlines) -> None:
         """End the local processes. May be called twice."""

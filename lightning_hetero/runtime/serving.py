@@ -6,6 +6,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..model.imports import Allowed
 from ..model.tensors import locate, named_tensors, narrowed, set_tensor
 from ..pipeline.activation import Activation
 from ..pipeline.averaging import WeightAverages, averaged_tensors
+from ..pipeline.compiling import CompiledLayers
+from ..pipeline.copies import copies_for
 from ..pipeline.optimizer import Clipping, Group, StageOptimizer, clip_gradients, gradient_norms
 from ..pipeline.rule import Action, Key
 from ..pipeline.runner import Result, StageRunner
@@ -35,6 +38,7 @@ from .channel import Arrival, Channel, Inbox
 from .deadlines import Deadlines
 from .handshake import ANONYMOUS, Identity, dial
 from .measured import MeasuredSide, answer_probe
+from .outgoing import send_copied
 from .translation import (
     read_activation,
     read_arguments,
@@ -83,6 +87,7 @@ class StageSession:
         self._upstream = coordinator
         self._downstream = coordinator
         self._device = device
+        self._copies = copies_for(device)
         self._deadlines = deadlines
         self._inbox: Inbox = SimpleQueue()
         self._numbered: dict[int, nn.Module] = {}
@@ -123,11 +128,11 @@ class StageSession:
     def attach_upstream(self, channel: Channel) -> None:
         """Take the channel that the upstream neighbor opened."""
         self._upstream = channel
-        channel.start(self._inbox)
+        channel.start(self._inbox, self._copies.receive_pool())
 
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""
-        self._coordinator.start(self._inbox)
+        self._coordinator.start(self._inbox, self._copies.receive_pool())
         try:
             while True:
                 self._take_what_arrived()
@@ -216,6 +221,7 @@ class StageSession:
             recompute=message.recompute,
             seed=message.seed,
             dtype=dtype,
+            compiled=CompiledLayers() if message.compile else None,
         )
         self._runner = StageRunner(stage)
         self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
@@ -256,7 +262,7 @@ class StageSession:
         # When layers have moved, the link to the neighbor is there already.
         if self._downstream_address and self._downstream is self._coordinator:
             self._downstream = self._dial_neighbor(self._downstream_address)
-            self._downstream.start(self._inbox)
+            self._downstream.start(self._inbox, self._copies.receive_pool())
         self._coordinator.send(m.Done())
 
     def _dial_neighbor(self, text: str) -> Channel:
@@ -279,20 +285,23 @@ class StageSession:
         optimizer.load_state(message.parameter, unpack(message.state, tensors))
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
+        self._copies.keep_for(message.in_flight)
         self._runner.begin(message.step, message.in_flight, message.accumulate)
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
-        here = tuple(tensor.to(self._device) for tensor in tensors)
         key = Key(message.microbatch, message.visit)
-        self._runner.take_arguments(key, read_arguments(message, here, self._constants))
+        read = partial(read_arguments, message, constants=self._constants)
+        self._runner.take_arguments(key, self._copies.to_device(tensors, read))
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
         key = Key(message.microbatch, message.visit)
-        self._runner.take_activation(message.step, key, read_activation(message, tensors))
+        activation = self._copies.to_device(tensors, partial(read_activation, message))
+        self._runner.take_activation(message.step, key, activation)
 
     def _on_gradient(self, message: m.Gradient, tensors: tuple[Tensor, ...]) -> None:
         key = Key(message.microbatch, message.visit)
-        self._runner.take_gradients(message.step, key, read_gradients(message, tensors))
+        gradients = self._copies.to_device(tensors, partial(read_gradients, message))
+        self._runner.take_gradients(message.step, key, gradients)
 
     def _on_drop_caches(self, message: m.DropCaches, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.stage.caches.drop(message.numbers)
@@ -373,12 +382,12 @@ class StageSession:
         step, key, content = self._runner.step, result.action.key, result.content
         if isinstance(content, Activation):
             wire_dtype = self._narrowing.activation_dtype
-            message, tensors = say_activation(step, key, content, wire_dtype)
-            self._downstream.send(message, *tensors)
+            said = say_activation(step, key, content, wire_dtype)
+            send_copied(self._downstream, said, self._copies)
         else:
             wire_dtype = self._narrowing.gradient_dtype
-            message, tensors = say_gradients(step, key, content, wire_dtype)
-            self._upstream.send(message, *tensors)
+            said = say_gradients(step, key, content, wire_dtype)
+            send_copied(self._upstream, said, self._copies)
 
     def _optimizer(self, number: int) -> StageOptimizer:
         if number not in self._optimizers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,6 +12,9 @@ import torch
 # big ones are kept. Small ones come cheap from the allocator.
 SMALLEST_KEPT_BYTES = 64 * 2**10
 MOST_KEPT = 64
+
+# A bytearray, or a numpy array of bytes over memory of another kind.
+Buffer = Any
 
 
 def _references_of_unused() -> int:
@@ -32,12 +37,22 @@ class BufferPool:
     `torch.frombuffer` makes a tensor hold a reference to the buffer it lives in, so the buffer's
     reference count says whether it is in use: nobody has to give anything back. Not thread-safe:
     a pool belongs to one reader.
+
+    Args:
+        allocate: Makes a buffer of so many bytes, in memory that a device can copy from for one.
     """
 
-    def __init__(self) -> None:
-        self._buffers: list[bytearray] = []
+    def __init__(self, allocate: Callable[[int], Buffer] = bytearray) -> None:
+        self._allocate = allocate
+        self._most_kept = MOST_KEPT
+        self._buffers: list[Buffer] = []
 
-    def take(self, num_bytes: int) -> bytearray:
+    def keep_at_most(self, count: int) -> None:
+        """Keep so many buffers; those that are in use beyond that are not kept afterwards."""
+        self._most_kept = min(max(count, 1), MOST_KEPT)
+        del self._buffers[: -self._most_kept]
+
+    def take(self, num_bytes: int) -> Buffer:
         """A buffer of at least ``num_bytes``; its content is undefined."""
         if num_bytes < SMALLEST_KEPT_BYTES:
             return bytearray(num_bytes)
@@ -46,7 +61,7 @@ class BufferPool:
             if len(self._buffers[index]) == size and self._is_unused(index):
                 return self._buffers[index]
         self._forget_one()
-        self._buffers.append(bytearray(size))
+        self._buffers.append(self._allocate(size))
         return self._buffers[-1]
 
     def _is_unused(self, index: int) -> bool:
@@ -54,7 +69,7 @@ class BufferPool:
 
     def _forget_one(self) -> None:
         """Make room by dropping the oldest buffer; tensors in it keep it alive by themselves."""
-        if len(self._buffers) >= MOST_KEPT:
+        if len(self._buffers) >= self._most_kept:
             unused = (i for i in range(len(self._buffers)) if self._is_unused(i))
             self._buffers.pop(next(unused, 0))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -21,16 +22,21 @@ _NUM_CANDIDATES = 256
 
 
 class Digests:
-    """The digests of tensors that are sent to several receivers, each computed once."""
+    """The digests of tensors that are sent to several receivers, each computed once.
 
-    def __init__(self) -> None:
+    Args:
+        hosts: Copies in main memory by the ids of tensors that are elsewhere.
+    """
+
+    def __init__(self, hosts: Mapping[int, Tensor] | None = None) -> None:
+        self._hosts = hosts or {}
         self._found: dict[int, tuple[Tensor, bytes]] = {}
 
     def of(self, tensor: Tensor) -> bytes:
         """What tells this dtype, shape and content from any other."""
         if id(tensor) not in self._found:
             digest = hashlib.blake2b(str(TensorSpec.of(tensor)).encode(), digest_size=16)
-            digest.update(tensor_bytes(tensor))
+            digest.update(tensor_bytes(self._hosts.get(id(tensor), tensor)))
             # The tensor stays alive with its digest, so that no other gets its id.
             self._found[id(tensor)] = tensor, digest.digest()
         return self._found[id(tensor)][1]

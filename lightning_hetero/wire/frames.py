@@ -13,6 +13,7 @@ frame nor out of one: `encode_frame` names their memory, `FrameReader` says wher
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,7 +21,7 @@ import msgspec
 from torch import Tensor
 
 from ..errors import LocalProtocolError, RemoteProtocolError
-from .buffers import BufferPool, new_buffer
+from .buffers import Buffer, BufferPool, new_buffer
 from .messages import PROTOCOL_VERSION, Message
 from .tensors import TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
 
@@ -68,19 +69,35 @@ def encode_frame(frame: Frame, limits: FrameLimits | None = None) -> list[memory
     Raises:
         LocalProtocolError: If the frame is longer than the limits.
     """
+    head = encode_head(frame, limits)
+    return [head, *encode_body(frame.tensors)]
+
+
+def encode_head(frame: Frame, limits: FrameLimits | None = None) -> memoryview:
+    """What comes before the tensors, whose content is not looked at.
+
+    Raises:
+        LocalProtocolError: If the frame is longer than the limits.
+    """
     limits = limits or FrameLimits()
     specs = [TensorSpec.of(tensor) for tensor in frame.tensors]
-    offsets, body_bytes = body_layout(specs)
+    _, body_bytes = body_layout(specs)
     header = _encoder.encode(Header(frame.message, specs))
     if len(header) > limits.header_bytes or body_bytes > limits.body_bytes:
         raise LocalProtocolError(
             f"{type(frame.message).__name__} with {len(header)} + {body_bytes} bytes is over the "
             f"limit of {limits.header_bytes} + {limits.body_bytes} bytes."
         )
-    prefix = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, len(header), body_bytes)
-    buffers = [memoryview(prefix + header)]
+    return memoryview(_PREFIX.pack(MAGIC, PROTOCOL_VERSION, len(header), body_bytes) + header)
+
+
+def encode_body(tensors: Sequence[Tensor]) -> list[memoryview]:
+    """The tensors' bytes, with what is between them."""
+    specs = [TensorSpec.of(tensor) for tensor in tensors]
+    offsets, _ = body_layout(specs)
+    buffers: list[memoryview] = []
     end = 0
-    for tensor, spec, offset in zip(frame.tensors, specs, offsets, strict=True):
+    for tensor, spec, offset in zip(tensors, specs, offsets, strict=True):
         if offset > end:
             buffers.append(memoryview(bytes(offset - end)))
         buffers.append(tensor_bytes(tensor))
@@ -95,12 +112,12 @@ class FrameReader:
     and repeat; whenever a frame is complete, `advance()` returns it.
     """
 
-    def __init__(self, limits: FrameLimits | None = None) -> None:
+    def __init__(self, limits: FrameLimits | None = None, pool: BufferPool | None = None) -> None:
         self._limits = limits or FrameLimits()
-        self._pool = BufferPool()
+        self._pool = pool or BufferPool()
         self._body_bytes: int | None = None
         self._header: Header | None = None
-        self._part: bytearray | memoryview = bytearray(_PREFIX.size)
+        self._part: Buffer = bytearray(_PREFIX.size)
         self._missing = memoryview(self._part)
 
     def buffer(self) -> memoryview:

@@ -122,7 +122,7 @@ class Deploy(_Message, frozen=True, tag=True):
     """Build a stage's layers, in the place of those that it has; their tensors follow. The
     neighbors stay who they are. ``recipe`` is JSON for the model folder,
     ``dtype`` what the stage computes in, if not in what it is given, and the two others what it
-    rounds the activations and gradients to that it sends."""
+    rounds the activations and gradients to that it sends. With ``compile`` layers are compiled."""
 
     stage_index: Count
     recipe: Text
@@ -133,6 +133,7 @@ class Deploy(_Message, frozen=True, tag=True):
     dtype: Dtype | None = None
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None
+    compile: bool = False
 
 
 class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

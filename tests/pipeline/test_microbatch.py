@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import BatchEncoding
 
 from lightning_hetero.errors import BatchError
+from lightning_hetero.pipeline.copies import PlainCopies, StreamedCopies
 from lightning_hetero.pipeline.microbatch import (
     batch_size,
     counted_labels,
@@ -24,6 +25,7 @@ from lightning_hetero.pipeline.microbatch import (
 )
 
 from ..models import sequences, tiny_llama
+from .made_up_streams import MadeUpStreams, on_device
 
 
 class Sample(NamedTuple):
@@ -36,6 +38,12 @@ class Graph:
     nodes: Tensor
     name: str
     size: int = field(init=False, default=0)
+
+
+def weights_of(microbatches: Any, weighting: Any, sample_counts: list[int]) -> list[float]:
+    return loss_weights(
+        microbatches, weighting, sample_counts, PlainCopies(torch.device("cpu"))
+    ).all
 
 
 def rows(count: int = 5) -> Tensor:
@@ -189,7 +197,7 @@ def test_losses_weighed_by_labels_add_up_to_llamas_loss_of_the_batch(
 ) -> None:
     batch, model = padded_batch(), tiny_llama(1)
     microbatches = split_batch(batch, num_microbatches)
-    weights = loss_weights(microbatches, "auto", [batch_size(m) for m in microbatches])
+    weights = weights_of(microbatches, "auto", [batch_size(m) for m in microbatches])
     with torch.no_grad():
         losses = [float(model(**microbatch).loss) for microbatch in microbatches]
         expected = float(model(**batch).loss)
@@ -211,48 +219,48 @@ def test_class_labels_are_counted_one_per_sample() -> None:
 
 def test_labels_of_an_object_are_its_attribute() -> None:
     batch = Sample(rows(3), torch.zeros(3))
-    assert loss_weights([batch, batch], "auto", [3, 1]) == [0.75, 0.25]
+    assert weights_of([batch, batch], "auto", [3, 1]) == [0.75, 0.25]
 
 
 @pytest.mark.parametrize("weighting", ["samples", "auto"])
 def test_without_labels_samples_count(weighting: Any) -> None:
-    assert loss_weights([{"x": rows(3)}, {"x": rows(1)}], weighting, [3, 1]) == [0.75, 0.25]
+    assert weights_of([{"x": rows(3)}, {"x": rows(1)}], weighting, [3, 1]) == [0.75, 0.25]
 
 
 def test_real_valued_targets_are_no_token_labels() -> None:
     microbatches = [{"labels": torch.zeros(3)}, {"labels": torch.zeros(1)}]
-    assert loss_weights(microbatches, "auto", [3, 1]) == [0.75, 0.25]
+    assert weights_of(microbatches, "auto", [3, 1]) == [0.75, 0.25]
 
 
 def test_samples_count_when_asked_for_even_with_labels() -> None:
     microbatches = split_batch(padded_batch(4), 2)
-    assert loss_weights(microbatches, "samples", [2, 2]) == [0.5, 0.5]
+    assert weights_of(microbatches, "samples", [2, 2]) == [0.5, 0.5]
 
 
 def test_a_users_own_weights_are_normalized() -> None:
-    assert loss_weights([1.0, 3.0], lambda microbatch: microbatch, [1, 1]) == [0.25, 0.75]
+    assert weights_of([1.0, 3.0], lambda microbatch: microbatch, [1, 1]) == [0.25, 0.75]
 
 
 def test_a_microbatch_without_counted_labels_weighs_nothing() -> None:
     labels = torch.tensor([[-100, -100], [-100, 1]])
     microbatches = split_batch({"input_ids": rows(2) + 7, "labels": labels}, 2)
-    assert loss_weights(microbatches, "labels", [1, 1]) == [0.0, 1.0]
+    assert weights_of(microbatches, "labels", [1, 1]) == [0.0, 1.0]
 
 
 def test_where_nothing_counts_the_samples_do() -> None:
     microbatches = split_batch({"labels": torch.full((4, 2), -100)}, 2)
-    assert loss_weights(microbatches, "labels", [2, 2]) == [0.5, 0.5]
+    assert weights_of(microbatches, "labels", [2, 2]) == [0.5, 0.5]
 
 
 def test_asking_for_labels_that_are_not_there_is_refused() -> None:
     with pytest.raises(BatchError, match="loss_weighting='labels'"):
-        loss_weights([{"x": rows()}], "labels", [5])
+        weights_of([{"x": rows()}], "labels", [5])
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
 def test_a_weight_below_zero_or_not_a_number_is_refused(weight: float) -> None:
     with pytest.raises(BatchError, match="negative"):
-        loss_weights([1.0, weight], lambda microbatch: microbatch, [1, 1])
+        weights_of([1.0, weight], lambda microbatch: microbatch, [1, 1])
 
 
 def test_a_list_of_several_loaders_batches_is_cut_inside() -> None:
@@ -277,3 +285,15 @@ def test_batches_of_several_loaders_must_have_as_many_samples() -> None:
     batch = [{"x": torch.arange(4)}, {"x": torch.arange(1)}]
     with pytest.raises(BatchError, match="2 data loaders differ in their samples"):
         split_batch(batch, 2, of_several_loaders=True)
+
+
+def test_nobody_waits_for_labels_to_be_counted_before_a_weight_is_used() -> None:
+    streams = MadeUpStreams()
+    counted: list[bool] = []
+    streams.compute(lambda: counted.append(True))
+    batches = [{"labels": on_device(torch.tensor([1, 2, -100]))}, {"labels": torch.tensor([3])}]
+    weights = loss_weights(batches, "labels", [3, 1], StreamedCopies(streams))
+    second = weights.of(1, scale=3.0)
+    assert counted == []
+    assert float(second) == pytest.approx(1.0)
+    assert counted == [True]

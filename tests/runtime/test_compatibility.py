@@ -12,7 +12,13 @@ from lightning_hetero.model.adapters import Adapters
 from lightning_hetero.model.blocks import BlocksRecipe
 from lightning_hetero.model.packed import FourBit
 from lightning_hetero.model.recipe import Recipe
-from lightning_hetero.runtime.compatibility import Party, differences, obstacles, shortcomings
+from lightning_hetero.runtime.compatibility import (
+    Party,
+    differences,
+    obstacles,
+    obstacles_to_compiling,
+    shortcomings,
+)
 from lightning_hetero.wire.messages import Equipment
 
 VERSIONS = {
@@ -121,3 +127,20 @@ def test_a_worker_that_cannot_hold_the_layers(
     assert shortcomings(ALL, recipe(), dtypes) == []
     [found] = shortcomings(equipment, wanted, dtypes)
     assert re.search(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("equipment", "has_four_bit", "expected"),
+    [
+        (without(capabilities=[]), False, r"cuda:0 has nothing .*install triton.*`compile`"),
+        (without(capabilities=[], device="cpu"), False, r"cpu has nothing .*a C\+\+ compiler"),
+        (without(capabilities=["compile"]), True, r"layers in 4 bits are not compiled"),
+    ],
+    ids=["gpu", "processor", "4 bits"],
+)
+def test_a_process_that_cannot_compile_layers(
+    equipment: Equipment, has_four_bit: bool, expected: str
+) -> None:
+    [found] = obstacles_to_compiling(equipment, has_four_bit)
+    assert re.search(expected, found)
+    assert obstacles_to_compiling(without(capabilities=["compile"]), has_four_bit=False) == []

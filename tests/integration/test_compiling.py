@@ -1,0 +1,99 @@
+"""`compile: true` in the plan: the same training, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import ModelError, WorkerError
+from lightning_hetero.runtime import equipment as equipment_module
+from lightning_hetero.runtime.conversations import Conversations
+from lightning_hetero.runtime.equipment import equipment_here
+from lightning_hetero.wire.messages import Equipment
+
+from ..models import TinyModule, loader, trainer
+
+CAN_COMPILE = "compile" in equipment_here(torch.device("cpu")).capabilities
+
+
+class Rows(pl.LightningModule):
+    """Two layers of torch's own, small enough that a compiler has little to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        hidden = batch
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+    def on_train_batch_end(self, outputs: Any, *_: object) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def rows() -> DataLoader[Tensor]:
+    return DataLoader(torch.linspace(-1, 1, 64).reshape(16, 4), batch_size=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile has no C++ compiler here")
+def test_compiled_layers_here_and_on_a_worker_train_as_on_one_device(workers: list[str]) -> None:
+    plain, piped = Rows(), Rows()
+    trainer(max_epochs=1).fit(plain, rows())
+    stages = [
+        StagePlan(["coordinator"], (0, 1), recompute=True, compile=True),
+        StagePlan(workers[:1], (1, 2), compile=True),
+    ]
+    strategy = HeteroPipelineStrategy(workers[:1], Plan(stages, 2), layers="layers")
+    trainer(strategy, max_epochs=1).fit(piped, rows())
+    assert piped.losses == pytest.approx(plain.losses, rel=1e-5)
+    for found, expected in zip(piped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["coordinator", "worker"])
+def test_who_cannot_compile_is_named(
+    workers: list[str], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = [
+        StagePlan(["coordinator"], (0, 1), compile=number == 0),
+        StagePlan(workers[:1], (1, 5), compile=number == 1),
+    ]
+    begin = Conversations.__init__
+
+    def without_compilers(self: Conversations, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.equipment = Equipment(device="cpu")
+        self._workers = [
+            type(w)(
+                w.number,
+                w.name,
+                w.address,
+                w.channel,
+                Equipment(device="cuda:0", dtypes=["float32"]),
+            )
+            for w in self._workers
+        ]
+
+    monkeypatch.setattr(Conversations, "__init__", without_compilers)
+    said = [r"The coordinator cannot compile.*C\+\+", r"stage 1 on .*triton.*`compile`"][number]
+    strategy = HeteroPipelineStrategy(workers[:1], Plan(stages))
+    with pytest.raises((ModelError, WorkerError), match=said):
+        trainer(strategy, max_steps=1).fit(TinyModule(), loader(4, 4))
+
+
+def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equipment_module.shutil, "which", lambda name: None)
+    assert "compile" not in equipment_here(torch.device("cpu")).capabilities

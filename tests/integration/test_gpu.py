@@ -1,0 +1,81 @@
+"""On a GPU: training over stages equals one device, and copies bring what they should."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.pipeline.activation import Activation
+from lightning_hetero.pipeline.copies import StreamedCopies, copies_for
+
+from ..conftest import worker_process
+from ..models import TinyModule, loader, trainer
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+GPU = torch.device("cuda", 0)
+NUM_STEPS = 6
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def gpu_worker() -> Iterator[str]:
+    with worker_process("--device", "cuda:0") as worker:
+        yield worker.address
+
+
+def losses_of(accelerator: str, strategy: HeteroPipelineStrategy | str, clip: float) -> list[float]:
+    module = TinyModule()
+    options = {"accelerator": accelerator, "devices": 1, "gradient_clip_val": clip}
+    trainer(strategy, max_steps=NUM_STEPS, **options).fit(module, loader(12 * NUM_STEPS, 12, True))
+    return module.losses
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("here", ["gpu", "cpu"])
+@pytest.mark.parametrize("there", ["gpu", "cpu"])
+def test_losses_are_those_of_one_device(
+    workers: list[str], gpu_worker: str, here: str, there: str, recompute: bool
+) -> None:
+    worker = gpu_worker if there == "gpu" else workers[0]
+    stages = [StagePlan(["coordinator"], (0, 2)), StagePlan([worker], (2, 5), recompute)]
+    found = losses_of(here, HeteroPipelineStrategy([worker], Plan(stages, 4)), clip=0.5)
+    assert found == pytest.approx(losses_of("gpu", "auto", clip=0.5), rel=TOLERANCE)
+
+
+def test_a_chain_over_both_kinds_of_devices(workers: list[str], gpu_worker: str) -> None:
+    names = [workers[0], gpu_worker, workers[1]]
+    stages = [StagePlan([name], (i, i + 1)) for i, name in enumerate(names[:2])]
+    stages.append(StagePlan([names[2]], (2, 5)))
+    found = losses_of("gpu", HeteroPipelineStrategy(names, Plan(stages, 4)), clip=0.0)
+    assert found == pytest.approx(losses_of("gpu", "auto", clip=0.0), rel=TOLERANCE)
+
+
+def busy(tensor: Tensor) -> Tensor:
+    """The tensor, after the GPU has had a while of work."""
+    matrix = torch.zeros(2048, 2048, device=GPU)
+    for _ in range(50):
+        matrix = matrix @ matrix
+    return tensor + matrix[0, 0]
+
+
+def test_copies_there_and_back_bring_every_number() -> None:
+    copies = copies_for(GPU)
+    assert isinstance(copies, StreamedCopies)
+    pool = copies.receive_pool()
+    for value in range(20):
+        host = torch.frombuffer(pool.take(2**20), dtype=torch.float32).fill_(value)
+        coming = copies.to_device([host], lambda tensors: Activation(tensors[0]))
+        del host
+        coming.land()
+        leaving = copies.to_host([busy(coming.hidden)])
+        del coming
+        leaving.wait()
+        assert leaving.tensors[0].eq(value).all()

@@ -1,0 +1,75 @@
+"""Nothing is computed with before it is there: what arrives holds nonsense until it has landed.
+
+Coordinator and workers are threads of this process, and their copies those of a made-up device
+that makes each of them as late as it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.pipeline.copies import StreamedCopies
+from lightning_hetero.runtime import fleet, serving
+
+from ..models import TinyModule, loader, trainer
+from ..pipeline.made_up_streams import MadeUpMark, MadeUpStreams
+from ..runtime.pairs import worker_thread
+
+NUM_STEPS = 4
+
+
+class LateStreams(MadeUpStreams):
+    """What comes to the device is in main memory too, where the computing is real; so who computes
+    waits instead of the device."""
+
+    def copy_in(self, host: Tensor) -> Tensor:
+        return super().copy_in(host).as_subclass(Tensor)
+
+    def compute_after(self, mark: MadeUpMark, used: Iterable[Tensor]) -> None:
+        mark.wait()
+
+
+def losses_of(strategy: Any) -> tuple[list[float], list[Tensor]]:
+    module = TinyModule()
+    data = loader(12 * NUM_STEPS, 12, padded=True)
+    trainer(strategy, max_steps=NUM_STEPS).fit(module, data, val_dataloaders=loader(4, 2))
+    return module.losses, list(module.parameters())
+
+
+@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
+def test_training_is_the_same_however_late_copies_are(
+    micro_batching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        workers = [str(stack.enter_context(worker_thread())) for _ in range(2)]
+        stages = [
+            StagePlan(["coordinator"], (0, 1)),
+            StagePlan(workers[:1], (1, 3), recompute=True),
+            StagePlan(workers[1:], (3, 5)),
+        ]
+        plan = Plan(stages, micro_batches=4)
+
+        def train() -> tuple[list[float], list[Tensor]]:
+            strategy = HeteroPipelineStrategy(workers, plan, micro_batching=micro_batching)
+            return losses_of(strategy)
+
+        at_once = train()
+        made: list[StreamedCopies[MadeUpMark]] = []
+
+        def late_copies(_device: torch.device) -> StreamedCopies[MadeUpMark]:
+            made.append(StreamedCopies(LateStreams()))
+            return made[-1]
+
+        for module in (fleet, serving):
+            monkeypatch.setattr(module, "copies_for", late_copies)
+        late = train()
+    assert len(made) == 3
+    assert late[0] == at_once[0]
+    assert all(torch.equal(a, b) for a, b in zip(late[1], at_once[1], strict=True))

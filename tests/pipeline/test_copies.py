@@ -1,0 +1,177 @@
+"""Copies: who waits for what, and when memory is used again. The device is made up."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetero.pipeline.activation import Activation, Gradients
+from lightning_hetero.pipeline.copies import PlainCopies, StreamedCopies, already_here, copies_for
+from lightning_hetero.wire.buffers import SMALLEST_KEPT_BYTES
+
+from .made_up_streams import MadeUpStreams, on_device
+
+NUMBERS = SMALLEST_KEPT_BYTES // 4
+
+
+@pytest.fixture
+def streams() -> MadeUpStreams:
+    return MadeUpStreams()
+
+
+@pytest.fixture
+def copies(streams: MadeUpStreams) -> StreamedCopies[object]:
+    return StreamedCopies(streams)
+
+
+def computed(streams: MadeUpStreams, value: float, size: int = NUMBERS) -> Tensor:
+    """A tensor of the device that holds -1 until the device has come to computing it."""
+    memory = torch.full((size,), -1.0)
+    streams.compute(partial(memory.fill_, value))  # type: ignore[arg-type]
+    return on_device(memory)
+
+
+def host_tensor(copies: StreamedCopies[object], value: float) -> tuple[Tensor, object]:
+    """Something that a channel has received, and the pool that it is in."""
+    pool = copies.receive_pool()
+    return torch.frombuffer(pool.take(4 * NUMBERS), dtype=torch.float32).fill_(value), pool
+
+
+def test_what_leaves_is_what_was_computed_before_and_the_sender_waits_for_it(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    first = computed(streams, 1)
+    copy = copies.to_host([first])
+    streams.compute(partial(torch.Tensor.fill_, first.as_subclass(Tensor), 2))
+    assert not copy.is_immediate
+    assert not copy.tensors[0].any()  # nobody has waited, so nothing has happened
+    copy.wait()
+    assert copy.tensors[0].eq(1).all()
+
+
+def test_all_tensors_of_a_frame_leave_with_their_dtypes_shapes_and_strides(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    tensors = [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.tensor([True, False, True]),
+        torch.ones((), dtype=torch.bfloat16),
+        torch.empty(0, 4, dtype=torch.int64),
+        torch.arange(5),
+    ]
+    copy = copies.to_host([on_device(tensor) for tensor in tensors])
+    copy.wait()
+    for found, expected in zip(copy.tensors, tensors, strict=True):
+        assert type(found) is Tensor
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    assert streams.num_pinned == 1
+
+
+def test_what_is_in_main_memory_already_is_not_copied(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    here, there = torch.ones(3), on_device(torch.ones(2))
+    assert copies.to_host([here, there]).tensors[0].data_ptr() == here.data_ptr()
+    alone = copies.to_host([here])
+    alone.wait()  # for nothing
+    # It is queued like the others all the same: what was begun first is sent first.
+    assert not alone.is_immediate
+
+
+def test_memory_of_what_leaves_is_used_again_when_it_is_sent_and_not_before(
+    copies: StreamedCopies[object], streams: MadeUpStreams
+) -> None:
+    first = copies.to_host([computed(streams, 1)])
+    second = copies.to_host([computed(streams, 2)])
+    first.wait()
+    second.wait()
+    assert first.tensors[0].eq(1).all()
+    assert second.tensors[0].eq(2).all()
+    assert streams.num_pinned == 2
+    del first
+    third = copies.to_host([computed(streams, 3)])
+    third.wait()
+    assert third.tensors[0].eq(3).all()
+    assert second.tensors[0].eq(2).all()
+    assert streams.num_pinned == 2
+
+
+def test_computing_waits_for_what_comes_only_when_it_is_used(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    host, _ = host_tensor(copies, 7)
+    seen: list[float] = []
+    coming = copies.to_device([host], lambda tensors: Activation(tensors[0]))
+    hidden = coming.hidden.as_subclass(Tensor)
+    streams.compute(lambda: seen.append(float(hidden[0])))
+    coming.land()
+    streams.compute(lambda: seen.append(float(hidden[0])))
+    streams.computing.finish()
+    assert seen == [-1, 7]
+
+
+def test_memory_of_what_comes_gets_no_other_content_before_its_copy_is_through(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    pool = copies.receive_pool()
+
+    def arrive(value: float) -> Activation:
+        """A frame comes, into the pool's memory, and nobody holds it but the copy."""
+        host = torch.frombuffer(pool.take(4 * NUMBERS), dtype=torch.float32).fill_(value)
+        return copies.to_device([host], lambda tensors: Activation(tensors[0]))
+
+    first, second = arrive(1), arrive(2)
+    assert streams.num_pinned == 2
+    first.land()
+    second.land()
+    streams.computing.finish()
+    assert first.hidden.eq(1).all()
+    assert second.hidden.eq(2).all()
+    arrive(3)  # notes that the copies are through
+    arrive(4)
+    assert streams.num_pinned == 3
+
+
+def test_what_was_made_of_what_came_is_kept_for_computing_too(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    host, _ = host_tensor(copies, 1)
+    widened: list[Tensor] = []
+
+    def read(tensors: tuple[Tensor, ...]) -> Gradients:
+        assert streams.is_coming
+        widened.append(tensors[0].double())
+        return Gradients((widened[0], None))
+
+    gradients = copies.to_device([host], read)
+    assert streams.used == []
+    gradients.land()
+    assert any(tensor is widened[0] for tensor in streams.used)
+    assert len(streams.used) == 2
+
+
+def test_the_pool_keeps_what_the_micro_batches_in_flight_need(
+    streams: MadeUpStreams, copies: StreamedCopies[object]
+) -> None:
+    copies.keep_for(1)
+    for num_pinned in (12, 12 + 12 - 4):
+        flying = [copies.to_host([on_device(torch.zeros(NUMBERS))]) for _ in range(12)]
+        assert streams.num_pinned == num_pinned
+        flying[-1].wait()
+        del flying
+
+
+def test_elsewhere_copies_are_there_at_once() -> None:
+    copies = copies_for(torch.device("cpu"))
+    assert isinstance(copies, PlainCopies)
+    hidden = torch.ones(2, requires_grad=True)
+    copy = copies.to_host([hidden])
+    assert copy.is_immediate
+    assert copy.tensors[0].data_ptr() == hidden.data_ptr()
+    content = copies.to_device([hidden], lambda tensors: Activation(*tensors))
+    assert content.hidden is hidden
+    assert content.land is already_here
