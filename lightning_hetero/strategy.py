@@ -147,6 +147,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._followed: FollowedZeroGrad | None = None
         self._replan = replan
         self._watch: Watch | None = None
+        # Is given the model and the workers in place of a run, as `lightning-hetero verify` wants.
+        self.rehearsal: Callable[[pl.LightningModule, list[DecoderLayer], Fleet], None] | None = (
+            None
+        )
         # Whether there are gradients that the next optimizer step will use.
         self._is_inside_window = False
         # Why the checkpoint that is being made after an exception cannot be written.
@@ -396,6 +400,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._fleet.end(self.deadlines)
 
     def _deploy(self, module: pl.LightningModule, layers: list[DecoderLayer]) -> None:
+        if self.rehearsal is not None:
+            self.rehearsal(module, layers, self._fleet)
         options = self.plan_choice.profiling_options(module.trainer)
         if options is not None:
             self._measure_and_deploy(module, layers, options)

@@ -27,9 +27,9 @@ LAYERS = (
     {"planning", "runtime"},
     {"precision", "manual", "gradients", "callbacks", "saving"},
     {"checks"},
-    {"stepping", "moving", "watching"},
+    {"stepping", "moving", "watching", "doctor"},
     {"profiling"},
-    {"strategy"},
+    {"strategy", "verifying"},
     {"cli"},
     {"__init__", "__main__"},
 )
