@@ -27,7 +27,7 @@ from .projects import Project, add_project_options, project_of
 if TYPE_CHECKING:
     from .commands import Commands
 
-_COLUMNS = ("worker", "layers", "loss", "activation", "gradient", "of parameters", "allowed", "")
+_COLUMNS = ("worker", "layers", "loss", "activation", "gradient", "of weights", "allowed", "")
 
 
 def add_to(commands: Commands) -> None:
