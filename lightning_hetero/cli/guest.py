@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -75,9 +77,11 @@ def owner_of(options: argparse.Namespace, shows_runs: bool) -> Owner:
     return Owner(options.memory, _show) if shows_runs else Owner(options.memory)
 
 
-def obey_signals(worker: Worker) -> None:
-    """SIGUSR1 pauses the worker, SIGUSR2 lets it go on, SIGTERM drains it, and twice ends it."""
-    wishes: SimpleQueue[int] = SimpleQueue()
+@contextmanager
+def obeying_signals(worker: Worker) -> Iterator[None]:
+    """Inside, SIGUSR1 pauses the worker, SIGUSR2 lets it go on, SIGTERM drains it, and twice ends
+    it."""
+    wishes: SimpleQueue[int | None] = SimpleQueue()
 
     def note(number: int, _frame: FrameType | None) -> None:
         # No more than this: a signal may come while another one is being obeyed, or while a lock
@@ -86,12 +90,20 @@ def obey_signals(worker: Worker) -> None:
         if number == signal.SIGTERM:
             signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
-        signal.signal(number, note)
-    threading.Thread(target=_obey, args=(worker, wishes), daemon=True).start()
+    signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+    before = {number: signal.signal(number, note) for number in signals}
+    obeying = threading.Thread(target=_obey, args=(worker, wishes), daemon=True)
+    obeying.start()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        wishes.put(None)
+        obeying.join()
 
 
-def _obey(worker: Worker, wishes: SimpleQueue[int]) -> None:
+def _obey(worker: Worker, wishes: SimpleQueue[int | None]) -> None:
     console = Console(stderr=True, soft_wrap=True)
     told = {
         signal.SIGUSR1: ("paused; SIGUSR2 lets it go on", worker.pause),
@@ -101,8 +113,8 @@ def _obey(worker: Worker, wishes: SimpleQueue[int]) -> None:
             worker.drain,
         ),
     }
-    while True:
-        text, obey = told[signal.Signals(wishes.get())]
+    while (number := wishes.get()) is not None:
+        text, obey = told[signal.Signals(number)]
         console.print(text)
         obey()
 

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from ..runtime.address import Address
 from ..runtime.tls import credentials_of
 from ..runtime.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from ..runtime.worker import Worker, address_of, listen
-from .guest import add_options, obey_signals, owner_of, unit_of
+from .guest import add_options, obeying_signals, owner_of, unit_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +96,8 @@ def _run(options: argparse.Namespace) -> None:
     is_own = options.listen_fd is None
     owner = owner_of(options, shows_runs=is_own)
     worker = Worker(listener, device, allowed=allowed, credentials=credentials, owner=owner)
-    if is_own:
-        obey_signals(worker)
-    worker.serve_forever()
+    with obeying_signals(worker) if is_own else nullcontext():
+        worker.serve_forever()
 
 
 def _module_name(text: str) -> str:

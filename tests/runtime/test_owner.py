@@ -124,15 +124,15 @@ def test_a_paused_worker_is_free_at_once_when_its_coordinator_leaves() -> None:
 
 
 def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_built() -> None:
-    records: list[RunRecord] = []
-    owner = Owner(40_000, records.append)
+    records: Queue[RunRecord] = Queue()
+    owner = Owner(40_000, records.put)
     with (
         serving_worker(owner=owner) as (_, address),
         closing(Coordinator([("strix", address)])) as coordinator,
         pytest.raises(StageFailed, match=r"need .* and the owner of this worker allows 39"),
     ):
         list(coordinator.deploy([one_stage()]))
-    assert records[0].what == ""
+    assert records.get(timeout=PATIENCE_SECONDS).what == ""
 
 
 def test_what_the_owner_allows_is_what_others_are_told() -> None:
