@@ -19,6 +19,8 @@ HeteroError
    └─ StageFailed            its own code raised; carries the worker's traceback
 """
 
+from typing import Literal
+
 
 class HeteroError(Exception):
     """Base of all exceptions that this package raises on purpose."""
@@ -65,7 +67,14 @@ class ChannelError(HeteroError):
 
 
 class TrustError(ChannelError):
-    """The two ends of a connection have no token in common, or one of them has none."""
+    """The two ends of a connection have no token in common, or one of them has none.
+
+    ``about`` says what stands between them.
+    """
+
+    def __init__(self, text: str, about: Literal["TLS", "token", "clock"] = "TLS") -> None:
+        super().__init__(text)
+        self.about: Literal["TLS", "token", "clock"] = about
 
 
 class SaveError(HeteroError, OSError):

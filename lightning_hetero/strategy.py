@@ -30,7 +30,7 @@ from .errors import ModelError
 from .gradients import clip_by_global_norm, norms_by_name
 from .model.four_bit import accepting_states, keep_layout
 from .model.imports import refuse_training_in_worker
-from .model.layers import LayerChoice, find_decoder_layers
+from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import weights_in_checkpoint
 from .moving import AtHome, bring_home, check_move, give_back, moves_layers, moving_averages
 from .pipeline.averaging import AveragingAction
@@ -45,6 +45,8 @@ from .training import StagedTraining
 from .watching import Watch
 
 logger = logging.getLogger(__name__)
+
+Rehearsal = Callable[[pl.LightningModule, list[DecoderLayer], Fleet], None]
 
 
 class HeteroPipelineStrategy(SingleDeviceStrategy):
@@ -131,6 +133,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._training: StagedTraining | None = None
         self._replan = replan
         self._watch: Watch | None = None
+        # Is given the model and the workers in place of a run, as `lightning-hetero verify` wants.
+        self.rehearsal: Rehearsal | None = None
         # Whether there are gradients that the next optimizer step will use.
         self._is_inside_window = False
 
@@ -180,6 +184,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         keep_layout(module)
         layers = find_decoder_layers(module, self._layers)
         if layers:
+            if self.rehearsal is not None:
+                self.rehearsal(module, layers, self._fleet)
             self._deployment = self._deployer().deploy(layers)
         else:
             rank_zero_warn(

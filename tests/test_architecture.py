@@ -27,10 +27,10 @@ LAYERS = (
     {"planning", "runtime"},
     {"precision", "manual", "gradients", "callbacks", "saving"},
     {"checks"},
-    {"stepping", "moving", "watching"},
+    {"stepping", "moving", "watching", "doctor"},
     {"profiling", "training"},
     {"deploying"},
-    {"strategy"},
+    {"strategy", "verifying"},
     {"cli"},
     {"__init__", "__main__"},
 )

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ..errors import HeteroError
-from . import plan, profile, token, worker
+from . import doctor, plan, profile, token, verify, worker
 
 
 def main() -> None:
@@ -25,6 +25,6 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-hetero", description="Train one model on mixed hardware."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (worker, token, profile, plan):
+    for command in (worker, token, doctor, profile, plan, verify):
         command.add_to(commands)
     return parser

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from ..runtime.address import Address
 from ..runtime.tls import credentials_of
 from ..runtime.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from ..runtime.worker import Worker, address_of, listen
+from .guest import add_options, obeying_signals, owner_of, unit_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ def add_to(commands: Commands) -> None:
         help="a package or module whose layer classes and functions may be imported and run when "
         "a coordinator asks for them; repeatable (default: none)",
     )
+    add_options(worker)
     # For the strategy's own local workers, which use no token: a socket that it listens on, and its
     # death; and its script with the script's arguments, which is therefore the last option.
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
@@ -69,6 +72,9 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    if options.print_unit is not None:
+        print(unit_of(options, sys.argv[1:]), end="")
+        return
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
     )
@@ -87,7 +93,11 @@ def _run(options: argparse.Namespace) -> None:
     friends = "everybody on this machine" if token_file is None else f"whoever has {token_file}"
     logger.info("listening on %s, computing on %s, for %s", address_of(listener), device, friends)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
-    Worker(listener, device, allowed=allowed, credentials=credentials).serve_forever()
+    is_own = options.listen_fd is None
+    owner = owner_of(options, shows_runs=is_own)
+    worker = Worker(listener, device, allowed=allowed, credentials=credentials, owner=owner)
+    with obeying_signals(worker) if is_own else nullcontext():
+        worker.serve_forever()
 
 
 def _module_name(text: str) -> str:

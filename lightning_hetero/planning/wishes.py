@@ -14,6 +14,9 @@ from .profile import Profile
 
 UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(MB|GB|MiB|GiB)")
+_SIZES = f"10GiB: a number above 0 and one of {', '.join(UNITS)}, without a space between."
+
 
 @dataclass(frozen=True)
 class Wishes:
@@ -55,13 +58,22 @@ def parse_memory(text: str) -> tuple[str, int]:
         PlanError: If it is not that.
     """
     worker, _, size = text.rpartition("=")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(MB|GB|MiB|GiB)", size)
+    match = _SIZE.fullmatch(size)
     if not worker or match is None or float(match[1]) == 0:
-        raise PlanError(
-            f"The memory {text!r} is not WORKER=SIZE with a size such as 10GiB: a number above 0 "
-            f"and one of {', '.join(UNITS)}, without a space between."
-        )
+        raise PlanError(f"The memory {text!r} is not WORKER=SIZE with a size such as {_SIZES}")
     return worker, int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_size(text: str) -> int:
+    """Bytes, as in ``10GiB``.
+
+    Raises:
+        PlanError: If it is not that.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or float(match[1]) == 0:
+        raise PlanError(f"The memory {text!r} is not a size such as {_SIZES}")
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def apply(wishes: Wishes, profile: Profile) -> Profile:

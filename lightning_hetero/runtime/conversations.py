@@ -20,7 +20,7 @@ from ..wire.constants import SentConstants
 from ..wire.frames import Frame
 from ..wire.session import coordinator_session
 from .address import Address
-from .channel import Channel, Inbox
+from .channel import Arrival, Channel, Inbox
 from .compatibility import differences
 from .deadlines import Deadlines
 from .handshake import Identity, dial
@@ -87,6 +87,8 @@ class Conversations:
         self._lost: WorkerError | None = None
         # Requests whose Done is still to come, by worker: more than one after an interrupted one.
         self._unanswered: dict[int, int] = {}
+        # Names of workers whose owners want their devices for themselves at present.
+        self._paused: set[str] = set()
         self.step = 0
         session_name = secrets.token_hex(16)
         try:
@@ -133,6 +135,7 @@ class Conversations:
     def keep(self, names: Sequence[str]) -> None:
         """Let these workers serve the stages, in this order; the others are free again."""
         kept = [self._named(name) for name in names]
+        self._paused.intersection_update(names)
         for worker in self._workers:
             if worker not in kept:
                 worker.channel.close(m.Goodbye())
@@ -223,7 +226,7 @@ class Conversations:
 
     def _take_arrival(self, patience_seconds: float) -> tuple[ConnectedWorker, Frame | HeteroError]:
         try:
-            arrival = self._inbox.get(timeout=patience_seconds)
+            arrival = self._next_arrival(patience_seconds)
         except Empty:
             self._lost = WorkerLost(
                 f"No worker has said anything for {patience_seconds:.0f} s in step {self.step}, "
@@ -231,6 +234,27 @@ class Conversations:
             )
             raise self._lost from None
         return next(w for w in self._workers if w.channel is arrival.channel), arrival.content
+
+    def _next_arrival(self, patience_seconds: float) -> Arrival:
+        """What arrives next; while somebody is paused, nobody has to be quick.
+
+        Raises:
+            Empty: If nothing does.
+        """
+        while True:
+            try:
+                return self._inbox.get(timeout=patience_seconds)
+            except Empty:
+                if not self._paused:
+                    raise
+
+    def _note_pause(self, worker: ConnectedWorker, message: m.Message) -> None:
+        if isinstance(message, m.Paused):
+            self._paused.add(worker.name)
+            rank_zero_info(f"{worker} is paused by its owner; everything waits until it goes on")
+        else:
+            self._paused.discard(worker.name)
+            rank_zero_info(f"{worker} goes on")
 
     def _note_lost(self, worker: ConnectedWorker, cause: HeteroError) -> WorkerError:
         if isinstance(cause, ProtocolError):
@@ -249,4 +273,7 @@ class Conversations:
 
     def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
         """Take what a worker says by the way, which answers nothing."""
-        return False
+        is_pause = isinstance(message, (m.Paused, m.Resumed))
+        if is_pause:
+            self._note_pause(worker, message)
+        return is_pause

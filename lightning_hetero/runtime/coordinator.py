@@ -382,6 +382,16 @@ class Coordinator(Conversations):
                         progress.advance(content.nbytes)
         return found
 
+    def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Bring gradients of remote parameters here, as new CPU tensors; those that have none are
+        left out."""
+        self._check_usable()
+        found = {}
+        for worker, own in self._by_owner(names):
+            for message, (gradient,) in self._ask(worker, m.FetchGradients(own), m.TensorContent):
+                found[message.name] = gradient
+        return found
+
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the content of remote tensors.
 
@@ -415,4 +425,4 @@ class Coordinator(Conversations):
     def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
         if isinstance(message, m.Timings):
             self._timings.append((worker.number, message))
-        return isinstance(message, m.Timings)
+        return isinstance(message, m.Timings) or super()._is_aside(worker, message)

@@ -67,7 +67,8 @@ class Fleet:
         """
         identity = Identity(equipment_here(device))
         if isinstance(self._workers, int):
-            self._start(self._workers, imports)
+            if not self._local:
+                self._start(self._workers, imports)
             addresses = {worker.name: worker.address for worker in self._local}
             seconds = max(deadlines.connect_seconds, START_SECONDS)
             deadlines = dataclasses.replace(deadlines, connect_seconds=seconds)

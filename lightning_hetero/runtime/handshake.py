@@ -92,7 +92,7 @@ def receive_hello(
         TrustError: If it comes under TLS, and we have no token.
         RemoteProtocolError: If it is something else, or of somebody we cannot work with.
     """
-    hello = _receive_opening(connection, deadlines.connect_seconds)
+    hello = receive_opening(connection, deadlines.connect_seconds)
     if not isinstance(hello, m.Hello):
         raise RemoteProtocolError(f"A conversation opens with Hello, not with {hello}.")
     here = Party("the worker", m.PROTOCOL_VERSION, identity.equipment)
@@ -124,7 +124,7 @@ def _ask_to_talk(
 ) -> m.Welcome:
     session.sent(hello)
     send_buffers(connection, encode_frame(Frame(hello)), seconds)
-    answer = _receive_opening(connection, seconds)
+    answer = receive_opening(connection, seconds)
     if not isinstance(answer, m.Welcome):
         reason = answer.reason if isinstance(answer, m.Failure) else str(answer)
         raise WorkerUnreachable(f"The worker at {address} refused: {reason}")
@@ -136,8 +136,17 @@ def _ask_to_talk(
     return answer
 
 
-def _receive_opening(connection: Connection, patience_seconds: float) -> m.Message:
-    reader = OpeningReader()
+def receive_opening(
+    connection: Connection, patience_seconds: float, reader: OpeningReader | None = None
+) -> m.Message:
+    """The first message that comes: a Hello, or what answers one.
+
+    Raises:
+        ChannelError: If none comes in time, or the peer ends the connection.
+        TrustError: If it comes under TLS, and we have no token.
+        RemoteProtocolError: If it is something else.
+    """
+    reader = reader or OpeningReader()
     end = time.monotonic() + patience_seconds
     while (left_seconds := end - time.monotonic()) > 0:
         connection.set_timeout(left_seconds)

@@ -74,6 +74,8 @@ def exchange_over(channel: Channel, inbox: Inbox, patience_seconds: float) -> Ex
             ) from None
         if isinstance(content, HeteroError):
             raise content
+        if isinstance(content.message, m.Paused):
+            raise ChannelError(f"{channel.peer} is paused by its owner.")
         if not isinstance(content.message, m.ProbeAnswer):
             raise ChannelError(f"{channel.peer} answered a probe with {content.message}.")
 

@@ -23,6 +23,7 @@ from .channel import Channel
 from .deadlines import Deadlines
 from .device import describe_device
 from .links import exchange_over, measure_link, new_inbox, payload
+from .owner import Owner
 from .translation import read_arguments
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class MeasuredSide:
         device: What is measured.
         allowed: What layers may be made of.
         dial_neighbor: Opens a channel, not started yet, to another worker of the session.
+        owner: Whose device it is.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class MeasuredSide:
         deadlines: Deadlines,
         allowed: Allowed,
         dial_neighbor: Callable[[str], Channel],
+        owner: Owner,
     ) -> None:
         self._dial_neighbor = dial_neighbor
+        self._owner = owner
         self._coordinator = coordinator
         self._device = device
         self._deadlines = deadlines
@@ -66,7 +70,7 @@ class MeasuredSide:
         free_cached_memory(self._device)
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
-        found = describe_device(self._device)
+        found = self._owner.description(describe_device(self._device))
         self._coordinator.send(
             m.DeviceDescribed(
                 found.device,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -29,6 +31,7 @@ from ..pipeline.stopwatch import Stopwatch
 from ..plan import Narrowing
 from ..wire import messages as m
 from ..wire.constants import KeptConstants
+from ..wire.frames import Frame
 from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES, TensorSpec
 from ..wire.values import Packer, unpack
@@ -39,6 +42,7 @@ from .deadlines import Deadlines
 from .handshake import ANONYMOUS, Identity, dial
 from .measured import MeasuredSide, answer_probe
 from .outgoing import send_copied
+from .owner import Owner, RunRecord
 from .translation import (
     read_activation,
     read_arguments,
@@ -56,6 +60,12 @@ _MOST_TEXT = 2**16
 _MOST_COPIES = 2
 
 
+def _can_wait(content: Frame | HeteroError) -> bool:
+    """Whether something that arrived may be left until the owner lets the worker go on."""
+    at_once = (m.Failure, m.Goodbye, m.Paused, m.Resumed)
+    return isinstance(content, Frame) and not isinstance(content.message, at_once)
+
+
 class SessionOver(Exception):
     """Ends a session's loop."""
 
@@ -69,6 +79,7 @@ class StageSession:
         device: Where the stage computes.
         allowed: What its layers may be made of besides torch's and transformers' own.
         identity: What its downstream neighbor is shown.
+        owner: Whose device it is.
     """
 
     def __init__(
@@ -79,8 +90,15 @@ class StageSession:
         deadlines: Deadlines,
         allowed: Allowed,
         identity: Identity = ANONYMOUS,
+        owner: Owner | None = None,
     ) -> None:
         self.name = name
+        self._owner = owner or Owner()
+        # What arrives while the owner wants the device, until then.
+        self._held: deque[Arrival] = deque()
+        self._is_paused = False
+        self._began_seconds = time.monotonic()
+        self._ended = "it failed"
         self._identity = identity
         self._allowed = allowed
         self._coordinator = coordinator
@@ -101,9 +119,13 @@ class StageSession:
         self._constants = KeptConstants()
         self._stopwatch = Stopwatch(device)
         self._num_timed = 0
-        self._measuring = MeasuredSide(coordinator, device, deadlines, allowed, self._dial_neighbor)
+        self._measuring = MeasuredSide(
+            coordinator, device, deadlines, allowed, self._dial_neighbor, self._owner
+        )
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             **self._measuring.handlers,
+            m.Paused: self._on_paused,
+            m.Resumed: self._on_resumed,
             m.Deploy: self._on_deploy,
             m.LoadTensor: self._on_load_tensor,
             m.Launch: self._on_launch,
@@ -122,6 +144,7 @@ class StageSession:
             m.ApplyOptimizer: self._on_apply_optimizer,
             m.AverageWeights: self._on_average_weights,
             m.FetchTensors: self._on_fetch_tensors,
+            m.FetchGradients: self._on_fetch_gradients,
             m.FetchOptimizerState: self._on_fetch_optimizer_state,
         }
 
@@ -130,18 +153,37 @@ class StageSession:
         self._upstream = channel
         channel.start(self._inbox, self._copies.receive_pool())
 
+    def wish(self, message: m.Paused | m.Resumed) -> None:
+        """Tell the session what its owner wants; it does so after the micro-batch at hand."""
+        self._inbox.put(Arrival(self._coordinator, Frame(message)))
+
+    @property
+    def record(self) -> RunRecord:
+        """What it was, for its owner."""
+        seconds = time.monotonic() - self._began_seconds
+        peer, steps = self._coordinator.peer, self._runner.step
+        return RunRecord(peer, self._what(), steps, seconds, self._ended)
+
+    def _what(self) -> str:
+        if not self._numbered:
+            return ""
+        first, last = min(self._numbered), max(self._numbered)
+        kind = type(self._numbered[first]).__name__
+        return f"stage {self._stage_index}, layers {first} to {last} ({kind})"
+
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""
         self._coordinator.start(self._inbox, self._copies.receive_pool())
         try:
             while True:
                 self._take_what_arrived()
-                action = self._runner.next_action()
+                action = None if self._is_paused else self._runner.next_action()
                 if action is not None:
                     self._guarded(self._perform, action)
                 else:
                     self._take(self._inbox.get())
         except SessionOver as end:
+            self._ended = str(end)
             logger.info("session with %s is over: %s", self._coordinator.peer, end)
         finally:
             self._close_channels()
@@ -152,7 +194,9 @@ class StageSession:
 
     def _take(self, arrival: Arrival) -> None:
         content, is_coordinator = arrival.content, arrival.channel is self._coordinator
-        if isinstance(content, HeteroError):
+        if self._is_paused and _can_wait(content):
+            self._held.append(arrival)
+        elif isinstance(content, HeteroError):
             self._on_end(arrival.channel, str(content))
         elif isinstance(content.message, m.Failure):
             self._on_end(arrival.channel, content.message.reason)
@@ -199,6 +243,18 @@ class StageSession:
         for channel in {self._upstream, self._downstream, self._coordinator}:
             channel.close(m.Goodbye())
 
+    def _on_paused(self, message: m.Paused, _tensors: tuple[Tensor, ...]) -> None:
+        if not self._is_paused:
+            self._is_paused = True
+            self._coordinator.send(message)
+
+    def _on_resumed(self, message: m.Resumed, _tensors: tuple[Tensor, ...]) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._coordinator.send(message)
+            while self._held:
+                self._take(self._held.popleft())
+
     @property
     def _stage_index(self) -> int:
         return self._runner.stage.stage_index
@@ -206,6 +262,7 @@ class StageSession:
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
         self._measuring.forget()
         self._check_neighbor(message)
+        self._owner.check_stage(message.parameters)
         layers = build_described(message.recipe, message.parameters, self._allowed)
         self._numbered = numbered_layers(layers)
         self._specs = {spec.name: spec for spec in message.parameters}
@@ -350,6 +407,13 @@ class StageSession:
             state = state_of(owner, leaf)
             self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
             self._coordinator.wait_until_sent(_MOST_COPIES)
+        self._coordinator.send(m.Done())
+
+    def _on_fetch_gradients(self, message: m.FetchGradients, _tensors: tuple[Tensor, ...]) -> None:
+        for name, parameter in zip(message.names, self._named(message.names), strict=True):
+            if parameter.grad is not None:
+                self._coordinator.send(m.TensorContent(name), parameter.grad)
+                self._coordinator.wait_until_sent(_MOST_COPIES)
         self._coordinator.send(m.Done())
 
     def _on_fetch_optimizer_state(

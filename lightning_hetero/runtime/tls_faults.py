@@ -44,6 +44,9 @@ _SENTENCES = {
     "HTTP_REQUEST": NO_TLS,
 }
 
+_ABOUT_TOKENS = {_NO_CERTIFICATE, _OTHER_TOKEN, _OTHER_TOKEN_THERE, _NO_CERTIFICATE_HERE}
+_ABOUT_CLOCKS = {_CLOCKS, _CLOCKS_THERE}
+
 # OpenSSL's numbers: a certificate that is not yet valid, or has expired.
 _CLOCK_CODES = (9, 10)
 
@@ -51,5 +54,8 @@ _CLOCK_CODES = (9, 10)
 def trust_error(error: ssl.SSLError) -> TrustError:
     """The error for people."""
     if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _CLOCK_CODES:
-        return TrustError(_CLOCKS)
-    return TrustError(_SENTENCES.get(error.reason or "", f"TLS failed: {error.reason or error}."))
+        return TrustError(_CLOCKS, "clock")
+    text = _SENTENCES.get(error.reason or "", f"TLS failed: {error.reason or error}.")
+    if text in _ABOUT_TOKENS:
+        return TrustError(text, "token")
+    return TrustError(text, "clock" if text in _ABOUT_CLOCKS else "TLS")

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 
 import torch
 
@@ -24,6 +25,7 @@ from .deadlines import Deadlines
 from .equipment import equipment_here
 from .handshake import Identity, receive_hello
 from .lobby import Lobby
+from .owner import Owner
 from .serving import StageSession
 from .tls import Credentials, secured
 
@@ -68,6 +70,7 @@ class Worker:
         device: Where stages compute.
         allowed: What layers may be made of besides torch's and transformers' own.
         credentials: If given, only those who have the same are listened to.
+        owner: Whose device it is.
     """
 
     def __init__(
@@ -77,12 +80,17 @@ class Worker:
         deadlines: Deadlines | None = None,
         allowed: Allowed | None = None,
         credentials: Credentials | None = None,
+        owner: Owner | None = None,
     ) -> None:
+        self._owner = owner or Owner()
+        self._owner.limit(device)
+        self._is_paused = False
+        self._is_draining = False
         self._listener = listener
         self._device = device
         self._deadlines = deadlines or Deadlines()
         self._allowed = allowed or Allowed()
-        self._identity = Identity(equipment_here(device), credentials)
+        self._identity = Identity(self._owner.equipment(equipment_here(device)), credentials)
         self._lobby = Lobby(_MOST_GREETINGS)
         self._session: StageSession | None = None
         self._session_changed = threading.Condition()
@@ -107,6 +115,32 @@ class Worker:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it ends with the run at hand."""
+        return self._is_draining
+
+    def pause(self) -> None:
+        """Finish the micro-batch at hand, then compute nothing until `resume`."""
+        with self._session_changed:
+            self._is_paused = True
+            if self._session is not None:
+                self._session.wish(m.Paused())
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        with self._session_changed:
+            self._is_paused = False
+            if self._session is not None:
+                self._session.wish(m.Resumed())
+
+    def drain(self) -> None:
+        """Finish the run at hand, take no other one, and `stop`."""
+        with self._session_changed:
+            self._is_draining = True
+            if self._session is None:
+                self.stop()
 
     def _greet(self, plain: SocketConnection, peer: str) -> None:
         """The life of one connection until its conversation is agreed on."""
@@ -144,6 +178,10 @@ class Worker:
         with self._session_changed:
             if hello.role == "neighbor":
                 self._session_named(hello.session)
+            elif self._is_draining:
+                raise WorkerError(
+                    "this worker ends with its present run, as its owner wants; use another worker."
+                )
             elif not self._is_free_soon():
                 raise WorkerError(
                     "this worker is busy with another coordinator; wait for its run to end, or "
@@ -160,7 +198,10 @@ class Worker:
                 self._deadlines,
                 self._allowed,
                 self._identity,
+                self._owner,
             )
+            if self._is_paused:
+                self._session.wish(m.Paused())
             return self._session
 
     def _is_free_soon(self) -> bool:
@@ -175,7 +216,7 @@ class Worker:
         return self._session
 
     def _say_welcome(self, connection: Connection, rules: Session) -> None:
-        welcome = m.Welcome(m.PROTOCOL_VERSION, self._identity.equipment)
+        welcome = m.Welcome(m.PROTOCOL_VERSION, self._identity.equipment, time.time())
         rules.sent(welcome)
         send_buffers(connection, encode_frame(Frame(welcome)), self._deadlines.connect_seconds)
 
@@ -186,9 +227,12 @@ class Worker:
         except Exception:
             logger.exception("session %s ended badly", session.name)
         finally:
+            self._owner.on_run_end(session.record)
             with self._session_changed:
                 self._session = None
                 self._session_changed.notify_all()
+                if self._is_draining:
+                    self.stop()
 
 
 def _refuse(connection: Connection, reason: str) -> None:

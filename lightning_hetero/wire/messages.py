@@ -73,10 +73,11 @@ class Hello(_Message, frozen=True, tag=True, forbid_unknown_fields=False):
 
 
 class Welcome(_Message, frozen=True, tag=True, forbid_unknown_fields=False):
-    """The worker takes the conversation."""
+    """The worker takes the conversation. ``utc_seconds`` is what its clock says."""
 
     protocol: int
     equipment: Equipment = msgspec.field(default_factory=Equipment)
+    utc_seconds: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
 
 
 class Ping(_Message, frozen=True, tag=True):
@@ -104,6 +105,14 @@ class NeighborLost(_Message, frozen=True, tag=True):
 
     stage_index: Count
     reason: Text
+
+
+class Paused(_Message, frozen=True, tag=True):
+    """The worker's owner wants its device: nothing is computed until `Resumed`."""
+
+
+class Resumed(_Message, frozen=True, tag=True):
+    """The worker goes on where it was paused."""
 
 
 class Done(_Message, frozen=True, tag=True):
@@ -355,6 +364,13 @@ class TensorContent(_Message, frozen=True, tag=True):
     state: list[Name] = []
 
 
+class FetchGradients(_Message, frozen=True, tag=True):
+    """Asks for the gradients of parameters, each as a `TensorContent`; one that has none is left
+    out."""
+
+    names: list[Name]
+
+
 class FetchOptimizerState(_Message, frozen=True, tag=True):
     """Asks for an optimizer's state of every parameter of the stage."""
 
@@ -484,6 +500,8 @@ Message = (
     | Goodbye
     | Failure
     | NeighborLost
+    | Paused
+    | Resumed
     | Done
     | Deploy
     | LoadTensor
@@ -505,6 +523,7 @@ Message = (
     | Timings
     | AverageWeights
     | FetchTensors
+    | FetchGradients
     | TensorContent
     | FetchOptimizerState
     | OptimizerState

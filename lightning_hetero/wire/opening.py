@@ -33,12 +33,18 @@ class OpeningReader(FrameReader):
         super().__init__(OPENING_LIMITS)
         self._version = PROTOCOL_VERSION
 
+    @property
+    def version(self) -> int:
+        """The protocol version of what was read."""
+        return self._version
+
     @override
     def advance(self, num_bytes: int) -> Frame | None:
         if self._body_bytes is None and self._part[0] in TLS_RECORD_TYPES:
             raise TrustError(
                 "The peer speaks TLS, so it has a token, and this end has none; give both the same "
-                "token file, to a worker by `--token-file` and to the strategy by `token_file=`."
+                "token file, to a worker by `--token-file` and to the strategy by `token_file=`.",
+                about="token",
             )
         return super().advance(num_bytes)
 

@@ -76,6 +76,7 @@ COORDINATOR_SAYS: Table = {
             m.ApplyOptimizer,
             m.AverageWeights,
             m.FetchTensors,
+            m.FetchGradients,
             m.FetchOptimizerState,
         ),
         m.Deploy: State.LOADING,
@@ -93,9 +94,11 @@ WORKER_SAYS: Table = {
         m.LinkMeasured,
         m.ProbeAnswer,
         m.NotMeasured,
+        m.Paused,
+        m.Resumed,
     ),
     # Timings and the loss of a neighbor may be on their way when a Deploy comes for moved layers.
-    State.LOADING: _stay(State.LOADING, m.Done, m.Timings, m.NeighborLost),
+    State.LOADING: _stay(State.LOADING, m.Done, m.Timings, m.NeighborLost, m.Paused, m.Resumed),
     State.SERVING: _stay(
         State.SERVING,
         m.Done,
@@ -106,6 +109,8 @@ WORKER_SAYS: Table = {
         m.TensorContent,
         m.OptimizerState,
         m.NeighborLost,
+        m.Paused,
+        m.Resumed,
     ),
 }
 

@@ -16,6 +16,7 @@ from lightning_hetero.runtime.address import Address
 from lightning_hetero.runtime.channel import Arrival, Channel, Inbox
 from lightning_hetero.runtime.connection import SocketConnection
 from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.runtime.owner import Owner
 from lightning_hetero.runtime.tls import Credentials
 from lightning_hetero.runtime.worker import Worker, address_of, listen
 from lightning_hetero.wire import messages as m
@@ -139,15 +140,27 @@ def worker_thread(
     allowed: Allowed | None = None,
 ) -> Iterator[Address]:
     """A worker that serves from a thread of this process, over a real loopback socket."""
+    with serving_worker(credentials, deadlines, allowed) as (_, address):
+        yield address
+
+
+@contextmanager
+def serving_worker(
+    credentials: Credentials | None = None,
+    deadlines: Deadlines | None = None,
+    allowed: Allowed | None = None,
+    owner: Owner | None = None,
+) -> Iterator[tuple[Worker, Address]]:
+    """The same, with what its owner has in hand."""
     listener = listen(Address("127.0.0.1", 0))
     # Patient: both ends share one interpreter, which may be busy building a model for a while.
     deadlines = deadlines or Deadlines(busy_seconds=0.2)
-    worker = Worker(listener, torch.device("cpu"), deadlines, allowed, credentials=credentials)
+    worker = Worker(listener, torch.device("cpu"), deadlines, allowed, credentials, owner)
     address = address_of(listener)
     thread = threading.Thread(target=worker.serve_forever, daemon=True)
     thread.start()
     try:
-        yield address
+        yield worker, address
     finally:
         worker.stop()
         thread.join(PATIENCE_SECONDS)

@@ -37,6 +37,8 @@ MESSAGES: list[m.Message] = [
     m.Goodbye(),
     m.Failure("out of memory"),
     m.NeighborLost(2, "gone"),
+    m.Paused(),
+    m.Resumed(),
     m.Done(),
     DEPLOY,
     m.LoadTensor("0.weight"),
@@ -58,6 +60,7 @@ MESSAGES: list[m.Message] = [
     m.Timings(1, 0.1, 0.2, 4),
     m.AverageWeights("begin", 0, None),
     m.FetchTensors([]),
+    m.FetchGradients([]),
     m.TensorContent("0.weight"),
     m.FetchOptimizerState(0),
     m.OptimizerState("0.weight", DictNode({})),
@@ -146,14 +149,19 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.GREETING): ("", "Welcome"),
     (workers_pair, State.IDLE): (
         "Deploy DescribeDevice PrepareLayers MeasureLayer MeasureOptimizer MeasureLink Probe",
-        "Done DeviceDescribed LayerMeasured OptimizerMeasured LinkMeasured ProbeAnswer NotMeasured",
+        "Done DeviceDescribed LayerMeasured OptimizerMeasured LinkMeasured ProbeAnswer NotMeasured "
+        "Paused Resumed",
     ),
-    (workers_pair, State.LOADING): ("LoadTensor Launch", "Done Timings NeighborLost"),
+    (workers_pair, State.LOADING): (
+        "LoadTensor Launch",
+        "Done Timings NeighborLost Paused Resumed",
+    ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
         "DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients ApplyOptimizer "
-        "AverageWeights FetchTensors FetchOptimizerState Deploy",
-        "Done Timings Activation Gradient Norms TensorContent OptimizerState NeighborLost",
+        "AverageWeights FetchTensors FetchGradients FetchOptimizerState Deploy",
+        "Done Timings Activation Gradient Norms TensorContent OptimizerState NeighborLost "
+        "Paused Resumed",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),

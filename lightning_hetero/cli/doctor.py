@@ -1,0 +1,139 @@
+"""`lightning-hetero doctor`: why a worker cannot be used, hop by hop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..doctor.demand import Wanted
+from ..doctor.findings import Outcome, Report, advice
+from ..doctor.visit import Options, visit
+from ..errors import PlanError, TokenError
+from ..plan import Plan
+from ..planning.profile import Profile
+from ..runtime.address import Address
+from ..runtime.equipment import equipment_here
+from ..runtime.tls import Credentials, credentials_of
+from ..runtime.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
+
+if TYPE_CHECKING:
+    from .commands import Commands
+
+_MARKS: dict[Outcome, tuple[str, str]] = {
+    "passed": ("ok", "green"),
+    "warned": ("look", "yellow"),
+    "failed": ("FAILS", "bold red"),
+    "skipped": ("-", "dim"),
+}
+
+
+def add_to(commands: Commands) -> None:
+    doctor = commands.add_parser("doctor", help="why a worker cannot be used, hop by hop")
+    doctor.set_defaults(run=_run)
+    doctor.add_argument(
+        "addresses", nargs="+", type=Address.parse, metavar="HOST:PORT", help="where workers are"
+    )
+    doctor.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"the token (default: ${FILE_VARIABLE}, or {DEFAULT_FILE} if it is there)",
+    )
+    doctor.add_argument(
+        "--profile", metavar="FILE", help="measurements of a model, whose needs the link must meet"
+    )
+    doctor.add_argument(
+        "--plan", metavar="FILE", help="the plan of that model (default: the best for the profile)"
+    )
+    doctor.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="(default: %(default)s)"
+    )
+    doctor.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="about how long each link is measured (default: %(default)s)",
+    )
+    doctor.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def _run(options: argparse.Namespace) -> None:
+    shared = Options(
+        credentials=_credentials(options.token_file),
+        equipment=equipment_here(torch.device("cpu")),
+        connect_seconds=options.timeout,
+        measure_seconds=options.seconds,
+        wanted=_wanted(options.profile, options.plan),
+    )
+    console = Console()
+    reports = []
+    for address in options.addresses:
+        report = visit(address, shared)
+        reports.append(report)
+        if not options.json:
+            console.print(_rendered(report))
+    if options.json:
+        print(json.dumps(_as_data(reports), indent=2))
+    else:
+        for line in advice(reports):
+            console.print(Text(line))
+    sys.exit(0 if all(report.is_usable for report in reports) else 1)
+
+
+def _credentials(named: Path | None) -> Credentials | TokenError | None:
+    """What shows that we have the token; why it cannot be used, which is for the doctor to say."""
+    try:
+        return credentials_of(find_token_file(named))
+    except TokenError as error:
+        return error
+
+
+def _wanted(profile: str | None, plan: str | None) -> Wanted | None:
+    if profile is None:
+        if plan is not None:
+            raise PlanError(
+                f"The plan {plan!r} does not say how many bytes a step sends; name the profile of "
+                "its model too, with --profile."
+            )
+        return None
+    return Wanted(Profile.from_yaml(profile), None if plan is None else Plan.from_yaml(plan))
+
+
+def _rendered(report: Report) -> Table:
+    failing = report.failing
+    verdict = "can be used" if failing is None else f"cannot be used: {failing.check}"
+    title = Text(f"{report.address} {verdict}", style="green" if failing is None else "bold red")
+    table = Table(box=box.SIMPLE, show_header=False, title=title, title_justify="left")
+    for finding in report.findings:
+        mark, style = _MARKS[finding.outcome]
+        text = finding.text + (f"; {finding.remedy}" if finding.remedy else "")
+        table.add_row(finding.check, Text(mark, style=style), Text(text))
+    return table
+
+
+def _as_data(reports: Sequence[Report]) -> dict[str, object]:
+    return {
+        "usable": all(report.is_usable for report in reports),
+        "advice": advice(reports),
+        "workers": [
+            {
+                "address": report.address,
+                "usable": report.is_usable,
+                "failing": None if report.failing is None else report.failing.check,
+                "checks": [asdict(finding) for finding in report.findings],
+            }
+            for report in reports
+        ],
+    }

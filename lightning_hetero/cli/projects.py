@@ -1,0 +1,86 @@
+"""A project driven by LightningCLI, for the commands that use its model and train nothing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import LightningCLI
+
+from ..errors import ProfileError
+from ..strategy import HeteroPipelineStrategy
+
+
+def add_project_options(command: argparse.ArgumentParser) -> None:
+    """The options by which a project is named."""
+    command.add_argument(
+        "config", metavar="CONFIG", help="a config of LightningCLI, with the strategy in it"
+    )
+    command.add_argument(
+        "--model",
+        metavar="CLASS",
+        help="module.Class where the config has no class_path for it",
+    )
+    command.add_argument(
+        "--data", metavar="CLASS", help="module.Class where the config has no class_path for it"
+    )
+
+
+class Project(LightningCLI):
+    """Builds model, data and Trainer from a config."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing is run while the objects are made."""
+
+    @property
+    def strategy(self) -> HeteroPipelineStrategy:
+        """The strategy of the config.
+
+        Raises:
+            ProfileError: If it is another one.
+        """
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, HeteroPipelineStrategy):
+            raise ProfileError(
+                f"The config's strategy is {type(strategy).__name__}, and only "
+                "HeteroPipelineStrategy has workers; name it under trainer.strategy."
+            )
+        return strategy
+
+    def fit(self) -> None:
+        """Begin a training that the strategy ends before the first step."""
+        # No run, so no folder for it either.
+        self.trainer.loggers = []
+        self.trainer.fit(self.model, datamodule=self.datamodule)
+
+
+def project_of(options: argparse.Namespace) -> Project:
+    """The project that the options name.
+
+    Raises:
+        ProfileError: If there is none.
+    """
+    # Projects import their own modules by plain names, as `python main.py` finds them.
+    sys.path.insert(0, os.getcwd())
+    # LightningCLI reads the command line, and warns where it is given another.
+    sys.argv = [sys.argv[0], "fit", "--config", options.config]
+    return Project(
+        None if options.model is None else _class_named(options.model, pl.LightningModule),
+        None if options.data is None else _class_named(options.data, pl.LightningDataModule),
+        save_config_callback=None,
+    )
+
+
+def _class_named(name: str, base: type) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ProfileError(f"There is no class {name!r}: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ProfileError(f"{name!r} is no {base.__name__}.")
+    return found

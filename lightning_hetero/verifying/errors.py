@@ -1,0 +1,167 @@
+"""How far apart tensors are, how far apart rounding may bring them, and what follows: rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# What `torch.testing.assert_close` takes two results of one operation for equal by; its
+# documentation has the table.
+_ONE_OPERATION = {
+    torch.float64: 1e-7,
+    torch.float32: 1.3e-6,
+    torch.bfloat16: 1.6e-2,
+    torch.float16: 1e-3,
+}
+# Products of half precision are added up in float32 too. The error of a sum of n terms grows as the
+# root of n: N. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM
+# J. Sci. Comput. 41 (2019).
+_ROUNDING_OF_SUMS = torch.finfo(torch.float32).eps
+_ROUNDING_OF_DOUBLE_SUMS = torch.finfo(torch.float64).eps
+# By the same rule, errors of layers in a row grow as the root of their number; this many times the
+# expected one does not come by chance.
+_SAFETY = 4.0
+
+# Gradients that are zero but for rounding, as those of a key's bias, have no relative error of
+# their own: below this part of the largest one in their layer they are held against that.
+_LEAST_PART = 0.1
+
+
+def tolerance(dtype: torch.dtype, num_layers: int, widest_sum: int) -> float:
+    """The largest relative error that rounding explains.
+
+    Args:
+        dtype: The coarsest that is computed in.
+        num_layers: In a row.
+        widest_sum: Terms of the longest sum in a product of matrices.
+    """
+    is_double = dtype == torch.float64
+    of_sums = _ROUNDING_OF_DOUBLE_SUMS if is_double else _ROUNDING_OF_SUMS
+    one_layer = _ONE_OPERATION[dtype] + of_sums * math.sqrt(widest_sum)
+    return _SAFETY * one_layer * math.sqrt(num_layers)
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype of the largest tolerance."""
+    known = [dtype for dtype in dtypes if dtype in _ONE_OPERATION]
+    return max(known, key=lambda dtype: _ONE_OPERATION[dtype], default=torch.float32)
+
+
+def relative_error(found: Tensor, expected: Tensor, least_scale: float = 0.0) -> float:
+    """The largest difference, relative to the largest number that was expected.
+
+    Infinite where numbers are missing or are none.
+    """
+    if found.shape != expected.shape:
+        return math.inf
+    if expected.numel() == 0:
+        return 0.0
+    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
+    difference = (found - expected).abs()
+    # What is infinite on both sides is equal.
+    difference = difference.masked_fill(found == expected, 0.0)
+    if not bool(torch.isfinite(difference).all()):
+        return math.inf
+    scale = max(float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max()), least_scale)
+    largest = float(difference.max())
+    return largest / scale if scale else math.inf if largest else 0.0
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest of several relative errors, and what has it."""
+
+    error: float
+    name: str
+
+
+def worst_gradient(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Worst:
+    """The gradient of one layer that is furthest off, by its parameter's name."""
+    missing = sorted(found.keys() ^ expected.keys())
+    if missing:
+        return Worst(math.inf, missing[0])
+    largest = max((_largest(gradient) for gradient in expected.values()), default=0.0)
+    errors = [
+        Worst(relative_error(found[name], gradient, _LEAST_PART * largest), name)
+        for name, gradient in expected.items()
+    ]
+    return max(errors, key=lambda one: one.error, default=Worst(0.0, ""))
+
+
+def _largest(gradient: Tensor) -> float:
+    return float(gradient.nan_to_num(0.0, 0.0, 0.0).abs().max()) if gradient.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a step was from that on one device, with some layers away.
+
+    Args:
+        who: The worker of these layers, or all of them.
+        layers: Half-open range of the layers that were away.
+        loss: Relative error of the loss.
+        activation: That of the hidden states behind the last of these layers.
+        gradient: That of the gradient that comes out before the first of them; None without one.
+        parameters: The worst of the gradients of their parameters.
+        tolerance: What rounding explains.
+    """
+
+    who: str
+    layers: tuple[int, int]
+    loss: float
+    activation: float
+    gradient: float | None
+    parameters: Worst
+    tolerance: float
+
+    @property
+    def largest(self) -> float:
+        """The largest of the errors."""
+        return max(self.loss, self.activation, self.gradient or 0.0, self.parameters.error)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether rounding explains everything."""
+        return self.largest <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was compared: each stage away by itself, then all of them.
+
+    Args:
+        stages: In the order of the layers.
+        together: All layers of the plan away.
+    """
+
+    stages: Sequence[Comparison]
+    together: Comparison
+
+    @property
+    def is_right(self) -> bool:
+        """Whether rounding explains everything."""
+        return not self.wrong and self.together.is_right
+
+    @property
+    def wrong(self) -> list[str]:
+        """The workers that compute wrongly."""
+        return [stage.who for stage in self.stages if not stage.is_right]
+
+    @property
+    def sentence(self) -> str:
+        """What follows."""
+        if self.wrong:
+            return (
+                f"{' and '.join(self.wrong)} computed wrongly: look at memory, clock and driver of "
+                "that device, and leave it out until then."
+            )
+        if not self.together.is_right:
+            return (
+                "Each stage alone computed right and all together did not: look at what is between "
+                "the workers."
+            )
+        return "All workers compute what one device computes."

@@ -1,0 +1,212 @@
+"""One step on one device, with each stage away by itself, and with all of them away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from ..errors import BatchError, PlanError
+from ..model.layers import DecoderLayer
+from ..model.pretrained import bring_here, weights_in_checkpoint
+from ..model.tensors import flatten, named_contents
+from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
+from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device
+from ..profiling.stepping import with_optimizers
+from ..profiling.traces import no_trace
+from ..runtime.deadlines import Deadlines
+from ..runtime.deployment import Deployment, imports_of
+from ..runtime.fleet import Fleet
+from ..wire.tensors import DTYPES
+from .errors import (
+    Comparison,
+    Verdict,
+    Worst,
+    coarsest,
+    relative_error,
+    tolerance,
+    worst_gradient,
+)
+from .observing import Observed, Observer
+
+# Few, so that it is soon done; more than one, so that something is cut.
+_MOST_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A step of a module, on its devices and on one, to be compared.
+
+    Args:
+        module: Attached to its Trainer, with all its layers here.
+        layers: All its decoder layers.
+        fleet: The workers.
+        plan: A plan that fits them.
+        deadlines: How long to wait for what.
+        seed: Where random numbers start.
+    """
+
+    module: pl.LightningModule
+    layers: Sequence[DecoderLayer]
+    fleet: Fleet
+    plan: Plan
+    deadlines: Deadlines
+    seed: int = 0
+
+    def verdict(self) -> Verdict:
+        """Compare. Nothing is trained; the module and its Trainer are as before.
+
+        Raises:
+            PlanError: If the plan has no stage on a worker.
+            BatchError: If there is no batch to compare with.
+            WorkerError: If a worker cannot be used.
+        """
+        if not self.plan.remote_stages:
+            raise PlanError("The plan has no stage on a worker, so there is nothing to verify.")
+        with no_trace(self.module, []), with_optimizers(self.module):
+            sample = self._sample()
+            self._bring_weights()
+            self.module.to(self._device)
+            # Without dropout: masks on workers are others than here.
+            self.module.eval()
+            rows = min(sample.size or 1, _MOST_SAMPLES)
+            batch = to_device(self.module.trainer, sample.first(rows))
+            observer = Observer(self.module, self.layers, batch, self._ends, self.seed)
+            expected = observer.step()
+            widest = self._widest_sum(expected)
+            stages = []
+            for stage in self.plan.remote_stages:
+                rank_zero_info(f"layers {stage.layers[0]} to {stage.layers[1] - 1}: {stage.worker}")
+                found = self._step_away(observer, self._alone(stage))
+                stages.append(self._compare(stage.worker, [stage], found, expected, widest))
+            found = self._step_away(observer, self._together(rows))
+            all_stages = self.plan.remote_stages
+            together = self._compare("all together", all_stages, found, expected, widest)
+        return Verdict(stages, together)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.module.trainer.strategy.root_device
+
+    @property
+    def _ends(self) -> list[tuple[int, int]]:
+        return [(stage.layers[0], stage.layers[1] - 1) for stage in self.plan.remote_stages]
+
+    def _sample(self) -> SampleBatch:
+        try:
+            return sample_batch(self.module.trainer)
+        except NoSample as reason:
+            raise BatchError(f"There is no batch to compare with: {reason}.") from reason
+
+    def _bring_weights(self) -> None:
+        """One device computes everything, so it needs everything."""
+        weights = weights_in_checkpoint(self.module)
+        if weights is not None:
+            for _name in bring_here(self.module, weights, (), self._device):
+                pass
+            weights.is_deployed = True
+
+    def _alone(self, stage: StagePlan) -> Plan:
+        """This stage away, all other layers here: what is wrong then is wrong there. What crosses
+        its boundaries is not rounded."""
+        own = StagePlan([COORDINATOR], (0, stage.layers[0]))
+        return Plan([own, _unrounded(stage)], micro_batches=1)
+
+    def _together(self, rows: int) -> Plan:
+        stages = [_unrounded(stage) for stage in self.plan.stages]
+        return replace(self.plan, stages=stages, micro_batches=min(rows, self.plan.micro_batches))
+
+    def _step_away(self, observer: Observer, plan: Plan) -> Observed:
+        names = [stage.worker for stage in plan.remote_stages]
+        imports = imports_of(self.module, self.layers, plan)
+        coordinator = self.fleet.connect(names, imports, self._device, self.deadlines)
+        try:
+            coordinator.serve(names, Narrowing())
+            is_mixed = isinstance(self.module.trainer.precision_plugin, MixedPrecision)
+            away = {n: self.layers[n].module for s in plan.remote_stages for n in s.layer_indices}
+            # From here and not from the workers, whose memory may be what is wrong.
+            kept = _copies_of(away)
+            deployment = Deployment(
+                self.module, self.layers, plan, coordinator, self.seed, not is_mixed
+            )
+            try:
+                return observer.step(deployment)
+            finally:
+                deployment.refill(kept)
+                self.module.to(self._device)
+        finally:
+            coordinator.close()
+
+    def _widest_sum(self, expected: Observed) -> int:
+        """A product's sums run over a width of the layers, or over all tokens of the batch."""
+        tokens = max(a.numel() // a.shape[-1] for a in expected.activations.values())
+        widths = [
+            max(p.shape, default=1) for layer in self.layers for p in layer.module.parameters()
+        ]
+        return max(tokens, *widths)
+
+    def _compare(
+        self,
+        who: str,
+        stages: Sequence[StagePlan],
+        found: Observed,
+        expected: Observed,
+        widest_sum: int,
+    ) -> Comparison:
+        first, end = stages[0].layers[0], stages[-1].layers[1]
+        dtype = coarsest(self._dtypes(stages))
+        gradient = None
+        if first in expected.before:
+            before = found.before.get(first, torch.empty(0))
+            gradient = relative_error(before, expected.before[first])
+        return Comparison(
+            who=who,
+            layers=(first, end),
+            loss=relative_error(found.loss, expected.loss),
+            activation=relative_error(found.activations[end - 1], expected.activations[end - 1]),
+            gradient=gradient,
+            parameters=_worst(found, expected, range(first, end)),
+            tolerance=tolerance(dtype, len(self.layers), widest_sum),
+        )
+
+    def _dtypes(self, stages: Sequence[StagePlan]) -> Iterator[torch.dtype]:
+        """What is computed in, here or there."""
+        plugin = self.module.trainer.precision_plugin
+        if isinstance(plugin, MixedPrecision):
+            yield torch.bfloat16 if "bf16" in plugin.precision else torch.float16
+        for stage in stages:
+            if stage.dtype is not None:
+                yield DTYPES[stage.dtype]
+        for layer in self.layers:
+            for parameter in layer.module.parameters():
+                # Packed numbers are multiplied in half precision.
+                is_packed = not parameter.is_floating_point()
+                yield torch.bfloat16 if is_packed else parameter.dtype
+
+
+def _copies_of(layers: Mapping[int, nn.Module]) -> dict[str, Tensor]:
+    """The tensors of layers and the states of those in 4 bits, as they are now."""
+    return {
+        part: tensor.detach().cpu().clone()
+        for name, content, state in named_contents(layers)
+        for part, tensor in flatten(name, content, state).items()
+    }
+
+
+def _unrounded(stage: StagePlan) -> StagePlan:
+    return replace(stage, activation_dtype=None, gradient_dtype=None)
+
+
+def _worst(found: Observed, expected: Observed, numbers: range) -> Worst:
+    """The worst parameter's gradient of some layers, by its layer and name."""
+    each = [
+        replace(worst, name=f"layer {number}: {worst.name}")
+        for number in numbers
+        for worst in [worst_gradient(found.gradients[number], expected.gradients[number])]
+    ]
+    return max(each, key=lambda worst: worst.error)

@@ -1,0 +1,158 @@
+"""A worker process in its owner's hands: signals, the line for each run, unit files."""
+
+from __future__ import annotations
+
+import plistlib
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from lightning_hetero import cli
+from lightning_hetero.cli.guest import line_of
+from lightning_hetero.cli.units import unit_text
+from lightning_hetero.runtime.address import Address
+from lightning_hetero.runtime.handshake import dial
+from lightning_hetero.runtime.owner import RunRecord
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.session import coordinator_session
+
+from .runtime.pairs import PATIENCE_SECONDS, QUICK
+
+
+@contextmanager
+def worker() -> Iterator[tuple[subprocess.Popen[str], Address]]:
+    """A worker whose words can be read; it ends with the block."""
+    command = [sys.executable, "-m", "lightning_hetero", "worker", "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu", "--threads", "1", "--memory", "1GiB"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = wait_for(process, "listening on ")
+        yield process, Address.parse(line.split("listening on ")[1].split(",")[0])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stderr is not None
+    return next(line for line in process.stderr if text in line)
+
+
+def test_a_worker_lets_its_run_end_and_says_what_it_was() -> None:
+    with worker() as (process, address):
+        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK)
+        inbox: SimpleQueue[object] = SimpleQueue()
+        channel.start(inbox)  # type: ignore[arg-type]
+        for number, kind in ((signal.SIGUSR1, m.Paused), (signal.SIGUSR2, m.Resumed)):
+            process.send_signal(number)
+            arrival = inbox.get(timeout=PATIENCE_SECONDS)
+            assert isinstance(arrival.content.message, kind)  # type: ignore[attr-defined]
+        process.send_signal(signal.SIGTERM)
+        wait_for(process, "ends with the run at hand")
+        assert process.poll() is None
+        channel.close(m.Goodbye())
+        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0
+        assert "had no layers here" in out
+        assert "ended in good order" in out
+
+
+def test_a_second_sigterm_ends_a_worker_at_once() -> None:
+    with worker() as (process, address):
+        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK)
+        channel.start(SimpleQueue())
+        process.send_signal(signal.SIGTERM)
+        wait_for(process, "a second SIGTERM")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (
+            RunRecord("10.0.0.1:5", "stage 1, layers 2 to 4 (X)", 117, 3725.0, "goodbye"),
+            "now  10.0.0.1:5  stage 1, layers 2 to 4 (X): 117 steps in 1:02:05, ended in good "
+            "order",
+        ),
+        (
+            RunRecord("10.0.0.1:5", "stage 1, layers 2 to 2 (X)", 1, 1.2, "it broke"),
+            "now  10.0.0.1:5  stage 1, layers 2 to 2 (X): 1 step in 0:00:01, ended: it broke",
+        ),
+        (
+            RunRecord("10.0.0.1:5", "", 0, 0.2, "goodbye"),
+            "now  10.0.0.1:5  had no layers here: 0:00:00, ended in good order",
+        ),
+    ],
+    ids=["good", "bad", "only looked"],
+)
+def test_a_run_is_one_line(record: RunRecord, expected: str) -> None:
+    assert line_of(record, "now").plain == expected
+
+
+OPTIONS = ["--memory", "10GiB", "--listen", "0.0.0.0:9998", "--allow", "my_package"]
+
+
+def printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
+) -> str:
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "worker", *options])
+    cli.main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asked", [["--print-unit", "systemd"], ["--print-unit=systemd"]])
+def test_a_unit_has_the_options_and_not_the_question(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    asked: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = printed(monkeypatch, capsys, *OPTIONS[:2], *asked, *OPTIONS[2:])
+    words = ["-m", "lightning_hetero", "worker", *OPTIONS]
+    assert f"ExecStart={sys.executable} {' '.join(words)}\n" in text
+    assert f"WorkingDirectory={tmp_path}\n" in text
+    assert "Environment=LIGHTNING_HETERO_TOKEN_FILE=\n" in text
+
+
+def test_a_property_list_has_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(monkeypatch, capsys, *OPTIONS, "--print-unit", "launchd")
+    found = plistlib.loads(text.encode())
+    assert found["Label"] == "lightning-hetero-worker-0-0-0-0-9998"
+    assert found["ProgramArguments"][1:] == ["-m", "lightning_hetero", "worker", *OPTIONS]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
+@pytest.mark.parametrize(
+    "words", [[], ["--allow", "a b", "100%", "$HOME", 'quote"d', "back\\slash"]], ids=["few", "odd"]
+)
+def test_systemd_takes_the_unit(tmp_path: Path, words: list[str]) -> None:
+    command = [sys.executable, "-m", "lightning_hetero", *words]
+    environment = {"LIGHTNING_HETERO_TOKEN_FILE": "/a b/100% token"}
+    unit = tmp_path / "worker.service"
+    unit.write_text(unit_text("systemd", command, str(tmp_path), environment, "[::1]:9999"))
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--user", str(unit)],  # noqa: S607 - wherever it is
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        env={"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)},
+        check=False,
+    )
+    about_it = [line for line in checked.stderr.splitlines() if "worker.service" in line]
+    assert about_it == []

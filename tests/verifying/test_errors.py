@@ -1,0 +1,71 @@
+"""Relative errors, what rounding explains, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_hetero.verifying.errors import (
+    Comparison,
+    Verdict,
+    Worst,
+    coarsest,
+    relative_error,
+    tolerance,
+    worst_gradient,
+)
+
+RIGHT = Comparison("a:1", (0, 2), 0.0, 1e-7, None, Worst(1e-7, "layer 0: w"), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.2], [1.0, 2.0], 0.1),
+        ([1.0, math.nan], [1.0, 2.0], math.inf),
+        ([1.0, math.inf], [1.0, math.inf], 0.0),
+        ([1.0, math.inf], [1.0, 2.0], math.inf),
+        ([1.0], [1.0, 2.0], math.inf),
+        ([0.0], [0.0], 0.0),
+        ([1e-9], [0.0], math.inf),
+        ([], [], 0.0),
+    ],
+)
+def test_the_largest_difference_counts(
+    found: list[float], expected: list[float], error: float
+) -> None:
+    assert relative_error(torch.tensor(found), torch.tensor(expected)) == pytest.approx(error)
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_held_against_its_layer() -> None:
+    expected = {"q": torch.tensor([1.0]), "k": torch.tensor([1e-9])}
+    found = {"q": torch.tensor([1.0]), "k": torch.tensor([3e-9])}
+    assert worst_gradient(found, expected).error < 1e-7
+    assert worst_gradient({"q": torch.tensor([1.0])}, expected) == Worst(math.inf, "k")
+    assert worst_gradient(found | {"q": torch.tensor([0.9])}, expected).name == "q"
+    assert worst_gradient({}, {}) == Worst(0.0, "")
+
+
+def test_what_is_allowed_grows_with_roots() -> None:
+    one = tolerance(torch.float32, 1, 1)
+    assert tolerance(torch.float32, 16, 1) == pytest.approx(4 * one)
+    assert one < tolerance(torch.float32, 1, 4096) < 10 * one
+    assert tolerance(torch.float64, 1, 4096) < 1e-6
+    assert tolerance(torch.bfloat16, 4, 4096) < 0.2
+    assert coarsest([torch.float32, torch.bfloat16, torch.uint8]) == torch.bfloat16
+    assert coarsest([]) == torch.float32
+
+
+def test_the_verdict_names_who_is_wrong() -> None:
+    wrong = replace(RIGHT, who="b:1", activation=1e-2)
+    together = replace(RIGHT, who="all together")
+    assert Verdict([RIGHT], together).is_right
+    assert Verdict([RIGHT, wrong], together).wrong == ["b:1"]
+    assert "b:1 computed wrongly" in Verdict([RIGHT, wrong], together).sentence
+    between = Verdict([RIGHT], replace(together, loss=1.0))
+    assert not between.is_right
+    assert "between the workers" in between.sentence

@@ -1,0 +1,126 @@
+"""The command on real workers, of which one computes wrongly."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero import cli
+
+from ..conftest import worker_process
+
+PROJECT = """
+from tests.models import TinyModule, loader
+import lightning as L
+
+
+class Module(TinyModule):
+    def __init__(self) -> None:
+        super().__init__(4, attention_dropout=0.5)
+        self.num_steps = 0
+
+    def training_step(self, batch, batch_idx):
+        self.num_steps += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_fit_end(self):
+        print("weights", sum(float(p.sum()) for p in self.parameters()), self.num_steps)
+
+    def teardown(self, stage):
+        is_here = not any(p.is_meta for p in self.parameters())
+        print("left as it was", is_here, self.training, self.num_steps)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return loader(8, 4)
+"""
+CONFIG = """
+trainer:
+  accelerator: cpu
+  strategy:
+    class_path: lightning_hetero.HeteroPipelineStrategy
+    init_args: {{workers: {workers}, plan: {plan}}}
+model: {{class_path: my_project.Module}}
+data: {{class_path: my_project.Data}}
+"""
+
+# What a card might do: a product that is a little off, forward or only backward.
+_MODEL = "import transformers.models.llama.modeling_llama as l, torch; f = l.LlamaMLP.forward"
+WRONG_FORWARD = f"{_MODEL}; l.LlamaMLP.forward = lambda self, x: f(self, x) * 1.001"
+WRONG_BACKWARD = (
+    f"{_MODEL}; g = lambda y: (y.register_hook(lambda d: d * 1.001), y)[1]; "
+    "l.LlamaMLP.forward = lambda self, x: g(f(self, x))"
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "my_project.py").write_text(PROJECT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("my_project", None)
+
+
+def verify(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    workers: list[str],
+    plan: str = "even",
+) -> tuple[object, str]:
+    """What the command exits with, and what it shows."""
+    Path("config.yaml").write_text(CONFIG.format(workers=workers, plan=plan))
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "verify", "config.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("plan", ["even", "auto"])
+def test_workers_that_compute_right_pass_and_nothing_is_trained(
+    project: Path,
+    workers: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    plan: str,
+) -> None:
+    code, shown = verify(monkeypatch, capsys, workers[:2], plan)
+    assert "All workers compute what one device computes." in shown
+    assert code == 0
+    assert "left as it was True True 0" in shown
+    assert sorted(path.name for path in project.iterdir() if path.suffix) == [
+        "config.yaml",
+        "my_project.py",
+    ]
+
+
+@pytest.mark.parametrize("fault", [WRONG_FORWARD, WRONG_BACKWARD], ids=["forward", "backward"])
+def test_the_worker_that_computes_wrongly_is_named(
+    project: Path,
+    workers: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+) -> None:
+    with worker_process(before=fault) as wrong:
+        code, shown = verify(monkeypatch, capsys, [workers[0], wrong.address, workers[1]])
+    assert code == 1
+    assert f"{wrong.address} computed wrongly" in shown
+    judged = {line.split()[0]: line.split()[-1] for line in shown.splitlines() if " to " in line}
+    assert judged[workers[0]] == judged[workers[1]] == "ok"
+    assert judged[wrong.address] == judged["all"] == "WRONG"
+    # Each is judged by itself: what the wrong one does is not held against those behind it.
+    assert shown.count("the gradient that is furthest off") == 1
+
+
+def test_without_a_stage_on_a_worker_there_is_nothing_to_verify(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("plan.yaml").write_text("stages: [{workers: [coordinator], layers: [0, 4]}]\n")
+    code, _ = verify(monkeypatch, capsys, ["127.0.0.1:1"], "plan.yaml")
+    assert "nothing to verify" in str(code)
