@@ -12,6 +12,7 @@ HeteroError
 ├─ TokenError                a token file that is missing, weak or open to others
 ├─ ChannelError              a connection ended or could not be used
 │  └─ TrustError              the two ends have no token in common, or one has none
+├─ DiscoveryError            workers that cannot be announced or found
 ├─ SaveError                 a checkpoint that could not be written
 └─ WorkerError
    ├─ WorkerUnreachable      nobody answered, or it refused us
@@ -66,6 +67,10 @@ class ChannelError(HeteroError):
 
 class TrustError(ChannelError):
     """The two ends of a connection have no token in common, or one of them has none."""
+
+
+class DiscoveryError(HeteroError):
+    """Workers that cannot be announced on this network, or were not found there."""
 
 
 class SaveError(HeteroError, OSError):

@@ -65,7 +65,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     Args:
         workers: That many local worker processes, started and stopped by the strategy; or a list
-            of ``"host:port"`` of workers that are already listening.
+            of ``"host:port"`` of workers that are already listening; or ``"auto"`` for those that
+            are announced on the local network and have the same token.
         plan: Who holds which layers. ``"auto"`` measures the devices, or reads what was measured
             before, and takes the plan with the shortest predicted step; ``"even"`` gives everyone
             the same number; else the path of a YAML file, or a Plan. Local workers are called
@@ -106,7 +107,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     def __init__(
         self,
-        workers: int | list[str] = 2,
+        workers: int | list[str] | Literal["auto"] = 2,
         plan: str | Path | Plan = "auto",
         layers: str | list[str] | Callable[[nn.Module], Any] | None = None,
         micro_batches: int | None = None,
@@ -400,7 +401,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if options is not None:
             self._measure_and_deploy(module, layers, options)
             return
-        names = self._fleet.names
+        names = self._fleet.find(self.root_device, self.deadlines)
         plan = self.plan_choice.without_measuring(module.trainer, len(layers), names)
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
@@ -416,7 +417,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def _measure_and_deploy(
         self, module: pl.LightningModule, layers: list[DecoderLayer], options: ProfilingOptions
     ) -> None:
-        names = self._fleet.names
+        names = self._fleet.find(self.root_device, self.deadlines)
         given = self.plan_choice.given(len(layers), names)
         check_callbacks(module.trainer)
         check_not_compiled(module, layers)

@@ -43,7 +43,7 @@ from .building import describe_parameters
 from .compatibility import shortcomings
 from .conversations import ConnectedWorker, Conversations
 from .deadlines import Deadlines
-from .handshake import ANONYMOUS, Identity
+from .handshake import Identity
 from .progress import Progress
 from .translation import (
     read_activation,
@@ -109,11 +109,11 @@ class Coordinator(Conversations):
     def __init__(
         self,
         workers: Sequence[tuple[str, Address]],
-        deadlines: Deadlines | None = None,
-        identity: Identity = ANONYMOUS,
+        deadlines: Deadlines,
+        identity: Identity,
         narrowing: Narrowing | None = None,
     ) -> None:
-        super().__init__(workers, deadlines or Deadlines(), identity)
+        super().__init__(workers, deadlines, identity)
         self._narrowing = narrowing or Narrowing()
         self._stages: Sequence[RemoteStage] = ()
         self._owner_of: dict[str, ConnectedWorker] = {}

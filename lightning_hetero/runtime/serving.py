@@ -33,7 +33,7 @@ from .address import Address
 from .building import build_described, numbered_layers
 from .channel import Arrival, Channel, Inbox
 from .deadlines import Deadlines
-from .handshake import ANONYMOUS, Identity, dial
+from .handshake import Identity, dial
 from .measured import MeasuredSide, answer_probe
 from .translation import (
     read_activation,
@@ -74,7 +74,7 @@ class StageSession:
         device: torch.device,
         deadlines: Deadlines,
         allowed: Allowed,
-        identity: Identity = ANONYMOUS,
+        identity: Identity,
     ) -> None:
         self.name = name
         self._identity = identity
