@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ..errors import HeteroError
-from . import plan, profile, token, worker, workers
+from . import mesh, plan, profile, token, worker, workers
 
 
 def main() -> None:
@@ -25,6 +25,6 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-hetero", description="Train one model on mixed hardware."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (worker, workers, token, profile, plan):
+    for command in (worker, workers, token, mesh, profile, plan):
         command.add_to(commands)
     return parser
