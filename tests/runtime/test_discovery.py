@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_hetero import cli
 from lightning_hetero.errors import DiscoveryError, TokenError
 from lightning_hetero.runtime import discovery, finding
 from lightning_hetero.runtime.address import Address
@@ -221,6 +222,31 @@ def test_the_fleet_looks_once_in_each_run(
         fleet.end(patient)
         assert fleet.find(cpu, patient) == [str(address)]
         assert searches == ["one", "one"]
+
+
+@pytest.mark.usefixtures("only_loopback")
+def test_the_command_lists_them(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    token: Token,
+    token_file: Path,
+) -> None:
+    monkeypatch.setattr("lightning_hetero.cli.workers.Deadlines", lambda: SOON)
+    monkeypatch.setattr(
+        "sys.argv", ["lightning-hetero", "workers", "--token-file", str(token_file)]
+    )
+    recogniser, gone = Recogniser(token), closed_port()
+    with (
+        worker_thread(Credentials(token)) as address,
+        announced(recogniser.announcement(LOOPBACK, address.port), LOOPBACK),
+        announced(recogniser.announcement(LOOPBACK, gone), LOOPBACK),
+    ):
+        cli.main()
+    found, left_out = capsys.readouterr().out.splitlines()
+    assert found.startswith(f"{address} (")
+    assert left_out.startswith(f"left out: No worker answers at 127.0.0.1:{gone}")
+    with pytest.raises(SystemExit, match="No worker of this token"):
+        cli.main()
 
 
 def test_this_machine_knows_its_loopback() -> None:
