@@ -39,8 +39,8 @@ def _are_texts(value: Any) -> bool:
 # By the argument's name: whether a value will do, and what would.
 _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "workers": (
-        lambda value: _is_count(value, 0) or _are_texts(value),
-        'a number of local workers, or a list of "host:port"',
+        lambda value: _is_count(value, 0) or _are_texts(value) or value == "auto",
+        'a number of local workers, a list of "host:port", or "auto"',
     ),
     "plan": (
         lambda value: isinstance(value, (str, PathLike, Plan)),

@@ -62,7 +62,7 @@ class Deployer:
         options = self.plan_choice.profiling_options(self.module.trainer)
         if options is not None:
             return self._measure_and_deploy(layers, options)
-        names = self.fleet.names
+        names = self.fleet.find(self.device, self.deadlines)
         plan = self.plan_choice.without_measuring(self.module.trainer, len(layers), names)
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
@@ -97,7 +97,7 @@ class Deployer:
     def _measure_and_deploy(
         self, layers: Sequence[DecoderLayer], options: ProfilingOptions
     ) -> Deployment | None:
-        names = self.fleet.names
+        names = self.fleet.find(self.device, self.deadlines)
         given = self.plan_choice.given(len(layers), names)
         self._check(layers)
         coordinator = self._connect(names, layers, _all_on_one(names, layers))

@@ -12,6 +12,8 @@ HeteroError
 ├─ TokenError                a token file that is missing, weak or open to others
 ├─ ChannelError              a connection ended or could not be used
 │  └─ TrustError              the two ends have no token in common, or one has none
+├─ DiscoveryError            workers that cannot be announced or found
+├─ MeshError                 a WireGuard mesh that cannot work, or its files
 ├─ SaveError                 a checkpoint that could not be written
 └─ WorkerError
    ├─ WorkerUnreachable      nobody answered, or it refused us
@@ -75,6 +77,14 @@ class TrustError(ChannelError):
     def __init__(self, text: str, about: Literal["TLS", "token", "clock"] = "TLS") -> None:
         super().__init__(text)
         self.about: Literal["TLS", "token", "clock"] = about
+
+
+class DiscoveryError(HeteroError):
+    """Workers that cannot be announced on this network, or were not found there."""
+
+
+class MeshError(HeteroError, ValueError):
+    """A WireGuard mesh that cannot work, or files of it that cannot be read or written."""
 
 
 class SaveError(HeteroError, OSError):

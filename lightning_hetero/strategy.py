@@ -54,7 +54,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     Args:
         workers: That many local worker processes, started and stopped by the strategy; or a list
-            of ``"host:port"`` of workers that are already listening.
+            of ``"host:port"`` of workers that are already listening; or ``"auto"`` for those that
+            are announced on the local network and have the same token.
         plan: Who holds which layers. ``"auto"`` measures the devices, or reads what was measured
             before, and takes the plan with the shortest predicted step; ``"even"`` gives everyone
             the same number; else the path of a YAML file, or a Plan. Local workers are called
@@ -95,7 +96,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     def __init__(
         self,
-        workers: int | list[str] = 2,
+        workers: int | list[str] | Literal["auto"] = 2,
         plan: str | Path | Plan = "auto",
         layers: str | list[str] | Callable[[nn.Module], Any] | None = None,
         micro_batches: int | None = None,

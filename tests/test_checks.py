@@ -17,7 +17,7 @@ from lightning_hetero.model.layers import find_decoder_layers
 from .models import TinyModule
 
 WRONG: dict[str, list[Any]] = {
-    "workers": [-1, True, 2.5, None, "127.0.0.1:9999", [9999], {"127.0.0.1:9999"}],
+    "workers": [-1, True, 2.5, None, "127.0.0.1:9999", "Auto", [9999], {"127.0.0.1:9999"}],
     "plan": [None, 3, {"stages": []}, [StagePlan(["coordinator"], (0, 1))]],
     "layers": [3, [3], nn.ModuleList(), {"blocks": 1}],
     "micro_batches": [0, -2, 1.5, "4", True],
@@ -26,7 +26,7 @@ WRONG: dict[str, list[Any]] = {
     "loss_weighting": [None, "sample", 3],
 }
 RIGHT: dict[str, list[Any]] = {
-    "workers": [0, 3, [], ["127.0.0.1:9999"], ("127.0.0.1:9999",)],
+    "workers": [0, 3, [], ["127.0.0.1:9999"], "auto", ("127.0.0.1:9999",)],
     "plan": ["auto", "plan.yaml", Plan([StagePlan(["coordinator"], (0, 1))])],
     "layers": [None, "blocks", ["a", "b"], lambda module: module.blocks],
     "micro_batches": [None, 1],

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ..errors import HeteroError
-from . import doctor, plan, profile, token, verify, worker
+from . import doctor, mesh, plan, profile, token, verify, worker, workers
 
 
 def main() -> None:
@@ -25,6 +25,6 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-hetero", description="Train one model on mixed hardware."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (worker, token, doctor, profile, plan, verify):
+    for command in (worker, workers, token, mesh, doctor, profile, plan, verify):
         command.add_to(commands)
     return parser

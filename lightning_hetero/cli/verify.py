@@ -55,7 +55,8 @@ def _verdict(project: Project, plan: Path | None) -> Verdict:
     found: list[Verdict] = []
 
     def rehearse(module: pl.LightningModule, layers: list[DecoderLayer], fleet: Fleet) -> None:
-        chosen = _plan(project, plan, len(layers), fleet)
+        names = fleet.find(strategy.root_device, strategy.deadlines)
+        chosen = _plan(project, plan, len(layers), names)
         found.append(Rehearsal(module, layers, fleet, chosen, strategy.deadlines).verdict())
         # What Lightning itself ends a run with that was only to try something.
         raise _TunerExitException
@@ -70,12 +71,12 @@ def _verdict(project: Project, plan: Path | None) -> Verdict:
     return found[0]
 
 
-def _plan(project: Project, named: Path | None, num_layers: int, fleet: Fleet) -> Plan:
+def _plan(project: Project, named: Path | None, num_layers: int, names: list[str]) -> Plan:
     if named is None:
-        given = project.strategy.plan_choice.given(num_layers, fleet.names)
-        return given or replace(even_plan(num_layers, fleet.names), micro_batches=2)
+        given = project.strategy.plan_choice.given(num_layers, names)
+        return given or replace(even_plan(num_layers, names), micro_batches=2)
     plan = Plan.from_yaml(named)
-    plan.check(num_layers, fleet.names)
+    plan.check(num_layers, names)
     return plan
 
 

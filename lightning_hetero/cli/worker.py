@@ -17,6 +17,7 @@ import torch
 from ..errors import HeteroError
 from ..model.imports import Allowed
 from ..runtime.address import Address
+from ..runtime.discovery import announced_worker
 from ..runtime.tls import credentials_of
 from ..runtime.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from ..runtime.worker import Worker, address_of, listen
@@ -44,6 +45,12 @@ def add_to(commands: Commands) -> None:
         metavar="FILE",
         help=f"listen only to those who have this token (default: ${FILE_VARIABLE}, or "
         f"{DEFAULT_FILE} if it is there; an empty variable stands for none)",
+    )
+    worker.add_argument(
+        "--announce",
+        action=argparse.BooleanOptionalAction,
+        help="answer on the local network whoever looks for workers of this token (default: where "
+        "others can reach it, and the extra `discovery` is installed)",
     )
     worker.add_argument(
         "--device", default="auto", help="a torch device such as cuda:0 (default: %(default)s)"
@@ -96,7 +103,10 @@ def _run(options: argparse.Namespace) -> None:
     is_own = options.listen_fd is None
     owner = owner_of(options, shows_runs=is_own)
     worker = Worker(listener, device, allowed=allowed, credentials=credentials, owner=owner)
-    with obeying_signals(worker) if is_own else nullcontext():
+    with (
+        obeying_signals(worker) if is_own else nullcontext(),
+        announced_worker(options.announce, address_of(listener), token_file),
+    ):
         worker.serve_forever()
 
 

@@ -45,7 +45,7 @@ from .building import describe_parameters
 from .compatibility import obstacles_to_compiling, shortcomings
 from .conversations import ConnectedWorker, Conversations
 from .deadlines import Deadlines
-from .handshake import ANONYMOUS, Identity
+from .handshake import Identity
 from .outgoing import OutgoingArguments, send_copied
 from .progress import Progress
 from .translation import (
@@ -119,13 +119,13 @@ class Coordinator(Conversations):
     def __init__(
         self,
         workers: Sequence[tuple[str, Address]],
-        deadlines: Deadlines | None = None,
-        identity: Identity = ANONYMOUS,
+        deadlines: Deadlines,
+        identity: Identity,
         narrowing: Narrowing | None = None,
         copies: Copies | None = None,
     ) -> None:
         copies = copies or PlainCopies(torch.device("cpu"))
-        super().__init__(workers, deadlines or Deadlines(), identity, copies)
+        super().__init__(workers, deadlines, identity, copies)
         self._narrowing = narrowing or Narrowing()
         self._stages: Sequence[RemoteStage] = ()
         self._owner_of: dict[str, ConnectedWorker] = {}

@@ -38,16 +38,13 @@ class Identity:
     credentials: Credentials | None = None
 
 
-ANONYMOUS = Identity()
-
-
 def dial(
     address: Address,
     session: Session,
     role: Role,
     session_name: str,
     deadlines: Deadlines,
-    identity: Identity = ANONYMOUS,
+    identity: Identity,
 ) -> tuple[Channel, m.Welcome]:
     """Connect to a worker and agree on a conversation; the channel is not started yet.
 
@@ -82,9 +79,7 @@ def dial(
     return Channel(connection, session, str(address), deadlines), welcome
 
 
-def receive_hello(
-    connection: Connection, deadlines: Deadlines, identity: Identity = ANONYMOUS
-) -> m.Hello:
+def receive_hello(connection: Connection, deadlines: Deadlines, identity: Identity) -> m.Hello:
     """The first message of whoever connected.
 
     Raises:

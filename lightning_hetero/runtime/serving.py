@@ -39,7 +39,7 @@ from .address import Address
 from .building import build_described, numbered_layers
 from .channel import Arrival, Channel, Inbox
 from .deadlines import Deadlines
-from .handshake import ANONYMOUS, Identity, dial
+from .handshake import Identity, dial
 from .measured import MeasuredSide, answer_probe
 from .outgoing import send_copied
 from .owner import Owner, RunRecord
@@ -89,7 +89,7 @@ class StageSession:
         device: torch.device,
         deadlines: Deadlines,
         allowed: Allowed,
-        identity: Identity = ANONYMOUS,
+        identity: Identity,
         owner: Owner | None = None,
     ) -> None:
         self.name = name

@@ -20,6 +20,8 @@ from lightning_hetero.model.recipe import Recipe, write_recipe
 from lightning_hetero.model.tensors import locate, named_tensors, stored_in_four_bits
 from lightning_hetero.runtime.address import Address
 from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
+from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.runtime.handshake import Identity
 
 from ..families import tiny_model
 
@@ -54,7 +56,7 @@ def contents(layers: dict[int, nn.Module], **changed: Any) -> Iterator[Content]:
 
 
 def deploy(address: str, stage: RemoteStage) -> None:
-    coordinator = Coordinator([(address, Address.parse(address))])
+    coordinator = Coordinator([(address, Address.parse(address))], Deadlines(), Identity())
     try:
         list(coordinator.deploy([stage]))
     finally:

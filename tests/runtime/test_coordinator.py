@@ -52,7 +52,9 @@ def coordinator(layers: dict[int, nn.Module]) -> Iterator[Coordinator]:
     found = list(enumerate(find_decoder_layers(model)))
     with ExitStack() as stack:
         addresses = [stack.enter_context(worker_thread()) for _ in range(2)]
-        made = Coordinator([(str(a), a) for a in addresses], Deadlines(request_seconds=20.0))
+        made = Coordinator(
+            [(str(a), a) for a in addresses], Deadlines(request_seconds=20.0), Identity()
+        )
         stages = []
         for part in (found[:2], found[2:]):
             modules = {i: layer.module for i, layer in part}
@@ -69,7 +71,10 @@ def test_a_failure_ends_the_sending_of_weights(layers: dict[int, nn.Module]) -> 
     recipe = write_recipe(model, list(enumerate(find_decoder_layers(model))))
     too_small = ("0.mlp.up_proj.weight", torch.zeros(1), State())
     contents = partial(itertools.repeat, too_small, 100_000)
-    with worker_thread() as address, closing(Coordinator([("worker", address)])) as made:
+    with (
+        worker_thread() as address,
+        closing(Coordinator([("worker", address)], Deadlines(), Identity())) as made,
+    ):
         sent = made.deploy([RemoteStage(recipe, layers, contents, False, 0)])
         with pytest.raises(StageFailed, match="should have the shape"):
             list(itertools.islice(sent, 99_999))
@@ -79,8 +84,8 @@ def test_versions_that_differ_are_listed_once(caplog: pytest.LogCaptureFixture) 
     ours = equipment_here(torch.device("cpu"))
     identity = Identity(msgspec.structs.replace(ours, versions=ours.versions | {"torch": "1.0"}))
     with worker_thread() as address, caplog.at_level(logging.INFO):
-        Coordinator([("strix", address)], identity=identity).close()
-        Coordinator([("strix", address)], identity=Identity(ours)).close()
+        Coordinator([("strix", address)], Deadlines(), identity).close()
+        Coordinator([("strix", address)], Deadlines(), Identity(ours)).close()
     [said] = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
     assert said == f"strix differs, which is normal: torch {torch.__version__} (1.0 here)"
 
@@ -93,7 +98,10 @@ def test_a_worker_that_lacks_something_is_refused_before_anything_is_sent(
     model = tiny_llama(NUM_LAYERS)
     recipe = write_recipe(model, list(enumerate(find_decoder_layers(model))))
     stage = RemoteStage(recipe, layers, partial(named_contents, layers), False, 0)
-    with worker_thread() as address, closing(Coordinator([("strix", address)])) as made:
+    with (
+        worker_thread() as address,
+        closing(Coordinator([("strix", address)], Deadlines(), Identity())) as made,
+    ):
         expected = r"stage 1 on strix .* cannot hold its layers.* not compute in float32.*`dtype`"
         with pytest.raises(WorkerError, match=expected):
             list(made.deploy([stage]))

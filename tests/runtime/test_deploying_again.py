@@ -20,6 +20,7 @@ from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
 from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.runtime.handshake import Identity
 
 from ..models import tiny_llama
 from .pairs import worker_thread
@@ -33,7 +34,9 @@ def coordinator() -> Iterator[Coordinator]:
     """Connected to two workers, without layers."""
     with ExitStack() as stack:
         addresses = [stack.enter_context(worker_thread()) for _ in range(2)]
-        made = Coordinator([(str(a), a) for a in addresses], Deadlines(request_seconds=20.0))
+        made = Coordinator(
+            [(str(a), a) for a in addresses], Deadlines(request_seconds=20.0), Identity()
+        )
         yield made
         made.close()
 

@@ -14,7 +14,9 @@ from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.runtime.coordinator import Coordinator
+from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.deployment import Deployment
+from lightning_hetero.runtime.handshake import Identity
 
 from ..models import VOCABULARY, tiny_llama
 from .pairs import worker_thread
@@ -26,7 +28,7 @@ PLAN = Plan([StagePlan(["coordinator"], (0, 2), recompute=True), StagePlan(["wor
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
     with worker_thread() as address:
-        made = Coordinator([("worker", address)])
+        made = Coordinator([("worker", address)], Deadlines(), Identity())
         yield made
         made.close()
 

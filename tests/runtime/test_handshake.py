@@ -24,7 +24,9 @@ def closed_address() -> Address:
 
 def test_a_worker_welcomes_a_coordinator_with_its_device() -> None:
     with worker_thread() as address:
-        channel, welcome = dial(address, coordinator_session(), "coordinator", "a", QUICK)
+        channel, welcome = dial(
+            address, coordinator_session(), "coordinator", "a", QUICK, Identity()
+        )
         assert welcome.equipment.device == "cpu"
         channel.start(SimpleQueue())
         channel.close()
@@ -32,7 +34,7 @@ def test_a_worker_welcomes_a_coordinator_with_its_device() -> None:
 
 def test_nobody_there() -> None:
     with pytest.raises(WorkerUnreachable, match="No worker answers at 127.0.0.1:"):
-        dial(closed_address(), coordinator_session(), "coordinator", "a", QUICK)
+        dial(closed_address(), coordinator_session(), "coordinator", "a", QUICK, Identity())
 
 
 def test_somebody_else_there() -> None:
@@ -46,13 +48,20 @@ def test_somebody_else_there() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(WorkerUnreachable, match="did not answer as a worker"):
-            dial(Address(*listener.getsockname()), coordinator_session(), "coordinator", "a", QUICK)
+            dial(
+                Address(*listener.getsockname()),
+                coordinator_session(),
+                "coordinator",
+                "a",
+                QUICK,
+                Identity(),
+            )
         thread.join()
 
 
 def test_a_stranger_to_the_session_is_refused() -> None:
     with worker_thread() as address, pytest.raises(WorkerUnreachable, match="session 'unknown'"):
-        dial(address, upstream_session(), "neighbor", "unknown", QUICK)
+        dial(address, upstream_session(), "neighbor", "unknown", QUICK, Identity())
 
 
 def test_silence_ends_with_the_deadline() -> None:
@@ -61,7 +70,14 @@ def test_silence_ends_with_the_deadline() -> None:
         socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(WorkerUnreachable, match=r"Nothing came within 0\.1 s"),
     ):
-        dial(Address(*listener.getsockname()), coordinator_session(), "coordinator", "a", quick)
+        dial(
+            Address(*listener.getsockname()),
+            coordinator_session(),
+            "coordinator",
+            "a",
+            quick,
+            Identity(),
+        )
 
 
 LATER = m.Equipment(versions={"lightning-hetero": "9.0", "transformers": "6.0.0"})
@@ -102,6 +118,6 @@ def test_a_worker_refuses_another_model_code_and_says_so() -> None:
     with worker_thread() as address:
         with pytest.raises(WorkerUnreachable, match=expected):
             dial(address, coordinator_session(), "coordinator", "a", QUICK, identity)
-        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK)
+        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
         channel.start(SimpleQueue())
         channel.close()

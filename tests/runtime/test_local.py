@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero.runtime import local
-from lightning_hetero.runtime.handshake import dial
+from lightning_hetero.runtime.handshake import Identity, dial
 from lightning_hetero.wire.session import upstream_session
 
 from .pairs import QUICK
@@ -31,7 +31,7 @@ def test_workers_answer_at_their_addresses_and_end_when_told() -> None:
         slow = local.Deadlines(connect_seconds=60.0)
         for worker in workers:
             with pytest.raises(local.WorkerError, match="does not serve the session"):
-                dial(worker.address, upstream_session(), "neighbor", "none", slow)
+                dial(worker.address, upstream_session(), "neighbor", "none", slow, Identity())
     finally:
         local.stop_local_workers(workers, QUICK)
     assert all(worker.process.poll() is not None for worker in workers)

@@ -18,8 +18,10 @@ from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.profiling.workers import prepare_workers
 from lightning_hetero.runtime.coordinator import Coordinator
+from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.deployment import Deployment
 from lightning_hetero.runtime.device import describe_device
+from lightning_hetero.runtime.handshake import Identity
 from lightning_hetero.runtime.links import PROBE_BYTES, measure_link
 from lightning_hetero.runtime.measuring import Outcome, Trial, read_outcome, say_prepare, say_trial
 from lightning_hetero.wire import messages as m
@@ -34,7 +36,7 @@ CALL = LayerCall(3, True, (), {"position_embeddings": ROPE, "attention_mask": No
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
     with worker_thread() as one, worker_thread() as two:
-        made = Coordinator([("one", one), ("two", two)])
+        made = Coordinator([("one", one), ("two", two)], Deadlines(), Identity())
         yield made
         made.close()
 
@@ -130,7 +132,7 @@ def test_a_link_between_workers_is_measured_and_measured_again(coordinator: Coor
 def test_those_that_are_not_kept_are_free_for_others(coordinator: Coordinator) -> None:
     address = coordinator.address_of("two")
     coordinator.keep(["one"])
-    other = Coordinator([("two", address)])
+    other = Coordinator([("two", address)], Deadlines(), Identity())
     other.close()
     assert isinstance(ask(coordinator, m.DescribeDevice()), m.DeviceDescribed)
 

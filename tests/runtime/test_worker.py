@@ -34,12 +34,12 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_one_coordinator_at_a_time_and_then_the_next() -> None:
     with worker_thread() as address:
-        first, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK)
+        first, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
         first.start(SimpleQueue())
         with pytest.raises(WorkerUnreachable, match="busy with another coordinator"):
-            dial(address, coordinator_session(), "coordinator", "b", QUICK)
+            dial(address, coordinator_session(), "coordinator", "b", QUICK, Identity())
         first.close(m.Goodbye())
-        second, _ = dial(address, coordinator_session(), "coordinator", "c", QUICK)
+        second, _ = dial(address, coordinator_session(), "coordinator", "c", QUICK, Identity())
         second.start(SimpleQueue())
         second.close()
 

@@ -1,0 +1,129 @@
+"""`lightning-hetero mesh`: a WireGuard network for machines in different places."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..runtime.mesh import DEFAULT_MTU, DEFAULT_NETWORK, Mesh
+from ..runtime.mesh_files import (
+    INSTALLED,
+    INTERFACE,
+    check_replaceable,
+    create_mesh,
+    folder_of,
+    forgotten_files,
+    read_mesh,
+    save_mesh,
+    write_nodes,
+)
+
+if TYPE_CHECKING:
+    from .commands import Commands
+
+
+def add_to(commands: Commands) -> None:
+    mesh = commands.add_parser("mesh", help="a WireGuard network for machines in different places")
+    actions = mesh.add_subparsers(required=True, metavar="ACTION")
+    init = _action(actions, "init", _init, "begin a mesh")
+    init.add_argument(
+        "--network",
+        default=DEFAULT_NETWORK,
+        metavar="NETWORK",
+        help="a private network that none of the machines is in (default: %(default)s)",
+    )
+    init.add_argument(
+        "--mtu",
+        type=int,
+        default=DEFAULT_MTU,
+        metavar="BYTES",
+        help="of the tunnels; less where a way carries less than Ethernet (default: %(default)s)",
+    )
+    add = _action(actions, "add", _add, "add a node, and write the files of all nodes")
+    add.add_argument("name", metavar="NAME", help="what people call the machine")
+    add.add_argument(
+        "--endpoint",
+        metavar="HOST[:PORT]",
+        help="where the others can send UDP to; leave it out for a machine behind NAT",
+    )
+    _action(actions, "write", _write, "write the files of all nodes, after the inventory changed")
+    show = _action(actions, "show", _show, "show the nodes, or what to do on one of them")
+    show.add_argument("name", nargs="?", metavar="NAME", help="one node")
+
+
+def _action(actions: Commands, name: str, run: object, text: str) -> argparse.ArgumentParser:
+    action = actions.add_parser(name, help=text)
+    action.set_defaults(run=run)
+    action.add_argument(
+        "--file",
+        type=Path,
+        default=Path("mesh.yaml"),
+        metavar="FILE",
+        help="the inventory with all keys, which stays on this machine (default: %(default)s)",
+    )
+    return action
+
+
+def _init(options: argparse.Namespace) -> None:
+    create_mesh(options.file, Mesh.new(options.network, options.mtu))
+    print(
+        f"Wrote {options.file}, which will hold the keys of all nodes: keep it on this machine. "
+        "Now `lightning-hetero mesh add NAME --endpoint HOST:PORT` for each machine, without "
+        "--endpoint for one behind NAT."
+    )
+
+
+def _add(options: argparse.Namespace) -> None:
+    mesh = read_mesh(options.file).with_node(options.name, options.endpoint)
+    check_replaceable(folder_of(options.file), mesh)
+    save_mesh(options.file, mesh)
+    print(f"{options.name} is {mesh.node(options.name).address}.")
+    _write_files(options.file, mesh)
+
+
+def _write(options: argparse.Namespace) -> None:
+    _write_files(options.file, read_mesh(options.file))
+
+
+def _write_files(inventory: Path, mesh: Mesh) -> None:
+    folder = folder_of(inventory)
+    changed = write_nodes(folder, mesh)
+    for path in changed:
+        print(f"Wrote {path}.")
+    if not changed:
+        print(f"The files in {folder} are as they should be.")
+    for path in forgotten_files(folder, mesh):
+        print(f"{path} is of no node of this mesh; remove it.")
+    for remark in mesh.remarks():
+        print(remark)
+    print("`lightning-hetero mesh show NAME` says what to do on a machine.")
+
+
+def _show(options: argparse.Namespace) -> None:
+    mesh = read_mesh(options.file)
+    if options.name is not None:
+        _show_node(mesh, options.name, folder_of(options.file))
+        return
+    print(f"network {mesh.network}, MTU {mesh.mtu}, {len(mesh.nodes)} nodes")
+    for node in mesh.nodes:
+        where = node.endpoint or "behind NAT"
+        print(f"{node.name}  {node.address}  {where}  {node.public_key}")
+    for remark in mesh.remarks():
+        print(remark)
+
+
+def _show_node(mesh: Mesh, name: str, folder: Path) -> None:
+    node = mesh.node(name)
+    print(f"{name} is {node.address} in the mesh.")
+    print("1. Copy its file there, and to no other machine, since it holds its keys:")
+    print(f"   ssh root@{name} 'umask 077; cat > {INSTALLED}' < {folder / name}.conf")
+    if node.endpoint is not None:
+        print(f"   Let UDP to {node.endpoint} through its firewall.")
+    print("2. There, as root, with wireguard-tools installed:")
+    print(f"   wg-quick up {INTERFACE}      (after a change first: wg-quick down {INTERFACE})")
+    print("   If the kernel has no WireGuard, wg-quick takes wireguard-go where it is installed;")
+    print("   another implementation is named by WG_QUICK_USERSPACE_IMPLEMENTATION.")
+    print("3. Start its worker, with the token of the run:")
+    print(f"   lightning-hetero worker --listen {node.address}:9999")
+    print(f'   and name it to the strategy: workers=["{node.address}:9999"]')
