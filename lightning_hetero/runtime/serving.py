@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import HeteroError, LocalProtocolError, ModelError
+from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
 from ..model.four_bit import is_four_bit, multiply_in, quantize, state_of
 from ..model.imports import Allowed
 from ..model.tensors import locate, named_tensors, narrowed, set_tensor
@@ -29,6 +29,7 @@ from ..wire.constants import KeptConstants
 from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES, TensorSpec
 from ..wire.values import Packer, unpack
+from .activity import of_action, of_request
 from .address import Address
 from .building import build_described, numbered_layers
 from .channel import Arrival, Channel, Inbox
@@ -159,7 +160,11 @@ class StageSession:
             self._guarded(answer_probe, arrival.channel, content.message)
         else:
             handler = self._handlers[type(content.message)]
+            self._note_activity(of_request(content.message))
             self._guarded(handler, content.message, content.tensors)
+
+    def _note_activity(self, activity: str) -> None:
+        self._coordinator.activity = activity or self._coordinator.activity
 
     def _on_end(self, channel: Channel, reason: str) -> None:
         """Without its coordinator a stage has nothing to do; a lost neighbor is reported."""
@@ -255,7 +260,11 @@ class StageSession:
             raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
         # When layers have moved, the link to the neighbor is there already.
         if self._downstream_address and self._downstream is self._coordinator:
-            self._downstream = self._dial_neighbor(self._downstream_address)
+            try:
+                self._downstream = self._dial_neighbor(self._downstream_address)
+            except WorkerUnreachable as error:
+                self._coordinator.send(m.NeighborLost(self._stage_index + 1, str(error)))
+                return
             self._downstream.start(self._inbox)
         self._coordinator.send(m.Done())
 
@@ -354,6 +363,7 @@ class StageSession:
         self._coordinator.send(m.Done())
 
     def _perform(self, action: Action) -> None:
+        self._note_activity(of_action(action, self._runner.step))
         if not self._runner.is_training(action):
             result = self._runner.run(action)
         else:
