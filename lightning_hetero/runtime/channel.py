@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import ChannelError, HeteroError, RemoteProtocolError
 from ..wire import messages as m
 from ..wire.frames import Frame, FrameReader, encode_frame
-from ..wire.session import Session
+from ..wire.session import Session, State
 from .activity import shown_by
 from .connection import Connection
 from .deadlines import Deadlines
@@ -112,6 +112,11 @@ class Channel:
             self._progress.wait_for(lambda: self._num_queued <= most_queued or self._is_over)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether one of the two has said the last word."""
+        return self._session.state is State.CLOSED
+
+    @property
     def peer_activity(self) -> str:
         """The last that is known of what the peer does; nothing if it has told nothing."""
         return self._peer_activity
@@ -165,7 +170,7 @@ class Channel:
                 self._progress.notify_all()
             self._peer_activity = shown_by(frame.message) or self._peer_activity
             if isinstance(frame.message, m.Ping):
-                self.send(m.Pong())
+                self.send(m.Pong(self.activity))
             return frame
 
     def _on_silence(self) -> None:
@@ -173,6 +178,7 @@ class Channel:
         self._num_silent_waits += 1
         silence_seconds = self._num_silent_waits * self._deadlines.heartbeat_seconds
         if silence_seconds < self._deadlines.silence_seconds:
+            self.send(m.Ping())  # whose signs of life may be set to come less often than we look
             return
         since_answer = self._connection.seconds_since_answer()
         is_cut_off = since_answer is not None and since_answer > _SHARE_OF_SILENCE * silence_seconds

@@ -243,8 +243,9 @@ class Conversations:
             return self._note_lost(reporter, wrong)
         if not lost.channel.peer_answers():
             return self._note_lost(lost, self._end_of(lost))
+        first, second = sorted((reporter, lost), key=lambda worker: worker.number)
         self._broken_link = LinkLost(
-            f"The link between {reporter} and {lost} was lost {self._when}, and both answer the "
+            f"The link between {first} and {second} was lost {self._when}, and both answer the "
             f"coordinator. {report.reason}"
         )
         return self._broken_link

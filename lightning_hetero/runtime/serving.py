@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -384,11 +384,11 @@ class StageSession:
         if isinstance(content, Activation):
             wire_dtype = self._narrowing.activation_dtype
             message, tensors = say_activation(step, key, content, wire_dtype)
-            self._downstream.send(message, *tensors)
+            _send_to_neighbor(self._downstream, message, tensors)
         else:
             wire_dtype = self._narrowing.gradient_dtype
             message, tensors = say_gradients(step, key, content, wire_dtype)
-            self._upstream.send(message, *tensors)
+            _send_to_neighbor(self._upstream, message, tensors)
 
     def _optimizer(self, number: int) -> StageOptimizer:
         if number not in self._optimizers:
@@ -413,3 +413,13 @@ class StageSession:
         # A parameter that its layer has twice is known by the last of its names.
         names = {parameter: name for name, parameter in parameters.items()}
         return {name: p.grad for p, name in names.items() if p.grad is not None}
+
+
+def _send_to_neighbor(channel: Channel, message: m.Message, tensors: Sequence[Tensor]) -> None:
+    """A neighbor that has said goodbye is told nothing more: it lost the coordinator, or was let go
+    by it, so the coordinator knows."""
+    try:
+        channel.send(message, *tensors)
+    except LocalProtocolError:
+        if not channel.has_ended:
+            raise
