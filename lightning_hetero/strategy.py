@@ -33,7 +33,7 @@ from .checks import (
     warn_of_batch_statistics,
     warn_of_idle_devices,
 )
-from .errors import HeteroError, ModelError
+from .errors import HeteroError, ModelError, SaveError
 from .gradients import clip_by_global_norm, norms_by_name
 from .manual import FollowedZeroGrad
 from .model.four_bit import accepting_states, keep_layout
@@ -371,7 +371,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             logger.error("No checkpoint was written to %s. %s", filepath, self._unsaved)
             return
         check_complete(checkpoint, filepath)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        except SaveError as error:
+            # As in `_unless_interrupted`: it must not take the place of what ended the run.
+            if self._module().trainer.state.status is not TrainerStatus.INTERRUPTED:
+                raise
+            logger.error("%s", error)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

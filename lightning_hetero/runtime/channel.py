@@ -150,7 +150,7 @@ class Channel:
                 frame = self._next_frame()
                 if not isinstance(frame.message, (m.Ping, m.Pong)):
                     inbox.put(Arrival(self, frame))
-        except (HeteroError, OSError) as error:
+        except Exception as error:  # whatever it is, somebody waits for what would come next
             self._end(inbox, error)
 
     def _next_frame(self) -> Frame:

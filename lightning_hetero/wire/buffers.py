@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
+import numpy
 import torch
+
+from ..errors import RemoteProtocolError
 
 # A fresh 64 MiB buffer costs more in page faults than its bytes cost on a loopback socket, so
 # big ones are kept. Small ones come cheap from the allocator.
@@ -22,8 +25,19 @@ _UNUSED_REFERENCES = _references_of_unused()
 
 
 def new_buffer(num_bytes: int) -> memoryview:
-    """Memory of its own for tensors that stay, aligned as torch's own; its content is undefined."""
-    return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    """Memory of its own for tensors that stay, aligned as torch's own; its content is undefined.
+
+    Raises:
+        RemoteProtocolError: If there is not so much.
+    """
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    except RuntimeError as error:
+        raise _too_much(num_bytes) from error
+
+
+def _too_much(num_bytes: int) -> RemoteProtocolError:
+    return RemoteProtocolError(f"There is no memory here for a message of {num_bytes} bytes.")
 
 
 class BufferPool:
@@ -35,10 +49,14 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        self._buffers: list[bytearray] = []
+        self._buffers: list[memoryview] = []
 
-    def take(self, num_bytes: int) -> bytearray:
-        """A buffer of at least ``num_bytes``; its content is undefined."""
+    def take(self, num_bytes: int) -> bytearray | memoryview:
+        """A buffer of at least ``num_bytes``; its content is undefined.
+
+        Raises:
+            RemoteProtocolError: If there is not so much memory.
+        """
         if num_bytes < SMALLEST_KEPT_BYTES:
             return bytearray(num_bytes)
         size = _rounded(num_bytes)
@@ -46,7 +64,7 @@ class BufferPool:
             if len(self._buffers[index]) == size and self._is_unused(index):
                 return self._buffers[index]
         self._forget_one()
-        self._buffers.append(bytearray(size))
+        self._buffers.append(_empty(size))
         return self._buffers[-1]
 
     def _is_unused(self, index: int) -> bool:
@@ -57,6 +75,15 @@ class BufferPool:
         if len(self._buffers) >= MOST_KEPT:
             unused = (i for i in range(len(self._buffers)) if self._is_unused(i))
             self._buffers.pop(next(unused, 0))
+
+
+def _empty(num_bytes: int) -> memoryview:
+    """Memory that the machine hands out as it is filled, as it does not if somebody makes it zero:
+    who announces much and sends little takes little."""
+    try:
+        return numpy.empty(num_bytes, numpy.uint8).data
+    except MemoryError as error:
+        raise _too_much(num_bytes) from error
 
 
 def _rounded(num_bytes: int) -> int:
