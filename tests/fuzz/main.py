@@ -56,7 +56,7 @@ def main(num_frames: int = 200_000, num_conversations: int = 2_000, seed: int = 
     be_quiet()
     torch.set_num_threads(1)
     limit = ["prlimit", f"--as={MOST_ADDRESSED_BYTES}"]
-    with worker_process("--log-level", "ERROR", prefix=limit) as process:
+    with worker_process(prefix=limit) as process:
         frames = record(process.address)
         say("recorded", f"{len(frames)} frames: {dict(Counter(frame.kind for frame in frames))}")
         before, begin = own_peak_bytes(), time.monotonic()

@@ -92,6 +92,7 @@ class LiveWorker:
                     connection.sendall(frame)
                     if b"Activation" in frame[:100]:
                         listener.wait_for(m.Activation)
+            with contextlib.suppress(OSError):  # it has ended it already
                 connection.shutdown(socket.SHUT_WR)
             last = listener.read_to_end()
             self.answers[last] = self.answers.get(last, 0) + 1
