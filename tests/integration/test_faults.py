@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,19 @@ from ..faults.slow_worker import hold_interpreter
 from ..models import TinyModule, loader, trainer
 
 ROOT = Path(__file__).parents[2]
-SILENCE_SECONDS = 0.5
+SILENCE_SECONDS = 1.5
 QUICK = Deadlines(
     heartbeat_seconds=0.1, silence_seconds=SILENCE_SECONDS, stop_seconds=0.5, busy_seconds=3.0
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warmed_up(
+    worker_processes: list[WorkerProcess], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The first layers that a process builds take imports, which can keep it from speaking."""
+    patient = Scene(tmp_path_factory.mktemp("patient"))
+    assert patient.serves([worker.address for worker in worker_processes[:2]])
 
 
 @pytest.fixture
@@ -116,7 +126,7 @@ def test_a_broken_link_between_two_that_live_costs_no_weights(
 
 
 def test_a_frozen_local_worker_is_named_and_ended(scene: Scene) -> None:
-    strategy, ended = scene.strategy(2), []
+    strategy, ended = replace(scene, deadlines=Deadlines()).strategy(2), []
 
     def freeze() -> None:
         ended.extend(worker.process for worker in strategy._fleet._local)
@@ -140,16 +150,17 @@ class Holding(TinyModule):
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         if batch_idx == 1:
-            hold_interpreter(3 * SILENCE_SECONDS)
+            hold_interpreter(2 * SILENCE_SECONDS)
         return super().training_step(batch, batch_idx)
 
 
 def test_a_slow_step_is_no_dead_worker(scene: Scene) -> None:
     """A worker that computes answers, and waits for a coordinator that cannot; one that lets no
     thread run is taken for frozen."""
-    long = str(3 * SILENCE_SECONDS)
+    long = str(2 * SILENCE_SECONDS)
     slow = {"SLOW_SECONDS": long, "HOLD_SECONDS": long}
     with worker_process(before=IMPATIENT_AND_SLOW, **slow) as worker:
+        assert replace(scene, deadlines=Deadlines()).serves([worker.address])
         strategy = scene.strategy([worker.address])
         module = Holding()
         trainer(strategy, max_steps=2).fit(module, loader(24, 12))
