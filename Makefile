@@ -10,7 +10,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench foreign clean
+.PHONY: help demo test lint format bench faults fuzz foreign clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +32,12 @@ format: $(INSTALLED) ## Format the code and repair what ruff can repair
 
 bench: $(INSTALLED) ## Run every benchmark
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+
+faults: $(INSTALLED) ## Kill, freeze and cut off workers at every place of a run
+	$(BIN)/python -m tests.faults.main $(ARGS)
+
+fuzz: $(INSTALLED) ## Tell the decoder and a worker what is almost right
+	$(BIN)/python -m tests.fuzz.main $(ARGS)
 
 foreign: $(INSTALLED) ## Train other people's projects, on one device and over workers
 	$(BIN)/python -m pip install --no-input -q -c constraints.txt -e '.[foreign]'

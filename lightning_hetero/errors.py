@@ -18,6 +18,7 @@ HeteroError
 └─ WorkerError
    ├─ WorkerUnreachable      nobody answered, or it refused us
    ├─ WorkerLost             it was there and is gone
+   ├─ LinkLost               two are there and no longer reach each other
    └─ StageFailed            its own code raised; carries the worker's traceback
 """
 
@@ -101,6 +102,10 @@ class WorkerUnreachable(WorkerError):
 
 class WorkerLost(WorkerError):
     """A worker that took part in the run is gone."""
+
+
+class LinkLost(WorkerError):
+    """Two neighboring workers are there and cannot reach each other; their weights are not lost."""
 
 
 class StageFailed(WorkerError):

@@ -114,7 +114,7 @@ class Gathering:
                 deployment.check_between_steps()
             return fetch()
         except HeteroError as error:
-            if deployment is None or module.trainer.state.status is not TrainerStatus.INTERRUPTED:
+            if deployment is None or not _is_interrupted(module):
                 raise
             self._unsaved = error
             return {}
@@ -130,6 +130,22 @@ class Gathering:
             return False
         _check_complete(checkpoint, path)
         return True
+
+
+@contextmanager
+def unless_interrupted(module: pl.LightningModule) -> Iterator[None]:
+    """Inside, a checkpoint is written; after an exception that ends the run, an error of that must
+    not take its place and is logged."""
+    try:
+        yield
+    except SaveError as error:
+        if not _is_interrupted(module):
+            raise
+        logger.error("%s", error)
+
+
+def _is_interrupted(module: pl.LightningModule) -> bool:
+    return module.trainer.state.status is TrainerStatus.INTERRUPTED
 
 
 def checkpoint_io_or_ours(chosen: CheckpointIO | None) -> CheckpointIO:

@@ -40,7 +40,7 @@ from .profiling.choosing import PlanChoice
 from .runtime.deadlines import Deadlines
 from .runtime.deployment import Deployment
 from .runtime.fleet import Fleet
-from .saving import Gathering, checkpoint_io_or_ours, keeping_frozen
+from .saving import Gathering, checkpoint_io_or_ours, keeping_frozen, unless_interrupted
 from .training import StagedTraining
 from .watching import Watch
 
@@ -345,7 +345,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self._gathering.is_complete(checkpoint, filepath):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            with unless_interrupted(self._module()):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,17 +33,21 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_process(*options: str, before: str = "") -> Iterator[WorkerProcess]:
+def worker_process(
+    *options: str, before: str = "", prefix: Sequence[str] = (), **environment: str
+) -> Iterator[WorkerProcess]:
     """A worker on a free loopback port; it ends with the block.
 
-    ``before`` is code that its process runs first.
+    ``before`` is code that its process runs first, and ``prefix`` what goes before its command.
     """
     command = [sys.executable, "-m", "lightning_hetero", "worker"]
     if before:
         main = "import runpy; runpy.run_module('lightning_hetero', run_name='__main__')"
         command = [sys.executable, "-c", f"{before}; {main}", "worker"]
     command += ["--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*prefix, *command], stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
     try:
         assert process.stderr is not None
         lines = []

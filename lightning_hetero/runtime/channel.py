@@ -1,8 +1,9 @@
 """A channel: a connection that speaks frames, with a thread for each direction.
 
-The reading thread fills tensors in place and answers heartbeats, so a peer that computes is heard;
-the writing thread sends large tensors from their own memory. What arrives, and the channel's end,
-goes to one inbox. Nobody who computes ever waits for the network.
+The reading thread fills tensors in place; the writing thread sends large tensors from their own
+memory, and gives a sign of life when there is nothing to send, so a peer that computes is heard.
+What arrives, and the channel's end, goes to one inbox. Nobody who computes ever waits for the
+network.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
@@ -22,11 +23,16 @@ from ..errors import ChannelError, HeteroError, RemoteProtocolError
 from ..wire import messages as m
 from ..wire.buffers import BufferPool
 from ..wire.frames import Frame, FrameReader, encode_frame
-from ..wire.session import Session
+from ..wire.session import Session, State
+from .activity import shown_by
 from .connection import Connection
 from .deadlines import Deadlines
 
 logger = logging.getLogger(__name__)
+
+# Of a silence: acknowledgements of a machine that is there come twice as often at least, also when
+# it takes no more bytes and is only asked whether it will.
+_SHARE_OF_SILENCE = 0.7
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Channel:
         connection: From now on the channel's.
         session: The rules, as far as the handshake has taken them.
         peer: Who is at the other end, for messages to people.
+        frozen_seconds: Silence after which a peer is given up whose machine still answers; None
+            takes that of any silence.
     """
 
     def __init__(
@@ -55,8 +63,13 @@ class Channel:
         session: Session,
         peer: str,
         deadlines: Deadlines,
+        frozen_seconds: float | None = None,
     ) -> None:
         self.peer = peer
+        self._frozen_seconds = frozen_seconds or deadlines.silence_seconds
+        # What this end does, for people at the other one, and what is known of that one.
+        self.activity = ""
+        self._peer_activity = ""
         self._connection = connection
         self._session = session
         self._reader = FrameReader()
@@ -67,7 +80,8 @@ class Channel:
         self._is_over = False
         self._outgoing: SimpleQueue[Callable[[], list[memoryview]] | None] = SimpleQueue()
         self._is_closing = False
-        self._last_heard = time.monotonic()
+        self._num_heard = 0
+        self._num_silent_waits = 0
         self._threads: list[threading.Thread] = []
 
     def start(self, inbox: Inbox, pool: BufferPool | None = None) -> None:
@@ -114,6 +128,24 @@ class Channel:
         with self._progress:
             self._progress.wait_for(lambda: self._num_queued <= most_queued or self._is_over)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether one of the two has said the last word."""
+        return self._session.state is State.CLOSED
+
+    @property
+    def peer_activity(self) -> str:
+        """The last that is known of what the peer does; nothing if it has told nothing."""
+        return self._peer_activity
+
+    def peer_answers(self) -> bool:
+        """Ask for a sign of life, and wait until one comes or the channel is over."""
+        before = self._num_heard
+        self.send(m.Ping())
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_heard > before or self._is_over)
+        return self._num_heard > before
+
     def close(self, last_word: m.Message | None = None) -> None:
         """Send what is queued and a last word, then end the channel and its threads."""
         if last_word is not None:
@@ -135,46 +167,61 @@ class Channel:
                 frame = self._next_frame()
                 if not isinstance(frame.message, (m.Ping, m.Pong)):
                     inbox.put(Arrival(self, frame))
-        except (HeteroError, OSError) as error:
+        except Exception as error:  # whatever it is, somebody waits for what would come next
             self._end(inbox, error)
 
     def _next_frame(self) -> Frame:
         while True:
             try:
-                frame = receive_some(self._connection, self._reader)
+                frame = receive_some(self._connection, self._reader, self.peer)
             except TimeoutError:
                 self._on_silence()
                 continue
-            self._last_heard = time.monotonic()
+            self._num_silent_waits = 0
             if frame is None:
                 continue
             logger.debug("< %s %s", self.peer, frame)
-            with self._lock:
+            with self._progress:
                 self._session.received(frame.message)
+                self._num_heard += 1
+                self._progress.notify_all()
+            self._peer_activity = shown_by(frame.message) or self._peer_activity
             if isinstance(frame.message, m.Ping):
-                self.send(m.Pong())
+                self.send(m.Pong(self.activity))
             return frame
 
     def _on_silence(self) -> None:
-        silence_seconds = time.monotonic() - self._last_heard
-        if silence_seconds > self._deadlines.silence_seconds:
-            raise ChannelError(f"No sign of life from {self.peer} for {silence_seconds:.0f} s.")
-        self.send(m.Ping())
+        # Waits are counted and no clock is read: who was stopped itself blames nobody for it.
+        self._num_silent_waits += 1
+        silence_seconds = self._num_silent_waits * self._deadlines.heartbeat_seconds
+        if silence_seconds < self._deadlines.silence_seconds:
+            self.send(m.Ping())  # whose signs of life may be set to come less often than we look
+            return
+        since_answer = self._connection.seconds_since_answer()
+        is_cut_off = since_answer is not None and since_answer > _SHARE_OF_SILENCE * silence_seconds
+        if is_cut_off or silence_seconds >= self._frozen_seconds:
+            raise ChannelError(
+                f"No sign of life from {self.peer} for {silence_seconds:.3g} s"
+                f"{_reason_of_silence(since_answer, is_cut_off)}."
+            )
 
     def _end(self, inbox: Inbox, error: Exception) -> None:
         """The channel is over: tell the peer if it broke a rule, and ours in any case."""
-        if isinstance(error, RemoteProtocolError):
+        broke_a_rule = isinstance(error, RemoteProtocolError)
+        if broke_a_rule:
             with contextlib.suppress(HeteroError):
                 self.send(m.Failure(reason=str(error)))
-        self._outgoing.put(None)
         if not self._is_closing:
             if not isinstance(error, HeteroError):
-                error = ChannelError(f"The connection to {self.peer} broke: {error}.")
+                error = ChannelError(f"The connection to {self.peer} was cut ({error}).")
             inbox.put(Arrival(self, error))
+        if not broke_a_rule:
+            self._connection.shut_down()  # or the other thread would try to send for a while
+        self._outgoing.put(None)
 
     def _write(self) -> None:
         try:
-            while (encode := self._outgoing.get()) is not None:
+            while (encode := self._next_outgoing()) is not None:
                 send_buffers(self._connection, encode(), self._deadlines.silence_seconds)
                 del encode  # the next wait must not keep the frame's tensors alive
                 self._note_progress(is_over=False)
@@ -183,6 +230,13 @@ class Channel:
             self._connection.shut_down()
         finally:
             self._note_progress(is_over=True)
+
+    def _next_outgoing(self) -> Callable[[], list[memoryview]] | None:
+        while True:
+            try:
+                return self._outgoing.get(timeout=self._deadlines.heartbeat_seconds)
+            except Empty:
+                self.send(m.Pong(self.activity))
 
     def _note_progress(self, is_over: bool) -> None:
         with self._progress:
@@ -195,19 +249,35 @@ def _encoded(buffers: list[memoryview]) -> list[memoryview]:
     return buffers
 
 
-def receive_some(connection: Connection, reader: FrameReader) -> Frame | None:
+def receive_some(
+    connection: Connection, reader: FrameReader, peer: str = "The peer"
+) -> Frame | None:
     """Take what has arrived; the frame, if that completes one.
 
     Raises:
         TimeoutError: If nothing arrives within the connection's timeout.
         ChannelError: If the peer has ended the connection.
-        RemoteProtocolError: If what arrived is no frame, or ends inside one.
+        RemoteProtocolError: If what arrived is no frame.
     """
     num_bytes = connection.receive_into(reader.buffer())
-    if num_bytes == 0:
+    if num_bytes > 0:
+        return reader.advance(num_bytes)
+    try:
         reader.close()
-        raise ChannelError("The peer ended the connection.")
-    return reader.advance(num_bytes)
+    except RemoteProtocolError as error:
+        raise ChannelError(
+            f"{peer} ended the connection in the middle of a message, as a process does that is "
+            "killed."
+        ) from error
+    raise ChannelError(f"{peer} ended the connection without a word.")
+
+
+def _reason_of_silence(since_answer: float | None, is_cut_off: bool) -> str:
+    if since_answer is None:
+        return ""
+    if is_cut_off:
+        return ", nor from its machine: it is off, or the network between is cut"
+    return ": its machine answers, so its process is frozen, or a tunnel to it is cut"
 
 
 def send_buffers(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
+import sys
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,6 +14,8 @@ from typing import Protocol
 _MOST_BUFFERS = 512
 _SOCKET_BUFFER_BYTES = 4 * 2**20
 _WASTE_BYTES = 2**16
+# Where Linux's `struct tcp_info` has the milliseconds since the last acknowledgement came.
+_LAST_ACK = struct.Struct("=56xI")
 
 
 class Connection(Protocol):
@@ -28,6 +32,10 @@ class Connection(Protocol):
 
         That may be none although the peer takes something: offer the same bytes again.
         """
+
+    def seconds_since_answer(self) -> float | None:
+        """How long ago the peer's machine last acknowledged something, whatever its process does;
+        None where the system does not tell."""
 
     def shut_down(self) -> None:
         """End both directions, which wakes whoever waits."""
@@ -55,6 +63,16 @@ class SocketConnection:
 
     def send(self, buffers: Sequence[memoryview]) -> int:
         return self._socket.sendmsg(buffers[:_MOST_BUFFERS])
+
+    def seconds_since_answer(self) -> float | None:
+        if not sys.platform.startswith("linux"):
+            return None
+        try:
+            told = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
+        except OSError:
+            return None
+        (milliseconds,) = _LAST_ACK.unpack(told)
+        return float(milliseconds) / 1000
 
     def shut_down(self) -> None:
         with contextlib.suppress(OSError):

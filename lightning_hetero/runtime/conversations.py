@@ -13,7 +13,15 @@ from typing import TypeVar
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from ..errors import HeteroError, ProtocolError, StageFailed, WorkerError, WorkerLost
+from ..errors import (
+    HeteroError,
+    LinkLost,
+    ProtocolError,
+    RemoteProtocolError,
+    StageFailed,
+    WorkerError,
+    WorkerLost,
+)
 from ..pipeline.copies import Copies
 from ..wire import messages as m
 from ..wire.constants import SentConstants
@@ -85,6 +93,7 @@ class Conversations:
         self._inbox: Inbox = SimpleQueue()
         self._workers: list[ConnectedWorker] = []
         self._lost: WorkerError | None = None
+        self._broken_link: LinkLost | None = None
         # Requests whose Done is still to come, by worker: more than one after an interrupted one.
         self._unanswered: dict[int, int] = {}
         # Names of workers whose owners want their devices for themselves at present.
@@ -216,12 +225,12 @@ class Conversations:
         if isinstance(message, m.Failure):
             self._note_failure(worker, message)
             raise StageFailed(
-                f"{worker} failed in step {self.step}: {message.reason}\n\n"
+                f"{worker} failed {self._when}: {message.reason}\n\n"
                 f"The worker's traceback:\n{message.traceback}"
             )
-        if isinstance(message, m.NeighborLost):
-            lost = next((w for w in self._workers if w.number == message.stage_index), worker)
-            raise self._note_lost(lost, WorkerError(f"{worker} lost it: {message.reason}"))
+        # Both ends of a broken link tell of it, and one report is enough.
+        if isinstance(message, m.NeighborLost) and self._broken_link is None:
+            raise self._note_neighbor_lost(worker, message)
         return worker, content
 
     def _take_arrival(self, patience_seconds: float) -> tuple[ConnectedWorker, Frame | HeteroError]:
@@ -229,11 +238,14 @@ class Conversations:
             arrival = self._next_arrival(patience_seconds)
         except Empty:
             self._lost = WorkerLost(
-                f"No worker has said anything for {patience_seconds:.0f} s in step {self.step}, "
-                "although their machines are alive."
+                f"No worker has made anything for {patience_seconds:.0f} s {self._when}, although "
+                f"they give signs of life. {' '.join(map(_last_known, self._workers))}"
             )
             raise self._lost from None
-        return next(w for w in self._workers if w.channel is arrival.channel), arrival.content
+        return self._sender_of(arrival), arrival.content
+
+    def _sender_of(self, arrival: Arrival) -> ConnectedWorker:
+        return next(w for w in self._workers if w.channel is arrival.channel)
 
     def _next_arrival(self, patience_seconds: float) -> Arrival:
         """What arrives next; while somebody is paused, nobody has to be quick.
@@ -258,15 +270,52 @@ class Conversations:
 
     def _note_lost(self, worker: ConnectedWorker, cause: HeteroError) -> WorkerError:
         if isinstance(cause, ProtocolError):
-            self._lost = WorkerLost(f"{worker} broke the rules in step {self.step}: {cause}")
+            self._lost = WorkerLost(f"{worker} broke the rules {self._when}: {cause}")
         else:
-            self._lost = WorkerLost(f"{worker} was lost in step {self.step}. {cause}")
+            known = _last_known(worker)
+            self._lost = WorkerLost(f"{worker} was lost {self._when}. {cause} {known}".rstrip())
         self._lost.__cause__ = cause
         return self._lost
+
+    def _note_neighbor_lost(self, reporter: ConnectedWorker, report: m.NeighborLost) -> WorkerError:
+        """Who reports it is alive; whether the other one is, it is asked itself."""
+        lost = next((w for w in self._workers if w.number == report.stage_index), None)
+        if lost is None:
+            wrong = RemoteProtocolError(f"It lost stage {report.stage_index}, which there is not.")
+            return self._note_lost(reporter, wrong)
+        if not lost.channel.peer_answers():
+            return self._note_lost(lost, self._end_of(lost))
+        first, second = sorted((reporter, lost), key=lambda worker: worker.number)
+        self._broken_link = LinkLost(
+            f"The link between {first} and {second} was lost {self._when}, and both answer the "
+            f"coordinator. {report.reason}"
+        )
+        return self._broken_link
+
+    def _end_of(self, lost: ConnectedWorker) -> HeteroError:
+        """What ended a worker's channel; everything else that has arrived is left there."""
+        aside = []
+        while True:
+            arrival = self._inbox.get()
+            if arrival.channel is lost.channel and isinstance(arrival.content, HeteroError):
+                break
+            aside.append(arrival)
+        for other in aside:
+            self._inbox.put(other)
+        return arrival.content
+
+    @property
+    def _when(self) -> str:
+        return f"in step {self.step}" if self.step else "before the first step"
 
     def _check_usable(self) -> None:
         if self._lost is not None:
             raise self._lost
+
+    def _check_linked(self) -> None:
+        self._check_usable()
+        if self._broken_link is not None:
+            raise self._broken_link
 
     def _note_failure(self, worker: ConnectedWorker, failure: m.Failure) -> None:
         """A worker's code raised."""
@@ -277,3 +326,9 @@ class Conversations:
         if is_pause:
             self._note_pause(worker, message)
         return is_pause
+
+
+def _last_known(worker: ConnectedWorker) -> str:
+    """The sentence on what a worker did when it was heard last."""
+    activity = worker.channel.peer_activity
+    return f"The last that is known of {worker} is {activity}." if activity else ""

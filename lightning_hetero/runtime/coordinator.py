@@ -196,7 +196,7 @@ class Coordinator(Conversations):
 
     def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
         """Start a step on every stage."""
-        self._check_usable()
+        self._check_linked()
         self.copies.keep_for(max_in_flight)
         self.step += 1
         self._broadcast(m.BeginStep(self.step, max_in_flight, accumulate))

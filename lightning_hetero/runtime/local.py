@@ -34,11 +34,15 @@ class LocalWorker:
     address: Address
     process: subprocess.Popen[bytes]
 
-    def stop(self, patience_seconds: float) -> None:
-        """End the process, by force if it does not end by itself."""
+    def tell_to_end(self) -> None:
+        """Let the process end by itself; `stop` waits for it."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
+
+    def stop(self, patience_seconds: float) -> None:
+        """End the process, by force if it does not end by itself."""
+        self.tell_to_end()
         try:
             self.process.wait(patience_seconds)
         except subprocess.TimeoutExpired:
@@ -75,6 +79,8 @@ def start_local_workers(
 
 def stop_local_workers(workers: list[LocalWorker], deadlines: Deadlines | None = None) -> None:
     """End the processes."""
+    for worker in workers:
+        worker.tell_to_end()
     for worker in workers:
         worker.stop((deadlines or Deadlines()).stop_seconds)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import HeteroError, LocalProtocolError, ModelError
+from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
 from ..model.four_bit import is_four_bit, multiply_in, quantize, state_of
 from ..model.imports import Allowed
 from ..model.tensors import locate, named_tensors, narrowed, set_tensor
@@ -35,6 +35,7 @@ from ..wire.frames import Frame
 from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES, TensorSpec
 from ..wire.values import Packer, unpack
+from .activity import of_action, of_request
 from .address import Address
 from .building import build_described, numbered_layers
 from .channel import Arrival, Channel, Inbox
@@ -44,6 +45,7 @@ from .measured import MeasuredSide, answer_probe
 from .outgoing import send_copied
 from .owner import Owner, RunRecord
 from .translation import (
+    Content,
     read_activation,
     read_arguments,
     read_gradients,
@@ -208,7 +210,11 @@ class StageSession:
             self._guarded(answer_probe, arrival.channel, content.message)
         else:
             handler = self._handlers[type(content.message)]
+            self._note_activity(of_request(content.message))
             self._guarded(handler, content.message, content.tensors)
+
+    def _note_activity(self, activity: str) -> None:
+        self._coordinator.activity = activity or self._coordinator.activity
 
     def _on_end(self, channel: Channel, reason: str) -> None:
         """Without its coordinator a stage has nothing to do; a lost neighbor is reported."""
@@ -318,7 +324,11 @@ class StageSession:
             raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
         # When layers have moved, the link to the neighbor is there already.
         if self._downstream_address and self._downstream is self._coordinator:
-            self._downstream = self._dial_neighbor(self._downstream_address)
+            try:
+                self._downstream = self._dial_neighbor(self._downstream_address)
+            except WorkerUnreachable as error:
+                self._coordinator.send(m.NeighborLost(self._stage_index + 1, str(error)))
+                return
             self._downstream.start(self._inbox, self._copies.receive_pool())
         self._coordinator.send(m.Done())
 
@@ -427,6 +437,7 @@ class StageSession:
         self._coordinator.send(m.Done())
 
     def _perform(self, action: Action) -> None:
+        self._note_activity(of_action(action, self._runner.step))
         if not self._runner.is_training(action):
             result = self._runner.run(action)
         else:
@@ -447,11 +458,20 @@ class StageSession:
         if isinstance(content, Activation):
             wire_dtype = self._narrowing.activation_dtype
             said = say_activation(step, key, content, wire_dtype)
-            send_copied(self._downstream, said, self._copies)
+            self._send_to_neighbor(self._downstream, said)
         else:
             wire_dtype = self._narrowing.gradient_dtype
             said = say_gradients(step, key, content, wire_dtype)
-            send_copied(self._upstream, said, self._copies)
+            self._send_to_neighbor(self._upstream, said)
+
+    def _send_to_neighbor(self, channel: Channel, content: Content) -> None:
+        """A neighbor that has said goodbye is told nothing more: it lost the coordinator, or was
+        let go by it, so the coordinator knows."""
+        try:
+            send_copied(channel, content, self._copies)
+        except LocalProtocolError:
+            if not channel.has_ended:
+                raise
 
     def _optimizer(self, number: int) -> StageOptimizer:
         if number not in self._optimizers:

@@ -78,6 +78,9 @@ class TlsConnection:
         sent_bytes, self._owed_bytes = self._owed_bytes, 0
         return sent_bytes
 
+    def seconds_since_answer(self) -> float | None:
+        return self._below.seconds_since_answer()
+
     def shut_down(self) -> None:
         self._below.shut_down()
 

@@ -174,7 +174,9 @@ class Worker:
         """Answer a Hello; the session to be served, if it opens one."""
         rules = worker_session() if hello.role == "coordinator" else downstream_session()
         rules.received(hello)
-        channel = Channel(connection, rules, peer, self._deadlines)
+        is_coordinator = hello.role == "coordinator"
+        patience_seconds = self._deadlines.frozen_seconds if is_coordinator else None
+        channel = Channel(connection, rules, peer, self._deadlines, patience_seconds)
         with self._session_changed:
             if hello.role == "neighbor":
                 self._session_named(hello.session)

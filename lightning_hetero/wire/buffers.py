@@ -6,7 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
+
+from ..errors import RemoteProtocolError
 
 # A fresh 64 MiB buffer costs more in page faults than its bytes cost on a loopback socket, so
 # big ones are kept. Small ones come cheap from the allocator.
@@ -27,8 +30,28 @@ _UNUSED_REFERENCES = _references_of_unused()
 
 
 def new_buffer(num_bytes: int) -> memoryview:
-    """Memory of its own for tensors that stay, aligned as torch's own; its content is undefined."""
-    return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    """Memory of its own for tensors that stay, aligned as torch's own; its content is undefined.
+
+    Raises:
+        RemoteProtocolError: If there is not so much.
+    """
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    except RuntimeError as error:
+        raise _too_much(num_bytes) from error
+
+
+def _too_much(num_bytes: int) -> RemoteProtocolError:
+    return RemoteProtocolError(f"There is no memory here for a message of {num_bytes} bytes.")
+
+
+def empty_memory(num_bytes: int) -> memoryview:
+    """Memory that the machine hands out as it is filled, as it does not if somebody makes it zero:
+    who announces much and sends little takes little."""
+    try:
+        return numpy.empty(num_bytes, numpy.uint8).data
+    except MemoryError as error:
+        raise _too_much(num_bytes) from error
 
 
 class BufferPool:
@@ -42,7 +65,7 @@ class BufferPool:
         allocate: Makes a buffer of so many bytes, in memory that a device can copy from for one.
     """
 
-    def __init__(self, allocate: Callable[[int], Buffer] = bytearray) -> None:
+    def __init__(self, allocate: Callable[[int], Buffer] = empty_memory) -> None:
         self._allocate = allocate
         self._most_kept = MOST_KEPT
         self._buffers: list[Buffer] = []
@@ -53,7 +76,11 @@ class BufferPool:
         del self._buffers[: -self._most_kept]
 
     def take(self, num_bytes: int) -> Buffer:
-        """A buffer of at least ``num_bytes``; its content is undefined."""
+        """A buffer of at least ``num_bytes``; its content is undefined.
+
+        Raises:
+            RemoteProtocolError: If there is not so much memory.
+        """
         if num_bytes < SMALLEST_KEPT_BYTES:
             return bytearray(num_bytes)
         size = _rounded(num_bytes)

@@ -85,7 +85,9 @@ class Ping(_Message, frozen=True, tag=True):
 
 
 class Pong(_Message, frozen=True, tag=True):
-    """A sign of life."""
+    """A sign of life, and what the sender does or did last, for people."""
+
+    doing: Name = ""
 
 
 class Goodbye(_Message, frozen=True, tag=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import PlanError, StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.runtime.address import Address
 from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.runtime.equipment import equipment_here
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame, FrameReader, encode_frame
 
@@ -85,6 +88,7 @@ BAD_OPENINGS = {
         GREETING[:7] + b"\x63" + GREETING[8:].replace(b"Hello", b"Hullo"),
         "protocol version 99",
     ),
+    "an older protocol": (b"".join(encode_frame(Frame(hello(0)))), "the coordinator 0 ("),
     "another protocol": (b"".join(encode_frame(Frame(hello(99)))), "the coordinator 99 ("),
     "a message before Hello": (b"".join(encode_frame(Frame(m.Launch()))), "'Launch'"),
     "an answer before Hello": (
@@ -107,6 +111,18 @@ def test_a_bad_opening_is_told_why_and_the_worker_lives_on(workers: list[str], n
     assert isinstance(failure, m.Failure)
     assert expected in failure.reason
     assert_serves(workers[:1])
+
+
+def test_another_torch_trains_and_is_told_once(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = equipment_here(torch.device("cpu"))
+    other = msgspec.structs.replace(ours, versions=ours.versions | {"torch": "2.5.1"})
+    monkeypatch.setattr("lightning_hetero.runtime.fleet.equipment_here", lambda _: other)
+    with caplog.at_level(logging.INFO):
+        assert_serves(workers[:1])
+    expected = f"differs, which is normal: torch {torch.__version__} (2.5.1 here)"
+    assert caplog.text.count(expected) == 1
 
 
 def test_a_truncated_frame_harms_nobody(workers: list[str]) -> None:

@@ -77,7 +77,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         {"packed": torch.rand(16, 24), "no_state": True},
         r"does not fit \[24, 16\]",
     ),
-    "to be packed, and packed already": ({"no_state": True}, "failed in step 0"),
+    "to be packed, and packed already": ({"no_state": True}, "failed before the first step"),
 }
 
 

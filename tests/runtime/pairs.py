@@ -91,6 +91,7 @@ class MemoryConnection:
         self._arrived = bytearray()
         self._is_over = False
         self._timeout_seconds = PATIENCE_SECONDS
+        self.answer_seconds: float | None = None
         self.other = self
 
     def set_timeout(self, seconds: float) -> None:
@@ -115,6 +116,9 @@ class MemoryConnection:
             self.other._arrived += part
             self.other._changed.notify_all()
         return len(part)
+
+    def seconds_since_answer(self) -> float | None:
+        return self.answer_seconds
 
     def shut_down(self) -> None:
         for end in (self, self.other):

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import threading
-from queue import Empty
+import time
+from queue import Empty, SimpleQueue
 
 import pytest
 import torch
@@ -12,10 +13,19 @@ from lightning_hetero.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
+from lightning_hetero.runtime.channel import Channel, Inbox
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame, FrameReader, encode_frame
 
-from .pairs import channel_pair, one_end
+from .pairs import (
+    PATIENCE_SECONDS,
+    QUICK,
+    MemoryConnection,
+    channel_pair,
+    linked_sessions,
+    memory_pair,
+    one_end,
+)
 
 
 def activation(microbatch: int) -> m.Activation:
@@ -69,7 +79,7 @@ def test_a_peer_that_breaks_a_rule_is_told_which() -> None:
         error = end.next().content
         assert isinstance(error, RemoteProtocolError)
         reader, frame = FrameReader(), None
-        while frame is None or isinstance(frame.message, m.Ping):
+        while frame is None or isinstance(frame.message, (m.Ping, m.Pong)):
             frame = reader.advance(upstream.recv_into(reader.buffer()))
         assert isinstance(frame.message, m.Failure)
         assert "must not come while linked" in frame.message.reason
@@ -86,12 +96,14 @@ def test_an_end_inside_a_frame_is_told_from_one_between_frames() -> None:
     with one_end() as (end, upstream):
         upstream.sendall(frame[:-1])
         upstream.close()
-        assert isinstance(end.next().content, RemoteProtocolError)
+        error = end.next().content
+        assert isinstance(error, ChannelError)
+        assert "upstream ended the connection in the middle of a message" in str(error)
     with one_end() as (end, upstream):
         upstream.sendall(frame)
         upstream.close()
         assert isinstance(end.next().content, Frame)
-        assert isinstance(end.next().content, ChannelError)
+        assert str(end.next().content) == "upstream ended the connection without a word."
 
 
 def test_a_silent_peer_is_given_up() -> None:
@@ -99,6 +111,80 @@ def test_a_silent_peer_is_given_up() -> None:
         error = end.next().content
         assert isinstance(error, ChannelError)
         assert "No sign of life" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("answer_seconds", "frozen_seconds", "expected"),
+    [
+        (None, None, "for 0.3 s."),
+        (0.0, None, "its machine answers, so its process is frozen"),
+        (99.0, None, "nor from its machine: it is off"),
+        (99.0, 3600.0, "nor from its machine: it is off"),
+        (0.0, 0.5, "for 0.5 s: its machine answers"),
+        (None, 0.5, "for 0.5 s."),
+    ],
+)
+def test_a_frozen_process_is_told_from_a_machine_that_is_gone(
+    answer_seconds: float | None, frozen_seconds: float | None, expected: str
+) -> None:
+    """A process that is only frozen may be given more time."""
+    mine, _theirs = memory_pair()
+    mine.answer_seconds = answer_seconds
+    channel = Channel(mine, linked_sessions()[1], "upstream", QUICK, frozen_seconds)
+    inbox: Inbox = SimpleQueue()
+    channel.start(inbox)
+    error = inbox.get(timeout=PATIENCE_SECONDS).content
+    channel.close()
+    assert isinstance(error, ChannelError)
+    assert expected in str(error)
+
+
+def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
+    """Its clock has run on, and nothing was read meanwhile."""
+    mine, theirs = memory_pair()
+    waits = []
+
+    def wait_long(buffer: memoryview) -> int:
+        if not waits:
+            waits.append(time.sleep(3 * QUICK.silence_seconds))
+            raise TimeoutError
+        return MemoryConnection.receive_into(mine, buffer)
+
+    mine.receive_into = wait_long  # type: ignore[method-assign]
+    up, down = linked_sessions()
+    ends = Channel(mine, down, "upstream", QUICK), Channel(theirs, up, "downstream", QUICK)
+    inboxes: list[Inbox] = [SimpleQueue(), SimpleQueue()]
+    for end, inbox in zip(ends, inboxes, strict=True):
+        end.start(inbox)
+    ends[1].send(activation(0))
+    assert isinstance(inboxes[0].get(timeout=PATIENCE_SECONDS).content, Frame)
+    for end in ends:
+        end.close()
+
+
+def test_signs_of_life_come_unasked_and_say_what_is_done() -> None:
+    with one_end() as (end, upstream):
+        end.channel.activity = "the forward of micro-batch 3 in step 7"
+        reader, frame = FrameReader(), None
+        while frame is None or frame.message != m.Pong(end.channel.activity):
+            frame = reader.advance(upstream.recv_into(reader.buffer()))
+
+
+def test_what_a_peer_did_last_is_known_from_what_it_says() -> None:
+    with channel_pair() as (up, down):
+        assert up.channel.peer_activity == ""
+        down.channel.send(m.Pong("\x1b[2Jthe loading of its weights"))
+        assert up.channel.peer_answers()
+        assert up.channel.peer_activity == r"\x1b[2Jthe loading of its weights"
+        down.channel.send(m.Gradient(3, 1, 0, []))
+        up.next()
+        assert up.channel.peer_activity == "the backward of micro-batch 1 in step 3"
+
+
+def test_a_peer_that_is_gone_does_not_answer() -> None:
+    with one_end() as (end, upstream):
+        upstream.close()
+        assert not end.channel.peer_answers()
 
 
 def test_a_peer_with_nothing_to_say_is_not_given_up() -> None:

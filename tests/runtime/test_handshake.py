@@ -87,9 +87,10 @@ LATER = m.Equipment(versions={"lightning-hetero": "9.0", "transformers": "6.0.0"
     ("protocol", "equipment", "expected"),
     [
         (99, m.Equipment(), r"coordinator speaks protocol 1 .* and the worker at .* 99"),
+        (0, m.Equipment(), r"speaks protocol 1 .* and the worker at .* 0 .* install the same"),
         (m.PROTOCOL_VERSION, LATER, r"transformers 5\.0\.0 and the worker at .* has 6\.0\.0"),
     ],
-    ids=["protocol", "model code"],
+    ids=["newer protocol", "older protocol", "model code"],
 )
 def test_a_worker_that_welcomes_what_it_cannot_work_with_is_refused(
     protocol: int, equipment: m.Equipment, expected: str

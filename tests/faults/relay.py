@@ -1,0 +1,106 @@
+"""A relay in front of a worker, which may fall silent or reset all its connections."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_hetero.runtime.address import Address
+from lightning_hetero.runtime.worker import address_of
+
+_LOOK_AROUND_SECONDS = 0.05
+_PIECE_BYTES = 2**20
+# Closing such a socket is a reset.
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+class Relay:
+    """Forwards bytes both ways until it is told not to."""
+
+    def __init__(self, target: Address) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._flows = threading.Event()
+        self._flows.set()
+        self.address = str(address_of(self._listener))
+        # What cuts each connection.
+        self._cuts: list[threading.Event] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def stall(self) -> None:
+        """Forward nothing more, an end included."""
+        self._flows.clear()
+
+    def heal(self) -> None:
+        """Forward again."""
+        self._flows.set()
+
+    def reset(self) -> None:
+        """Reset the connections that there are."""
+        while self._cuts:
+            self.reset_latest()
+
+    def reset_latest(self) -> None:
+        """Reset the connection that was made last: a worker's neighbor comes to it as the last."""
+        self._cuts.pop().set()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.heal()
+        self.reset()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection((self._target.host, self._target.port))
+                cut = threading.Event()
+                self._cuts.append(cut)
+                for source, sink in ((near, far), (far, near)):
+                    pump = threading.Thread(target=self._pump, args=(source, sink, cut))
+                    pump.daemon = True
+                    pump.start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, cut: threading.Event) -> None:
+        source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        source.settimeout(_LOOK_AROUND_SECONDS)
+        while not cut.is_set():
+            if not self._flows.wait(_LOOK_AROUND_SECONDS):
+                continue
+            try:
+                piece = source.recv(_PIECE_BYTES)
+                _send_all(sink, piece, cut)
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            if not piece:
+                with contextlib.suppress(OSError):
+                    sink.shutdown(socket.SHUT_WR)
+                return
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            end.close()
+
+
+def _send_all(sink: socket.socket, piece: bytes, cut: threading.Event) -> None:
+    rest = memoryview(piece)
+    while rest and not cut.is_set():
+        with contextlib.suppress(TimeoutError):
+            rest = rest[sink.send(rest) :]
+
+
+@contextmanager
+def relay_to(address: str) -> Iterator[Relay]:
+    relay = Relay(Address.parse(address))
+    try:
+        yield relay
+    finally:
+        relay.close()

@@ -1,0 +1,143 @@
+"""What mutated frames and conversations are given to."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_hetero.errors import HeteroError, RemoteProtocolError
+from lightning_hetero.runtime.address import Address
+from lightning_hetero.runtime.translation import read_activation, read_arguments, read_gradients
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.constants import KeptConstants
+from lightning_hetero.wire.frames import Frame, FrameReader
+from lightning_hetero.wire.opening import OpeningReader
+from lightning_hetero.wire.session import Session, State, coordinator_session, worker_session
+
+HANG_SECONDS = 60.0
+# For the worker to answer what it was asked, before the next thing is said.
+_PACE_SECONDS = 0.05
+
+
+def decode(data: bytes) -> list[Frame]:
+    """Read bytes as everybody does who gets them: as an opening, and in a conversation.
+
+    Raises:
+        RemoteProtocolError: If they are refused, which is the only thing that may happen.
+    """
+    with contextlib.suppress(HeteroError):
+        _feed(OpeningReader(), data)
+    frames = _feed(FrameReader(), data)
+    for frame in frames:
+        for session in (worker_session(), coordinator_session()):
+            with contextlib.suppress(RemoteProtocolError):
+                _as_serving(session).received(frame.message)
+        _interpret(frame)
+    return frames
+
+
+def _feed(reader: FrameReader, data: bytes) -> list[Frame]:
+    found, rest = [], memoryview(data)
+    while rest:
+        room = reader.buffer()
+        count = min(len(room), len(rest))
+        room[:count] = rest[:count]
+        rest = rest[count:]
+        frame = reader.advance(count)
+        if frame is not None:
+            found.append(frame)
+    return found
+
+
+def _as_serving(session: Session) -> Session:
+    session.state = State.SERVING
+    return session
+
+
+def _interpret(frame: Frame) -> None:
+    """What is done with a message before anything is computed."""
+    if isinstance(frame.message, m.Activation):
+        read_activation(frame.message, frame.tensors)
+    elif isinstance(frame.message, m.Gradient):
+        read_gradients(frame.message, frame.tensors)
+    elif isinstance(frame.message, m.Arguments):
+        read_arguments(frame.message, frame.tensors, KeptConstants())
+
+
+@dataclass
+class LiveWorker:
+    """A worker process that is told mutated conversations."""
+
+    address: str
+    pid: int
+    answers: dict[str, int] = field(default_factory=dict)
+
+    def hear(self, conversation: Sequence[bytes]) -> None:
+        """Say everything, then end; the worker must end its side too.
+
+        Raises:
+            TimeoutError: If it does not.
+        """
+        where = Address.parse(self.address)
+        with socket.create_connection((where.host, where.port), HANG_SECONDS) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(HANG_SECONDS)
+            listener = _Listener(connection)
+            with contextlib.suppress(ConnectionError):
+                for frame in conversation:
+                    connection.sendall(frame)
+                    if b"Activation" in frame[:100]:
+                        listener.wait_for(m.Activation)
+            with contextlib.suppress(OSError):  # it has ended it already
+                connection.shutdown(socket.SHUT_WR)
+            last = listener.read_to_end()
+            self.answers[last] = self.answers.get(last, 0) + 1
+
+    def memory_bytes(self, what: str = "VmRSS") -> int:
+        """VmRSS is what the process has now, and VmHWM the most that it ever had."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        [found] = [line.split()[1] for line in lines if line.startswith(what + ":")]
+        return int(found) * 1024
+
+
+class _Listener:
+    """Hears what the worker answers."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = FrameReader()
+        self._last = "nothing"
+
+    def wait_for(self, kind: type) -> None:
+        """Hear until such a message comes, or not soon."""
+        end = time.monotonic() + _PACE_SECONDS
+        with contextlib.suppress(TimeoutError):
+            while (left_seconds := end - time.monotonic()) > 0:
+                self._connection.settimeout(left_seconds)
+                if self._hear() is kind:
+                    break
+        self._connection.settimeout(HANG_SECONDS)
+
+    def read_to_end(self) -> str:
+        """The kind of the last thing that the worker says."""
+        end = time.monotonic() + HANG_SECONDS
+        with contextlib.suppress(ConnectionError):
+            while self._hear() is not None:
+                if time.monotonic() > end:
+                    raise TimeoutError("The worker does not end a conversation that is over.")
+        return self._last
+
+    def _hear(self) -> type | None:
+        count = self._connection.recv_into(self._reader.buffer())
+        if count == 0:
+            return None
+        frame = self._reader.advance(count)
+        if frame is None:
+            return object
+        if not isinstance(frame.message, (m.Ping, m.Pong)):
+            self._last = type(frame.message).__name__
+        return type(frame.message)
