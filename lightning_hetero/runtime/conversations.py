@@ -136,12 +136,6 @@ class Conversations:
         """Wait until every worker has carried out what it was asked last."""
         self._collect(m.Done, len(self._workers))
 
-    def _check_none_failed(self) -> None:
-        """Raise what a worker has reported unasked; that can only be a failure or its end."""
-        while not self._inbox.empty():
-            worker, frame = self._heard(self._deadlines.request_seconds)
-            self._is_aside(worker, frame.message)
-
     def _collect(self, kind: type[Wanted], count: int) -> list[Wanted]:
         """The next ``count`` messages of a kind that are not of an earlier step."""
         found: list[Wanted] = []

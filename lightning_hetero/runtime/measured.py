@@ -22,6 +22,7 @@ from .building import build_for_values
 from .channel import Channel
 from .deadlines import Deadlines
 from .device import describe_device
+from .keeping import KeptTensors
 from .links import exchange_over, measure_link, new_inbox, payload
 from .translation import read_arguments
 
@@ -36,6 +37,7 @@ class MeasuredSide:
         device: What is measured.
         allowed: What layers may be made of.
         dial_neighbor: Opens a channel, not started yet, to another worker of the session.
+        kept: What the worker holds of its last session, which counts as free.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class MeasuredSide:
         deadlines: Deadlines,
         allowed: Allowed,
         dial_neighbor: Callable[[str], Channel],
+        kept: KeptTensors,
     ) -> None:
+        self._kept = kept
         self._dial_neighbor = dial_neighbor
         self._coordinator = coordinator
         self._device = device
@@ -66,7 +70,7 @@ class MeasuredSide:
         free_cached_memory(self._device)
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
-        found = describe_device(self._device)
+        found = describe_device(self._device, self._kept.num_bytes)
         self._coordinator.send(
             m.DeviceDescribed(
                 found.device,
@@ -92,6 +96,7 @@ class MeasuredSide:
         buffers = dict(zip(message.buffers, tensors, strict=True))
         build = partial(build_for_values, message.recipe, message.parameters, self._allowed)
         build()  # what cannot be built is said at once
+        self._kept.forget()  # layers are measured as if the worker had just started
         self._bench = Bench(self._device, build, buffers)
         return m.Done()
 

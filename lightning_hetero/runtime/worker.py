@@ -23,6 +23,7 @@ from .connection import Connection, SocketConnection, prepare_socket
 from .deadlines import Deadlines
 from .equipment import equipment_here
 from .handshake import Identity, receive_hello
+from .keeping import KEPT_SECONDS, KeptTensors
 from .lobby import Lobby
 from .serving import StageSession
 from .tls import Credentials, secured
@@ -86,6 +87,8 @@ class Worker:
         self._lobby = Lobby(_MOST_GREETINGS)
         self._session: StageSession | None = None
         self._session_changed = threading.Condition()
+        self._kept = KeptTensors()
+        self._forgetting = threading.Timer(KEPT_SECONDS, self._kept.forget)
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
@@ -107,6 +110,8 @@ class Worker:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        with self._session_changed:
+            self._forgetting.cancel()
 
     def _greet(self, plain: SocketConnection, peer: str) -> None:
         """The life of one connection until its conversation is agreed on."""
@@ -160,7 +165,9 @@ class Worker:
                 self._deadlines,
                 self._allowed,
                 self._identity,
+                self._kept,
             )
+            self._forgetting.cancel()
             return self._session
 
     def _is_free_soon(self) -> bool:
@@ -188,7 +195,17 @@ class Worker:
         finally:
             with self._session_changed:
                 self._session = None
+                self._forget_later()
                 self._session_changed.notify_all()
+
+    def _forget_later(self) -> None:
+        """Give the memory of the last session's tensors back if nobody comes for them."""
+        if self._listener.fileno() < 0:
+            self._kept.forget()  # nobody can come any more
+            return
+        self._forgetting = threading.Timer(KEPT_SECONDS, self._kept.forget)
+        self._forgetting.daemon = True
+        self._forgetting.start()
 
 
 def _refuse(connection: Connection, reason: str) -> None:

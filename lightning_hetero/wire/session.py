@@ -56,7 +56,10 @@ COORDINATOR_SAYS: Table = {
         ),
         m.Deploy: State.LOADING,
     },
-    State.LOADING: {m.LoadTensor: State.LOADING, m.Launch: State.SERVING},
+    State.LOADING: {
+        **_stay(State.LOADING, m.LoadTensor, m.OfferTensor),
+        m.Launch: State.SERVING,
+    },
     State.SERVING: {
         **_stay(
             State.SERVING,
@@ -95,10 +98,19 @@ WORKER_SAYS: Table = {
         m.NotMeasured,
     ),
     # Timings and the loss of a neighbor may be on their way when a Deploy comes for moved layers.
-    State.LOADING: _stay(State.LOADING, m.Done, m.Timings, m.NeighborLost),
+    State.LOADING: _stay(
+        State.LOADING,
+        m.Built,
+        m.Loaded,
+        m.OfferAnswered,
+        m.Done,
+        m.Timings,
+        m.NeighborLost,
+    ),
     State.SERVING: _stay(
         State.SERVING,
         m.Done,
+        m.Loaded,
         m.Timings,
         m.Activation,
         m.Gradient,

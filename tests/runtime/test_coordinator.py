@@ -25,10 +25,11 @@ from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
-from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
+from lightning_hetero.runtime.coordinator import Coordinator
 from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.equipment import equipment_here
 from lightning_hetero.runtime.handshake import Identity
+from lightning_hetero.runtime.remote_stage import RemoteStage
 from lightning_hetero.runtime.serving import StageSession
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame
