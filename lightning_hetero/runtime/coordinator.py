@@ -292,10 +292,9 @@ class Coordinator(Conversations):
 
     def optimizer_state(self, optimizer: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """An optimizer's state of all remote parameters, with their names, one by one."""
-        for worker in self._workers:
-            request = m.FetchOptimizerState(optimizer)
-            for message, tensors in self._ask(worker, request, m.OptimizerState):
-                yield message.parameter, unpack(message.state, tensors)
+        requests = [(worker, m.FetchOptimizerState(optimizer)) for worker in self._workers]
+        for message, tensors in self._ask(requests, m.OptimizerState):
+            yield message.parameter, unpack(message.state, tensors)
 
     def load_optimizer_state(self, optimizer: int, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace an optimizer's state of remote parameters."""
@@ -328,17 +327,14 @@ class Coordinator(Conversations):
                 "already, which does not have it; change the model before the run."
             )
         found = {}
-        for worker in self._workers:
-            wanted = [name for name in names if self._owner_of[name] is worker]
-            if wanted:
-                request = m.FetchTensors(wanted)
-                for message, tensors in self._ask(worker, request, m.TensorContent):
-                    content, *parts = tensors
-                    content = content.to(self._dtype_of[message.name])
-                    state = dict(zip(message.state, parts, strict=True))
-                    found.update(flatten(message.name, content, state))
-                    if progress is not None:
-                        progress.advance(content.nbytes)
+        requests = [(worker, m.FetchTensors(own)) for worker, own in self._by_owner(names)]
+        for message, tensors in self._ask(requests, m.TensorContent):
+            content, *parts = tensors
+            content = content.to(self._dtype_of[message.name])
+            state = dict(zip(message.state, parts, strict=True))
+            found.update(flatten(message.name, content, state))
+            if progress is not None:
+                progress.advance(content.nbytes)
         return found
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:

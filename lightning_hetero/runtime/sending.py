@@ -26,6 +26,8 @@ SMALL_BYTES = 8 * 2**20
 
 # Sending less costs no more than asking whether it need be sent.
 LEAST_OFFERED_BYTES = 2**14
+# A worker that has refused so many offers one after the other holds what was trained since.
+MOST_REFUSALS = 8
 
 
 class Load:
@@ -55,6 +57,7 @@ class Load:
         self._held: Collection[str] = ()
         self._is_ready = is_built
         self._is_read = False
+        self._num_refusals = 0
         # In the order in which the worker confirms them.
         self._under_way: deque[tuple[str, Content]] = deque()
 
@@ -93,7 +96,10 @@ class Load:
         elif isinstance(message, (m.Loaded, m.OfferAnswered)) and self._is_next(message.name):
             name, content = self._under_way.popleft()
             if isinstance(message, m.OfferAnswered) and not message.is_taken:
+                self._num_refusals += 1
                 self._send(name, content)
+            elif isinstance(message, m.OfferAnswered):
+                self._num_refusals = 0
 
     def _has_room(self) -> bool:
         if not self._is_ready or self._is_read:
@@ -108,8 +114,9 @@ class Load:
         return not content.state and self._is_packed_there(name)
 
     def _is_worth_asking(self, name: str, content: Content) -> bool:
-        is_as_held = not self._is_sent_to_be_packed(name, content)
-        return is_as_held and content.num_bytes >= LEAST_OFFERED_BYTES
+        if self._num_refusals >= MOST_REFUSALS or content.num_bytes < LEAST_OFFERED_BYTES:
+            return False
+        return not self._is_sent_to_be_packed(name, content)
 
     def _is_next(self, name: str) -> bool:
         """Whether an answer is for what was sent; one to a request that was interrupted is not."""

@@ -199,6 +199,32 @@ def test_an_interrupted_request_does_not_confuse_the_next(
     assert coordinator.fetch(names).keys() == set(names)
 
 
+def test_all_workers_are_asked_before_the_first_answer_is_awaited(
+    coordinator: Coordinator, layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, asked_before = coordinator._receive, list[dict[int, int]]()
+
+    def receiving(patience_seconds: float) -> object:
+        asked_before.append(dict(coordinator._unanswered))
+        return receive(patience_seconds)
+
+    monkeypatch.setattr(coordinator, "_receive", receiving)
+    names = [name for name, _ in named_tensors(layers)]
+    assert coordinator.fetch(names).keys() == set(names)
+    assert asked_before[0] == {1: 1, 2: 1}
+    assert coordinator._unanswered == {1: 0, 2: 0}
+
+
+def test_a_request_that_all_workers_refuse_leaves_nothing_behind(
+    coordinator: Coordinator, layers: dict[int, nn.Module]
+) -> None:
+    with pytest.raises(StageFailed, match="has no optimizer 5"):
+        list(coordinator.optimizer_state(5))
+    assert coordinator._inbox.empty()
+    names = [name for name, _ in named_tensors(layers)]
+    assert coordinator.fetch(names).keys() == set(names)
+
+
 def test_a_stage_that_fails_says_why_and_goes_on(coordinator: Coordinator) -> None:
     hidden = torch.randn(2, 5, 7)  # not the layers' width
     coordinator.begin_step(1, accumulate=False)

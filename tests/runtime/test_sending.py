@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_hetero.runtime.keeping import Content, fingerprint_of
 from lightning_hetero.runtime.sending import (
+    MOST_REFUSALS,
     MOST_SMALL_UNDER_WAY,
     MOST_UNDER_WAY,
     SMALL_BYTES,
@@ -128,3 +129,19 @@ def test_nothing_is_sent_before_the_layers_are_built_and_what_is_held_is_offered
     ]
     offer = next(message for message in worker.sent if isinstance(message, m.OfferTensor))
     assert offer.fingerprint == fingerprint_of(Content(contents[0][1], {}))
+
+
+def test_after_several_refusals_nothing_is_offered_any_more() -> None:
+    worker = FakeWorker("trained since")
+    built = [m.Built([f"{number}.weight" for number in range(20)])]
+
+    def receive(_num_bytes: int) -> Any:
+        if built:
+            return worker, Frame(built.pop())
+        return worker, Frame(worker.answer(takes_offers=False))
+
+    loads = [load(worker, tensors(20, LARGE), is_built=False, may_be_held=lambda _name: True)]
+    assert len(list(send_all(loads, receive))) == 20
+    said = Counter(type(message).__name__ for message in worker.sent)
+    assert said["LoadTensor"] == 20
+    assert MOST_REFUSALS <= said["OfferTensor"] <= MOST_REFUSALS + MOST_UNDER_WAY
