@@ -3,7 +3,7 @@
 A Llama is written to disk by a process of its own and trained from there, in fp32 with all weights
 and as LoRA on NF4. What a worker needs is the sum of its layers' weights, gradients and optimizer
 state and of the activations that the plan lets be in flight; the coordinator needs the same for
-the embedding, the head and the loss, and the two tensors that it reads and sends at a time. The
+the embedding, the head and the loss, and two of the tensors on their way to workers. The
 baseline is what a process has after training a model of a few kilobytes: all is imported then.
 At the end the coordinator saves a checkpoint: its peak over what it had just before, against the
 bytes of the file.

@@ -8,6 +8,7 @@ work, and the first micro-batch's way to it and the last one's way back.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ from lightning_hetero.planning.simulation import Hop, Pipeline, StageTimes, simu
 
 HIDDEN_SIZE = 64
 SEQUENCE_LENGTH = 32
+
+_NUM_TRIED_SLEEPS = 21
+_TRIED_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,22 @@ class Times:
         return self.forward_seconds + self.backward_seconds
 
 
+@functools.cache
+def lateness_seconds() -> float:
+    """How much later than asked for a thread wakes up here when nothing else goes on."""
+    late = []
+    for _ in range(_NUM_TRIED_SLEEPS):
+        start = time.perf_counter()
+        time.sleep(_TRIED_SECONDS)
+        late.append(time.perf_counter() - start - _TRIED_SECONDS)
+    return median(late)
+
+
+def sleep_exactly(seconds: float) -> None:
+    """Sleep as long as a computation would take, without what the timer adds."""
+    time.sleep(max(0.0, seconds - lateness_seconds()))
+
+
 class Sleep(torch.autograd.Function):
     """Hands its input on after a while, and its gradient after another."""
 
@@ -71,12 +91,12 @@ class Sleep(torch.autograd.Function):
         ctx: Any, hidden: Tensor, forward_seconds: float, backward_seconds: float
     ) -> Tensor:
         ctx.backward_seconds = backward_seconds
-        time.sleep(forward_seconds)
+        sleep_exactly(forward_seconds)
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_seconds)
+        sleep_exactly(ctx.backward_seconds)
         return gradient, None, None
 
 

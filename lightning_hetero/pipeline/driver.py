@@ -25,7 +25,7 @@ from .handover import Request, Returned, Stages
 from .rule import Action, Key, choose
 from .seeds import seed_action
 from .stopwatch import Kind, Stopwatch
-from .turns import Finished, HandedOver, Turn
+from .turns import Finished, HandedOver, Turn, TurnThreads
 
 COORDINATOR_STAGE = 0
 
@@ -99,7 +99,7 @@ class Driver:
                 self.stages.abort_step()
                 raise
             finally:
-                running.abandon()
+                running.end()
                 self.gradients.finish()
 
 
@@ -119,6 +119,7 @@ class _RunningStep:
         self._gradients: dict[Key, Gradients] = {}
         self._not_started = set(range(len(work)))
         self._losses_have_graphs: list[bool] = []
+        self._threads = TurnThreads()
 
     def run(self) -> list[Any]:
         while self._not_started or self._in_flight:
@@ -136,10 +137,11 @@ class _RunningStep:
             )
         return [self._results[index] for index in range(len(self._work))]
 
-    def abandon(self) -> None:
-        """Unwind the micro-batches that an error left in flight."""
+    def end(self) -> None:
+        """Unwind the micro-batches that an error left in flight, and end the threads."""
         for microbatch in self._in_flight.values():
             microbatch.turn.abandon()
+        self._threads.close()
 
     def _ready(self) -> list[Action]:
         ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in self._not_started]
@@ -165,7 +167,7 @@ class _RunningStep:
         if index in self._not_started:
             self._not_started.remove(index)
             work = self._work[index]
-            turn = Turn(work.run, name=f"micro-batch {index}")
+            turn = Turn(work.run, f"micro-batch {index}", self._threads)
             self._in_flight[index] = _Microbatch(turn, work.loss_factor)
             self._seed(key, 0)
             self._go_on(index, turn.start())

@@ -7,7 +7,7 @@ hidden states: cut them into pieces, stream these through the stages, join what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -85,29 +85,51 @@ def _check_arguments_need_no_gradient(calls: list[LayerCall]) -> None:
                 )
 
 
-def exchange_pieces(stages: Stages, requests: Sequence[Request], visit: int) -> list[Activation]:
-    """Send all pieces, and wait until all have come back; the results in the pieces' order."""
-    for index, request in enumerate(requests):
+def exchange_pieces(
+    stages: Stages, requests: Sequence[Request], visit: int, most_under_way: int
+) -> list[Activation]:
+    """Send all pieces, and wait until all have come back; the results in the pieces' order.
+
+    No more than ``most_under_way`` are on their way at once, so that a slow stage has no more than
+    these in its memory; in a driver's step the rule sees to that.
+    """
+
+    def send(index: int) -> None:
+        request = requests[index]
         stages.send_forward(Key(index, visit), request.hidden, request.surroundings)
-    return _receive_all(stages, len(requests), Activation)
+
+    return _exchange(stages, send, len(requests), most_under_way, Activation)
 
 
 def exchange_gradients(
-    stages: Stages, gradients: Sequence[Gradients], visit: int
+    stages: Stages, gradients: Sequence[Gradients], visit: int, most_under_way: int
 ) -> list[Gradients]:
     """The same for the gradients of what came back."""
-    for index, piece in enumerate(gradients):
-        stages.send_backward(Key(index, visit), piece)
-    return _receive_all(stages, len(gradients), Gradients)
+
+    def send(index: int) -> None:
+        stages.send_backward(Key(index, visit), gradients[index])
+
+    return _exchange(stages, send, len(gradients), most_under_way, Gradients)
 
 
-def _receive_all(stages: Stages, count: int, kind: type[Content]) -> list[Content]:
+def _exchange(
+    stages: Stages,
+    send: Callable[[int], None],
+    count: int,
+    most_under_way: int,
+    kind: type[Content],
+) -> list[Content]:
     found: dict[int, Content] = {}
+    for index in range(min(most_under_way, count)):
+        send(index)
     while len(found) < count:
         returned = stages.receive()
         if isinstance(returned.content, kind):
             returned.content.land()
             found[returned.key.microbatch] = returned.content
+            following = len(found) + most_under_way - 1
+            if following < count:
+                send(following)
     return [found[index] for index in range(count)]
 
 
@@ -128,11 +150,13 @@ class Boundary(torch.autograd.Function):
         pieces: list[Request],
         visit: int,
         kinds: list[str],
+        most_under_way: int,
     ) -> tuple[Tensor, ...]:
-        returned = exchange_pieces(stages, pieces, visit)
+        returned = exchange_pieces(stages, pieces, visit, most_under_way)
         joined = join_activations(returned).map(lambda tensor: tensor.to(hidden.device))
         kinds += [kind for kind, _ in joined.collected]
         ctx.stages, ctx.visit, ctx.device = stages, visit, hidden.device
+        ctx.most_under_way = most_under_way
         ctx.sizes = [[len(tensor) for tensor in piece.tensors] for piece in returned]
         # Otherwise autograd makes zeros for outputs that no loss depends on.
         ctx.set_materialize_grads(False)
@@ -144,11 +168,11 @@ class Boundary(torch.autograd.Function):
         # What autograd itself asks when it runs compiled graphs: did the user say `retain_graph`?
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         pieces = _split_gradients(gradients, ctx.sizes, keeps_graph)
-        returned = exchange_gradients(ctx.stages, pieces, ctx.visit)
+        returned = exchange_gradients(ctx.stages, pieces, ctx.visit, ctx.most_under_way)
         found = [piece.tensors[0] for piece in returned if piece.tensors[0] is not None]
         wanted = ctx.needs_input_grad[0] and len(found) == len(pieces)
         joined = torch.cat(found).to(ctx.device) if wanted else None
-        return joined, None, None, None, None, None
+        return joined, None, None, None, None, None, None
 
 
 def _check_backward(anchor_node: Any) -> None:

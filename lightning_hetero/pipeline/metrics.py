@@ -38,6 +38,10 @@ class BatchMetrics:
                     hooks.callback(metric.register_forward_hook(hook, with_kwargs=True).remove)
             yield
 
+    def begin_microbatch(self) -> None:
+        """From now on this thread runs another micro-batch."""
+        self._here.calls = Counter()
+
     def of_latest_call(self, metric: Metric) -> Metric | None:
         """The copy for the present micro-batch's latest call of a metric; None if it has none."""
         count = self._calls_here[id(metric)]

@@ -98,6 +98,7 @@ class StepLog:
         """Say how much the micro-batch counts that runs in this thread."""
         self._here.weight = weight
         self._here.counts = Counter()
+        self._metrics.begin_microbatch()
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Note the value that this thread's micro-batch logs."""

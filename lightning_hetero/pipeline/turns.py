@@ -1,4 +1,4 @@
-"""A function on a thread of its own that runs only when it is given the turn.
+"""A function on another thread that runs only when it is given the turn.
 
     driver                      thread
     start() / resume(value) ──▶ runs …
@@ -8,7 +8,8 @@
 
 At any time either the driver or one such thread runs, never two. Threads and not greenlets,
 because torch keeps grad mode and autocast per thread. Its default dtype is one for all, so it
-changes hands with the turn.
+changes hands with the turn. A thread whose function has ended runs another one: to start a thread
+takes up to a millisecond.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -50,24 +52,81 @@ class _Abandoned(BaseException):
 _current: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
-class Turn:
-    """One function on its thread, and the baton between it and the driver."""
+class TurnThreads:
+    """Threads that run turns; there are as many as there were turns at once. End with `close`."""
 
-    def __init__(self, function: Callable[[], Any], name: str) -> None:
+    def __init__(self) -> None:
+        self._idle: list[_TurnThread] = []
+        self._all: list[_TurnThread] = []
+
+    def run(self, function: Callable[[], Any], name: str) -> None:
+        """Run a function on an idle thread, or on a new one."""
+        if not self._idle:
+            self._all.append(_TurnThread())
+            self._idle.append(self._all[-1])
+        self._idle.pop().run(function, name, self._idle)
+
+    def close(self) -> None:
+        """End the threads, whose turns have all ended or were abandoned."""
+        for thread in self._all:
+            thread.end()
+        self._all.clear()
+        self._idle.clear()
+
+
+@dataclass(frozen=True)
+class _Job:
+    function: Callable[[], Any]
+    name: str
+    idle: list[_TurnThread]
+
+
+class _TurnThread:
+    """One thread, and what it is to run next."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def run(self, function: Callable[[], Any], name: str, idle: list[_TurnThread]) -> None:
+        """Run a function, which reports its end by itself, and go back to the idle ones."""
+        self._jobs.put(_Job(function, name, idle))
+
+    def end(self) -> None:
+        """End the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._thread.name = job.name
+            # It may be given the next one before it has come back here.
+            report = job.function()
+            job.idle.append(self)
+            report()
+            del job, report  # the next wait must not keep anything alive
+
+
+class Turn:
+    """One function on a thread, and the baton between it and the driver."""
+
+    def __init__(self, function: Callable[[], Any], name: str, threads: TurnThreads) -> None:
         self._function = function
+        self._name = name
+        self._threads = threads
         self._is_abandoned = False
+        self._is_started = False
+        self._has_ended = threading.Event()
         self._default_dtype = torch.get_default_dtype()
         self._to_thread: SimpleQueue[Any] = SimpleQueue()
         self._to_driver: SimpleQueue[HandedOver | Finished | _Raised] = SimpleQueue()
         # The user's context variables hold in the thread as they do in the driver.
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run,), name=name, daemon=True
-        )
+        self._context = contextvars.copy_context()
 
     def start(self) -> HandedOver | Finished:
         """Run the function until it hands over or returns; what it raises is raised here."""
-        self._thread.start()
+        self._threads.run(partial(self._context.run, self._run), self._name)
         return self._wait()
 
     def resume(self, value: Any) -> HandedOver | Finished:
@@ -78,9 +137,9 @@ class Turn:
     def abandon(self) -> None:
         """Unwind the function where it waits, and wait for its end."""
         self._is_abandoned = True
-        if self._thread.is_alive():
+        if self._is_started and not self._has_ended.is_set():
             self._to_thread.put(_Raised(_Abandoned()))
-            self._thread.join()
+            self._has_ended.wait()
             torch.set_default_dtype(self._default_dtype)
 
     def hand_over(self, request: Any) -> Any:
@@ -98,21 +157,25 @@ class Turn:
     def _wait(self) -> HandedOver | Finished:
         report = self._to_driver.get()
         torch.set_default_dtype(self._default_dtype)
-        if isinstance(report, HandedOver):
-            return report
-        self._thread.join()
         if isinstance(report, _Raised):
             raise report.error
         return report
 
-    def _run(self) -> None:
+    def _run(self) -> Callable[[], None]:
+        """Run the function; what is returned reports its end."""
         _current.set(self)
+        self._is_started = True
         try:
+            # Whoever abandons a turn before this does not wait for it.
+            if self._is_abandoned:
+                raise _Abandoned
             report: Finished | _Raised = Finished(self._function())
-        except _Abandoned:
-            return
         except BaseException as error:
             report = _Raised(error)
+        return partial(self._report, report)
+
+    def _report(self, report: Finished | _Raised) -> None:
+        self._has_ended.set()
         self._to_driver.put(report)
 
 

@@ -166,12 +166,6 @@ class Conversations:
         """Wait until every worker has carried out what it was asked last."""
         self._collect(m.Done, len(self._workers))
 
-    def _check_none_failed(self) -> None:
-        """Raise what a worker has reported unasked; that can only be a failure or its end."""
-        while not self._inbox.empty():
-            worker, frame = self._heard(self._deadlines.request_seconds)
-            self._is_aside(worker, frame.message)
-
     def _collect(self, kind: type[Wanted], count: int) -> list[Wanted]:
         """The next ``count`` messages of a kind that are not of an earlier step."""
         found: list[Wanted] = []
@@ -183,25 +177,31 @@ class Conversations:
         return found
 
     def _ask(
-        self, worker: ConnectedWorker, request: m.Message, kind: type[Wanted]
+        self, requests: Sequence[tuple[ConnectedWorker, m.Message]], kind: type[Wanted]
     ) -> Iterator[tuple[Wanted, tuple[Tensor, ...]]]:
-        """A worker's answers to a request, until it is done.
+        """The answers of several workers, one request to each, until all are done.
 
-        What is left over of a request that was interrupted, by Ctrl-C say, is passed over.
+        They answer at the same time. What is left over of a request that was interrupted, by Ctrl-C
+        say, is passed over.
         """
         unanswered = self._unanswered
-        worker.channel.send(request)
-        unanswered[worker.number] = unanswered.get(worker.number, 0) + 1
-        while unanswered[worker.number] > 0:
+        for worker, request in requests:
+            worker.channel.send(request)
+            unanswered[worker.number] = unanswered.get(worker.number, 0) + 1
+        asked = {worker.number for worker, _ in requests}
+        failed: StageFailed | None = None
+        while any(unanswered[number] > 0 for number in asked):
             try:
                 sender, frame = self._receive(self._deadlines.request_seconds)
-            except StageFailed:
-                unanswered[worker.number] -= 1
-                raise
-            if sender is worker and isinstance(frame.message, m.Done):
-                unanswered[worker.number] -= 1
-            elif isinstance(frame.message, kind) and unanswered[worker.number] == 1:
+            except StageFailed as error:
+                failed = failed or error  # the others may fail too, and must not do so later
+                continue
+            if sender.number in asked and isinstance(frame.message, m.Done):
+                unanswered[sender.number] -= 1
+            elif isinstance(frame.message, kind) and unanswered.get(sender.number) == 1:
                 yield frame.message, frame.tensors
+        if failed is not None:
+            raise failed
 
     def _receive(self, patience_seconds: float) -> tuple[ConnectedWorker, Frame]:
         """The next thing that any worker says.
@@ -223,6 +223,9 @@ class Conversations:
             raise self._note_lost(worker, content)
         message = content.message
         if isinstance(message, m.Failure):
+            # It is the answer to a request, if one is open.
+            left = self._unanswered.get(worker.number, 0)
+            self._unanswered[worker.number] = max(0, left - 1)
             self._note_failure(worker, message)
             raise StageFailed(
                 f"{worker} failed {self._when}: {message.reason}\n\n"

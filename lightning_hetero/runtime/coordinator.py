@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import (
     HeteroError,
@@ -18,13 +17,8 @@ from ..errors import (
     RemoteProtocolError,
     WorkerError,
 )
-from ..model.blocks import BlocksRecipe
-from ..model.packed import State
-from ..model.recipe import Recipe
 from ..model.tensors import (
-    dtypes_on_stage,
     flatten,
-    has_four_bit,
     named_tensors,
     state_in,
     stored_in_four_bits,
@@ -36,9 +30,9 @@ from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
-from ..plan import Dtype, Narrowing
+from ..plan import Narrowing
 from ..wire import messages as m
-from ..wire.tensors import DTYPES
+from ..wire.frames import Frame
 from ..wire.values import Packer, unpack
 from .address import Address
 from .building import describe_parameters
@@ -48,6 +42,8 @@ from .deadlines import Deadlines
 from .handshake import Identity
 from .outgoing import OutgoingArguments, send_copied
 from .progress import Progress
+from .remote_stage import RemoteStage, load_of
+from .sending import Load, send_all
 from .translation import (
     read_activation,
     read_gradients,
@@ -57,46 +53,10 @@ from .translation import (
 
 logger = logging.getLogger(__name__)
 
+# A link over which nobody would train. That the peer lives, heartbeats say.
+_SLOWEST_BYTES_PER_SECOND = 1e5
+
 Wanted = TypeVar("Wanted", bound=m.Message)
-
-
-@dataclass(frozen=True)
-class RemoteStage:
-    """What the coordinator asks a worker to serve.
-
-    Args:
-        recipe: How to build the layers.
-        layers: Hollow ones, or those about to be, by their numbers.
-        contents: Their tensors with their states, one by one.
-        recompute: As in the plan.
-        seed: Start of all dropout masks.
-        dtype: As in the plan.
-        converts_weights: Whether ``dtype`` is for weights too; under autocast it is not.
-        narrowing: What it rounds the activations to that it sends downstream, and the gradients
-            that it sends upstream.
-        compile: As in the plan.
-    """
-
-    recipe: Recipe | BlocksRecipe
-    layers: Mapping[int, nn.Module]
-    contents: Callable[[], Iterator[tuple[str, Tensor, State]]]
-    recompute: bool
-    seed: int
-    dtype: Dtype | None = None
-    converts_weights: bool = True
-    narrowing: Narrowing = Narrowing()
-    compile: bool = False
-
-    @property
-    def has_four_bit(self) -> bool:
-        """Whether some of its weights are stored in 4 bits."""
-        return has_four_bit(self.layers)
-
-    @property
-    def tensor_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each tensor there."""
-        converts = self.dtype is not None and self.converts_weights
-        return dtypes_on_stage(self.layers, DTYPES[self.dtype] if converts else None)  # type: ignore[index]
 
 
 class Coordinator(Conversations):
@@ -142,7 +102,8 @@ class Coordinator(Conversations):
     # deploying
 
     def deploy(self, stages: Sequence[RemoteStage]) -> Iterator[str]:
-        """Build the stages and send their weights, tensor by tensor; yields each tensor's name.
+        """Build the stages and send their weights, to all workers at once; yields each tensor's
+        name.
 
         Iterate to the end: afterwards the stages are ready for steps. What they had before, if
         layers have moved, is forgotten.
@@ -160,17 +121,10 @@ class Coordinator(Conversations):
                 raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
         for worker, stage in zip(self._workers, stages, strict=True):
             worker.channel.send(self._deploy_message(worker, stage))
-        self._await_done()
-        for worker, stage in zip(self._workers, stages, strict=True):
-            for name, tensor, state in stage.contents():
-                self._owner_of[name] = worker
-                worker.channel.send(m.LoadTensor(name, list(state)), tensor, *state.values())
-                if stored_in_four_bits(stage.layers, name) and not state:
-                    self._collect(m.Done, 1)
-                # One is on its way while the next one is read, and no more.
-                worker.channel.wait_until_sent(most_queued=1)
-                self._check_none_failed()
-                yield name
+        loads = map(load_of, self._workers, stages)
+        for worker, name in send_all(list(loads), self._receive_while_sending):
+            self._owner_of[name] = worker
+            yield name
         # From the last to the first, so that nobody dials a neighbor that is not ready.
         for worker in reversed(self._workers):
             worker.channel.send(m.Launch())
@@ -277,9 +231,18 @@ class Coordinator(Conversations):
     def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
         """The norms of remote gradients by their parameters' names: those that an optimizer
         would use, or all."""
+        return self.ask_gradient_norms(optimizer)()
+
+    def ask_gradient_norms(self, optimizer: int | None = None) -> Callable[[], dict[str, float]]:
+        """The same, to be waited for by calling what is returned; until then only gradients here
+        may be looked at."""
         self._broadcast(m.MeasureNorms(self._present_step(), optimizer))
-        answers = self._collect(m.Norms, len(self._workers))
-        return {name: norm for answer in answers for name, norm in answer.norms.items()}
+
+        def answered() -> dict[str, float]:
+            answers = self._collect(m.Norms, len(self._workers))
+            return {name: norm for answer in answers for name, norm in answer.norms.items()}
+
+        return answered
 
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
         """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
@@ -333,10 +296,9 @@ class Coordinator(Conversations):
 
     def optimizer_state(self, optimizer: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """An optimizer's state of all remote parameters, with their names, one by one."""
-        for worker in self._workers:
-            request = m.FetchOptimizerState(optimizer)
-            for message, tensors in self._ask(worker, request, m.OptimizerState):
-                yield message.parameter, unpack(message.state, tensors)
+        requests = [(worker, m.FetchOptimizerState(optimizer)) for worker in self._workers]
+        for message, tensors in self._ask(requests, m.OptimizerState):
+            yield message.parameter, unpack(message.state, tensors)
 
     def load_optimizer_state(self, optimizer: int, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace an optimizer's state of remote parameters."""
@@ -369,17 +331,14 @@ class Coordinator(Conversations):
                 "already, which does not have it; change the model before the run."
             )
         found = {}
-        for worker in self._workers:
-            wanted = [name for name in names if self._owner_of[name] is worker]
-            if wanted:
-                request = m.FetchTensors(wanted)
-                for message, tensors in self._ask(worker, request, m.TensorContent):
-                    content, *parts = tensors
-                    content = content.to(self._dtype_of[message.name])
-                    state = dict(zip(message.state, parts, strict=True))
-                    found.update(flatten(message.name, content, state))
-                    if progress is not None:
-                        progress.advance(content.nbytes)
+        requests = [(worker, m.FetchTensors(own)) for worker, own in self._by_owner(names)]
+        for message, tensors in self._ask(requests, m.TensorContent):
+            content, *parts = tensors
+            content = content.to(self._dtype_of[message.name])
+            state = dict(zip(message.state, parts, strict=True))
+            found.update(flatten(message.name, content, state))
+            if progress is not None:
+                progress.advance(content.nbytes)
         return found
 
     def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -387,9 +346,9 @@ class Coordinator(Conversations):
         left out."""
         self._check_usable()
         found = {}
-        for worker, own in self._by_owner(names):
-            for message, (gradient,) in self._ask(worker, m.FetchGradients(own), m.TensorContent):
-                found[message.name] = gradient
+        requests = [(worker, m.FetchGradients(own)) for worker, own in self._by_owner(names)]
+        for message, (gradient,) in self._ask(requests, m.TensorContent):
+            found[message.name] = gradient
         return found
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
@@ -399,8 +358,10 @@ class Coordinator(Conversations):
             ModelError: If one is stored in 4 bits and comes without its state.
         """
         self._check_usable()
-        for name in tensors.keys() & self._owner_of.keys():
-            state = state_in(tensors, name)
+        contents = {
+            name: state_in(tensors, name) for name in tensors.keys() & self._owner_of.keys()
+        }
+        for name, state in contents.items():
             stage = self._stages[self._owner_of[name].number - 1]
             if stored_in_four_bits(stage.layers, name) and not state:
                 raise ModelError(
@@ -408,8 +369,20 @@ class Coordinator(Conversations):
                     f"{name + '.absmax'!r} and the like, which belong to it; load a whole "
                     "`state_dict()`."
                 )
-            message = m.LoadTensor(name, list(state))
-            self._owner_of[name].channel.send(message, tensors[name], *state.values())
+        loads = [
+            Load(
+                worker, iter([(name, tensors[name], contents[name]) for name in own]), is_built=True
+            )
+            for worker, own in self._by_owner(list(contents))
+        ]
+        for _ in send_all(loads, self._receive_while_sending):
+            pass
+
+    def _receive_while_sending(self, num_bytes: int) -> tuple[ConnectedWorker, Frame]:
+        """The next thing that a worker says, with time for so many bytes to get there."""
+        return self._receive(
+            self._deadlines.request_seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
+        )
 
     def _by_owner(self, names: Sequence[str]) -> Iterator[tuple[ConnectedWorker, list[str]]]:
         """Workers that have something of those names, each with what it has."""

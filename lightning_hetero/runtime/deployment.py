@@ -28,9 +28,10 @@ from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings
 from ..pipeline.pieces import cut_request
 from ..pipeline.turns import current_turn
 from ..plan import Plan, StagePlan
-from .coordinator import Coordinator, RemoteStage
+from .coordinator import Coordinator
 from .own_layers import adjust_own, check_can_be_compiled, restore_own
 from .progress import PROGRESS_FROM_BYTES, Progress
+from .remote_stage import RemoteStage
 
 logger = logging.getLogger(__name__)
 
@@ -342,12 +343,19 @@ class Deployment:
         is_whole = request.surroundings.has_cache
         pieces = [request] if is_whole else _pieces(request, self.plan.micro_batches)
         if not request.surroundings.grad_enabled:
-            returned = join_activations(exchange_pieces(self.coordinator, pieces, visit))
+            found = exchange_pieces(self.coordinator, pieces, visit, self.plan.max_in_flight)
+            returned = join_activations(found)
             return returned.map(lambda tensor: tensor.to(request.hidden.device))
         anchor = torch.zeros((), requires_grad=True)
         kinds: list[str] = []
         hidden, *others = Boundary.apply(  # type: ignore[no-untyped-call]
-            request.hidden, anchor, self.coordinator, pieces, visit, kinds
+            request.hidden,
+            anchor,
+            self.coordinator,
+            pieces,
+            visit,
+            kinds,
+            self.plan.max_in_flight,
         )
         return Activation(hidden, tuple(map(Collected, kinds, others)))
 

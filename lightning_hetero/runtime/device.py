@@ -47,9 +47,14 @@ class DeviceDescription:
     versions: dict[str, str]
 
 
-def describe_device(device: torch.device) -> DeviceDescription:
-    """What this process has; tries its dtypes for a moment."""
-    free_bytes, base_bytes = _memory(device)
+def describe_device(device: torch.device, kept_bytes: int = 0) -> DeviceDescription:
+    """What this process has; tries its dtypes for a moment.
+
+    Args:
+        device: Where it computes.
+        kept_bytes: What it holds there and gives back when the memory is asked for.
+    """
+    free_bytes, base_bytes = _memory(device, kept_bytes)
     equipment = equipment_here(device)
     threads = f", {_count(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     return DeviceDescription(
@@ -77,13 +82,13 @@ def _memory_name(device: torch.device) -> str:
     return "main" if device.type in ("cpu", "mps") else str(device)
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
+def _memory(device: torch.device, kept_bytes: int) -> tuple[int, int]:
     """What is free on the device, and what this process takes of it."""
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        # The driver's own share is gone already from what is free.
+        # The driver's own share is gone already from what is free; what is kept is reserved.
         return free_bytes + torch.cuda.memory_reserved(device), 0
-    return _free_main_memory(), _resident_bytes()
+    return _free_main_memory() + kept_bytes, max(0, _resident_bytes() - kept_bytes)
 
 
 def _free_main_memory() -> int:

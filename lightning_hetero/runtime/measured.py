@@ -22,6 +22,7 @@ from .building import build_for_values
 from .channel import Channel
 from .deadlines import Deadlines
 from .device import describe_device
+from .keeping import KeptTensors
 from .links import exchange_over, measure_link, new_inbox, payload
 from .owner import Owner
 from .translation import read_arguments
@@ -38,6 +39,7 @@ class MeasuredSide:
         allowed: What layers may be made of.
         dial_neighbor: Opens a channel, not started yet, to another worker of the session.
         owner: Whose device it is.
+        kept: What the worker holds of its last session, which counts as free.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class MeasuredSide:
         allowed: Allowed,
         dial_neighbor: Callable[[str], Channel],
         owner: Owner,
+        kept: KeptTensors,
     ) -> None:
+        self._kept = kept
         self._dial_neighbor = dial_neighbor
         self._owner = owner
         self._coordinator = coordinator
@@ -70,7 +74,7 @@ class MeasuredSide:
         free_cached_memory(self._device)
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
-        found = self._owner.description(describe_device(self._device))
+        found = self._owner.description(describe_device(self._device, self._kept.num_bytes))
         self._coordinator.send(
             m.DeviceDescribed(
                 found.device,
@@ -96,6 +100,7 @@ class MeasuredSide:
         buffers = dict(zip(message.buffers, tensors, strict=True))
         build = partial(build_for_values, message.recipe, message.parameters, self._allowed)
         build()  # what cannot be built is said at once
+        self._kept.forget()  # layers are measured as if the worker had just started
         self._bench = Bench(self._device, build, buffers)
         return m.Done()
 

@@ -75,9 +75,10 @@ class RemoteOptimizer:
 
     def clip_by_norm(self, max_norm: float) -> float:
         """Scale all gradients, here and there, to a global norm; returns what it was."""
+        # The stages measure theirs while this process measures its own.
+        remote = self._coordinator.ask_gradient_norms(self._number)
         gradients = optimizer_gradients(self.optimizer)
-        remote = self._coordinator.gradient_norms(self._number)
-        norm = total_norm([*gradient_norms(gradients), *remote.values()])
+        norm = total_norm([*gradient_norms(gradients), *remote().values()])
         self._clip(gradients, Clipping(factor=clipping_factor(max_norm, norm)))
         return norm
 

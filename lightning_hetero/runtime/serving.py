@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
-from ..model.four_bit import is_four_bit, multiply_in, quantize, state_of
+from ..model.four_bit import multiply_in, state_of
 from ..model.imports import Allowed
-from ..model.tensors import locate, named_tensors, narrowed, set_tensor
+from ..model.tensors import locate, named_tensors
 from ..pipeline.activation import Activation
 from ..pipeline.averaging import WeightAverages, averaged_tensors
 from ..pipeline.compiling import CompiledLayers
@@ -33,17 +33,18 @@ from ..wire import messages as m
 from ..wire.constants import KeptConstants
 from ..wire.frames import Frame
 from ..wire.session import upstream_session
-from ..wire.tensors import DTYPES, TensorSpec
+from ..wire.tensors import DTYPES
 from ..wire.values import Packer, unpack
 from .activity import of_action, of_request
 from .address import Address
-from .building import build_described, numbered_layers
 from .channel import Arrival, Channel, Inbox
 from .deadlines import Deadlines
 from .handshake import Identity, dial
+from .keeping import KeptTensors
 from .measured import MeasuredSide, answer_probe
 from .outgoing import send_copied
 from .owner import Owner, RunRecord
+from .stage_layers import StageLayers
 from .translation import (
     Content,
     read_activation,
@@ -82,6 +83,7 @@ class StageSession:
         allowed: What its layers may be made of besides torch's and transformers' own.
         identity: What its downstream neighbor is shown.
         owner: Whose device it is.
+        kept: What the worker holds of its last session, and will of this one.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class StageSession:
         allowed: Allowed,
         identity: Identity,
         owner: Owner | None = None,
+        kept: KeptTensors | None = None,
     ) -> None:
+        kept = kept or KeptTensors()
         self.name = name
         self._owner = owner or Owner()
         # What arrives while the owner wants the device, until then.
@@ -102,7 +106,6 @@ class StageSession:
         self._began_seconds = time.monotonic()
         self._ended = "it failed"
         self._identity = identity
-        self._allowed = allowed
         self._coordinator = coordinator
         self._upstream = coordinator
         self._downstream = coordinator
@@ -110,10 +113,8 @@ class StageSession:
         self._copies = copies_for(device)
         self._deadlines = deadlines
         self._inbox: Inbox = SimpleQueue()
-        self._numbered: dict[int, nn.Module] = {}
+        self._layers = StageLayers(device, allowed, kept)
         self._downstream_address = ""
-        self._specs: dict[str, m.ParameterSpec] = {}
-        self._missing: set[str] = set()
         self._runner = StageRunner(Stage(nn.ModuleDict(), device, 0))
         self._narrowing = Narrowing()
         self._optimizers: dict[int, StageOptimizer] = {}
@@ -122,7 +123,7 @@ class StageSession:
         self._stopwatch = Stopwatch(device)
         self._num_timed = 0
         self._measuring = MeasuredSide(
-            coordinator, device, deadlines, allowed, self._dial_neighbor, self._owner
+            coordinator, device, deadlines, allowed, self._dial_neighbor, self._owner, kept
         )
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             **self._measuring.handlers,
@@ -130,6 +131,7 @@ class StageSession:
             m.Resumed: self._on_resumed,
             m.Deploy: self._on_deploy,
             m.LoadTensor: self._on_load_tensor,
+            m.OfferTensor: self._on_offer_tensor,
             m.Launch: self._on_launch,
             m.BuildOptimizer: self._on_build_optimizer,
             m.LoadOptimizerState: self._on_load_optimizer_state,
@@ -167,10 +169,11 @@ class StageSession:
         return RunRecord(peer, self._what(), steps, seconds, self._ended)
 
     def _what(self) -> str:
-        if not self._numbered:
+        numbered = self._layers.numbered
+        if not numbered:
             return ""
-        first, last = min(self._numbered), max(self._numbered)
-        kind = type(self._numbered[first]).__name__
+        first, last = min(numbered), max(numbered)
+        kind = type(numbered[first]).__name__
         return f"stage {self._stage_index}, layers {first} to {last} ({kind})"
 
     def run(self) -> None:
@@ -189,6 +192,7 @@ class StageSession:
             logger.info("session with %s is over: %s", self._coordinator.peer, end)
         finally:
             self._close_channels()
+            self._layers.retire()
 
     def _take_what_arrived(self) -> None:
         while not self._inbox.empty():
@@ -228,7 +232,7 @@ class StageSession:
 
     def _on_goodbye_of_neighbor(self, channel: Channel) -> None:
         """Before there is a stage, a neighbor comes to measure the link and goes again."""
-        if not self._numbered and channel is self._upstream:
+        if not self._layers.numbered and channel is self._upstream:
             self._upstream = self._coordinator
             channel.close()
 
@@ -269,10 +273,7 @@ class StageSession:
         self._measuring.forget()
         self._check_neighbor(message)
         self._owner.check_stage(message.parameters)
-        layers = build_described(message.recipe, message.parameters, self._allowed)
-        self._numbered = numbered_layers(layers)
-        self._specs = {spec.name: spec for spec in message.parameters}
-        self._missing = set(self._specs)
+        layers, held = self._layers.build(message)
         self._downstream_address = message.downstream_address
         dtype = None if message.dtype is None else DTYPES[message.dtype]
         if dtype is not None:
@@ -290,7 +291,7 @@ class StageSession:
         self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
         self._optimizers = {}
         self._averages = WeightAverages([])
-        self._coordinator.send(m.Done())
+        self._coordinator.send(m.Built(held))
 
     def _check_neighbor(self, message: m.Deploy) -> None:
         """Refuse another neighbor than the one that this stage is linked with."""
@@ -303,25 +304,15 @@ class StageSession:
             )
 
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
-        content, *parts = (tensor.to(self._device) for tensor in tensors)
-        state = dict(zip(message.state, parts, strict=True))
-        owner, leaf, place = locate(self._numbered, message.name)
-        if not is_four_bit(owner, leaf):
-            content = narrowed(content, self._specs[message.name].tensor.torch_dtype)
-        elif not state:
-            content, state = quantize(owner, leaf, content)
-            self._coordinator.send(m.Done())
-        if content.is_floating_point() != place.is_floating_point():
-            raise ModelError(
-                f"The tensor {message.name!r} should be {TensorSpec.of(place)} and is "
-                f"{TensorSpec.of(content)}."
-            )
-        set_tensor(self._numbered, message.name, content, state)
-        self._missing.discard(message.name)
+        self._layers.load(message, tensors)
+        self._coordinator.send(m.Loaded(message.name))
+
+    def _on_offer_tensor(self, message: m.OfferTensor, _tensors: tuple[Tensor, ...]) -> None:
+        is_taken = self._layers.take_held(message)
+        self._coordinator.send(m.OfferAnswered(message.name, is_taken))
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
-        if self._missing:
-            raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
+        self._layers.check_complete()
         # When layers have moved, the link to the neighbor is there already.
         if self._downstream_address and self._downstream is self._coordinator:
             try:
@@ -413,7 +404,7 @@ class StageSession:
 
     def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
         for name in message.names:
-            owner, leaf, tensor = locate(self._numbered, name)
+            owner, leaf, tensor = locate(self._layers.numbered, name)
             state = state_of(owner, leaf)
             self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
             self._coordinator.wait_until_sent(_MOST_COPIES)
@@ -479,7 +470,9 @@ class StageSession:
         return self._optimizers[number]
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return {n: p for n, p in named_tensors(self._numbered) if isinstance(p, nn.Parameter)}
+        return {
+            n: p for n, p in named_tensors(self._layers.numbered) if isinstance(p, nn.Parameter)
+        }
 
     def _named(self, names: list[str]) -> list[nn.Parameter]:
         parameters = self._parameters()

@@ -24,6 +24,7 @@ from .connection import Connection, SocketConnection, prepare_socket
 from .deadlines import Deadlines
 from .equipment import equipment_here
 from .handshake import Identity, receive_hello
+from .keeping import KEPT_SECONDS, KeptTensors
 from .lobby import Lobby
 from .owner import Owner
 from .serving import StageSession
@@ -94,6 +95,8 @@ class Worker:
         self._lobby = Lobby(_MOST_GREETINGS)
         self._session: StageSession | None = None
         self._session_changed = threading.Condition()
+        self._kept = KeptTensors()
+        self._forgetting = threading.Timer(KEPT_SECONDS, self._kept.forget)
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
@@ -115,6 +118,8 @@ class Worker:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        with self._session_changed:
+            self._forgetting.cancel()
 
     @property
     def is_draining(self) -> bool:
@@ -201,7 +206,9 @@ class Worker:
                 self._allowed,
                 self._identity,
                 self._owner,
+                self._kept,
             )
+            self._forgetting.cancel()
             if self._is_paused:
                 self._session.wish(m.Paused())
             return self._session
@@ -232,9 +239,19 @@ class Worker:
             self._owner.on_run_end(session.record)
             with self._session_changed:
                 self._session = None
+                self._forget_later()
                 self._session_changed.notify_all()
                 if self._is_draining:
                     self.stop()
+
+    def _forget_later(self) -> None:
+        """Give the memory of the last session's tensors back if nobody comes for them."""
+        if self._listener.fileno() < 0:
+            self._kept.forget()  # nobody can come any more
+            return
+        self._forgetting = threading.Timer(KEPT_SECONDS, self._kept.forget)
+        self._forgetting.daemon = True
+        self._forgetting.start()
 
 
 def _refuse(connection: Connection, reason: str) -> None:

@@ -147,6 +147,13 @@ class Deploy(_Message, frozen=True, tag=True):
     compile: bool = False
 
 
+class Built(_Message, frozen=True, tag=True):
+    """The layers of a `Deploy` are built. Of the ``held`` tensors the worker still has some content
+    from before, which may be the one that it is to get: they are worth an `OfferTensor`."""
+
+    held: list[Name] = []
+
+
 class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor that was rounded for its way: what it is to become again, and how many of the
     frame's tensors it is in."""
@@ -159,14 +166,34 @@ class LoadTensor(_Message, frozen=True, tag=True):
     """One parameter's or buffer's content; the tensors after it are its ``state``, if it is stored
     in 4 bits.
 
-    What is to be stored in 4 bits and comes without state is packed by the worker, which then says
-    `Done`: a coordinator that waits for it does not flood a worker that packs slowly.
+    What is to be stored in 4 bits and comes without state is packed by the worker. The worker says
+    `Loaded` when it has the tensor in its place: a coordinator that waits for it does not flood it.
     """
 
     is_kept = True
 
     name: Name
     state: list[Name] = []
+
+
+class Loaded(_Message, frozen=True, tag=True):
+    """A tensor is in its place."""
+
+    name: Name
+
+
+class OfferTensor(_Message, frozen=True, tag=True):
+    """Take the content that you hold for this tensor, if its fingerprint is this one."""
+
+    name: Name
+    fingerprint: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class OfferAnswered(_Message, frozen=True, tag=True):
+    """Whether the tensor is in its place now; if not, its content has to be sent."""
+
+    name: Name
+    is_taken: bool
 
 
 class Launch(_Message, frozen=True, tag=True):
@@ -506,7 +533,11 @@ Message = (
     | Resumed
     | Done
     | Deploy
+    | Built
     | LoadTensor
+    | Loaded
+    | OfferTensor
+    | OfferAnswered
     | Launch
     | BuildOptimizer
     | LoadOptimizerState

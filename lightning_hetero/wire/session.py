@@ -56,7 +56,10 @@ COORDINATOR_SAYS: Table = {
         ),
         m.Deploy: State.LOADING,
     },
-    State.LOADING: {m.LoadTensor: State.LOADING, m.Launch: State.SERVING},
+    State.LOADING: {
+        **_stay(State.LOADING, m.LoadTensor, m.OfferTensor),
+        m.Launch: State.SERVING,
+    },
     State.SERVING: {
         **_stay(
             State.SERVING,
@@ -98,10 +101,21 @@ WORKER_SAYS: Table = {
         m.Resumed,
     ),
     # Timings and the loss of a neighbor may be on their way when a Deploy comes for moved layers.
-    State.LOADING: _stay(State.LOADING, m.Done, m.Timings, m.NeighborLost, m.Paused, m.Resumed),
+    State.LOADING: _stay(
+        State.LOADING,
+        m.Built,
+        m.Loaded,
+        m.OfferAnswered,
+        m.Done,
+        m.Timings,
+        m.NeighborLost,
+        m.Paused,
+        m.Resumed,
+    ),
     State.SERVING: _stay(
         State.SERVING,
         m.Done,
+        m.Loaded,
         m.Timings,
         m.Activation,
         m.Gradient,

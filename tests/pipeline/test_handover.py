@@ -24,11 +24,14 @@ from lightning_hetero.pipeline.activation import (
 from lightning_hetero.pipeline.handover import (
     Boundary,
     Request,
+    Returned,
     exchange_gradients,
     exchange_pieces,
     surroundings_here,
 )
 from lightning_hetero.pipeline.pieces import cut_request
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.stage import Surroundings
 
 from .chain import Chain, cut_into_stages, request_for
 
@@ -53,7 +56,7 @@ def batch(size: int = 5) -> Tensor:
 def through(chain: Chain, modules: Layers, hidden: Tensor, num_pieces: int, visit: int = 0) -> Any:
     pieces = cut_request(request_for(hidden, modules), num_pieces)
     anchor = torch.zeros((), requires_grad=True)
-    return Boundary.apply(hidden, anchor, chain, pieces, visit, [])[0]
+    return Boundary.apply(hidden, anchor, chain, pieces, visit, [], 3)[0]
 
 
 def gradients(modules: Layers) -> list[Tensor | None]:
@@ -115,7 +118,7 @@ def test_pieces_come_back_in_their_order_with_the_layers_results(
     with torch.no_grad():
         pieces = cut_request(request_for(batch(), modules), num_pieces)
         expected = [run(modules, piece.hidden) for piece in pieces]
-        found = exchange_pieces(chain, pieces, visit=0)
+        found = exchange_pieces(chain, pieces, visit=0, most_under_way=3)
     assert len(found) == num_pieces
     assert all(torch.equal(mine.hidden, its) for mine, its in zip(found, expected, strict=True))
 
@@ -211,9 +214,11 @@ def test_gradients_of_pieces_come_back_in_their_order() -> None:
     chain = Chain(cut_into_stages(modules, 1), seed=3)
     chain.begin_step(3, accumulate=False)
     pieces = cut_request(request_for(batch(3).requires_grad_(), modules), 3)
-    exchange_pieces(chain, pieces, visit=0)
+    exchange_pieces(chain, pieces, visit=0, most_under_way=3)
     sent = [torch.full((1, 3, 4), float(number)) for number in range(3)]
-    found = exchange_gradients(chain, [Gradients((gradient,)) for gradient in sent], visit=0)
+    found = exchange_gradients(
+        chain, [Gradients((gradient,)) for gradient in sent], visit=0, most_under_way=3
+    )
     torch.testing.assert_close([mine.tensors[0] for mine in found], sent, rtol=0, atol=0)
 
 
@@ -261,7 +266,7 @@ def test_a_batch_learns_from_what_its_stages_collect(
     hidden, leaf = batch().requires_grad_(), batch().requires_grad_()
     anchor, kinds = torch.zeros((), requires_grad=True), list[str]()
     pieces = collecting_pieces(hidden, modules, 2)
-    output, *logits = Boundary.apply(hidden, anchor, chain, pieces, 0, kinds)
+    output, *logits = Boundary.apply(hidden, anchor, chain, pieces, 0, kinds, 3)
     loss_of_all(output, logits).backward()
     with collecting(["router_logits"]) as collected:
         end = run(plain, leaf)
@@ -280,7 +285,7 @@ def test_a_loss_of_collected_outputs_alone_teaches_the_stages() -> None:
     chain.begin_step(2, accumulate=False)
     anchor = torch.zeros((), requires_grad=True)
     pieces = collecting_pieces(batch(), modules, 2)
-    _, *logits = Boundary.apply(batch(), anchor, chain, pieces, 0, [])
+    _, *logits = Boundary.apply(batch(), anchor, chain, pieces, 0, [], 3)
     logits[1].square().sum().backward()
     with collecting(["router_logits"]) as collected:
         run(plain, batch())
@@ -297,7 +302,7 @@ def test_pieces_bring_their_collected_outputs_back_in_their_order() -> None:
     chain.begin_step(5, accumulate=True)
     with torch.no_grad():
         pieces = collecting_pieces(batch(), modules, 5)
-        found = join_activations(exchange_pieces(chain, pieces, visit=0))
+        found = join_activations(exchange_pieces(chain, pieces, visit=0, most_under_way=3))
         with collecting(["router_logits"]) as collected:
             hidden = run(modules, batch())
     expected = Activation(hidden, tuple(Collected(*one) for one in collected()))
@@ -307,3 +312,41 @@ def test_pieces_bring_their_collected_outputs_back_in_their_order() -> None:
 
 def test_surroundings_say_what_is_collected() -> None:
     assert surroundings_here(batch(), [], ["router_logits"]).collect == ["router_logits"]
+
+
+@pytest.mark.parametrize("most_under_way", [1, 2, 9])
+def test_no_stage_is_flooded(most_under_way: int) -> None:
+    """However many pieces there are and whoever is slow: also with gradients, and back again."""
+    under_way, most = set[int](), [0]
+
+    class Slow(Chain):
+        def note(self, key: Key) -> None:
+            under_way.add(key.microbatch)
+            most[0] = max(most[0], len(under_way))
+
+        def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+            self.note(key)
+            super().send_forward(key, hidden, surroundings)
+
+        def send_backward(self, key: Key, gradients: Gradients) -> None:
+            self.note(key)
+            super().send_backward(key, gradients)
+
+        def receive(self) -> Returned:
+            returned = super().receive()
+            under_way.remove(returned.key.microbatch)
+            return returned
+
+    modules = layers()
+    chain = Slow(cut_into_stages(modules, 2))
+    chain.begin_step(6, accumulate=False)
+    hidden = batch(6).requires_grad_()
+    pieces = cut_request(request_for(hidden, modules), 6)
+    anchor = torch.zeros((), requires_grad=True)
+    output = Boundary.apply(hidden, anchor, chain, pieces, 0, [], most_under_way)[0]  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(output, run(modules, hidden), rtol=0, atol=1e-6)
+    assert most == [min(most_under_way, 6)]
+    most[0] = 0
+    output.sum().backward()
+    assert most == [min(most_under_way, 6)]
+    assert hidden.grad is not None

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_hetero.pipeline.turns import Finished, HandedOver, Turn, current_turn
+from lightning_hetero.pipeline.turns import Finished, HandedOver, Turn, TurnThreads, current_turn
 
 user_value: ContextVar[str] = ContextVar("user_value", default="unset")
+
+
+threads = TurnThreads()
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
+    threads.close()
     assert set(threading.enumerate()) <= before
+
+
+def made(function: Callable[[], Any], name: str) -> Turn:
+    return Turn(function, name, threads)
 
 
 def ask(request: Any) -> Any:
@@ -31,14 +40,14 @@ def ask(request: Any) -> Any:
 
 
 def test_a_function_that_hands_nothing_over_finishes_at_once() -> None:
-    assert Turn(lambda: 7, "quick").start() == Finished(7)
+    assert made(lambda: 7, "quick").start() == Finished(7)
 
 
 def test_requests_come_out_and_answers_go_in() -> None:
     def double_twice() -> int:
         return int(ask(ask(1) + 1) + 1)
 
-    turn = Turn(double_twice, "asking")
+    turn = made(double_twice, "asking")
     assert turn.start() == HandedOver(1)
     assert turn.resume(10) == HandedOver(11)
     assert turn.resume(20) == Finished(21)
@@ -52,7 +61,7 @@ def test_turns_run_only_while_the_driver_waits_for_them() -> None:
             said.append(f"{name}{number}")
             ask(None)
 
-    first, second = (Turn(lambda name=name: speak(name), name) for name in "ab")  # type: ignore[misc]
+    first, second = (made(lambda name=name: speak(name), name) for name in "ab")  # type: ignore[misc]
     first.start()
     said.append("driver")
     second.start()
@@ -72,7 +81,7 @@ def test_what_the_function_raises_reaches_the_driver_with_its_traceback() -> Non
         ask(None)
         deep_inside()
 
-    turn = Turn(training_step, "raising")
+    turn = made(training_step, "raising")
     turn.start()
     with pytest.raises(ValueError, match="mine") as caught:
         turn.resume(None)
@@ -84,7 +93,7 @@ def test_what_the_function_raises_reaches_the_driver_with_its_traceback() -> Non
 def test_the_thread_sees_the_drivers_context_variables() -> None:
     token = user_value.set("mine")
     try:
-        assert Turn(user_value.get, "reader").start() == Finished("mine")
+        assert made(user_value.get, "reader").start() == Finished("mine")
     finally:
         user_value.reset(token)
 
@@ -95,7 +104,7 @@ def test_grad_mode_and_autocast_stay_the_threads_own() -> None:
             ask(None)
             return torch.is_grad_enabled() or not torch.is_autocast_enabled("cpu")
 
-    turn = Turn(step, "modes")
+    turn = made(step, "modes")
     turn.start()
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
@@ -103,7 +112,7 @@ def test_grad_mode_and_autocast_stay_the_threads_own() -> None:
 
 
 def test_only_the_turns_own_thread_is_in_a_turn() -> None:
-    turn = Turn(lambda: ask(current_turn()), "who")
+    turn = made(lambda: ask(current_turn()), "who")
     assert turn.start() == HandedOver(turn)
     assert current_turn() is None
     turn.abandon()
@@ -120,14 +129,14 @@ def test_an_abandoned_function_is_unwound_before_abandon_returns() -> None:
         finally:
             unwound.append("finally")
 
-    turn = Turn(step, "abandoned")
+    turn = made(step, "abandoned")
     turn.start()
     turn.abandon()
     assert unwound == ["finally"]
 
 
 def test_a_finished_turn_can_be_abandoned() -> None:
-    turn = Turn(lambda: None, "finished")
+    turn = made(lambda: None, "finished")
     turn.start()
     turn.abandon()
 
@@ -139,9 +148,50 @@ def test_a_function_that_hands_over_while_it_is_unwound_ends_too() -> None:
         finally:
             ask("another forward, in the user's clean-up")
 
-    turn = Turn(step, "clean-up")
+    turn = made(step, "clean-up")
     turn.start()
     abandoning = threading.Thread(target=turn.abandon, daemon=True)
     abandoning.start()
     abandoning.join(timeout=2)
     assert not abandoning.is_alive(), "abandon() waits for ever"
+
+
+def test_a_thread_runs_one_turn_after_the_other_and_keeps_nothing_of_them() -> None:
+    class Result:
+        pass
+
+    def step() -> Result:
+        user_value.set("of the turn before")
+        return Result()
+
+    first = made(step, "first").start()
+    assert isinstance(first, Finished)
+    gone = weakref.ref(first.result)
+    idents = [made(lambda: (threading.get_ident(), user_value.get()), "next") for _ in range(3)]
+    found = [turn.start() for turn in idents]
+    del first
+    assert len(set(map(str, found))) == 1
+    assert "unset" in str(found[0])
+    assert gone() is None
+
+
+def test_turns_at_once_have_threads_of_their_own() -> None:
+    def step() -> int:
+        ask(None)
+        return threading.get_ident()
+
+    turns = [made(step, str(number)) for number in range(3)]
+    for turn in turns:
+        turn.start()
+    found = {turn.resume(None) for turn in turns}
+    assert len(found) == 3
+
+
+def test_a_turn_that_was_abandoned_before_it_started_does_not_run() -> None:
+    ran: list[int] = []
+    turn = made(lambda: ran.append(1), "late")
+    turn.abandon()
+    with pytest.raises(BaseException, match="^$") as caught:
+        turn.start()
+    assert type(caught.value).__name__ == "_Abandoned"
+    assert ran == []

@@ -25,10 +25,11 @@ from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
-from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
+from lightning_hetero.runtime.coordinator import Coordinator
 from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.equipment import equipment_here
 from lightning_hetero.runtime.handshake import Identity
+from lightning_hetero.runtime.remote_stage import RemoteStage
 from lightning_hetero.runtime.serving import StageSession
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame
@@ -203,6 +204,32 @@ def test_an_interrupted_request_does_not_confuse_the_next(
     with pytest.raises(KeyboardInterrupt):
         coordinator.fetch(names)
     monkeypatch.undo()
+    assert coordinator.fetch(names).keys() == set(names)
+
+
+def test_all_workers_are_asked_before_the_first_answer_is_awaited(
+    coordinator: Coordinator, layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, asked_before = coordinator._receive, list[dict[int, int]]()
+
+    def receiving(patience_seconds: float) -> object:
+        asked_before.append(dict(coordinator._unanswered))
+        return receive(patience_seconds)
+
+    monkeypatch.setattr(coordinator, "_receive", receiving)
+    names = [name for name, _ in named_tensors(layers)]
+    assert coordinator.fetch(names).keys() == set(names)
+    assert asked_before[0] == {1: 1, 2: 1}
+    assert coordinator._unanswered == {1: 0, 2: 0}
+
+
+def test_a_request_that_all_workers_refuse_leaves_nothing_behind(
+    coordinator: Coordinator, layers: dict[int, nn.Module]
+) -> None:
+    with pytest.raises(StageFailed, match="has no optimizer 5"):
+        list(coordinator.optimizer_state(5))
+    assert coordinator._inbox.empty()
+    names = [name for name, _ in named_tensors(layers)]
     assert coordinator.fetch(names).keys() == set(names)
 
 

@@ -18,9 +18,10 @@ from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.optimizer import Group
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
-from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
+from lightning_hetero.runtime.coordinator import Coordinator
 from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.handshake import Identity
+from lightning_hetero.runtime.remote_stage import RemoteStage
 
 from ..models import tiny_llama
 from .pairs import worker_thread

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from lightning_hetero.pipeline.optimizer import Clipping, Group
+from lightning_hetero.runtime import remote_optimizer
 from lightning_hetero.runtime.remote_optimizer import RemoteOptimizer
 
 
@@ -25,8 +27,11 @@ class FakeCoordinator:
         self.built = groups
 
     def gradient_norms(self, optimizer: int) -> dict[str, float]:
+        return self.ask_gradient_norms(optimizer)()
+
+    def ask_gradient_norms(self, optimizer: int) -> Callable[[], dict[str, float]]:
         self.said.append(("measure", optimizer))
-        return {"3.a": 3.0}
+        return lambda: {"3.a": 3.0}
 
     def clip_gradients(self, optimizer: int, clipping: Clipping) -> None:
         self.said.append(("clip", optimizer, clipping))
@@ -80,6 +85,26 @@ def test_the_global_norm_spans_here_and_there() -> None:
     factor = 1.0 / (5.0 + 1e-6)
     assert math.isclose(float(first.grad[0]), 4.0 * factor, rel_tol=1e-6)
     assert coordinator.said == [("measure", 7), ("clip", 7, Clipping(factor=factor))]
+
+
+def test_the_norms_here_are_taken_while_the_stages_take_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, remote, coordinator, _ = made()
+    asked = coordinator.ask_gradient_norms
+
+    def ask(optimizer: int) -> Callable[[], dict[str, float]]:
+        answer = asked(optimizer)
+        return lambda: [coordinator.said.append("answered"), answer()][1]  # type: ignore[func-returns-value,return-value]
+
+    def measure_here(_gradients: object) -> list[float]:
+        coordinator.said.append("here")
+        return [4.0]
+
+    monkeypatch.setattr(coordinator, "ask_gradient_norms", ask)
+    monkeypatch.setattr(remote_optimizer, "gradient_norms", measure_here)
+    assert remote.clip_by_norm(6.0) == 5.0
+    assert coordinator.said == [("measure", 7), "here", "answered"]
 
 
 def test_a_norm_below_the_bound_is_left_alone() -> None:

@@ -58,6 +58,7 @@ def anything(kind: mi.Type) -> st.SearchStrategy[Any]:
         mi.NoneType: st.none(),
         mi.BoolType: st.booleans(),
         mi.StrType: texts,
+        mi.BytesType: st.binary(min_size=32, max_size=32),
     }[type(kind)]
 
 

@@ -41,7 +41,11 @@ MESSAGES: list[m.Message] = [
     m.Resumed(),
     m.Done(),
     DEPLOY,
+    m.Built(["0.weight"]),
     m.LoadTensor("0.weight"),
+    m.Loaded("0.weight"),
+    m.OfferTensor("0.weight", bytes(32)),
+    m.OfferAnswered("0.weight", is_taken=True),
     m.Launch(),
     m.BuildOptimizer(0, "SGD", None, []),
     m.LoadOptimizerState(0, "0.weight", DictNode({})),
@@ -153,14 +157,14 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "Paused Resumed",
     ),
     (workers_pair, State.LOADING): (
-        "LoadTensor Launch",
-        "Done Timings NeighborLost Paused Resumed",
+        "LoadTensor OfferTensor Launch",
+        "Built Loaded OfferAnswered Done Timings NeighborLost Paused Resumed",
     ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
         "DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients ApplyOptimizer "
         "AverageWeights FetchTensors FetchGradients FetchOptimizerState Deploy",
-        "Done Timings Activation Gradient Norms TensorContent OptimizerState NeighborLost "
+        "Done Loaded Timings Activation Gradient Norms TensorContent OptimizerState NeighborLost "
         "Paused Resumed",
     ),
     (workers_pair, State.CLOSED): ("", ""),
@@ -260,8 +264,12 @@ def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
     pair.ask(HELLO)
     pair.answer(WELCOME)
     assert pair.state is State.IDLE
-    pair.ask(DEPLOY, m.LoadTensor("0.weight"), m.LoadTensor("0.bias"))
-    pair.answer(m.Done())
+    pair.ask(DEPLOY)
+    pair.answer(m.Built(["0.bias"]))
+    pair.ask(m.LoadTensor("0.weight"), m.OfferTensor("0.bias", bytes(32)))
+    pair.answer(m.Loaded("0.weight"), m.OfferAnswered("0.bias", is_taken=False))
+    pair.ask(m.LoadTensor("0.bias"))
+    pair.answer(m.Loaded("0.bias"))
     assert pair.state is State.LOADING
     pair.ask(m.Launch())
     pair.answer(m.Done())
@@ -295,7 +303,7 @@ def test_layers_move_between_two_steps() -> None:
     pair = bring(workers_pair(), State.SERVING)
     pair.ask(m.ApplyOptimizer(1, 0, []), DEPLOY)
     assert pair.state is State.LOADING
-    pair.answer(m.Timings(1, 0.1, 0.2, 4), m.Done())
+    pair.answer(m.Timings(1, 0.1, 0.2, 4), m.Built())
     pair.ask(m.LoadTensor("0.weight"), m.Launch())
     pair.answer(m.Done())
     pair.ask(m.BuildOptimizer(0, "AdamW", None, []), m.BeginStep(2, 1, accumulate=False))
