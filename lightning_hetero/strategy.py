@@ -168,6 +168,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def root_device(self) -> torch.device:
         return self.parallel_devices[0] if self.parallel_devices else self._root_device
 
+    @property
+    def deployment(self) -> Deployment | None:
+        """The layers on workers while a run has some; for callbacks that look at them."""
+        return self._deployment
+
     @override
     def setup_environment(self) -> None:
         refuse_training_in_worker()

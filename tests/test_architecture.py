@@ -25,6 +25,7 @@ LAYERS = (
     {"wire", "model"},
     {"pipeline"},
     {"planning", "runtime"},
+    {"observing"},
     {"precision", "manual", "gradients", "callbacks", "saving"},
     {"checks"},
     {"stepping", "moving", "watching"},

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -20,10 +21,14 @@ from ..errors import ChannelError, HeteroError, RemoteProtocolError
 from ..wire import messages as m
 from ..wire.frames import Frame, FrameReader, encode_frame
 from ..wire.session import Session
+from .clocks import PeerClock
 from .connection import Connection
 from .deadlines import Deadlines
 
 logger = logging.getLogger(__name__)
+
+# What channels say to each other, whatever their owners do.
+_BETWEEN_CHANNELS = (m.Ping, m.Pong, m.AskClock, m.ClockTold)
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,12 @@ class Arrival:
 
     channel: Channel
     content: Frame | HeteroError
+    moment_seconds: float = field(default_factory=lambda: time.perf_counter())
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of the frame, if it is one."""
+        return self.content.tensors if isinstance(self.content, Frame) else ()
 
 
 Inbox = SimpleQueue[Arrival]
@@ -44,6 +55,11 @@ class Channel:
         connection: From now on the channel's.
         session: The rules, as far as the handshake has taken them.
         peer: Who is at the other end, for messages to people.
+
+    Attributes:
+        clock: What is known of the peer's clock.
+        on_sent: Told, in a thread of the channel, of each message that has gone out: its bytes, and
+            when that began.
     """
 
     def __init__(
@@ -62,7 +78,9 @@ class Channel:
         self._progress = threading.Condition(self._lock)
         self._num_queued = 0
         self._is_over = False
-        self._outgoing: SimpleQueue[list[memoryview] | None] = SimpleQueue()
+        self.clock = PeerClock(self.send)
+        self.on_sent: Callable[[m.Message, int, float], None] | None = None
+        self._outgoing: SimpleQueue[tuple[m.Message, list[memoryview]] | None] = SimpleQueue()
         self._is_closing = False
         self._last_heard = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -90,7 +108,7 @@ class Channel:
         with self._lock:
             self._session.sent(message)
             self._num_queued += 1
-            self._outgoing.put(buffers)
+            self._outgoing.put((message, buffers))
 
     def wait_until_sent(self, most_queued: int) -> None:
         """Wait until at most so many frames are still to be sent, or the channel is over."""
@@ -116,7 +134,7 @@ class Channel:
         try:
             while True:
                 frame = self._next_frame()
-                if not isinstance(frame.message, (m.Ping, m.Pong)):
+                if not isinstance(frame.message, _BETWEEN_CHANNELS):
                     inbox.put(Arrival(self, frame))
         except (HeteroError, OSError) as error:
             self._end(inbox, error)
@@ -136,6 +154,7 @@ class Channel:
                 self._session.received(frame.message)
             if isinstance(frame.message, m.Ping):
                 self.send(m.Pong())
+            self.clock.take(frame.message)
             return frame
 
     def _on_silence(self) -> None:
@@ -157,15 +176,21 @@ class Channel:
 
     def _write(self) -> None:
         try:
-            while (buffers := self._outgoing.get()) is not None:
-                send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
-                del buffers  # the next wait must not keep their tensors alive
+            while (queued := self._outgoing.get()) is not None:
+                self._send_now(*queued)
+                del queued  # the next wait must not keep its tensors alive
                 self._note_progress(is_over=False)
         except (OSError, HeteroError) as error:
             logger.debug("writing to %s ended: %s", self.peer, error)
             self._connection.shut_down()
         finally:
             self._note_progress(is_over=True)
+
+    def _send_now(self, message: m.Message, buffers: list[memoryview]) -> None:
+        start, num_bytes = time.perf_counter(), sum(map(len, buffers))
+        send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
+        if self.on_sent is not None:
+            self.on_sent(message, num_bytes, start)
 
     def _note_progress(self, is_over: bool) -> None:
         with self._progress:

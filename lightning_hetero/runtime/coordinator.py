@@ -31,6 +31,7 @@ from ..pipeline.activation import Activation, Gradients
 from ..pipeline.averaging import AveragingAction
 from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
+from ..pipeline.recording import APPLY
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
 from ..plan import Dtype, Narrowing
@@ -41,9 +42,10 @@ from ..wire.values import Packer, unpack
 from .address import Address
 from .building import describe_parameters
 from .compatibility import shortcomings
-from .conversations import ConnectedWorker, Conversations
+from .conversations import ConnectedWorker
 from .deadlines import Deadlines
 from .handshake import ANONYMOUS, Identity
+from .observed import ObservedConversations
 from .progress import Progress
 from .translation import (
     read_activation,
@@ -90,7 +92,7 @@ class RemoteStage:
         return dtypes_on_stage(self.layers, DTYPES[self.dtype] if converts else None)  # type: ignore[index]
 
 
-class Coordinator(Conversations):
+class Coordinator(ObservedConversations):
     """Runs the stages of a plan on their workers.
 
     Implements `Stages` for the driver and `RemoteTensors` for the hollow layers. Not thread-safe:
@@ -101,6 +103,7 @@ class Coordinator(Conversations):
         identity: What they are shown.
         narrowing: What the coordinator rounds the activations to that it sends to the first stage,
             and the gradients that it sends to the last one.
+        device: What this process computes on.
 
     Raises:
         WorkerUnreachable: If one does not answer or refuses.
@@ -112,14 +115,17 @@ class Coordinator(Conversations):
         deadlines: Deadlines | None = None,
         identity: Identity = ANONYMOUS,
         narrowing: Narrowing | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        super().__init__(workers, deadlines or Deadlines(), identity)
+        device = device or torch.device("cpu")
+        super().__init__(workers, deadlines or Deadlines(), identity, device)
         self._narrowing = narrowing or Narrowing()
         self._stages: Sequence[RemoteStage] = ()
         self._owner_of: dict[str, ConnectedWorker] = {}
         self._dtype_of: dict[str, torch.dtype] = {}
         self._timings: list[tuple[int, m.Timings]] = []
         self._is_applying = False
+        self._stepping = contextlib.ExitStack()
         self._has_failed_applying = False
 
     def serve(self, names: Sequence[str], narrowing: Narrowing) -> None:
@@ -182,6 +188,7 @@ class Coordinator(Conversations):
         """Start a step on every stage."""
         self._check_usable()
         self.step += 1
+        self.recorder.begin_step()
         self._broadcast(m.BeginStep(self.step, max_in_flight, accumulate))
 
     def abort_step(self) -> None:
@@ -203,6 +210,12 @@ class Coordinator(Conversations):
 
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
+        with self.recorder.span("pack", key, "Activation"):
+            self._send_forward(key, hidden, surroundings)
+        if surroundings.grad_enabled and key.visit == 0:
+            self.recorder.note_training(hidden.shape[:-1].numel())
+
+    def _send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         digests = Digests()
         for worker, stage in zip(self._workers, self._stages, strict=True):
             try:
@@ -220,11 +233,17 @@ class Coordinator(Conversations):
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of a returned activation to the last stage."""
-        message, tensors = say_gradients(self.step, key, gradients, self._narrowing.gradient_dtype)
-        self._workers[-1].channel.send(message, *tensors)
+        with self.recorder.span("pack", key, "Gradients"):
+            wire_dtype = self._narrowing.gradient_dtype
+            message, tensors = say_gradients(self.step, key, gradients, wire_dtype)
+            self._workers[-1].channel.send(message, *tensors)
 
     def receive(self) -> Returned:
         """Wait for the next activation or gradients of the present step."""
+        with self.recorder.span("wait"):
+            return self._next_returned()
+
+    def _next_returned(self) -> Returned:
         while True:
             worker, frame = self._receive(self._deadlines.progress_seconds)
             message = frame.message
@@ -265,8 +284,9 @@ class Coordinator(Conversations):
     def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
         """The norms of remote gradients by their parameters' names: those that an optimizer
         would use, or all."""
-        self._broadcast(m.MeasureNorms(self._present_step(), optimizer))
-        answers = self._collect(m.Norms, len(self._workers))
+        with self.recorder.span("wait", message="Norms"):
+            self._broadcast(m.MeasureNorms(self._present_step(), optimizer))
+            answers = self._collect(m.Norms, len(self._workers))
         return {name: norm for answer in answers for name, norm in answer.norms.items()}
 
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
@@ -306,10 +326,13 @@ class Coordinator(Conversations):
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
         message = m.ApplyOptimizer(self._present_step(), optimizer, values)
         self._broadcast(message, *packer.tensors)
+        self._stepping.close()
+        self._stepping.enter_context(self.recorder.span("optimizer", message=APPLY))
 
     def note_applied(self) -> None:
         """The optimizer has stepped here as it does, or will do, on the stages."""
         self._is_applying = False
+        self._stepping.close()
 
     @property
     def is_between_steps(self) -> bool:
@@ -403,4 +426,5 @@ class Coordinator(Conversations):
     def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
         if isinstance(message, m.Timings):
             self._timings.append((worker.number, message))
-        return isinstance(message, m.Timings)
+            return True
+        return super()._is_aside(worker, message)

@@ -74,7 +74,8 @@ class Fleet:
             addresses = {text: Address.parse(text) for text in self._workers}
             credentials = credentials_of(find_token_file(self._token_file))
             identity = dataclasses.replace(identity, credentials=credentials)
-        return Coordinator([(name, addresses[name]) for name in names], deadlines, identity)
+        named = [(name, addresses[name]) for name in names]
+        return Coordinator(named, deadlines, identity, device=device)
 
     def end(self, deadlines: Deadlines) -> None:
         """End the local processes. May be called twice."""

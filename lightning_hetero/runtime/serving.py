@@ -7,7 +7,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ..errors import HeteroError, LocalProtocolError, ModelError
 from ..model.four_bit import is_four_bit, multiply_in, quantize, state_of
 from ..model.imports import Allowed
 from ..model.tensors import locate, named_tensors, narrowed, set_tensor
-from ..pipeline.activation import Activation
+from ..pipeline.activation import Activation, Gradients
 from ..pipeline.averaging import WeightAverages, averaged_tensors
 from ..pipeline.optimizer import Clipping, Group, StageOptimizer, clip_gradients, gradient_norms
 from ..pipeline.rule import Action, Key
@@ -35,6 +35,7 @@ from .channel import Arrival, Channel, Inbox
 from .deadlines import Deadlines
 from .handshake import ANONYMOUS, Identity, dial
 from .measured import MeasuredSide, answer_probe
+from .recorded import RecordedSide
 from .translation import (
     read_activation,
     read_arguments,
@@ -97,8 +98,11 @@ class StageSession:
         self._stopwatch = Stopwatch(device)
         self._num_timed = 0
         self._measuring = MeasuredSide(coordinator, device, deadlines, allowed, self._dial_neighbor)
+        self._recording = RecordedSide(coordinator, device, self._neighbors)
+        self._recorder = self._recording.recorder
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             **self._measuring.handlers,
+            **self._recording.handlers,
             m.Deploy: self._on_deploy,
             m.LoadTensor: self._on_load_tensor,
             m.Launch: self._on_launch,
@@ -135,11 +139,15 @@ class StageSession:
                 if action is not None:
                     self._guarded(self._perform, action)
                 else:
-                    self._take(self._inbox.get())
+                    self._take(self._next_arrival())
         except SessionOver as end:
             logger.info("session with %s is over: %s", self._coordinator.peer, end)
         finally:
             self._close_channels()
+
+    def _next_arrival(self) -> Arrival:
+        with self._recorder.span("wait"):
+            return self._inbox.get()
 
     def _take_what_arrived(self) -> None:
         while not self._inbox.empty():
@@ -159,7 +167,8 @@ class StageSession:
             self._guarded(answer_probe, arrival.channel, content.message)
         else:
             handler = self._handlers[type(content.message)]
-            self._guarded(handler, content.message, content.tensors)
+            with self._recording.taking(arrival, content.message):
+                self._guarded(handler, content.message, content.tensors)
 
     def _on_end(self, channel: Channel, reason: str) -> None:
         """Without its coordinator a stage has nothing to do; a lost neighbor is reported."""
@@ -193,6 +202,12 @@ class StageSession:
     def _close_channels(self) -> None:
         for channel in {self._upstream, self._downstream, self._coordinator}:
             channel.close(m.Goodbye())
+
+    def _neighbors(self) -> dict[Channel, int]:
+        """The channels by the stages behind them; the last stage has the coordinator's twice."""
+        index = self._stage_index
+        found = {self._downstream: index + 1, self._upstream: index - 1}
+        return {**found, self._coordinator: 0}
 
     @property
     def _stage_index(self) -> int:
@@ -279,6 +294,7 @@ class StageSession:
         optimizer.load_state(message.parameter, unpack(message.state, tensors))
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
+        self._recorder.begin_step()
         self._runner.begin(message.step, message.in_flight, message.accumulate)
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
@@ -357,10 +373,18 @@ class StageSession:
         if not self._runner.is_training(action):
             result = self._runner.run(action)
         else:
-            with self._stopwatch.measuring("forward" if action.kind == "F" else "backward"):
-                result = self._runner.run(action)
-            self._num_timed += action.kind == "F" and action.key.visit == 0
+            result = self._train(action)
         self._route(result)
+
+    def _train(self, action: Action) -> Result:
+        kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
+        self._recorder.note_choice(self._runner.num_ready)
+        with self._stopwatch.measuring(kind), self._recorder.span(kind, action.key):
+            result = self._runner.run(action)
+        if action.kind == "F" and action.key.visit == 0:
+            self._num_timed += 1
+            self._recorder.note_training()
+        return result
 
     def _take_timings(self, step: int) -> m.Timings:
         """What training has taken since the last time."""
@@ -370,7 +394,12 @@ class StageSession:
         return m.Timings(step, *seconds, num_microbatches)
 
     def _route(self, result: Result) -> None:
-        step, key, content = self._runner.step, result.action.key, result.content
+        key, content = result.action.key, result.content
+        with self._recorder.span("pack", key, type(content).__name__):
+            self._send_result(key, content)
+
+    def _send_result(self, key: Key, content: Activation | Gradients) -> None:
+        step = self._runner.step
         if isinstance(content, Activation):
             wire_dtype = self._narrowing.activation_dtype
             message, tensors = say_activation(step, key, content, wire_dtype)

@@ -75,6 +75,8 @@ COORDINATOR_SAYS: Table = {
             m.ClipGradients,
             m.ApplyOptimizer,
             m.AverageWeights,
+            m.Record,
+            m.FetchRecord,
             m.FetchTensors,
             m.FetchOptimizerState,
         ),
@@ -94,12 +96,13 @@ WORKER_SAYS: Table = {
         m.ProbeAnswer,
         m.NotMeasured,
     ),
-    # Timings and the loss of a neighbor may be on their way when a Deploy comes for moved layers.
-    State.LOADING: _stay(State.LOADING, m.Done, m.Timings, m.NeighborLost),
+    # What nobody waits for may be on its way when a Deploy comes for moved layers.
+    State.LOADING: _stay(State.LOADING, m.Done, m.Timings, m.StageRecord, m.NeighborLost),
     State.SERVING: _stay(
         State.SERVING,
         m.Done,
         m.Timings,
+        m.StageRecord,
         m.Activation,
         m.Gradient,
         m.Norms,
@@ -123,6 +126,8 @@ DOWNSTREAM_SAYS: Table = {
 ALWAYS: dict[type, State | None] = {
     m.Ping: None,
     m.Pong: None,
+    m.AskClock: None,
+    m.ClockTold: None,
     m.Failure: State.CLOSED,
     m.Goodbye: State.CLOSED,
 }

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.records import Totals
 from lightning_hetero.wire.session import (
     Session,
     State,
@@ -56,6 +57,11 @@ MESSAGES: list[m.Message] = [
     m.ClipGradients(1, 0, factor=0.5, value=None),
     m.ApplyOptimizer(1, 0, []),
     m.Timings(1, 0.1, 0.2, 4),
+    m.AskClock(1),
+    m.ClockTold(1, 0.5),
+    m.Record(is_on=True, keeps_spans=False),
+    m.FetchRecord(1, with_spans=False),
+    m.StageRecord(1, Totals(), [], 0, {}),
     m.AverageWeights("begin", 0, None),
     m.FetchTensors([]),
     m.TensorContent("0.weight"),
