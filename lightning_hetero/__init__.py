@@ -11,6 +11,7 @@
     precision.py     where a precision plugin clips and steps, the stages do too
     manual.py        where a user's code zeroes gradients, the stages do too
     gradients.py     norms and clipping of all gradients, for those who look at them themselves
+    bars.py          progress bars in the style of the Trainer's own
     callbacks/       Lightning callbacks that know of stages
     saving.py        checkpoint files: written straight to the disk, whole or not at all
     moving.py        layers come home, at the end or to go out under another plan

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .bars import TrainingFigures, progress_of_bytes
 from .callbacks.profiler import ProfilingOptions
 from .checks import (
     check_arguments,
@@ -147,6 +148,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._followed: FollowedZeroGrad | None = None
         self._replan = replan
         self._watch: Watch | None = None
+        self._figures: TrainingFigures | None = None
         # Whether there are gradients that the next optimizer step will use.
         self._is_inside_window = False
         # Why the checkpoint that is being made after an exception cannot be written.
@@ -254,6 +256,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         else:
             moves = self._replan and moves_layers(module)
             self._watch = Watch(deployment, self.plan_choice.profile, stopwatch, moves)
+        if self._figures is None:
+            tokens, slowest = deployment.coordinator, self._slowest_stage
+            self._figures = TrainingFigures(module.trainer, lambda: tokens.num_tokens, slowest)
+
+    def _slowest_stage(self) -> str:
+        return "" if self._watch is None else self._watch.bottleneck
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -291,11 +299,18 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._recording_backward():
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         # Under automatic optimization gradients are looked at just before the step.
         if self._remote_steps is not None and self._followed is not None:
             self._remote_steps.note_backward()
         return loss
+
+    def _recording_backward(self) -> AbstractContextManager[None]:
+        """Of a whole batch; the micro-batches of a cut step have had theirs."""
+        if self._deployment is None or self._microbatched is not None:
+            return contextlib.nullcontext()
+        return self._deployment.coordinator.recorder.span("backward")
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients, here and on the workers, so that their 2-norm together is at most
@@ -389,7 +404,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         deployment, self._deployment = self._deployment, None
         remote_steps, self._remote_steps = self._remote_steps, None
         followed, self._followed = self._followed, None
+        figures, self._figures = self._figures, None
         self._microbatched = self._watch = None
+        if figures is not None:
+            figures.detach()
         if followed is not None:
             followed.detach()
         try:
@@ -445,6 +463,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         coordinator: Coordinator,
     ) -> Deployment:
         coordinator.serve(_workers_of(plan), plan.coordinator_narrowing)
+        coordinator.progress = partial(progress_of_bytes, module.trainer)
         is_mixed = isinstance(self.precision_plugin, MixedPrecision)
         self._deployment = Deployment(module, layers, plan, coordinator, _seed(), not is_mixed)
         self._announce(plan)

@@ -26,7 +26,7 @@ LAYERS = (
     {"pipeline"},
     {"planning", "runtime"},
     {"observing"},
-    {"precision", "manual", "gradients", "callbacks", "saving"},
+    {"precision", "manual", "gradients", "callbacks", "saving", "bars"},
     {"checks"},
     {"stepping", "moving", "watching"},
     {"profiling"},

@@ -109,6 +109,7 @@ class Recorder:
         """Record from the next step on, or no longer; sums stay."""
         if self.is_on and not is_on:
             self._end_step()
+        self._add_up()  # what is noted already belongs to before
         self.is_on, self._keeps_spans = is_on, keeps_spans
         if not keeps_spans:
             self._spans.clear()

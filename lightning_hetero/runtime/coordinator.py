@@ -46,7 +46,7 @@ from .conversations import ConnectedWorker
 from .deadlines import Deadlines
 from .handshake import ANONYMOUS, Identity
 from .observed import ObservedConversations
-from .progress import Progress
+from .progress import Progress, ProgressInLines, ProgressOfBytes
 from .translation import (
     read_activation,
     read_gradients,
@@ -105,6 +105,10 @@ class Coordinator(ObservedConversations):
             and the gradients that it sends to the last one.
         device: What this process computes on.
 
+    Attributes:
+        num_tokens: Positions of hidden states that were sent for training.
+        progress: Tells how far tensors have come.
+
     Raises:
         WorkerUnreachable: If one does not answer or refuses.
     """
@@ -120,6 +124,8 @@ class Coordinator(ObservedConversations):
         device = device or torch.device("cpu")
         super().__init__(workers, deadlines or Deadlines(), identity, device)
         self._narrowing = narrowing or Narrowing()
+        self.num_tokens = 0
+        self.progress: ProgressOfBytes = ProgressInLines
         self._stages: Sequence[RemoteStage] = ()
         self._owner_of: dict[str, ConnectedWorker] = {}
         self._dtype_of: dict[str, torch.dtype] = {}
@@ -213,7 +219,9 @@ class Coordinator(ObservedConversations):
         with self.recorder.span("pack", key, "Activation"):
             self._send_forward(key, hidden, surroundings)
         if surroundings.grad_enabled and key.visit == 0:
-            self.recorder.note_training(hidden.shape[:-1].numel())
+            num_tokens = hidden.shape[:-1].numel()
+            self.num_tokens += num_tokens
+            self.recorder.note_training(num_tokens)
 
     def _send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         digests = Digests()

@@ -144,7 +144,7 @@ def bring(pair: Pair, state: State) -> Pair:
     return pair
 
 
-ALWAYS = "Ping Pong Failure Goodbye"
+ALWAYS = "Ping Pong AskClock ClockTold Failure Goodbye"
 
 # (conversation, state): what the opener may say, what the answerer may say
 ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
@@ -154,12 +154,13 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "Deploy DescribeDevice PrepareLayers MeasureLayer MeasureOptimizer MeasureLink Probe",
         "Done DeviceDescribed LayerMeasured OptimizerMeasured LinkMeasured ProbeAnswer NotMeasured",
     ),
-    (workers_pair, State.LOADING): ("LoadTensor Launch", "Done Timings NeighborLost"),
+    (workers_pair, State.LOADING): ("LoadTensor Launch", "Done Timings StageRecord NeighborLost"),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
         "DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients ApplyOptimizer "
-        "AverageWeights FetchTensors FetchOptimizerState Deploy",
-        "Done Timings Activation Gradient Norms TensorContent OptimizerState NeighborLost",
+        "AverageWeights Record FetchRecord FetchTensors FetchOptimizerState Deploy",
+        "Done Timings StageRecord Activation Gradient Norms TensorContent OptimizerState "
+        "NeighborLost",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
