@@ -113,9 +113,14 @@ def everything_is_long() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+WIDE = {"force_terminal": True, "width": 200}
+
+
+@pytest.mark.parametrize(
+    "bar", [TQDMProgressBar(), RichProgressBar(console_kwargs=WIDE)], ids=["tqdm", "rich"]
+)
 def test_a_run_shows_its_bars(
-    kind: type[ProgressBar], workers: list[str], tmp_path: Any, capsys: pytest.CaptureFixture[str]
+    bar: ProgressBar, workers: list[str], tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[dict[str, Any]] = []
 
@@ -129,9 +134,8 @@ def test_a_run_shows_its_bars(
             trainer.save_checkpoint(tmp_path / "it.ckpt")
 
     strategy = HeteroPipelineStrategy(workers[:2], "even", micro_batches=2)
-    bar = kind()
     run = trainer(strategy, max_epochs=1, callbacks=[bar, Look()], enable_progress_bar=True)
-    reconfigure(force_terminal=True, width=200)
+    reconfigure(**WIDE)
     try:
         with everything_is_long():
             run.fit(TinyModule(), loader(40, 4))

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, StageMonitor
 from lightning_hetero.observing.trace import faults_of
 
-from ..conftest import worker_process
+from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, trainer
 
 AHEAD_SECONDS = 3600.0
@@ -57,14 +57,15 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(worker_processes: list[WorkerProcess], tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Six steps of two workers, one of them on another clock; the last two are recorded."""
     folder = tmp_path_factory.mktemp("run")
     timeline, wall = PipelineTimeline(steps=(4, 5)), Wall()
     monitor = StageMonitor(every_n_steps=2, gradient_norms=True, peak_flops=1e12)
     loggers = [CSVLogger(folder, "csv", ""), TensorBoardLogger(str(folder), "board", "")]
-    with worker_process() as one, worker_process(before=ON_ANOTHER_CLOCK) as two:
-        strategy = HeteroPipelineStrategy([one.address, two.address], "even", micro_batches=4)
+    with worker_process(before=ON_ANOTHER_CLOCK) as other:
+        addresses = [worker_processes[0].address, other.address]
+        strategy = HeteroPipelineStrategy(addresses, "even", micro_batches=4)
         run = trainer(
             strategy,
             max_epochs=1,
