@@ -7,9 +7,11 @@
     pipeline/        what is run: micro-batches, the rule, stages, the driver of training_step
     planning/        what goes where: makes plans
     runtime/         where it runs: channels, worker, coordinator, local worker processes
+    observing/       what happened: recorded steps on one clock, as a trace and as a chart
     precision.py     where a precision plugin clips and steps, the stages do too
     manual.py        where a user's code zeroes gradients, the stages do too
     gradients.py     norms and clipping of all gradients, for those who look at them themselves
+    bars.py          progress bars in the style of the Trainer's own
     callbacks/       Lightning callbacks that know of stages
     saving.py        checkpoints: what goes into them, and files written straight to the disk
     moving.py        layers come home, at the end or to go out under another plan
@@ -23,13 +25,15 @@
     cli/             the command lightning-hetero: a file for each of its commands
     version.py       the version of this package
 
-Imports point one way: cli → strategy, callbacks → profiling → runtime, planning → pipeline → model,
-wire → plan → errors.
+Imports point one way: cli → strategy, callbacks → profiling → observing → runtime, planning →
+pipeline → model, wire → plan → errors.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from .callbacks.monitor import StageMonitor
 from .callbacks.profiler import PipelineProfiler
+from .callbacks.timeline import PipelineTimeline
 from .model.pretrained import from_pretrained
 from .plan import Plan, StagePlan
 from .strategy import HeteroPipelineStrategy
@@ -38,7 +42,9 @@ from .version import __version__
 __all__ = [
     "HeteroPipelineStrategy",
     "PipelineProfiler",
+    "PipelineTimeline",
     "Plan",
+    "StageMonitor",
     "StagePlan",
     "__version__",
     "from_pretrained",

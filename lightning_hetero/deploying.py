@@ -6,12 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from .bars import progress_of_bytes
 from .callbacks.profiler import ProfilingOptions
 from .checks import check_callbacks, check_not_compiled
 from .model.layers import DecoderLayer
@@ -78,6 +80,7 @@ class Deployer:
     ) -> Deployment:
         """Send layers as this plan has them, over connections that are there."""
         coordinator.serve(workers_of(plan), plan.coordinator_narrowing)
+        coordinator.progress = partial(progress_of_bytes, self.module.trainer)
         converts_weights = not isinstance(self.plugin, MixedPrecision)
         deployment = Deployment(
             self.module, layers, plan, coordinator, dropout_seed(), converts_weights

@@ -58,8 +58,9 @@ class MicrobatchedStep:
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
         self.stopwatch = Stopwatch(module.trainer.strategy.root_device)
+        coordinator = deployment.coordinator
         self._driver = Driver(
-            deployment.coordinator, self._gradients, loss_of, seed, self.stopwatch
+            coordinator, self._gradients, loss_of, seed, self.stopwatch, coordinator.recorder
         )
 
     def run(self, batch: Any, rest: Sequence[Any], accumulate: bool) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .bars import TrainingFigures
 from .checks import (
     check_arguments,
     warn_of_batch_statistics,
@@ -136,6 +138,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._watch: Watch | None = None
         # Is given the model and the workers in place of a run, as `lightning-hetero verify` wants.
         self.rehearsal: Rehearsal | None = None
+        self._figures: TrainingFigures | None = None
         # Whether there are gradients that the next optimizer step will use.
         self._is_inside_window = False
 
@@ -154,6 +157,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @override
     def root_device(self) -> torch.device:
         return self.parallel_devices[0] if self.parallel_devices else self._root_device
+
+    @property
+    def deployment(self) -> Deployment | None:
+        """The layers on workers while a run has some; for callbacks that look at them."""
+        return self._deployment
 
     @override
     def setup_environment(self) -> None:
@@ -236,6 +244,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         else:
             moves = self._replan and moves_layers(module)
             self._watch = Watch(deployment, self.plan_choice.profile, stopwatch, moves)
+        if self._figures is None:
+            tokens, slowest = deployment.coordinator, self._slowest_stage
+            self._figures = TrainingFigures(module.trainer, lambda: tokens.num_tokens, slowest)
+
+    def _slowest_stage(self) -> str:
+        return "" if self._watch is None else self._watch.bottleneck
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -264,10 +278,17 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._recording_backward():
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if self._training is not None:
             self._training.note_backward()
         return loss
+
+    def _recording_backward(self) -> AbstractContextManager[None]:
+        """Of a whole batch; the micro-batches of a cut step have had theirs."""
+        if self._deployment is None or self._cuts_step:
+            return nullcontext()
+        return self._deployment.coordinator.recorder.span("backward")
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients, here and on the workers, so that their 2-norm together is at most
@@ -358,7 +379,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         deployment, self._deployment = self._deployment, None
         training, self._training = self._training, None
+        figures, self._figures = self._figures, None
         self._watch = None
+        if figures is not None:
+            figures.detach()
         if training is not None:
             training.detach()
         try:

@@ -94,6 +94,13 @@ class Watch:
         self._profile = found.profile or self._profile
         return found.plan
 
+    @property
+    def bottleneck(self) -> str:
+        """The slowest stage of the latest steps; empty while that is not known."""
+        slowest = self._watcher.slowest()
+        numbers = {worker: f"stage {number}" for number, worker in self._names.items()}
+        return "" if slowest is None else numbers.get(slowest, slowest)
+
     def _look(self) -> list[Drift]:
         """What those steps say that everybody has told of."""
         for number, said in self._deployment.coordinator.take_timings():

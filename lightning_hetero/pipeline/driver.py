@@ -22,6 +22,7 @@ from ..errors import BatchError
 from .activation import Activation, Gradients
 from .gradients import StepGradients
 from .handover import Request, Returned, Stages
+from .recording import Recorder
 from .rule import Action, Key, choose
 from .seeds import seed_action
 from .stopwatch import Kind, Stopwatch
@@ -73,6 +74,7 @@ class Driver:
         loss_of: Takes the loss out of what ``training_step`` returned; None skips the backward.
         seed: Start of the coordinator's dropout masks.
         stopwatch: Measures the coordinator's own actions.
+        recorder: Records them.
     """
 
     stages: Stages
@@ -80,6 +82,7 @@ class Driver:
     loss_of: Callable[[Any], Tensor | None]
     seed: int
     stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
+    recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")))
 
     def run(
         self, step: int, work: Sequence[MicrobatchStep], max_in_flight: int, accumulate: bool
@@ -123,11 +126,14 @@ class _RunningStep:
 
     def run(self) -> list[Any]:
         while self._not_started or self._in_flight:
-            action = choose(self._ready(), self._in_flight, self._max_in_flight)
+            ready = self._ready()
+            action = choose(ready, self._in_flight, self._max_in_flight)
             if action is None:
                 self._take(self._driver.stages.receive())
                 continue
-            with self._driver.stopwatch.measuring(self._kind_of(action)):
+            kind, recorder = self._kind_of(action), self._driver.recorder
+            recorder.note_choice(len(ready))
+            with self._driver.stopwatch.measuring(kind), recorder.span(kind, action.key):
                 run = self._forward if action.kind == "F" else self._backward
                 run(action.key)
         if self._losses_have_graphs and not any(self._losses_have_graphs):

@@ -23,11 +23,15 @@ class Result:
 
 @dataclass
 class StageRunner:
-    """Runs a stage's actions in the order of the rule, one step after the other."""
+    """Runs a stage's actions in the order of the rule, one step after the other.
+
+    ``num_ready`` is how many could have run when one was last chosen.
+    """
 
     stage: Stage
     step: int = 0
     max_in_flight: int = 1
+    num_ready: int = 0
     _surroundings: dict[Key, Surroundings] = field(default_factory=dict)
     _activations: dict[Key, Activation] = field(default_factory=dict)
     _gradients: dict[Key, Gradients] = field(default_factory=dict)
@@ -74,6 +78,7 @@ class StageRunner:
         index = self.stage.stage_index
         ready = [Action(index, "B", key) for key in self._gradients]
         ready += [Action(index, "F", key) for key in self._activations if key in self._surroundings]
+        self.num_ready = len(ready)
         return choose(ready, self._in_flight, self.max_in_flight)
 
     def is_training(self, action: Action) -> bool:

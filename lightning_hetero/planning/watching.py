@@ -113,6 +113,13 @@ class Watcher:
         self._expected, self._num_off = now, 0
         return drift
 
+    def slowest(self) -> str | None:
+        """Who takes longest at present; None while no steady step was noted."""
+        if not self._recent:
+            return None
+        present = self.present()
+        return max(present, key=lambda name: present[name].total)
+
     def present(self) -> dict[str, StageSeconds]:
         """The medians over the latest steps."""
         return {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
-from rich.progress import Progress
 from torch import nn
 
+from ..bars import progress_of_parts
 from ..callbacks.profiler import ProfilingOptions
 from ..model.layers import DecoderLayer
 from ..model.sizes import ends_of
@@ -211,11 +211,12 @@ class Measuring:
 
     @contextmanager
     def _progress(self, total: int) -> Iterator[Callable[[], None]]:
-        quiet = self.module.trainer.progress_bar_callback is None
-        is_short = self.options.budget_seconds < _PROGRESS_FROM_SECONDS
-        with Progress(disable=quiet or is_short, transient=True) as progress:
-            task = progress.add_task("Measuring the devices", total=total)
-            yield lambda: progress.advance(task)
+        if self.options.budget_seconds < _PROGRESS_FROM_SECONDS:
+            yield lambda: None
+            return
+        bar = progress_of_parts(self.module.trainer, "Measuring the devices", total)
+        with closing(bar) as progress:
+            yield lambda: progress.advance(1)
 
 
 def _optimizers(results: Mapping[str, DeviceResult]) -> dict[str, OptimizerMeasurement]:

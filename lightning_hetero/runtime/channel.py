@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -25,14 +25,21 @@ from ..wire.buffers import BufferPool
 from ..wire.frames import Frame, FrameReader, encode_frame
 from ..wire.session import Session, State
 from .activity import shown_by
+from .clocks import PeerClock
 from .connection import Connection
 from .deadlines import Deadlines
 
 logger = logging.getLogger(__name__)
 
+# A message, and what encodes its frame.
+Queued = tuple[m.Message, Callable[[], list[memoryview]]]
+
 # Of a silence: acknowledgements of a machine that is there come twice as often at least, also when
 # it takes no more bytes and is only asked whether it will.
 _SHARE_OF_SILENCE = 0.7
+
+# What channels say to each other, whatever their owners do.
+_BETWEEN_CHANNELS = (m.Ping, m.Pong, m.AskClock, m.ClockTold)
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,12 @@ class Arrival:
 
     channel: Channel
     content: Frame | HeteroError
+    moment_seconds: float = field(default_factory=lambda: time.perf_counter())
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of the frame, if it is one."""
+        return self.content.tensors if isinstance(self.content, Frame) else ()
 
 
 Inbox = SimpleQueue[Arrival]
@@ -55,6 +68,11 @@ class Channel:
         peer: Who is at the other end, for messages to people.
         frozen_seconds: Silence after which a peer is given up whose machine still answers; None
             takes that of any silence.
+
+    Attributes:
+        clock: What is known of the peer's clock.
+        on_sent: Told, in a thread of the channel, of each message that has gone out: its bytes, and
+            when that began.
     """
 
     def __init__(
@@ -78,7 +96,9 @@ class Channel:
         self._progress = threading.Condition(self._lock)
         self._num_queued = 0
         self._is_over = False
-        self._outgoing: SimpleQueue[Callable[[], list[memoryview]] | None] = SimpleQueue()
+        self.clock = PeerClock(self.send)
+        self.on_sent: Callable[[m.Message, int, float], None] | None = None
+        self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
         self._is_closing = False
         self._num_heard = 0
         self._num_silent_waits = 0
@@ -121,7 +141,7 @@ class Channel:
         with self._lock:
             self._session.sent(message)
             self._num_queued += 1
-            self._outgoing.put(encode)
+            self._outgoing.put((message, encode))
 
     def wait_until_sent(self, most_queued: int) -> None:
         """Wait until at most so many frames are still to be sent, or the channel is over."""
@@ -165,7 +185,7 @@ class Channel:
         try:
             while True:
                 frame = self._next_frame()
-                if not isinstance(frame.message, (m.Ping, m.Pong)):
+                if not isinstance(frame.message, _BETWEEN_CHANNELS):
                     inbox.put(Arrival(self, frame))
         except Exception as error:  # whatever it is, somebody waits for what would come next
             self._end(inbox, error)
@@ -188,6 +208,7 @@ class Channel:
             self._peer_activity = shown_by(frame.message) or self._peer_activity
             if isinstance(frame.message, m.Ping):
                 self.send(m.Pong(self.activity))
+            self.clock.take(frame.message)
             return frame
 
     def _on_silence(self) -> None:
@@ -221,9 +242,9 @@ class Channel:
 
     def _write(self) -> None:
         try:
-            while (encode := self._next_outgoing()) is not None:
-                send_buffers(self._connection, encode(), self._deadlines.silence_seconds)
-                del encode  # the next wait must not keep the frame's tensors alive
+            while (queued := self._next_outgoing()) is not None:
+                self._send_now(*queued)
+                del queued  # the next wait must not keep the frame's tensors alive
                 self._note_progress(is_over=False)
         except (OSError, HeteroError) as error:
             logger.debug("writing to %s ended: %s", self.peer, error)
@@ -231,12 +252,19 @@ class Channel:
         finally:
             self._note_progress(is_over=True)
 
-    def _next_outgoing(self) -> Callable[[], list[memoryview]] | None:
+    def _next_outgoing(self) -> Queued | None:
         while True:
             try:
                 return self._outgoing.get(timeout=self._deadlines.heartbeat_seconds)
             except Empty:
                 self.send(m.Pong(self.activity))
+
+    def _send_now(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
+        buffers = encode()
+        start, num_bytes = time.perf_counter(), sum(map(len, buffers))
+        send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
+        if self.on_sent is not None:
+            self.on_sent(message, num_bytes, start)
 
     def _note_progress(self, is_over: bool) -> None:
         with self._progress:

@@ -25,9 +25,10 @@ from ..model.tensors import (
 )
 from ..pipeline.activation import Activation, Gradients
 from ..pipeline.averaging import AveragingAction
-from ..pipeline.copies import Copies, PlainCopies
+from ..pipeline.copies import Copies, copies_for
 from ..pipeline.handover import Returned
 from ..pipeline.optimizer import Clipping, Group
+from ..pipeline.recording import APPLY
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
 from ..plan import Narrowing
@@ -37,11 +38,12 @@ from ..wire.values import Packer, unpack
 from .address import Address
 from .building import describe_parameters
 from .compatibility import obstacles_to_compiling, shortcomings
-from .conversations import ConnectedWorker, Conversations
+from .conversations import ConnectedWorker
 from .deadlines import Deadlines
 from .handshake import Identity
+from .observed import ObservedConversations
 from .outgoing import OutgoingArguments, send_copied
-from .progress import Progress
+from .progress import Progress, ProgressInLines, ProgressOfBytes
 from .remote_stage import RemoteStage, load_of
 from .sending import Load, send_all
 from .translation import (
@@ -56,10 +58,12 @@ logger = logging.getLogger(__name__)
 # A link over which nobody would train. That the peer lives, heartbeats say.
 _SLOWEST_BYTES_PER_SECOND = 1e5
 
+CPU = torch.device("cpu")
+
 Wanted = TypeVar("Wanted", bound=m.Message)
 
 
-class Coordinator(Conversations):
+class Coordinator(ObservedConversations):
     """Runs the stages of a plan on their workers.
 
     Implements `Stages` for the driver and `RemoteTensors` for the hollow layers. Not thread-safe:
@@ -70,7 +74,12 @@ class Coordinator(Conversations):
         identity: What they are shown.
         narrowing: What the coordinator rounds the activations to that it sends to the first stage,
             and the gradients that it sends to the last one.
-        copies: Those of the device that this process computes on; None for the processor.
+        device: What this process computes on.
+        copies: Those of the device; None for what fits it.
+
+    Attributes:
+        num_tokens: Positions of hidden states that were sent for training.
+        progress: Tells how far tensors have come.
 
     Raises:
         WorkerUnreachable: If one does not answer or refuses.
@@ -82,16 +91,19 @@ class Coordinator(Conversations):
         deadlines: Deadlines,
         identity: Identity,
         narrowing: Narrowing | None = None,
+        device: torch.device = CPU,
         copies: Copies | None = None,
     ) -> None:
-        copies = copies or PlainCopies(torch.device("cpu"))
-        super().__init__(workers, deadlines, identity, copies)
+        super().__init__(workers, deadlines, identity, device, copies or copies_for(device))
         self._narrowing = narrowing or Narrowing()
+        self.num_tokens = 0
+        self.progress: ProgressOfBytes = ProgressInLines
         self._stages: Sequence[RemoteStage] = ()
         self._owner_of: dict[str, ConnectedWorker] = {}
         self._dtype_of: dict[str, torch.dtype] = {}
         self._timings: list[tuple[int, m.Timings]] = []
         self._is_applying = False
+        self._stepping = contextlib.ExitStack()
         self._has_failed_applying = False
 
     def serve(self, names: Sequence[str], narrowing: Narrowing) -> None:
@@ -153,6 +165,7 @@ class Coordinator(Conversations):
         self._check_linked()
         self.copies.keep_for(max_in_flight)
         self.step += 1
+        self.recorder.begin_step()
         self._broadcast(m.BeginStep(self.step, max_in_flight, accumulate))
 
     def abort_step(self) -> None:
@@ -174,6 +187,14 @@ class Coordinator(Conversations):
 
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
+        with self.recorder.span("pack", key, "Activation"):
+            self._send_forward(key, hidden, surroundings)
+        if surroundings.grad_enabled and key.visit == 0:
+            num_tokens = hidden.shape[:-1].numel()
+            self.num_tokens += num_tokens
+            self.recorder.note_training(num_tokens)
+
+    def _send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         arguments = OutgoingArguments(self.step, key, surroundings, self.copies)
         for worker, stage in zip(self._workers, self._stages, strict=True):
             arguments.send(worker, stage.layers)
@@ -185,11 +206,16 @@ class Coordinator(Conversations):
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of a returned activation to the last stage."""
-        content = say_gradients(self.step, key, gradients, self._narrowing.gradient_dtype)
-        send_copied(self._workers[-1].channel, content, self.copies)
+        with self.recorder.span("pack", key, "Gradients"):
+            content = say_gradients(self.step, key, gradients, self._narrowing.gradient_dtype)
+            send_copied(self._workers[-1].channel, content, self.copies)
 
     def receive(self) -> Returned:
         """Wait for the next activation or gradients of the present step."""
+        with self.recorder.span("wait"):
+            return self._next_returned()
+
+    def _next_returned(self) -> Returned:
         while True:
             worker, frame = self._receive(self._deadlines.progress_seconds)
             message = frame.message
@@ -239,7 +265,8 @@ class Coordinator(Conversations):
         self._broadcast(m.MeasureNorms(self._present_step(), optimizer))
 
         def answered() -> dict[str, float]:
-            answers = self._collect(m.Norms, len(self._workers))
+            with self.recorder.span("wait", message="Norms"):
+                answers = self._collect(m.Norms, len(self._workers))
             return {name: norm for answer in answers for name, norm in answer.norms.items()}
 
         return answered
@@ -281,10 +308,13 @@ class Coordinator(Conversations):
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
         message = m.ApplyOptimizer(self._present_step(), optimizer, values)
         self._broadcast(message, *packer.tensors)
+        self._stepping.close()
+        self._stepping.enter_context(self.recorder.span("optimizer", message=APPLY))
 
     def note_applied(self) -> None:
         """The optimizer has stepped here as it does, or will do, on the stages."""
         self._is_applying = False
+        self._stepping.close()
 
     @property
     def is_between_steps(self) -> bool:
@@ -398,4 +428,5 @@ class Coordinator(Conversations):
     def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
         if isinstance(message, m.Timings):
             self._timings.append((worker.number, message))
-        return isinstance(message, m.Timings) or super()._is_aside(worker, message)
+            return True
+        return super()._is_aside(worker, message)

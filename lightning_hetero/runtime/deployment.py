@@ -6,11 +6,10 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
-from rich.progress import track
 from torch import Tensor, nn
 
 from ..errors import BatchError, HeteroError, ModelError
@@ -30,7 +29,7 @@ from ..pipeline.turns import current_turn
 from ..plan import Plan, StagePlan
 from .coordinator import Coordinator
 from .own_layers import adjust_own, check_can_be_compiled, restore_own
-from .progress import PROGRESS_FROM_BYTES, Progress
+from .progress import Progress
 from .remote_stage import RemoteStage
 
 logger = logging.getLogger(__name__)
@@ -121,16 +120,11 @@ class Deployment:
                 self.plan.remote_stages, stages, self.plan.stage_narrowings, strict=True
             )
         ]
-        tensors = list(named_tensors(self._away))
-        num_bytes = sum(tensor.nbytes for _, tensor in tensors)
-        sending = track(
-            self.coordinator.deploy(remote),
-            description="Sending layers to the workers",
-            total=len(tensors),
-            disable=num_bytes < PROGRESS_FROM_BYTES,
-        )
-        for _name in sending:
-            pass
+        sizes = {name: tensor.nbytes for name, tensor in named_tensors(self._away)}
+        what = "Sending layers to the workers"
+        with closing(self.coordinator.progress(what, sum(sizes.values()))) as progress:
+            for name in self.coordinator.deploy(remote):
+                progress.advance(sizes[name])
 
     @contextmanager
     def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
@@ -138,7 +132,8 @@ class Deployment:
         self.coordinator.begin_step(num_pieces, accumulate)
         self._visits = 0
         try:
-            yield
+            with self.coordinator.recorder.span("forward"):
+                yield
         finally:
             self._visits = None
 
@@ -213,10 +208,11 @@ class Deployment:
             for tensor in self.names_of
             if tensor not in left_out and not (is_frozen(tensor) and _is_in(tensor, self._weights))
         )
-        self._progress = Progress("Gathering the weights of the layers on workers", num_bytes)
+        what = "Gathering the weights of the layers on workers"
         self._hollow.state_dicts.left_out = left_out
         try:
-            yield
+            with closing(self.coordinator.progress(what, num_bytes)) as self._progress:
+                yield
         finally:
             self._progress = None
             self._hollow.state_dicts.left_out = set()
@@ -268,8 +264,10 @@ class Deployment:
             for name, tensor in named_tensors(self._away)
             if name in self._sent and self._must_come_back(tensor)
         }
-        progress = Progress("Bringing the layers back", sum(coming.values()))
-        self.refill(self.coordinator.fetch(list(coming), progress))
+        what = "Bringing the layers back"
+        with closing(self.coordinator.progress(what, sum(coming.values()))) as progress:
+            tensors = self.coordinator.fetch(list(coming), progress)
+        self.refill(tensors)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the layers ordinary again, with this content for their tensors."""

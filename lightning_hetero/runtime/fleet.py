@@ -12,7 +12,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..model.imports import Allowed
-from ..pipeline.copies import copies_for
 from .address import Address
 from .coordinator import Coordinator
 from .deadlines import Deadlines
@@ -92,7 +91,7 @@ class Fleet:
             addresses = self._found or {text: Address.parse(text) for text in named}
             identity = dataclasses.replace(identity, credentials=self._credentials())
         workers = [(name, addresses[name]) for name in names]
-        return Coordinator(workers, deadlines, identity, copies=copies_for(device))
+        return Coordinator(workers, deadlines, identity, device=device)
 
     def end(self, deadlines: Deadlines) -> None:
         """End the local processes. May be called twice."""

@@ -1,9 +1,9 @@
-"""How far something long has come, told in lines.
-
-No bar of its own: Lightning's is on the screen already while a checkpoint is gathered.
-"""
+"""How far something long has come: what tells it, and telling it in lines."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -13,8 +13,22 @@ PROGRESS_FROM_BYTES = 256 * 2**20
 _NUM_LINES = 4
 
 
-class Progress:
-    """Tells each quarter of the way, if the way is long.
+class Progress(Protocol):
+    """Tells how far something has come."""
+
+    def advance(self, amount: int) -> None:
+        """Note that so much more is done."""
+
+    def close(self) -> None:
+        """It is over, done or not."""
+
+
+# Tells of so many bytes that are on their way; the text is the beginning of a sentence.
+ProgressOfBytes = Callable[[str, int], Progress]
+
+
+class ProgressInLines:
+    """Tells each quarter of the way in a line, if the way is long: for those who have no bar.
 
     Args:
         what: What is being done, as the beginning of a sentence.
@@ -27,11 +41,14 @@ class Progress:
         self._done_bytes = 0
         self._lines = 0
 
-    def advance(self, num_bytes: int) -> None:
-        """Note that so much more is done."""
-        self._done_bytes += num_bytes
+    def advance(self, amount: int) -> None:
+        """Note that so many bytes more are done."""
+        self._done_bytes += amount
         lines = _NUM_LINES * self._done_bytes // max(self._num_bytes, 1)
         if self._num_bytes >= PROGRESS_FROM_BYTES and self._lines < lines <= _NUM_LINES:
             self._lines = lines
             done, total = min(self._done_bytes, self._num_bytes) / 2**30, self._num_bytes / 2**30
             rank_zero_info(f"{self._what}: {done:.1f} of {total:.1f} GiB")
+
+    def close(self) -> None:
+        """Nothing is left on the screen."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,6 @@ from ..pipeline.optimizer import (
     total_norm,
 )
 from .coordinator import Coordinator
-from .progress import Progress
 
 
 class RemoteOptimizer:
@@ -149,14 +149,15 @@ class RemoteOptimizer:
         """The stages' optimizer state in the dtypes that the parameters have here."""
         trained = [p for p in self._names_of if p.requires_grad]
         what = "Gathering the optimizer's state, counted by the weights that it is for"
-        progress = Progress(what, sum(parameter.nbytes for parameter in trained))
+        num_bytes = sum(parameter.nbytes for parameter in trained)
         found = {}
-        for name, state in self._coordinator.optimizer_state(self._number):
-            # A parameter that its layer has twice comes under both names, and is known by one.
-            parameter = self._parameters.get(name)
-            if parameter is not None:
-                found[name] = _as_here(parameter, state)
-                progress.advance(parameter.nbytes)
+        with closing(self._coordinator.progress(what, num_bytes)) as progress:
+            for name, state in self._coordinator.optimizer_state(self._number):
+                # A parameter that its layer has twice comes under both names, and is known by one.
+                parameter = self._parameters.get(name)
+                if parameter is not None:
+                    found[name] = _as_here(parameter, state)
+                    progress.advance(parameter.nbytes)
         return found
 
     def _indexed(self) -> Iterator[tuple[int, str]]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreacha
 from ..model.four_bit import multiply_in, state_of
 from ..model.imports import Allowed
 from ..model.tensors import locate, named_tensors
-from ..pipeline.activation import Activation
+from ..pipeline.activation import Activation, Gradients
 from ..pipeline.averaging import WeightAverages, averaged_tensors
 from ..pipeline.compiling import CompiledLayers
 from ..pipeline.copies import copies_for
@@ -44,6 +44,7 @@ from .keeping import KeptTensors
 from .measured import MeasuredSide, answer_probe
 from .outgoing import send_copied
 from .owner import Owner, RunRecord
+from .recorded import RecordedSide
 from .stage_layers import StageLayers
 from .translation import (
     Content,
@@ -125,8 +126,11 @@ class StageSession:
         self._measuring = MeasuredSide(
             coordinator, device, deadlines, allowed, self._dial_neighbor, self._owner, kept
         )
+        self._recording = RecordedSide(coordinator, device, self._neighbors)
+        self._recorder = self._recording.recorder
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             **self._measuring.handlers,
+            **self._recording.handlers,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.Deploy: self._on_deploy,
@@ -186,13 +190,17 @@ class StageSession:
                 if action is not None:
                     self._guarded(self._perform, action)
                 else:
-                    self._take(self._inbox.get())
+                    self._take(self._next_arrival())
         except SessionOver as end:
             self._ended = str(end)
             logger.info("session with %s is over: %s", self._coordinator.peer, end)
         finally:
             self._close_channels()
             self._layers.retire()
+
+    def _next_arrival(self) -> Arrival:
+        with self._recorder.span("wait"):
+            return self._inbox.get()
 
     def _take_what_arrived(self) -> None:
         while not self._inbox.empty():
@@ -215,7 +223,8 @@ class StageSession:
         else:
             handler = self._handlers[type(content.message)]
             self._note_activity(of_request(content.message))
-            self._guarded(handler, content.message, content.tensors)
+            with self._recording.taking(arrival, content.message):
+                self._guarded(handler, content.message, content.tensors)
 
     def _note_activity(self, activity: str) -> None:
         self._coordinator.activity = activity or self._coordinator.activity
@@ -264,6 +273,12 @@ class StageSession:
             self._coordinator.send(message)
             while self._held:
                 self._take(self._held.popleft())
+
+    def _neighbors(self) -> dict[Channel, int]:
+        """The channels by the stages behind them; the last stage has the coordinator's twice."""
+        index = self._stage_index
+        found = {self._downstream: index + 1, self._upstream: index - 1}
+        return {**found, self._coordinator: 0}
 
     @property
     def _stage_index(self) -> int:
@@ -344,6 +359,7 @@ class StageSession:
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._copies.keep_for(message.in_flight)
+        self._recorder.begin_step()
         self._runner.begin(message.step, message.in_flight, message.accumulate)
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
@@ -432,10 +448,18 @@ class StageSession:
         if not self._runner.is_training(action):
             result = self._runner.run(action)
         else:
-            with self._stopwatch.measuring("forward" if action.kind == "F" else "backward"):
-                result = self._runner.run(action)
-            self._num_timed += action.kind == "F" and action.key.visit == 0
+            result = self._train(action)
         self._route(result)
+
+    def _train(self, action: Action) -> Result:
+        kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
+        self._recorder.note_choice(self._runner.num_ready)
+        with self._stopwatch.measuring(kind), self._recorder.span(kind, action.key):
+            result = self._runner.run(action)
+        if action.kind == "F" and action.key.visit == 0:
+            self._num_timed += 1
+            self._recorder.note_training()
+        return result
 
     def _take_timings(self, step: int) -> m.Timings:
         """What training has taken since the last time."""
@@ -445,7 +469,12 @@ class StageSession:
         return m.Timings(step, *seconds, num_microbatches)
 
     def _route(self, result: Result) -> None:
-        step, key, content = self._runner.step, result.action.key, result.content
+        key, content = result.action.key, result.content
+        with self._recorder.span("pack", key, type(content).__name__):
+            self._send_result(key, content)
+
+    def _send_result(self, key: Key, content: Activation | Gradients) -> None:
+        step = self._runner.step
         if isinstance(content, Activation):
             wire_dtype = self._narrowing.activation_dtype
             said = say_activation(step, key, content, wire_dtype)

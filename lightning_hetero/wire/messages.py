@@ -8,6 +8,7 @@ import msgspec
 
 from ..plan import Dtype, WireDtype
 from .constants import NUM_SLOTS
+from .records import Moment, Span, Totals
 from .tensors import TensorSpec
 from .values import Value
 
@@ -366,6 +367,45 @@ class Timings(_Message, frozen=True, tag=True):
     num_microbatches: Count
 
 
+class AskClock(_Message, frozen=True, tag=True):
+    """Asks what the peer's clock shows; answered at once, also while it computes."""
+
+    number: Count
+
+
+class ClockTold(_Message, frozen=True, tag=True):
+    """What the clock showed that the peer's spans are on."""
+
+    number: Count
+    moment_seconds: Moment
+
+
+class Record(_Message, frozen=True, tag=True):
+    """From the next step on, record what the stage does, or do so no longer; ``keeps_spans`` says
+    whether single spans are wanted besides sums."""
+
+    is_on: bool
+    keeps_spans: bool
+
+
+class FetchRecord(_Message, frozen=True, tag=True):
+    """Asks for what was recorded; the spans are handed out once."""
+
+    number: Count
+    with_spans: bool
+
+
+class StageRecord(_Message, frozen=True, tag=True):
+    """What was recorded, and how the device is. ``num_dropped`` spans were too many to be kept; of
+    ``health`` there is what can be read, by names that end in their units."""
+
+    number: Count
+    totals: Totals
+    spans: Annotated[list[Span], msgspec.Meta(max_length=2**16)]
+    num_dropped: Count
+    health: Annotated[dict[Name, Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]], _Few]
+
+
 class AverageWeights(_Message, frozen=True, tag=True):
     """What to do with the running average of the stage's weights: make one, bring it up to date
     with the present weights, exchange the two, or go on with it as the weights.
@@ -554,6 +594,11 @@ Message = (
     | ClipGradients
     | ApplyOptimizer
     | Timings
+    | AskClock
+    | ClockTold
+    | Record
+    | FetchRecord
+    | StageRecord
     | AverageWeights
     | FetchTensors
     | FetchGradients

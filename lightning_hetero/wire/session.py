@@ -78,6 +78,8 @@ COORDINATOR_SAYS: Table = {
             m.ClipGradients,
             m.ApplyOptimizer,
             m.AverageWeights,
+            m.Record,
+            m.FetchRecord,
             m.FetchTensors,
             m.FetchGradients,
             m.FetchOptimizerState,
@@ -100,7 +102,7 @@ WORKER_SAYS: Table = {
         m.Paused,
         m.Resumed,
     ),
-    # Timings and the loss of a neighbor may be on their way when a Deploy comes for moved layers.
+    # What nobody waits for may be on its way when a Deploy comes for moved layers.
     State.LOADING: _stay(
         State.LOADING,
         m.Built,
@@ -108,6 +110,7 @@ WORKER_SAYS: Table = {
         m.OfferAnswered,
         m.Done,
         m.Timings,
+        m.StageRecord,
         m.NeighborLost,
         m.Paused,
         m.Resumed,
@@ -117,6 +120,7 @@ WORKER_SAYS: Table = {
         m.Done,
         m.Loaded,
         m.Timings,
+        m.StageRecord,
         m.Activation,
         m.Gradient,
         m.Norms,
@@ -142,6 +146,8 @@ DOWNSTREAM_SAYS: Table = {
 ALWAYS: dict[type, State | None] = {
     m.Ping: None,
     m.Pong: None,
+    m.AskClock: None,
+    m.ClockTold: None,
     m.Failure: State.CLOSED,
     m.Goodbye: State.CLOSED,
 }

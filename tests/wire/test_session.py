@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.records import Totals
 from lightning_hetero.wire.session import (
     Session,
     State,
@@ -62,6 +63,11 @@ MESSAGES: list[m.Message] = [
     m.ClipGradients(1, 0, factor=0.5, value=None),
     m.ApplyOptimizer(1, 0, []),
     m.Timings(1, 0.1, 0.2, 4),
+    m.AskClock(1),
+    m.ClockTold(1, 0.5),
+    m.Record(is_on=True, keeps_spans=False),
+    m.FetchRecord(1, with_spans=False),
+    m.StageRecord(1, Totals(), [], 0, {}),
     m.AverageWeights("begin", 0, None),
     m.FetchTensors([]),
     m.FetchGradients([]),
@@ -145,7 +151,7 @@ def bring(pair: Pair, state: State) -> Pair:
     return pair
 
 
-ALWAYS = "Ping Pong Failure Goodbye"
+ALWAYS = "Ping Pong AskClock ClockTold Failure Goodbye"
 
 # (conversation, state): what the opener may say, what the answerer may say
 ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
@@ -158,14 +164,14 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     ),
     (workers_pair, State.LOADING): (
         "LoadTensor OfferTensor Launch",
-        "Built Loaded OfferAnswered Done Timings NeighborLost Paused Resumed",
+        "Built Loaded OfferAnswered Done Timings StageRecord NeighborLost Paused Resumed",
     ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
         "DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients ApplyOptimizer "
-        "AverageWeights FetchTensors FetchGradients FetchOptimizerState Deploy",
-        "Done Loaded Timings Activation Gradient Norms TensorContent OptimizerState NeighborLost "
-        "Paused Resumed",
+        "AverageWeights Record FetchRecord FetchTensors FetchGradients FetchOptimizerState Deploy",
+        "Done Loaded Timings StageRecord Activation Gradient Norms TensorContent OptimizerState "
+        "NeighborLost Paused Resumed",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),

@@ -1,0 +1,170 @@
+"""Progress bars in the style of the Trainer's own, and what its training bar shows besides.
+
+The bar that the Trainer has decides: tqdm, rich, one of the user's own, or none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as RichProgress
+
+from .runtime.progress import PROGRESS_FROM_BYTES, Progress, ProgressInLines
+
+_MIB = 2**20
+# Refreshes of the training bar over which its tokens per second are averaged.
+_REFRESHES = 32
+
+
+def progress_of_bytes(trainer: pl.Trainer, what: str, num_bytes: int) -> Progress:
+    """A bar for tensors that travel, if it takes long enough to be looked at; where the Trainer
+    shows none, some lines in the log."""
+    if num_bytes < PROGRESS_FROM_BYTES:
+        return _NoBar()
+    return _bar(trainer, what, num_bytes, in_bytes=True) or ProgressInLines(what, num_bytes)
+
+
+def progress_of_parts(trainer: pl.Trainer, what: str, count: int) -> Progress:
+    """A bar for so many pieces of work."""
+    return _bar(trainer, what, count, in_bytes=False) or _NoBar()
+
+
+def _bar(trainer: pl.Trainer, what: str, total: int, in_bytes: bool) -> Progress | None:
+    shown = trainer.progress_bar_callback
+    if isinstance(shown, TQDMProgressBar) and shown.is_enabled:
+        return _TqdmBar(what, total, in_bytes)
+    if not (isinstance(shown, RichProgressBar) and shown.is_enabled):
+        return None
+    live = shown.progress
+    if live is not None and live.live.is_started:
+        return _TaskOfBar(live, what, total, _MIB if in_bytes else 1)
+    return _RichBar(what, total, in_bytes)
+
+
+class _NoBar:
+    def advance(self, amount: int) -> None:
+        """Nobody looks."""
+
+    def close(self) -> None:
+        """Nothing is shown."""
+
+
+class _TqdmBar:
+    """A bar of tqdm's, below those that are there, which goes when it is done."""
+
+    def __init__(self, what: str, total: int, in_bytes: bool) -> None:
+        units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+        self._tqdm = Tqdm(desc=what, total=total, leave=False, **(units if in_bytes else {}))
+
+    def advance(self, amount: int) -> None:
+        self._tqdm.update(amount)
+
+    def close(self) -> None:
+        self._tqdm.close()
+
+
+class _RichBar:
+    """A bar of rich's while the Trainer's own is not on the screen."""
+
+    def __init__(self, what: str, total: int, in_bytes: bool) -> None:
+        columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
+        if in_bytes:
+            columns += [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+        else:
+            columns.append(MofNCompleteColumn())
+        self._rich = RichProgress(*columns, TimeRemainingColumn(), transient=True)
+        self._task = self._rich.add_task(what, total=total)
+        self._rich.start()
+
+    def advance(self, amount: int) -> None:
+        self._rich.advance(self._task, amount)
+
+    def close(self) -> None:
+        self._rich.stop()
+
+
+class _TaskOfBar:
+    """One more line of the Trainer's own bar, since a screen has one of rich's.
+
+    Its columns count whole numbers, so that bytes are told in units.
+    """
+
+    def __init__(self, live: RichProgress, what: str, total: int, unit: int) -> None:
+        self._live, self._unit = live, unit
+        text = f"{what} (MiB)" if unit == _MIB else what
+        self._task = live.add_task(text, total=max(1, round(total / unit)))
+        live.refresh()
+
+    def advance(self, amount: int) -> None:
+        self._live.advance(self._task, amount / self._unit)
+
+    def close(self) -> None:
+        self._live.remove_task(self._task)
+        self._live.refresh()
+
+
+class TrainingFigures:
+    """Tokens per second and the slowest stage in the Trainer's training bar, until `detach`.
+
+    Whatever bar it is, its ``get_metrics`` says what it shows; a user's own is asked first.
+
+    Args:
+        trainer: Whose bar it is.
+        num_tokens: How many were trained on so far.
+        bottleneck: The slowest stage; empty while that is not known.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        num_tokens: Callable[[], int],
+        bottleneck: Callable[[], str],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._bar: ProgressBar | None = trainer.progress_bar_callback
+        self._num_tokens, self._bottleneck, self._clock = num_tokens, bottleneck, clock
+        self._seen: deque[tuple[float, int]] = deque(maxlen=_REFRESHES)
+        if self._bar is not None:
+            self._had_own = "get_metrics" in vars(self._bar)
+            self._get_metrics = self._bar.get_metrics
+            self._bar.get_metrics = self._with_figures  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Leave the bar as it was."""
+        if self._bar is not None:
+            if self._had_own:
+                self._bar.get_metrics = self._get_metrics  # type: ignore[method-assign]
+            else:
+                del self._bar.get_metrics
+            self._bar = None
+
+    def figures(self) -> dict[str, str]:
+        """What is shown now, by short names."""
+        self._seen.append((self._clock(), self._num_tokens()))
+        (before, few), (now, many) = self._seen[0], self._seen[-1]
+        found = {}
+        if many > few and now > before:
+            found["tok/s"] = f"{(many - few) / (now - before):,.0f}"
+        bottleneck = self._bottleneck()
+        if bottleneck:
+            found["bottleneck"] = bottleneck
+        return found
+
+    def _with_figures(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**self._get_metrics(*args, **kwargs), **self.figures()}

@@ -1,0 +1,226 @@
+"""StageMonitor: what every stage does with its time, through the run's own loggers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from ..observing.flops import flops_per_token
+from ..observing.prediction import bound_seconds
+from ..observing.shares import Window, difference, pipeline_metrics, stage_metrics
+from ..pipeline.optimizer import gradient_norms, total_norm
+from ..plan import COORDINATOR
+from ..runtime.deployment import Deployment
+from ..wire.records import Totals
+from .observed import deployment_of, profile_of, warn_of_no_stages
+
+_WHO = "monitor"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be logged when everybody has answered."""
+
+    number: int
+    step: int
+    wall_seconds: float
+    norms: Mapping[str, float]
+
+
+class StageMonitor(pl.Callback):
+    """Logs what every stage does with its time, how its device is, and what they do together.
+
+    The values are means over the steps since the last time. ``stage/0`` is the coordinator, the
+    others are the plan's stages on workers in their order; what is not known is left out:
+
+    - ``stage/N/busy_share``, ``transferring_share``, ``waiting_share``: of the step, in which it
+      computes, takes in and packs what goes between stages, and has nothing to do. They add up
+      to 1, on the coordinator together with ``other_share``: data, Lightning, other callbacks.
+    - ``stage/N/bubble_share``: 1 less ``busy_share``; ``stage/N/sending_share``: of the step, in
+      which its links were sending, beside all that.
+    - ``stage/N/forward_ms``, ``backward_ms``, ``loss_ms`` of a micro-batch, ``optimizer_ms`` of a
+      step; ``stage/N/tokens_per_second``: how many it would do without waiting.
+    - ``stage/N/queue_depth``: actions that could have run, on average, when one was chosen.
+    - ``stage/N/sent_bytes``, ``received_bytes`` of a step; ``memory_bytes``, ``memory_peak_bytes``;
+      ``temperature_celsius``, ``power_watts``; ``gradient_norm``.
+    - ``pipeline/step_seconds``, ``tokens_per_second`` (by the clock on the wall, with all that is
+      between steps), ``bubble_share``, ``bottleneck_stage``.
+    - ``pipeline/bound_share``: the step at the sum of the measured devices' speeds, over this one.
+    - ``pipeline/model_flops_utilization``: model FLOPs a second over the sum of the peaks, as
+      Chowdhery et al. (2022), "PaLM", appendix B, define it, with the FLOPs of
+      `flops_per_token`: 6 N a token where all N values train.
+
+    Args:
+        every_n_steps: Optimizer steps between two times; None for the Trainer's
+            ``log_every_n_steps``.
+        gradient_norms: Whether to log each stage's gradient norm, which takes a round trip.
+        peak_flops: What each device could do at most, in FLOPs a second: one number for all, or
+            one for each by the names that plans use, the coordinator's too.
+        flops_per_token: Of the model, where its matrices do not say.
+
+    Raises:
+        MisconfigurationException: If the Trainer has no logger, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        gradient_norms: bool = False,
+        peak_flops: float | Mapping[str, float] | None = None,
+        flops_per_token: float | None = None,
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise MisconfigurationException(
+                f"every_n_steps is {every_n_steps}; it must be 1 or more."
+            )
+        peaks = peak_flops.values() if isinstance(peak_flops, Mapping) else [peak_flops]
+        if any(peak is not None and not 0 < peak < math.inf for peak in peaks):
+            raise MisconfigurationException(
+                f"peak_flops is {peak_flops}; give FLOPs a second, such as 989e12."
+            )
+        self._every_n_steps = every_n_steps
+        self._gradient_norms = gradient_norms
+        self._peak_flops = peak_flops
+        self._flops_per_token = flops_per_token
+        self._before: dict[int, Totals] = {}
+        self._since_seconds = 0.0
+        self._last_step = 0
+        self._asked: _Asked | None = None
+        self._norms: dict[str, float] = {}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check that there is somewhere to log to."""
+        if stage == "fit" and not trainer.loggers:
+            raise MisconfigurationException(
+                "StageMonitor has nowhere to log to: the Trainer has no logger; give it one, such "
+                "as `CSVLogger('logs')`, or take the callback away."
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have everybody add up what they do."""
+        self._before, self._asked, self._norms = {}, None, {}
+        self._last_step = trainer.global_step
+        warn_of_no_stages(trainer, self)
+        deployment = deployment_of(trainer)
+        if deployment is not None:
+            deployment.coordinator.start_recording(_WHO, keeps_spans=False)
+        self._since_seconds = time.perf_counter()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
+        """Look at the gradients while they are there, if they are wanted."""
+        deployment = deployment_of(trainer)
+        if self._gradient_norms and deployment is not None and self._is_due(trainer, 1):
+            self._norms = _gradient_norms(pl_module, deployment)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Ask for what was added up, and log it a batch later, when the answers have come."""
+        deployment = deployment_of(trainer)
+        if deployment is None:
+            return
+        self._log_answers(trainer, deployment)
+        if self._is_due(trainer, 0):
+            now = time.perf_counter()
+            number = deployment.coordinator.ask_records(with_spans=False)
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            self._asked = _Asked(number, step, now - self._since_seconds, self._norms)
+            self._since_seconds, self._last_step = now, trainer.global_step
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what is still to be logged."""
+        deployment = deployment_of(trainer)
+        if deployment is not None:
+            self._log_answers(trainer, deployment)
+            deployment.coordinator.stop_recording(_WHO)
+
+    def _is_due(self, trainer: pl.Trainer, steps_to_come: int) -> bool:
+        every: int = self._every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        step = trainer.global_step + steps_to_come
+        return step > self._last_step and every > 0 and step // every > self._last_step // every
+
+    def _log_answers(self, trainer: pl.Trainer, deployment: Deployment) -> None:
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        records = deployment.coordinator.records(asked.number)
+        totals = {number: record.totals for number, record in records.items()}
+        window = Window(
+            {n: difference(t, self._before.get(n, Totals())) for n, t in totals.items()},
+            asked.wall_seconds,
+        )
+        self._before = totals
+        if window.is_empty:
+            return
+        found = {**asked.norms}
+        for number, record in records.items():
+            metrics = stage_metrics(window, number) | record.health
+            found |= _named(f"stage/{number}", metrics)
+        found |= _named("pipeline", pipeline_metrics(window))
+        found |= _named("pipeline", self._compared(trainer, deployment, window))
+        for logger in trainer.loggers:
+            logger.log_metrics(found, step=asked.step)
+            logger.save()
+
+    def _compared(
+        self, trainer: pl.Trainer, deployment: Deployment, window: Window
+    ) -> dict[str, float]:
+        """What the devices could have done, where that is known."""
+        found = {}
+        profile, plan = profile_of(trainer), deployment.plan
+        if profile is not None and profile.batch_size is not None:
+            num_batches = window.totals[0].num_microbatches / plan.micro_batches
+            found["bound_share"] = num_batches * bound_seconds(plan, profile) / window.step_seconds
+        names = [COORDINATOR, *(stage.worker for stage in plan.remote_stages)]
+        peak = self._peak(names)
+        if peak is not None:
+            each = self._flops_per_token or flops_per_token(trainer.lightning_module)
+            speed = each * window.num_tokens / window.wall_seconds
+            found["model_flops_utilization"] = speed / peak
+        return found
+
+    def _peak(self, names: list[str]) -> float | None:
+        """Of all devices together; None where it is not known of all."""
+        peaks = self._peak_flops
+        if peaks is None:
+            return None
+        if not isinstance(peaks, Mapping):
+            return peaks * len(names)
+        return sum(peaks[name] for name in names) if set(names) <= set(peaks) else None
+
+
+def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[str, float]:
+    """The norm of each stage's gradients, by the metric's name."""
+    here = [p.grad for p in module.parameters() if p.grad is not None]
+    stage_of = {
+        layer: number
+        for number, stage in enumerate(deployment.plan.remote_stages, start=1)
+        for layer in stage.layer_indices
+    }
+    norms: dict[int, list[float]] = {0: gradient_norms(here)}
+    for name, norm in deployment.coordinator.gradient_norms().items():
+        norms.setdefault(stage_of[int(name.partition(".")[0])], []).append(norm)
+    return {f"stage/{number}/gradient_norm": total_norm(found) for number, found in norms.items()}

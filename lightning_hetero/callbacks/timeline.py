@@ -1,0 +1,134 @@
+"""PipelineTimeline: who did what when, as a trace and as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_only
+from typing_extensions import override
+
+from ..observing.alignment import align
+from ..observing.chart import chart_of
+from ..observing.prediction import prediction_of
+from ..observing.steps import RecordedStep, recorded_step
+from ..observing.trace import StepAndPrediction, trace_of
+from ..runtime.deployment import Deployment
+from .observed import deployment_of, profile_of, run_folder, warn_of_no_stages
+
+TRACE_NAME, CHART_NAME = "timeline.json", "timeline.svg"
+
+_WHO = "timeline"
+
+
+class PipelineTimeline(pl.Callback):
+    """Records some training steps: what every stage computed, waited for, packed and sent, when.
+
+    ``timeline.json`` is a trace for https://ui.perfetto.dev, with all stages on the coordinator's
+    clock and, beside what happened, what the simulator predicts. ``timeline.svg`` shows the step
+    that was recorded last. They stand beside the run's logs and are written after each recorded
+    step. Steps that are not recorded are as fast as ever.
+
+    Args:
+        steps: Which: numbers of optimizer steps, 0 the first one. The first ones are slower than
+            later ones, since memory is taken and caches are filled.
+        every_n_steps: Also record each step whose number this divides, 0 excepted.
+        max_steps: So many are kept in the file, the latest ones.
+        dirpath: Where the files go; None for the folder of the Trainer's logs.
+
+    Raises:
+        MisconfigurationException: If a number is out of range.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[int] = (5,),
+        every_n_steps: int | None = None,
+        max_steps: int = 10,
+        dirpath: str | Path | None = None,
+    ) -> None:
+        if any(step < 0 for step in steps):
+            raise MisconfigurationException(
+                f"The steps to record are {list(steps)}; give numbers from 0 on."
+            )
+        for name, value in (("every_n_steps", every_n_steps), ("max_steps", max_steps)):
+            if value is not None and value < 1:
+                raise MisconfigurationException(f"{name} is {value}; it must be 1 or more.")
+        self._steps = frozenset(steps)
+        self._every_n_steps = every_n_steps
+        self._dirpath = None if dirpath is None else Path(dirpath)
+        self._recorded: deque[StepAndPrediction] = deque(maxlen=max_steps)
+        # The step that is being recorded, and when it began.
+        self._open: tuple[int, float] | None = None
+
+    @property
+    def recorded(self) -> list[RecordedStep]:
+        """The steps that were recorded in this run."""
+        return [step for step, _ in self._recorded]
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget the run before."""
+        self._recorded.clear()
+        self._open = None
+        warn_of_no_stages(trainer, self)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin to record, if this is a step to be recorded."""
+        deployment, step = deployment_of(trainer), trainer.global_step
+        if deployment is None or self._open is not None or not self._wants(step):
+            return
+        coordinator = deployment.coordinator
+        coordinator.start_recording(_WHO, keeps_spans=True)
+        coordinator.compare_clocks()
+        self._open = step, coordinator.recorder.now()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Gather what was recorded when the optimizer has stepped, and write it down."""
+        deployment = deployment_of(trainer)
+        if self._open is None or deployment is None or trainer.global_step == self._open[0]:
+            return
+        (step, start), self._open = self._open, None
+        recorded = _gather(deployment, step, start)
+        deployment.coordinator.stop_recording(_WHO)
+        prediction = prediction_of(recorded, deployment.plan, profile_of(trainer))
+        self._recorded.append((recorded, prediction))
+        self._write(run_folder(trainer, self._dirpath))
+
+    def _wants(self, step: int) -> bool:
+        every = self._every_n_steps
+        return step in self._steps or (every is not None and step > 0 and step % every == 0)
+
+    @rank_zero_only
+    def _write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        trace = json.dumps(trace_of(list(self._recorded)), allow_nan=False)
+        (folder / TRACE_NAME).write_text(trace, encoding="utf-8")
+        (folder / CHART_NAME).write_text(chart_of(*self._recorded[-1]), encoding="utf-8")
+
+
+def _gather(deployment: Deployment, step: int, start_seconds: float) -> RecordedStep:
+    """Everybody's spans on this process's clock."""
+    coordinator = deployment.coordinator
+    coordinator.compare_clocks()
+    records = coordinator.records(coordinator.ask_records(with_spans=True))
+    clocks = {number: align(found) for number, found in coordinator.clock_samples().items()}
+    spans = {number: record.spans for number, record in records.items()}
+    dropped = sum(record.num_dropped for record in records.values())
+    return recorded_step(step, start_seconds, deployment.plan, spans, clocks, dropped)

@@ -1,0 +1,149 @@
+"""Bars follow the Trainer's own: tqdm, rich, none; and the training bar shows two things more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from rich import reconfigure
+from rich.progress import Progress as RichProgress
+
+from lightning_hetero import HeteroPipelineStrategy, bars
+from lightning_hetero.bars import TrainingFigures, progress_of_bytes, progress_of_parts
+
+from .models import TinyModule, loader, trainer
+
+GIB = 2**30
+
+
+def run_with(bar: ProgressBar | None) -> pl.Trainer:
+    own = [] if bar is None else [bar]
+    return trainer(callbacks=own, enable_progress_bar=bar is not None)
+
+
+def test_under_tqdm_it_is_a_bar_of_tqdm_s(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = progress_of_bytes(run_with(TQDMProgressBar()), "Sending layers", GIB)
+    progress.advance(GIB // 2)
+    progress.close()
+    shown = capsys.readouterr()
+    assert "Sending layers" in shown.err + shown.out
+    assert "1.00G" in shown.err + shown.out
+
+
+def test_under_rich_it_is_one_of_rich_s(capsys: pytest.CaptureFixture[str]) -> None:
+    reconfigure(force_terminal=True, width=120)
+    try:
+        progress = progress_of_bytes(run_with(RichProgressBar()), "Sending layers", GIB)
+        progress.advance(GIB)
+        progress.close()
+    finally:
+        reconfigure()
+    shown = capsys.readouterr().out
+    assert "Sending layers" in shown
+    assert "1.0/1.0 GiB" in shown
+
+
+def test_while_rich_s_own_is_on_the_screen_it_is_a_line_of_that() -> None:
+    bar = RichProgressBar()
+    with RichProgress(disable=False) as live:
+        bar.progress = live  # type: ignore[assignment]
+        progress = progress_of_bytes(run_with(bar), "Gathering", GIB)
+        progress.advance(GIB // 4)
+        (task,) = live.tasks
+        assert (task.description, task.total, task.completed) == ("Gathering (MiB)", 1024, 256)
+        progress.close()
+        assert live.tasks == []
+
+
+def test_without_a_bar_there_is_none(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_with(None)
+    capsys.readouterr()
+    caplog.clear()
+    caplog.set_level("INFO")
+    parts = progress_of_parts(run, "Measuring", 3)
+    parts.advance(3)
+    parts.close()
+    assert "".join(capsys.readouterr()) == ""
+    assert caplog.messages == []
+    progress = progress_of_bytes(run, "Gathering", GIB)
+    progress.advance(GIB)
+    progress.close()
+    assert caplog.messages == ["Gathering: 1.0 of 1.0 GiB"]
+
+
+def test_what_is_short_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_with(TQDMProgressBar())
+    capsys.readouterr()
+    progress = progress_of_bytes(run, "Gathering", GIB // 8)
+    progress.advance(GIB // 8)
+    progress.close()
+    assert "".join(capsys.readouterr()) == ""
+
+
+class OwnBar(TQDMProgressBar):
+    """A user's bar with something of its own."""
+
+    def get_metrics(self, *args: Any) -> dict[str, Any]:
+        return {**super().get_metrics(*args), "mine": "1"}
+
+
+def test_figures_are_added_to_what_a_bar_shows_and_taken_away_again() -> None:
+    bar, module, tokens, seconds = OwnBar(), TinyModule(), [0], [0.0]
+    run = run_with(bar)
+    before = bar.get_metrics(run, module)
+    figures = TrainingFigures(run, lambda: tokens[0], lambda: "stage 2", lambda: seconds[0])
+    assert bar.get_metrics(run, module) == before | {"bottleneck": "stage 2"}
+    tokens[0], seconds[0] = 5000, 2.0
+    assert bar.get_metrics(run, module)["tok/s"] == "2,500"
+    figures.detach()
+    assert bar.get_metrics(run, module) == before
+    assert "get_metrics" not in vars(bar)
+
+
+@contextmanager
+def everything_is_long() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bars, "PROGRESS_FROM_BYTES", 0)
+        yield
+
+
+WIDE = {"force_terminal": True, "width": 200}
+
+
+@pytest.mark.parametrize(
+    "bar", [TQDMProgressBar(), RichProgressBar(console_kwargs=WIDE)], ids=["tqdm", "rich"]
+)
+def test_a_run_shows_its_bars(
+    bar: ProgressBar, workers: list[str], tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            bar = trainer.progress_bar_callback
+            assert bar is not None
+            seen.append(bar.get_metrics(trainer, module))
+
+        def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "it.ckpt")
+
+    strategy = HeteroPipelineStrategy(workers[:2], "even", micro_batches=2)
+    run = trainer(strategy, max_epochs=1, callbacks=[bar, Look()], enable_progress_bar=True)
+    reconfigure(**WIDE)
+    try:
+        with everything_is_long():
+            run.fit(TinyModule(), loader(40, 4))
+    finally:
+        reconfigure()
+    shown = "".join(capsys.readouterr())
+    for what in ("Sending layers to the workers", "Gathering the", "optimizer's"):
+        assert what in shown
+    assert seen[-1]["bottleneck"] in ("coordinator", "stage 1", "stage 2")
+    assert float(seen[-1]["tok/s"].replace(",", "")) > 0
+    assert "get_metrics" not in vars(bar)
