@@ -55,6 +55,7 @@ class Channel:
     ) -> None:
         self.peer = peer
         self._connection = connection
+        self.traffic = connection.traffic
         self._session = session
         self._reader = FrameReader()
         self._deadlines = deadlines

@@ -29,6 +29,7 @@ from ..wire.constants import KeptConstants
 from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES, TensorSpec
 from ..wire.values import Packer, unpack
+from .activity import Activity
 from .address import Address
 from .building import build_described, numbered_layers
 from .channel import Arrival, Channel, Inbox
@@ -96,6 +97,7 @@ class StageSession:
         self._constants = KeptConstants()
         self._stopwatch = Stopwatch(device)
         self._num_timed = 0
+        self._activity = Activity()
         self._measuring = MeasuredSide(coordinator, device, deadlines, allowed, self._dial_neighbor)
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             **self._measuring.handlers,
@@ -124,6 +126,16 @@ class StageSession:
         """Take the channel that the upstream neighbor opened."""
         self._upstream = channel
         channel.start(self._inbox)
+
+    def status(self) -> m.StageStatus:
+        """What it does at this moment; any thread may ask."""
+        neighbors = {"upstream": self._upstream, "downstream": self._downstream}
+        links = {
+            "coordinator": self._coordinator.traffic,
+            **{k: c.traffic for k, c in neighbors.items() if c is not self._coordinator},
+        }
+        about = self.name, self._coordinator.peer, self._numbered.keys()
+        return self._activity.status(*about, self._stage_index, self._runner.step, links)
 
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""
@@ -279,6 +291,7 @@ class StageSession:
         optimizer.load_state(message.parameter, unpack(message.state, tensors))
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
+        self._activity.begin()
         self._runner.begin(message.step, message.in_flight, message.accumulate)
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
@@ -367,6 +380,7 @@ class StageSession:
         num_microbatches, self._num_timed = self._num_timed, 0
         laps = self._stopwatch.take()
         seconds = laps.seconds("forward"), laps.seconds("backward")
+        self._activity.note(sum(seconds))
         return m.Timings(step, *seconds, num_microbatches)
 
     def _route(self, result: Result) -> None:

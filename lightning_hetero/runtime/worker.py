@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 
 import torch
 
@@ -16,7 +17,8 @@ from ..errors import ChannelError, HeteroError, ProtocolError, TrustError, Worke
 from ..model.imports import Allowed
 from ..wire import messages as m
 from ..wire.frames import Frame, encode_frame
-from ..wire.session import Session, downstream_session, worker_session
+from ..wire.session import Session, downstream_session, watched_session, worker_session
+from .activity import used_bytes
 from .address import Address
 from .channel import Channel, send_buffers
 from .connection import Connection, SocketConnection, prepare_socket
@@ -85,6 +87,7 @@ class Worker:
         self._identity = Identity(equipment_here(device), credentials)
         self._lobby = Lobby(_MOST_GREETINGS)
         self._session: StageSession | None = None
+        self._began_seconds = time.monotonic()
         self._session_changed = threading.Condition()
 
     def serve_forever(self) -> None:
@@ -130,6 +133,10 @@ class Worker:
         """Hear who it is and answer; whoever is refused is told why."""
         try:
             hello = receive_hello(connection, self._deadlines, self._identity)
+            if hello.role == "watcher":
+                self._tell(connection, hello)
+                plain.close_after_last_word(_LAST_WORD_SECONDS)
+                return None
             self._lobby.introduce(plain)
             return self._welcome(connection, hello, peer)
         except (ProtocolError, TrustError, WorkerError) as error:
@@ -162,6 +169,19 @@ class Worker:
                 self._identity,
             )
             return self._session
+
+    def _tell(self, connection: Connection, hello: m.Hello) -> None:
+        """Answer whoever watches; the session that runs does not notice."""
+        rules, session = watched_session(), self._session
+        rules.received(hello)
+        self._say_welcome(connection, rules)
+        status = m.Status(
+            time.monotonic() - self._began_seconds,
+            used_bytes(self._device),
+            None if session is None else session.status(),
+        )
+        rules.sent(status)
+        send_buffers(connection, encode_frame(Frame(status)), self._deadlines.connect_seconds)
 
     def _is_free_soon(self) -> bool:
         def is_free() -> bool:

@@ -14,7 +14,7 @@ import torch
 from lightning_hetero.model.imports import Allowed
 from lightning_hetero.runtime.address import Address
 from lightning_hetero.runtime.channel import Arrival, Channel, Inbox
-from lightning_hetero.runtime.connection import SocketConnection
+from lightning_hetero.runtime.connection import SocketConnection, Traffic
 from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.tls import Credentials
 from lightning_hetero.runtime.worker import Worker, address_of, listen
@@ -91,6 +91,7 @@ class MemoryConnection:
         self._is_over = False
         self._timeout_seconds = PATIENCE_SECONDS
         self.other = self
+        self.traffic = Traffic()
 
     def set_timeout(self, seconds: float) -> None:
         self._timeout_seconds = seconds
@@ -137,9 +138,10 @@ def worker_thread(
     credentials: Credentials | None = None,
     deadlines: Deadlines | None = None,
     allowed: Allowed | None = None,
+    where: Address | None = None,
 ) -> Iterator[Address]:
     """A worker that serves from a thread of this process, over a real loopback socket."""
-    listener = listen(Address("127.0.0.1", 0))
+    listener = listen(where or Address("127.0.0.1", 0))
     # Patient: both ends share one interpreter, which may be busy building a model for a while.
     deadlines = deadlines or Deadlines(busy_seconds=0.2)
     worker = Worker(listener, torch.device("cpu"), deadlines, allowed, credentials=credentials)
