@@ -7,6 +7,7 @@
     pipeline/        what is run: micro-batches, the rule, stages, the driver of training_step
     planning/        what goes where: makes plans
     runtime/         where it runs: channels, worker, coordinator, local worker processes
+    pictures/        what is shown: the topology as SVG, PNG and Mermaid, the report of a run
     precision.py     where a precision plugin clips and steps, the stages do too
     manual.py        where a user's code zeroes gradients, the stages do too
     gradients.py     norms and clipping of all gradients, for those who look at them themselves
@@ -14,6 +15,7 @@
     saving.py        checkpoint files: written straight to the disk, whole or not at all
     moving.py        layers come home, at the end or to go out under another plan
     watching.py      notices stages that drift, and asks for a better plan
+    picturing.py     draws a run's topology, beside its logs
     checks.py        what is refused before a run
     stepping.py      one training step, cut into micro-batches for the driver
     profiling/       what it takes: measures a model on its devices, and chooses the plan
@@ -21,8 +23,8 @@
     cli/             the command lightning-hetero: a file for each of its commands
     version.py       the version of this package
 
-Imports point one way: cli → strategy, callbacks → profiling → runtime, planning → pipeline → model,
-wire → plan → errors.
+Imports point one way: cli → strategy, callbacks → profiling → pictures → runtime, planning →
+pipeline → model, wire → plan → errors.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -13,6 +13,7 @@ HeteroError
 ├─ ChannelError              a connection ended or could not be used
 │  └─ TrustError              the two ends have no token in common, or one has none
 ├─ SaveError                 a checkpoint that could not be written
+├─ PictureError              a picture or a report that cannot be made here
 └─ WorkerError
    ├─ WorkerUnreachable      nobody answered, or it refused us
    ├─ WorkerLost             it was there and is gone
@@ -70,6 +71,10 @@ class TrustError(ChannelError):
 
 class SaveError(HeteroError, OSError):
     """A checkpoint that could not be written; what was in its place is untouched."""
+
+
+class PictureError(HeteroError):
+    """A picture or a report that cannot be made here."""
 
 
 class WorkerError(HeteroError):

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ..errors import HeteroError
-from . import plan, profile, token, worker
+from . import diagram, plan, profile, report, token, top, worker
 
 
 def main() -> None:
@@ -25,6 +25,6 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-hetero", description="Train one model on mixed hardware."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (worker, token, profile, plan):
+    for command in (worker, token, profile, plan, diagram, top, report):
         command.add_to(commands)
     return parser
