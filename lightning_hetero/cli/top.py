@@ -30,7 +30,7 @@ from ..runtime.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 if TYPE_CHECKING:
     from .commands import Commands
 
-COLUMNS = ("worker", "device", "state", "run", "stage", "step", "busy", "memory", "links")
+COLUMNS = ("worker", "device", "state", "run", "stage", "step", "busy", "memory", "links, MB/s")
 _COLOURS = {"training": "green", "in a run": "yellow", "free": "cyan", "gone": "red"}
 _BAR_CELLS = 8
 
@@ -141,7 +141,7 @@ def _cells_of_run(each: Sighting) -> list[Text]:
     first, end = stage.first_layer, stage.end_layer
     held = f"{stage.stage_index}: layers {first} to {end - 1}" if end > first else ""
     return [
-        Text(f"{stage.run} of {stage.coordinator}"),
+        Text(f"{stage.run} of {stage.coordinator.rpartition(':')[0]}"),
         Text(held),
         Text(str(stage.step or "")),
         Text("" if each.busy_share is None else _bar(each.busy_share)),
@@ -155,7 +155,7 @@ def _bar(share: float) -> str:
 
 def _traffic(traffic: Traffic) -> str:
     received, sent = (f"{rate / 1e6:.1f}" for rate in (traffic.received, traffic.sent))
-    return f"{traffic.peer}: in {received}, out {sent} MB/s"
+    return f"{traffic.peer} ↓{received} ↑{sent}"
 
 
 def _seconds(text: str) -> float:

@@ -149,8 +149,8 @@ class _Diagram:
     @property
     def _size(self) -> str:
         places = len(self._topology.places)
-        devices = f"{places} devices" if places > 1 else "one device"
-        return f"{self._topology.num_layers} layers on {devices}"
+        processes = f"{places} processes" if places > 1 else "one process"
+        return f"{self._topology.num_layers} layers over {processes}"
 
     @property
     def _heading_height(self) -> float:

@@ -39,7 +39,7 @@ def findings(record: RunRecord) -> list[str]:
         return [
             "There are no measurements of the stages; add the callback StageMonitor to the Trainer."
         ]
-    return ["Nothing stands out: the stages are evenly busy, and no link is."]
+    return ["Nothing stands out: the stages are evenly busy, and no link holds them up."]
 
 
 def _of_loss(record: RunRecord) -> Iterator[str]:

@@ -66,8 +66,8 @@ def label_along(x: float, y: float, link: Link) -> str:
 
 
 def label_beside(x: float, y: float, link: Link, anchor: str) -> str:
-    """Beside an upright line whose middle is there: a line for each direction."""
-    lines = [line for line in labels(link) if line]
+    """Beside an upright line whose middle is there: lines of each direction, two facts each."""
+    lines = [side[i : i + 2] for side in labels(link) for i in range(0, len(side), 2)]
     top = y - (len(lines) - 1) * LABEL_HEIGHT / 2 + 4
     return "".join(
         _in_a_line(x, top + number * LABEL_HEIGHT, line, anchor)

@@ -39,7 +39,7 @@ def test_what_is_not_known_is_left_out() -> None:
     for said in ("memory", "MB/s", "GiB", "frozen,", "weights"):
         assert said not in found
     assert "layers 3–7" in found
-    assert found.startswith("13 layers on 3 devices")
+    assert found.startswith("13 layers over 3 processes")
 
 
 def test_a_picture_needs_nothing_else() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_hetero.pictures.diagram import diagram
 
 from .chromium import FAULTS, evaluate, needs_chromium
-from .topologies import bare, topology
+from .topologies import bare, narrowed, topology
 
 SIZES = (1500, 700)
 
@@ -22,8 +22,8 @@ def page(pictures: list[str]) -> str:
 def test_no_text_is_cut_and_nothing_overlaps(tmp_path: Path) -> None:
     pictures = [
         diagram(each)
-        for stages in (0, 1, 2, 3, 5, 12)
-        for each in (topology(stages), topology(stages, 0), bare(stages))
+        for stages in (0, 1, 2, 3, 4, 5, 12)
+        for each in (topology(stages), topology(stages, 0), narrowed(stages), bare(stages))
         if each.num_layers
     ]
     script = f"{FAULTS} return [document.querySelectorAll('svg').length, [...new Set(faults)]];"
