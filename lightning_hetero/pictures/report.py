@@ -156,7 +156,9 @@ def _speed(record: RunRecord) -> str:
 
 def _timeline(record: RunRecord) -> str:
     if record.timeline is None:
-        return _missing("No timeline.svg: the callback PipelineTimeline records steps and draws one.")
+        return _missing(
+            "No timeline.svg: the callback PipelineTimeline records steps and draws one."
+        )
     return _image(record.timeline, "Timeline of a step")
 
 

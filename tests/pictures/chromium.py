@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-COMMAND = shutil.which("chromium") or shutil.which("chromium-browser")
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+COMMAND = next((path for path in map(shutil.which, _NAMES) if path is not None), None)
 
 needs_chromium = pytest.mark.skipif(
     COMMAND is None, reason="pictures are looked at in Chromium, which is not installed"
