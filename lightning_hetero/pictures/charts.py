@@ -147,12 +147,14 @@ def _legend(colours: Mapping[str, str]) -> str:
 
 
 def _grid(frame: _Frame, ticks: Sequence[float]) -> Iterator[str]:
-    digits = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9))
+    apart = ticks[1] - ticks[0]
+    # As few as tell the ticks apart: one for 0.5, two for 0.25.
+    digits = next((n for n in range(6) if abs(round(apart, n) - apart) < 1e-6 * apart), 6)
     for tick in ticks:
         _, y = frame.place(frame.x[0], tick)
         path = f"M{frame.left:g} {y:.1f}H{frame.left + frame.width:g}"
         yield element("path", d=path, class_="grid")
-        said = f"{tick:,.{min(digits + (tick % 1 != 0 and not digits), 6)}f}"
+        said = f"{tick:,.{digits}f}"
         yield text(frame.left - 8, y + 4, elided(said, _LEFT - 8, 11), "small soft", "end")
 
 

@@ -55,6 +55,12 @@ def test_a_line_chart_has_a_line_for_each_curve() -> None:
     assert "off" not in words
 
 
+def test_ticks_are_written_with_the_digits_that_they_have() -> None:
+    root = ElementTree.fromstring(line_chart({"loss": [(0.0, 4.9), (9.0, 6.0)]}, "Loss"))  # noqa: S314
+    words = [node.text for node in root.iter(f"{SVG}text")]
+    assert {"4.75", "5.00", "5.25", "6.00"} <= set(words)
+
+
 def test_there_is_no_chart_of_nothing() -> None:
     assert line_chart({"loss": []}, "Loss") == ""
     assert line_chart({"loss": [(1.0, math.inf)]}, "Loss") == ""
