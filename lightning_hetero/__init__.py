@@ -8,6 +8,7 @@
     planning/        what goes where: makes plans
     runtime/         where it runs: channels, worker, coordinator, local worker processes
     observing/       what happened: recorded steps on one clock, as a trace and as a chart
+    pictures/        what is shown: the topology as SVG, PNG and Mermaid, the report of a run
     precision.py     where a precision plugin clips and steps, the stages do too
     manual.py        where a user's code zeroes gradients, the stages do too
     gradients.py     norms and clipping of all gradients, for those who look at them themselves
@@ -16,6 +17,7 @@
     saving.py        checkpoints: what goes into them, and files written straight to the disk
     moving.py        layers come home, at the end or to go out under another plan
     watching.py      notices stages that drift, and asks for a better plan
+    picturing.py     draws a run's topology, beside its logs
     checks.py        what is refused before a run
     stepping.py      one training step, cut into micro-batches for the driver
     training.py      ties a Trainer's steps and optimizers to the layers on workers
@@ -25,8 +27,8 @@
     cli/             the command lightning-hetero: a file for each of its commands
     version.py       the version of this package
 
-Imports point one way: cli → strategy, callbacks → profiling → observing → runtime, planning →
-pipeline → model, wire → plan → errors.
+Imports point one way: cli → strategy, callbacks → profiling → observing, pictures → runtime,
+planning → pipeline → model, wire → plan → errors.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -15,6 +15,7 @@ HeteroError
 ├─ DiscoveryError            workers that cannot be announced or found
 ├─ MeshError                 a WireGuard mesh that cannot work, or its files
 ├─ SaveError                 a checkpoint that could not be written
+├─ PictureError              a picture or a report that cannot be made here
 └─ WorkerError
    ├─ WorkerUnreachable      nobody answered, or it refused us
    ├─ WorkerLost             it was there and is gone
@@ -90,6 +91,10 @@ class MeshError(HeteroError, ValueError):
 
 class SaveError(HeteroError, OSError):
     """A checkpoint that could not be written; what was in its place is untouched."""
+
+
+class PictureError(HeteroError):
+    """A picture or a report that cannot be made here."""
 
 
 class WorkerError(HeteroError):

@@ -164,12 +164,16 @@ class Plan:
 
     def to_yaml(self, path: str | Path) -> None:
         """Write the plan as a file that a person can read and edit."""
+        Path(path).write_text(self.as_yaml(), encoding="utf-8")
+
+    def as_yaml(self) -> str:
+        """The text of that file."""
         content = asdict(self)
         for stage in content["stages"]:
             stage["layers"] = list(stage["layers"])
             for key in [key for key, value in stage.items() if value is None]:
                 del stage[key]
-        Path(path).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        return str(yaml.safe_dump(content, sort_keys=False))
 
     def check(self, num_layers: int, workers: Sequence[str]) -> None:
         """Refuse a plan that does not fit a model of ``num_layers`` on these workers.

@@ -35,6 +35,7 @@ from .model.imports import refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import weights_in_checkpoint
 from .moving import AtHome, bring_home, check_move, give_back, moves_layers, moving_averages
+from .picturing import leave_pictures
 from .pipeline.averaging import AveragingAction
 from .pipeline.microbatch import LossWeighting
 from .plan import Plan
@@ -208,6 +209,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         warn_of_batch_statistics(self._module(), cuts_step=self._cuts_step)
         super().setup(trainer)
+        leave_pictures(trainer, self._deployment, self.plan_choice.profile)
 
     @property
     @override

@@ -327,3 +327,37 @@ def test_a_pasted_token_is_the_same_token(
     said = str(run(monkeypatch, "token", "--paste", str(other)))
     assert "Nothing was written: the token there is damaged" in said
     assert not other.exists()
+
+
+def test_a_plan_is_drawn_with_and_without_measurements(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], profile_path: str
+) -> None:
+    plan(monkeypatch, profile_path)
+    for arguments in ([], ["--profile", profile_path, "-o", "more.svg"], ["-o", "a.mmd"]):
+        monkeypatch.setattr("sys.argv", ["lightning-hetero", "diagram", "plan.yaml", *arguments])
+        cli.main()
+    assert "The picture is in architecture.svg." in capsys.readouterr().out
+    bare, more = Path("architecture.svg").read_text(), Path("more.svg").read_text()
+    assert "fast" in bare
+    assert "memory" not in bare
+    assert "memory" in more
+    assert Path("a.mmd").read_text().startswith("flowchart")
+    assert "is there already" in str(run(monkeypatch, "diagram", "plan.yaml"))
+    assert "end in .svg" in str(run(monkeypatch, "diagram", "plan.yaml", "-o", "a.jpg"))
+    assert "cannot be written" in str(run(monkeypatch, "diagram", "plan.yaml", "-o", "no/a.svg"))
+
+
+def test_a_report_is_written_beside_the_logs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "has nothing of a run" in str(run(monkeypatch, "report", str(tmp_path)))
+    (tmp_path / "metrics.csv").write_text("step,loss\n0,2.5\n1,2.0\n")
+    for output in ([], ["-o", str(tmp_path / "other.html")]):
+        monkeypatch.setattr("sys.argv", ["lightning-hetero", "report", str(tmp_path), *output])
+        cli.main()
+    assert f"The report is in {tmp_path / 'report.html'}." in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text()
+    assert "loss" in page
+    assert page == (tmp_path / "other.html").read_text()
+    assert "cannot be written" in str(run(monkeypatch, "report", str(tmp_path), "-o", "no/a.html"))

@@ -6,7 +6,33 @@ import argparse
 import sys
 
 from ..errors import HeteroError
-from . import doctor, mesh, plan, profile, token, verify, worker, workers
+from . import (
+    diagram,
+    doctor,
+    mesh,
+    plan,
+    profile,
+    report,
+    token,
+    top,
+    verify,
+    worker,
+    workers,
+)
+
+COMMANDS = (
+    worker,
+    workers,
+    token,
+    mesh,
+    doctor,
+    profile,
+    plan,
+    diagram,
+    verify,
+    top,
+    report,
+)
 
 
 def main() -> None:
@@ -25,6 +51,6 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-hetero", description="Train one model on mixed hardware."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (worker, workers, token, mesh, doctor, profile, plan, verify):
+    for command in COMMANDS:
         command.add_to(commands)
     return parser

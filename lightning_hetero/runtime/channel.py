@@ -89,6 +89,7 @@ class Channel:
         self.activity = ""
         self._peer_activity = ""
         self._connection = connection
+        self.traffic = connection.traffic
         self._session = session
         self._reader = FrameReader()
         self._deadlines = deadlines

@@ -8,6 +8,7 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 # Linux allows 1024 buffers in one call; a frame of more goes in several.
@@ -18,8 +19,20 @@ _WASTE_BYTES = 2**16
 _LAST_ACK = struct.Struct("=56xI")
 
 
+@dataclass
+class Traffic:
+    """Bytes that have gone over a connection: one thread counts each way, any may look."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
 class Connection(Protocol):
     """What a channel needs. One thread may send while another receives."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has gone over it."""
 
     def set_timeout(self, seconds: float) -> None:
         """Let every later call that has to wait raise TimeoutError after so long."""
@@ -49,6 +62,7 @@ class SocketConnection:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        self.traffic = Traffic()
 
     @property
     def socket(self) -> socket.socket:
@@ -59,10 +73,14 @@ class SocketConnection:
         self._socket.settimeout(seconds)
 
     def receive_into(self, buffer: memoryview) -> int:
-        return self._socket.recv_into(buffer)
+        num_bytes = self._socket.recv_into(buffer)
+        self.traffic.received_bytes += num_bytes
+        return num_bytes
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        return self._socket.sendmsg(buffers[:_MOST_BUFFERS])
+        num_bytes = self._socket.sendmsg(buffers[:_MOST_BUFFERS])
+        self.traffic.sent_bytes += num_bytes
+        return num_bytes
 
     def seconds_since_answer(self) -> float | None:
         if not sys.platform.startswith("linux"):

@@ -123,6 +123,11 @@ class Conversations:
         self._lost = self._lost or WorkerLost("The coordinator has ended the session.")
 
     @property
+    def worker_equipment(self) -> dict[str, m.Equipment]:
+        """What each worker runs on, by its name."""
+        return {worker.name: worker.equipment for worker in self._workers}
+
+    @property
     def lost(self) -> WorkerError | None:
         """Why the stages can no longer be used, or None while they can."""
         return self._lost

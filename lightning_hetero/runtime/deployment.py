@@ -27,6 +27,7 @@ from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings
 from ..pipeline.pieces import cut_request
 from ..pipeline.turns import current_turn
 from ..plan import Plan, StagePlan
+from ..wire.tensors import DTYPES
 from .coordinator import Coordinator
 from .own_layers import adjust_own, check_can_be_compiled, restore_own
 from .progress import Progress
@@ -162,6 +163,11 @@ class Deployment:
             self.coordinator.set_trained([self.names_of[p] for p in changed], requires_grad)
         self._trained = trained
         self._ever_trained |= trained
+
+    def weights_dtype_of(self, stage: StagePlan) -> torch.dtype | None:
+        """What a stage's frozen weights are kept in, where that is not what they are here."""
+        converts = stage.dtype is not None and self._converts_weights
+        return DTYPES[stage.dtype] if converts else None  # type: ignore[index]
 
     def _check_trainable(self, parameter: Tensor) -> None:
         name = self.names_of[parameter]

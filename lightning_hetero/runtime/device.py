@@ -88,7 +88,7 @@ def _memory(device: torch.device, kept_bytes: int) -> tuple[int, int]:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         # The driver's own share is gone already from what is free; what is kept is reserved.
         return free_bytes + torch.cuda.memory_reserved(device), 0
-    return _free_main_memory() + kept_bytes, max(0, _resident_bytes() - kept_bytes)
+    return _free_main_memory() + kept_bytes, max(0, resident_bytes() - kept_bytes)
 
 
 def _free_main_memory() -> int:
@@ -116,7 +116,8 @@ def _available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Main memory that this process takes."""
     return _statm(1, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _maxrss_unit())
 
 

@@ -19,10 +19,14 @@ from .connection import Connection, SocketConnection, prepare_socket
 from .deadlines import Deadlines
 from .tls import Credentials, secured
 
-Role = Literal["coordinator", "neighbor"]
+Role = Literal["coordinator", "neighbor", "watcher"]
 
 # What people call whoever plays a role.
-ROLES: dict[str, str] = {"coordinator": "the coordinator", "neighbor": "the upstream worker"}
+ROLES: dict[str, str] = {
+    "coordinator": "the coordinator",
+    "neighbor": "the upstream worker",
+    "watcher": "the watcher",
+}
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from .outgoing import send_copied
 from .owner import Owner, RunRecord
 from .recorded import RecordedSide
 from .stage_layers import StageLayers
+from .tally import Tally
 from .translation import (
     Content,
     read_activation,
@@ -128,6 +129,7 @@ class StageSession:
         )
         self._recording = RecordedSide(coordinator, device, self._neighbors)
         self._recorder = self._recording.recorder
+        self._tally = Tally()
         self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
             **self._measuring.handlers,
             **self._recording.handlers,
@@ -179,6 +181,16 @@ class StageSession:
         first, last = min(numbered), max(numbered)
         kind = type(numbered[first]).__name__
         return f"stage {self._stage_index}, layers {first} to {last} ({kind})"
+
+    def status(self) -> m.StageStatus:
+        """What it does at this moment; any thread may ask."""
+        neighbors = {"upstream": self._upstream, "downstream": self._downstream}
+        links = {
+            "coordinator": self._coordinator.traffic,
+            **{k: c.traffic for k, c in neighbors.items() if c is not self._coordinator},
+        }
+        about = self.name, self._coordinator.peer, self._layers.numbered.keys()
+        return self._tally.status(*about, self._stage_index, self._runner.step, links)
 
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""
@@ -360,6 +372,7 @@ class StageSession:
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._copies.keep_for(message.in_flight)
         self._recorder.begin_step()
+        self._tally.begin()
         self._runner.begin(message.step, message.in_flight, message.accumulate)
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
@@ -466,6 +479,7 @@ class StageSession:
         num_microbatches, self._num_timed = self._num_timed, 0
         laps = self._stopwatch.take()
         seconds = laps.seconds("forward"), laps.seconds("backward")
+        self._tally.note(sum(seconds))
         return m.Timings(step, *seconds, num_microbatches)
 
     def _route(self, result: Result) -> None:

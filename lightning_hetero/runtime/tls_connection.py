@@ -15,7 +15,7 @@ import ssl
 import threading
 from collections.abc import Callable, Sequence
 
-from .connection import Connection
+from .connection import Connection, Traffic
 from .tls_faults import trust_error
 
 # As much as is encrypted, or taken from below, at once: a little more than what is in flight on a
@@ -51,6 +51,10 @@ class TlsConnection:
         # Records that the connection below has not taken yet, and how many bytes of ours they hold.
         self._unsent = memoryview(b"")
         self._owed_bytes = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._below.traffic
 
     def set_timeout(self, seconds: float) -> None:
         self._below.set_timeout(seconds)

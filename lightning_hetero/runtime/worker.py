@@ -17,7 +17,7 @@ from ..errors import ChannelError, HeteroError, ProtocolError, TrustError, Worke
 from ..model.imports import Allowed
 from ..wire import messages as m
 from ..wire.frames import Frame, encode_frame
-from ..wire.session import Session, downstream_session, worker_session
+from ..wire.session import Session, downstream_session, watched_session, worker_session
 from .address import Address
 from .channel import Channel, send_buffers
 from .connection import Connection, SocketConnection, prepare_socket
@@ -28,6 +28,7 @@ from .keeping import KEPT_SECONDS, KeptTensors
 from .lobby import Lobby
 from .owner import Owner
 from .serving import StageSession
+from .tally import used_bytes
 from .tls import Credentials, secured
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Worker:
         self._identity = Identity(self._owner.equipment(equipment_here(device)), credentials)
         self._lobby = Lobby(_MOST_GREETINGS)
         self._session: StageSession | None = None
+        self._began_seconds = time.monotonic()
         self._session_changed = threading.Condition()
         self._kept = KeptTensors()
         self._forgetting = threading.Timer(KEPT_SECONDS, self._kept.forget)
@@ -169,6 +171,10 @@ class Worker:
         """Hear who it is and answer; whoever is refused is told why."""
         try:
             hello = receive_hello(connection, self._deadlines, self._identity)
+            if hello.role == "watcher":
+                self._tell(connection, hello)
+                plain.close_after_last_word(_LAST_WORD_SECONDS)
+                return None
             self._lobby.introduce(plain)
             return self._welcome(connection, hello, peer)
         except (ProtocolError, TrustError, WorkerError) as error:
@@ -212,6 +218,19 @@ class Worker:
             if self._is_paused:
                 self._session.wish(m.Paused())
             return self._session
+
+    def _tell(self, connection: Connection, hello: m.Hello) -> None:
+        """Answer whoever watches; the session that runs does not notice."""
+        rules, session = watched_session(), self._session
+        rules.received(hello)
+        self._say_welcome(connection, rules)
+        status = m.Status(
+            time.monotonic() - self._began_seconds,
+            used_bytes(self._device),
+            None if session is None else session.status(),
+        )
+        rules.sent(status)
+        send_buffers(connection, encode_frame(Frame(status)), self._deadlines.connect_seconds)
 
     def _is_free_soon(self) -> bool:
         def is_free() -> bool:

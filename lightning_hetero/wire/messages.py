@@ -20,6 +20,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Text = Annotated[str, msgspec.Meta(max_length=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+LongSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 ProbeBytes = Annotated[int, msgspec.Meta(ge=0, le=2**27)]
 _Few = msgspec.Meta(max_length=64)
 
@@ -561,6 +563,51 @@ class NotMeasured(_Message, frozen=True, tag=True):
     is_out_of_memory: bool
 
 
+class LinkStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What has gone over one of a stage's links."""
+
+    peer: Name
+    sent_bytes: Bytes
+    received_bytes: Bytes
+
+
+class StageStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stage is and does.
+
+    Args:
+        run: Tells runs apart, and nothing else.
+        coordinator: Whom it serves.
+        stage_index: Its number, 0 before there is a stage.
+        first_layer: Of its layers.
+        end_layer: Behind the last one.
+        step: The present one.
+        training_seconds: From its first training step to its latest optimizer step.
+        busy_seconds: What it computed in that time.
+        links: To the coordinator and to its neighbors.
+    """
+
+    run: Name
+    coordinator: Name
+    stage_index: Count
+    first_layer: Count
+    end_layer: Count
+    step: Count
+    training_seconds: LongSeconds
+    busy_seconds: LongSeconds
+    links: Annotated[list[LinkStatus], _Few]
+
+
+class Status(_Message, frozen=True, tag=True):
+    """What a worker does, for whoever watches it; ``stage`` is None while it is free.
+
+    ``moment_seconds`` is on a clock that only this worker has, to make rates of two answers.
+    """
+
+    moment_seconds: LongSeconds
+    used_bytes: Bytes
+    stage: StageStatus | None
+
+
 Message = (
     Hello
     | Welcome
@@ -617,4 +664,5 @@ Message = (
     | Probe
     | ProbeAnswer
     | NotMeasured
+    | Status
 )

@@ -9,6 +9,8 @@ IDLE ───── Deploy ─▶ LOADING
 LOADING ── Launch ─▶ SERVING
 SERVING: steps, state, optimizer
 SERVING ── Deploy ─▶ LOADING: layers have moved
+
+Whoever watches a worker: OPENING ─ Hello ▶ GREETING ─ Welcome ▶ TELLING ─ Status ▶ CLOSED
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class State(enum.Enum):
     LOADING = "loading"
     SERVING = "serving"
     LINKED = "linked"
+    TELLING = "telling"
     CLOSED = "closed"
 
 
@@ -142,6 +145,13 @@ DOWNSTREAM_SAYS: Table = {
     State.LINKED: _stay(State.LINKED, m.Gradient, m.ProbeAnswer),
 }
 
+WATCHER_SAYS: Table = {State.OPENING: {m.Hello: State.GREETING}}
+
+WATCHED_SAYS: Table = {
+    State.GREETING: {m.Welcome: State.TELLING},
+    State.TELLING: {m.Status: State.CLOSED},
+}
+
 # These fit anywhere.
 ALWAYS: dict[type, State | None] = {
     m.Ping: None,
@@ -228,3 +238,13 @@ def upstream_session() -> Session:
 def downstream_session() -> Session:
     """The end of the stage that its upstream neighbor dialled."""
     return Session(DOWNSTREAM_SAYS, UPSTREAM_SAYS)
+
+
+def watcher_session() -> Session:
+    """The end of whoever watches a worker."""
+    return Session(WATCHER_SAYS, WATCHED_SAYS)
+
+
+def watched_session() -> Session:
+    """The worker's end of its conversation with whoever watches it."""
+    return Session(WATCHED_SAYS, WATCHER_SAYS)

@@ -14,7 +14,7 @@ import torch
 from lightning_hetero.model.imports import Allowed
 from lightning_hetero.runtime.address import Address
 from lightning_hetero.runtime.channel import Arrival, Channel, Inbox
-from lightning_hetero.runtime.connection import SocketConnection
+from lightning_hetero.runtime.connection import SocketConnection, Traffic
 from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.owner import Owner
 from lightning_hetero.runtime.tls import Credentials
@@ -93,6 +93,7 @@ class MemoryConnection:
         self._timeout_seconds = PATIENCE_SECONDS
         self.answer_seconds: float | None = None
         self.other = self
+        self.traffic = Traffic()
 
     def set_timeout(self, seconds: float) -> None:
         self._timeout_seconds = seconds
@@ -142,9 +143,10 @@ def worker_thread(
     credentials: Credentials | None = None,
     deadlines: Deadlines | None = None,
     allowed: Allowed | None = None,
+    where: Address | None = None,
 ) -> Iterator[Address]:
     """A worker that serves from a thread of this process, over a real loopback socket."""
-    with serving_worker(credentials, deadlines, allowed) as (_, address):
+    with serving_worker(credentials, deadlines, allowed, where=where) as (_, address):
         yield address
 
 
@@ -154,9 +156,10 @@ def serving_worker(
     deadlines: Deadlines | None = None,
     allowed: Allowed | None = None,
     owner: Owner | None = None,
+    where: Address | None = None,
 ) -> Iterator[tuple[Worker, Address]]:
     """The same, with what its owner has in hand."""
-    listener = listen(Address("127.0.0.1", 0))
+    listener = listen(where or Address("127.0.0.1", 0))
     # Patient: both ends share one interpreter, which may be busy building a model for a while.
     deadlines = deadlines or Deadlines(busy_seconds=0.2)
     worker = Worker(listener, torch.device("cpu"), deadlines, allowed, credentials, owner)

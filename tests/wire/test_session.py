@@ -20,6 +20,8 @@ from lightning_hetero.wire.session import (
     coordinator_session,
     downstream_session,
     upstream_session,
+    watched_session,
+    watcher_session,
     worker_session,
 )
 from lightning_hetero.wire.tensors import TensorSpec
@@ -94,6 +96,7 @@ MESSAGES: list[m.Message] = [
     m.Probe(0),
     m.ProbeAnswer(),
     m.NotMeasured("out of memory", "", is_out_of_memory=True),
+    m.Status(1.0, 2**20, None),
 ]
 
 
@@ -132,6 +135,10 @@ def workers_pair() -> Pair:
 
 def neighbors_pair() -> Pair:
     return Pair(upstream_session(), downstream_session())
+
+
+def watchers_pair() -> Pair:
+    return Pair(watcher_session(), watched_session())
 
 
 def bring(pair: Pair, state: State) -> Pair:
@@ -178,6 +185,10 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (neighbors_pair, State.GREETING): ("", "Welcome"),
     (neighbors_pair, State.LINKED): ("Activation Probe", "Gradient ProbeAnswer"),
     (neighbors_pair, State.CLOSED): ("", ""),
+    (watchers_pair, State.OPENING): ("Hello", ""),
+    (watchers_pair, State.GREETING): ("", "Welcome"),
+    (watchers_pair, State.TELLING): ("", "Status"),
+    (watchers_pair, State.CLOSED): ("", ""),
 }
 
 SITUATIONS = [

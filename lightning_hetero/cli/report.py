@@ -1,0 +1,44 @@
+"""`lightning-hetero report`: a page on what a run did."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import PictureError
+from ..pictures.record import read_run
+from ..pictures.report import report
+
+if TYPE_CHECKING:
+    from .commands import Commands
+
+NAME = "report.html"
+
+
+def add_to(commands: Commands) -> None:
+    command = commands.add_parser("report", help="write a page on what a run did")
+    command.set_defaults(run=_run)
+    command.add_argument(
+        "folder", type=Path, metavar="RUN_DIR", help="where its logs are, lightning_logs/version_0"
+    )
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"what is there is replaced (default: {NAME} in RUN_DIR)",
+    )
+
+
+def _run(options: argparse.Namespace) -> None:
+    page = report(read_run(options.folder))
+    path = options.output or options.folder / NAME
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise PictureError(f"The report cannot be written to {str(path)!r}: {error}.") from error
+    Console().print(Text(f"The report is in {path}."))

@@ -1,0 +1,168 @@
+"""`lightning-hetero top`: what running workers do, as it happens."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import WorkerUnreachable
+from ..planning.wording import in_bytes, in_percent
+from ..runtime.address import Address
+from ..runtime.asking import WorkerStatus, ask_status
+from ..runtime.deadlines import Deadlines
+from ..runtime.handshake import Identity
+from ..runtime.sightings import Sighting, Traffic, seen_again
+from ..runtime.tls import credentials_of
+from ..runtime.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
+
+if TYPE_CHECKING:
+    from .commands import Commands
+
+COLUMNS = ("worker", "device", "state", "run", "stage", "step", "busy", "memory", "links, MB/s")
+_COLOURS = {"training": "green", "in a run": "yellow", "free": "cyan", "gone": "red"}
+_BAR_CELLS = 8
+
+
+def add_to(commands: Commands) -> None:
+    top = commands.add_parser("top", help="show what running workers do, as it happens")
+    top.set_defaults(run=_run)
+    top.add_argument("workers", nargs="+", type=Address.parse, metavar="HOST:PORT")
+    top.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"the token of the workers (default: ${FILE_VARIABLE}, or {DEFAULT_FILE})",
+    )
+    top.add_argument(
+        "--interval",
+        type=_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="between two looks (default: %(default)s)",
+    )
+    top.add_argument(
+        "--patience",
+        type=_seconds,
+        default=3.0,
+        metavar="SECONDS",
+        help="after which a worker that does not answer is shown as gone (default: %(default)s)",
+    )
+    top.add_argument(
+        "--once",
+        action="store_true",
+        help="show one table and end, with status 1 if a worker did not answer",
+    )
+
+
+def _run(options: argparse.Namespace) -> None:
+    deadlines = replace(Deadlines(), connect_seconds=options.patience)
+    identity = Identity(credentials=credentials_of(find_token_file(options.token_file)))
+    console = Console()
+    sightings = [Sighting(str(address)) for address in options.workers]
+    with ThreadPoolExecutor(len(options.workers)) as asking:
+
+        def look(before: Sequence[Sighting]) -> list[Sighting]:
+            answers = asking.map(lambda each: _ask(each, deadlines, identity), options.workers)
+            return [seen_again(*pair) for pair in zip(before, answers, strict=True)]
+
+        sightings = look(sightings)
+        if options.once:
+            console.print(table(sightings))
+            if any(each.problem for each in sightings):
+                sys.exit(1)
+            return
+        with Live(table(sightings), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(options.interval)
+                sightings = look(sightings)
+                live.update(table(sightings), refresh=True)
+
+
+def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerStatus | str:
+    try:
+        return ask_status(address, deadlines, identity)
+    except WorkerUnreachable as error:
+        return str(error)
+
+
+def table(sightings: Sequence[Sighting]) -> Table:
+    """A row for each worker."""
+    shown = Table(*COLUMNS, box=box.SIMPLE_HEAD)
+    for each in sightings:
+        if each.problem:
+            shown.add_row(*_cells_of_absent(each), style="dim")
+        else:
+            shown.add_row(*_cells(each))
+    return shown
+
+
+def _cells_of_absent(each: Sighting) -> list[Text]:
+    device = "" if each.seen is None else each.seen.equipment.device_name
+    looks = "1 look" if each.num_missed == 1 else f"{each.num_missed} looks"
+    state = Text(each.state, style="bold red")
+    blank = [Text("")] * (len(COLUMNS) - 4)
+    return [Text(each.name), Text(device), state, *blank, Text(f"{each.problem} ({looks})")]
+
+
+def _cells(each: Sighting) -> list[Text]:
+    seen = each.seen
+    if seen is None:  # nobody has asked it yet
+        return [Text(each.name)]
+    equipment = seen.equipment
+    memory = in_bytes(seen.status.used_bytes)
+    if equipment.memory_bytes:
+        memory += f" of {in_bytes(equipment.memory_bytes)}"
+    return [
+        Text(each.name),
+        Text(equipment.device_name),
+        Text(each.state, style=_COLOURS[each.state]),
+        *_cells_of_run(each),
+        Text(memory),
+        Text("\n".join(_traffic(traffic) for traffic in each.traffic)),
+    ]
+
+
+def _cells_of_run(each: Sighting) -> list[Text]:
+    stage = each.stage
+    if stage is None:
+        return [Text("")] * 4
+    first, end = stage.first_layer, stage.end_layer
+    held = f"{stage.stage_index}: layers {first} to {end - 1}" if end > first else ""
+    return [
+        Text(f"{stage.run} of {stage.coordinator.rpartition(':')[0]}"),
+        Text(held),
+        Text(str(stage.step or "")),
+        Text("" if each.busy_share is None else _bar(each.busy_share)),
+    ]
+
+
+def _bar(share: float) -> str:
+    full = round(share * _BAR_CELLS)
+    return f"{'█' * full}{'░' * (_BAR_CELLS - full)} {in_percent(share)}"
+
+
+def _traffic(traffic: Traffic) -> str:
+    received, sent = (f"{rate / 1e6:.1f}" for rate in (traffic.received, traffic.sent))
+    return f"{traffic.peer} ↓{received} ↑{sent}"
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 3600")
+    return seconds

@@ -1,0 +1,1 @@
+"""What is drawn: facts in plain values, and functions from them to SVG, Mermaid and HTML."""

@@ -1,0 +1,185 @@
+"""What a run has left in its folder."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ..errors import PictureError, PlanError
+from ..plan import Plan
+from .charts import Curve
+from .files import PICTURE_NAME, PLAN_NAME
+
+TOPOLOGY = f"{PICTURE_NAME}.svg"
+METRICS = "metrics.csv"
+TIMELINE = "timeline.json"
+TIMELINE_PICTURE = "timeline.svg"
+FILES = (METRICS, TOPOLOGY, TIMELINE, TIMELINE_PICTURE, PLAN_NAME)
+
+Found = TypeVar("Found")
+
+
+class PredictedStep(msgspec.Struct, frozen=True):
+    """What a step should have been."""
+
+    seconds: float
+    bubble_share: float
+    source: str = ""
+
+
+class RecordedStep(msgspec.Struct, frozen=True):
+    """A step of the timeline."""
+
+    step: int
+    start_us: float
+    end_us: float
+    bubble_share: float
+    predicted: PredictedStep | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return (self.end_us - self.start_us) / 1e6
+
+
+class _Other(msgspec.Struct, frozen=True):
+    steps: list[RecordedStep] = []
+
+
+class _Timeline(msgspec.Struct, frozen=True):
+    # The spans themselves are passed over.
+    other: _Other = msgspec.field(name="otherData", default_factory=_Other)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run's folder.
+
+    Args:
+        name: Of the folder.
+        metrics: Every column of the metrics, with the steps at which it has a value.
+        plan: As it was deployed.
+        topology: The picture's markup.
+        timeline: The picture's markup.
+        steps: What was recorded.
+        problems: Files that are there and cannot be read, each in a sentence.
+    """
+
+    name: str
+    metrics: dict[str, Curve] = field(default_factory=dict)
+    plan: Plan | None = None
+    topology: str | None = None
+    timeline: str | None = None
+    steps: list[RecordedStep] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def stage_numbers(self) -> list[int]:
+        """The stages of which there are metrics."""
+        parts = (name.split("/") for name in self.metrics)
+        return sorted(
+            {
+                int(part[1])
+                for part in parts
+                if len(part) == 3 and part[0] == "stage" and part[1].isdigit()
+            }
+        )
+
+    def stage_metric(self, number: int, name: str) -> Curve:
+        """A metric of a stage; empty where there is none."""
+        return self.metrics.get(f"stage/{number}/{name}", ())
+
+    def last(self, name: str) -> float | None:
+        """A metric's last value, if it has one that is a number."""
+        finite = [value for _, value in self.metrics.get(name, ()) if math.isfinite(value)]
+        return finite[-1] if finite else None
+
+    def worker_of(self, number: int) -> str:
+        """Who serves a stage, as far as the plan says."""
+        if number == 0:
+            return "coordinator"
+        remote = [] if self.plan is None else self.plan.remote_stages
+        return remote[number - 1].worker if number <= len(remote) else f"stage {number}"
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Everything that can be read.
+
+    Raises:
+        PictureError: If there is nothing of a run.
+    """
+    if not folder.is_dir():
+        raise PictureError(f"There is no folder {str(folder)!r}; name that of a run's logs.")
+    if not any((folder / name).is_file() for name in FILES):
+        raise PictureError(f"The folder {str(folder)!r} has nothing of a run. {_remedy(folder)}")
+    problems: list[str] = []
+
+    def read(name: str, reader: Callable[[Path], Found]) -> Found | None:
+        path = folder / name
+        try:
+            return reader(path) if path.is_file() else None
+        except (OSError, ValueError, csv.Error, PlanError) as error:
+            problems.append(f"{name} cannot be read: {error}")
+            return None
+
+    return RunRecord(
+        name=folder.resolve().name,
+        metrics=read(METRICS, _metrics) or {},
+        plan=read(PLAN_NAME, Plan.from_yaml),
+        topology=read(TOPOLOGY, _text),
+        timeline=read(TIMELINE_PICTURE, _text),
+        steps=read(TIMELINE, _steps) or [],
+        problems=problems,
+    )
+
+
+def _remedy(folder: Path) -> str:
+    # As far down as lightning_logs/version_0 is, and not through a whole disk.
+    below = [
+        path.parent
+        for name in FILES
+        for above in ("*", "*/*")
+        for path in folder.glob(f"{above}/{name}")
+    ]
+    if below:
+        latest = max(below, key=lambda path: path.stat().st_mtime)
+        return f"Below it is {str(latest)!r}."
+    return (
+        f"Name the folder with {METRICS}, such as lightning_logs/version_0: a fit with a logger "
+        f"leaves {TOPOLOGY} and {PLAN_NAME} there, CSVLogger the metrics."
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _steps(path: Path) -> list[RecordedStep]:
+    return msgspec.json.decode(path.read_bytes(), type=_Timeline).other.steps
+
+
+def _metrics(path: Path) -> dict[str, Curve]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for number, row in enumerate(csv.DictReader(file)):
+            step = _number(row.get("step")) if row.get("step") else float(number)
+            if step is None or not math.isfinite(step):
+                continue
+            for name, cell in row.items():
+                value = _number(cell) if isinstance(cell, str) else None
+                if value is not None and name not in (None, "step", "epoch"):
+                    found.setdefault(name, []).append((step, value))
+    return {name: sorted(curve, key=lambda point: point[0]) for name, curve in found.items()}
+
+
+def _number(cell: str | None) -> float | None:
+    try:
+        return None if cell is None else float(cell)
+    except ValueError:
+        return None

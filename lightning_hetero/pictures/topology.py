@@ -1,0 +1,176 @@
+"""The facts of a topology: who holds what, on which device, over which links.
+
+Whatever is not known is None or empty, and is left out of the picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MEMORY_PARTS = ("weights", "training", "in flight", "other")
+"""Kinds of memory in the order of the bar: ``training`` is gradients and optimizer state."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is taken of a device's memory.
+
+    Args:
+        total_bytes: All of it; 0 where the device does not say.
+        used_bytes: By each of `MEMORY_PARTS`, as far as it is known.
+    """
+
+    total_bytes: float
+    used_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def sum_bytes(self) -> float:
+        """All that is taken."""
+        return math.fsum(self.used_bytes.values())
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process with its layers.
+
+    Args:
+        name: As plans call it.
+        host: The machine, where the name does not say it.
+        device: What it computes on.
+        layers: Half-open range.
+        memory: Its bar.
+        marks: What is special: ``4-bit``, ``frozen``, ``recomputed``, ``float16``.
+    """
+
+    name: str
+    host: str = ""
+    device: str = ""
+    layers: tuple[int, int] = (0, 0)
+    memory: Memory | None = None
+    marks: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it holds."""
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def machine(self) -> str:
+        """The machine that it is on, as far as is known."""
+        return self.host or split_address(self.name)[0]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One direction of a link."""
+
+    bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between two places, both directions.
+
+    Args:
+        forward: What activations travel at.
+        backward: What gradients travel at.
+        activation_dtype: What activations are rounded to on it.
+        gradient_dtype: The same of gradients.
+    """
+
+    forward: Speed | None = None
+    backward: Speed | None = None
+    activation_dtype: str | None = None
+    gradient_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A run, as it is laid out.
+
+    Args:
+        title: What is trained.
+        num_layers: Of the whole model.
+        coordinator: With the embedding, the head, the loss, and any first layers.
+        stages: The workers in the order of the layers.
+        links: From the coordinator to the first stage, on to each next one, and from the last back
+            to the coordinator; one more than stages, or none where there are no stages.
+        facts: Short sentences about the whole.
+        frozen_ends: Which of ``embedding`` and ``head`` do not train.
+    """
+
+    title: str
+    num_layers: int
+    coordinator: Place
+    stages: Sequence[Place]
+    links: Sequence[Link]
+    facts: Sequence[str] = ()
+    frozen_ends: frozenset[str] = frozenset()
+
+    @property
+    def places(self) -> list[Place]:
+        """The coordinator and the stages."""
+        return [self.coordinator, *self.stages]
+
+    @property
+    def machines(self) -> list[str]:
+        """The machines, each once, in the order in which they come."""
+        return list(dict.fromkeys(place.machine for place in self.places))
+
+
+def split_address(name: str) -> tuple[str, str]:
+    """The host and the ``:port`` of a name that is an address; else the name and nothing."""
+    host, colon, port = name.rpartition(":")
+    return (host.strip("[]"), f":{port}") if colon and port.isdigit() else (name, "")
+
+
+def layers_as_text(layers: tuple[int, int]) -> str:
+    """As ``layers 2–4``, the last one included."""
+    first, end = layers
+    if first >= end:
+        return "no layers"
+    return f"layer {first}" if end - first == 1 else f"layers {first}–{end - 1}"
+
+
+def speed_as_text(speed: Speed) -> tuple[str, str]:
+    """Bandwidth and latency."""
+    rate = speed.bytes_per_second
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
+        if rate >= size:
+            return f"{_short(rate / size)} {unit}", _latency(speed.latency_seconds)
+    return f"{_short(rate / 1e3)} kB/s", _latency(speed.latency_seconds)
+
+
+def memory_as_text(memory: Memory) -> str:
+    """As ``5.1 of 23.5 GiB``, or as much of that as is known."""
+    used, total = memory.sum_bytes, memory.total_bytes
+    if not memory.used_bytes:
+        return _bytes(total)
+    if not total:
+        return _bytes(used)
+    whole, unit = _bytes(total).split()
+    part, part_unit = _bytes(used).split()
+    return (
+        f"{part} of {whole} {unit}" if part_unit == unit else f"{_bytes(used)} of {_bytes(total)}"
+    )
+
+
+def _bytes(amount: float) -> str:
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if amount >= size:
+            return f"{_short(amount / size)} {unit}"
+    return f"{_short(amount / 2**10)} KiB"
+
+
+def _latency(seconds: float) -> str:
+    return f"{_short(1e3 * seconds)} ms" if seconds < 1 else f"{_short(seconds)} s"
+
+
+def _short(value: float) -> str:
+    """At most three digits before the point, or two figures."""
+    if value >= 10:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"

@@ -1,0 +1,110 @@
+"""What a run leaves beside its logs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.picturing import run_folder
+
+from .models import TinyModule, loader, trainer
+
+NAMES = {"architecture.svg", "architecture.mmd", "plan.yaml"}
+
+
+def fit(plan: Plan, workers: list[str], module: TinyModule | None = None, **options: Any) -> None:
+    strategy = HeteroPipelineStrategy(workers=workers, plan=plan)
+    own = {"max_steps": 1, **options}
+    trainer(strategy, **own).fit(module or TinyModule(), loader(4, 4))
+
+
+def texts(path: Path) -> list[str]:
+    root = ElementTree.fromstring(path.read_text(encoding="utf-8"))  # noqa: S314
+    return ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def two_stages(workers: list[str]) -> Plan:
+    return Plan(
+        [
+            StagePlan(["coordinator"], (0, 1)),
+            StagePlan(workers[:1], (1, 3), recompute=True),
+            StagePlan(workers[1:2], (3, 5)),
+        ],
+        micro_batches=2,
+    )
+
+
+def test_a_fit_leaves_its_topology_and_its_plan(workers: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("resvg_py")
+    logger, plan, module = CSVLogger(tmp_path), two_stages(workers), TinyModule()
+    module.model.model.layers[3:].requires_grad_(False)
+    fit(plan, workers, module, logger=logger)
+    folder = Path(logger.log_dir)
+    assert {path.name for path in folder.iterdir()} >= NAMES | {"architecture.png"}
+    assert Plan.from_yaml(folder / "plan.yaml") == plan
+    said = texts(folder / "architecture.svg")
+    for expected in ("LlamaForCausalLM", "layer 0", "layers 1–2", "layers 3–4", "weights"):
+        assert expected in said
+    assert said.count("recomputed") == 1
+    assert said.count("frozen") == 1
+    assert (folder / "architecture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_that_is_there_keeps_its_comments(workers: list[str], tmp_path: Path) -> None:
+    logger, plan = CSVLogger(tmp_path, name="", version=""), two_stages(workers)
+    path = Path(logger.log_dir) / "plan.yaml"
+    path.write_text("# mine\n" + plan.as_yaml())
+    fit(plan, workers, logger=logger)
+    assert path.read_text().startswith("# mine")
+
+
+def test_a_picture_that_cannot_be_written_ends_no_run(
+    workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger, module = CSVLogger(tmp_path), TinyModule()
+    (Path(logger.log_dir) / "architecture.svg").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, logger="lightning_hetero"):
+        fit(two_stages(workers), workers, module, logger=logger)
+    assert len(module.losses) == 1
+    assert "The topology of this run is not drawn" in caplog.text
+
+
+def test_without_logs_nothing_is_left(
+    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit(two_stages(workers), workers, fast_dev_run=True, logger=CSVLogger(tmp_path))
+    assert not [path for path in tmp_path.rglob("*") if path.name in NAMES]
+    assert run_folder(trainer(logger=False)) is None
+
+
+class SharedFolderLogger(Logger):
+    """A logger that puts all its runs into one folder, as most services do."""
+
+    @property
+    def name(self) -> str:
+        return "project"
+
+    @property
+    def version(self) -> str:
+        return "run-7"
+
+    @property
+    def save_dir(self) -> str:
+        return "here"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Nothing."""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+
+def test_runs_of_one_folder_have_folders_of_their_own() -> None:
+    assert run_folder(trainer(logger=SharedFolderLogger())) == "here/project/run-7"
