@@ -7,7 +7,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -75,6 +75,9 @@ class SessionOver(Exception):
     """Ends a session's loop."""
 
 
+Handler = Callable[[Any, tuple[Tensor, ...]], None]
+
+
 class StageSession:
     """Serves one coordinator. Everything happens in the thread that calls `run`.
 
@@ -106,7 +109,7 @@ class StageSession:
         self._held: deque[Arrival] = deque()
         self._is_paused = False
         self._began_seconds = time.monotonic()
-        self._ended = "it failed"
+        self._served, self._ended = "", "it failed"
         self._identity = identity
         self._coordinator = coordinator
         self._upstream = coordinator
@@ -130,7 +133,11 @@ class StageSession:
         self._recording = RecordedSide(coordinator, device, self._neighbors)
         self._recorder = self._recording.recorder
         self._tally = Tally()
-        self._handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
+        self._handlers = self._handler_of_each()
+
+    def _handler_of_each(self) -> dict[type, Handler]:
+        """What carries out each kind of message."""
+        return {
             **self._measuring.handlers,
             **self._recording.handlers,
             m.Paused: self._on_paused,
@@ -172,15 +179,7 @@ class StageSession:
         """What it was, for its owner."""
         seconds = time.monotonic() - self._began_seconds
         peer, steps = self._coordinator.peer, self._runner.step
-        return RunRecord(peer, self._what(), steps, seconds, self._ended)
-
-    def _what(self) -> str:
-        numbered = self._layers.numbered
-        if not numbered:
-            return ""
-        first, last = min(numbered), max(numbered)
-        kind = type(numbered[first]).__name__
-        return f"stage {self._stage_index}, layers {first} to {last} ({kind})"
+        return RunRecord(peer, self._served, steps, seconds, self._ended)
 
     def status(self) -> m.StageStatus:
         """What it does at this moment; any thread may ask."""
@@ -315,6 +314,7 @@ class StageSession:
             compiled=CompiledLayers() if message.compile else None,
         )
         self._runner = StageRunner(stage)
+        self._served = _shown(stage.stage_index, self._layers.numbered)
         self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
         self._optimizers = {}
         self._averages = WeightAverages([])
@@ -532,3 +532,10 @@ class StageSession:
         # A parameter that its layer has twice is known by the last of its names.
         names = {parameter: name for name, parameter in parameters.items()}
         return {name: p.grad for p, name in names.items() if p.grad is not None}
+
+
+def _shown(stage_index: int, numbered: Mapping[int, nn.Module]) -> str:
+    """What a stage serves, for people."""
+    first, last = min(numbered), max(numbered)
+    kind = type(numbered[first]).__name__
+    return f"stage {stage_index}, layers {first} to {last} ({kind})"

@@ -18,7 +18,9 @@ from lightning_hetero.runtime.address import Address
 from lightning_hetero.runtime.building import describe_parameters
 from lightning_hetero.runtime.channel import Channel
 from lightning_hetero.runtime.coordinator import Coordinator
+from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.device import describe_device
+from lightning_hetero.runtime.handshake import Identity
 from lightning_hetero.runtime.keeping import Content, KeptTensors, fingerprint_of
 from lightning_hetero.runtime.remote_stage import RemoteStage
 from lightning_hetero.wire import messages as m
@@ -60,7 +62,7 @@ def deploy(coordinator: Coordinator, model: nn.Module, first: int = 0) -> list[s
 
 @contextmanager
 def connected(address: Address) -> Iterator[Coordinator]:
-    with closing(Coordinator([("worker", address)])) as coordinator:
+    with closing(Coordinator([("worker", address)], Deadlines(), Identity())) as coordinator:
         yield coordinator
 
 

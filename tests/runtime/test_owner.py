@@ -20,7 +20,7 @@ from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
 from lightning_hetero.runtime.deadlines import Deadlines
-from lightning_hetero.runtime.handshake import dial
+from lightning_hetero.runtime.handshake import Identity, dial
 from lightning_hetero.runtime.owner import Owner, RunRecord
 from lightning_hetero.runtime.worker import Worker
 from lightning_hetero.wire import messages as m
@@ -47,7 +47,7 @@ def deployed(owner: Owner | None = None) -> Iterator[tuple[Worker, Coordinator, 
     """A worker with a stage; everything has to come back within a twentieth of a second."""
     with serving_worker(owner=owner) as (worker, address):
         deadlines = Deadlines(progress_seconds=0.05, request_seconds=PATIENCE_SECONDS)
-        with closing(Coordinator([("strix", address)], deadlines)) as coordinator:
+        with closing(Coordinator([("strix", address)], deadlines, Identity())) as coordinator:
             stage = one_stage()
             list(coordinator.deploy([stage]))
             yield worker, coordinator, stage
@@ -104,7 +104,7 @@ def test_a_worker_that_was_paused_before_a_run_says_so_when_it_begins(
         worker.pause()
         said = resuming(worker, monkeypatch)
         deadlines = Deadlines(request_seconds=PATIENCE_SECONDS)
-        with closing(Coordinator([("strix", address)], deadlines)) as coordinator:
+        with closing(Coordinator([("strix", address)], deadlines, Identity())) as coordinator:
             list(coordinator.deploy([one_stage()]))
     assert any("paused by its owner" in line for line in said)
 
@@ -128,7 +128,7 @@ def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_buil
     owner = Owner(40_000, records.put)
     with (
         serving_worker(owner=owner) as (_, address),
-        closing(Coordinator([("strix", address)])) as coordinator,
+        closing(Coordinator([("strix", address)], Deadlines(), Identity())) as coordinator,
         pytest.raises(StageFailed, match=r"need .* and the owner of this worker allows 39"),
     ):
         list(coordinator.deploy([one_stage()]))
