@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.pipeline.optimizer import Clipping, Group
+from lightning_hetero.runtime.progress import ProgressInLines
 from lightning_hetero.runtime.remote_optimizer import RemoteOptimizer
 
 
@@ -23,6 +24,9 @@ class FakeCoordinator:
     def build_optimizer(self, number: int, name: str, defaults: Any, groups: list[Group]) -> None:
         assert (number, name) == (7, "AdamW")
         self.built = groups
+
+    def progress(self, what: str, num_bytes: int) -> ProgressInLines:
+        return ProgressInLines(what, num_bytes)
 
     def gradient_norms(self, optimizer: int) -> dict[str, float]:
         self.said.append(("measure", optimizer))
