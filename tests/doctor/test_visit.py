@@ -18,7 +18,7 @@ from lightning_hetero.errors import TokenError
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.runtime.address import Address
 from lightning_hetero.runtime.authority import Authority
-from lightning_hetero.runtime.handshake import dial
+from lightning_hetero.runtime.handshake import Identity, dial
 from lightning_hetero.runtime.tls import Credentials, _load_certificate, utc_now
 from lightning_hetero.runtime.token import Token
 from lightning_hetero.wire import messages as m
@@ -203,7 +203,7 @@ def test_what_is_no_worker_of_today(
 
 def test_a_busy_worker() -> None:
     with worker_thread() as address:
-        first, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK)
+        first, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
         first.start(SimpleQueue())
         found = failure(seen(address))
         first.close(m.Goodbye())

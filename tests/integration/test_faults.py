@@ -100,7 +100,8 @@ def test_who_was_lost_is_named_and_the_other_is_free(
     when = "before the first step" if place == "start" else "in step 2"
     assert outcome.sentence.startswith(f"stage {stage} on {victim.address} was lost {when}.")
     assert re.search(fault.says, outcome.sentence)
-    assert "The last that is known" in outcome.sentence
+    if place != "start":  # by then it may have said nothing yet
+        assert "The last that is known" in outcome.sentence
     assert outcome.saved_step == (None if place == "start" else 1)
     assert not outcome.leftovers
     assert scene.serves([workers[0]])

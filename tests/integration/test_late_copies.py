@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.pipeline.copies import StreamedCopies
-from lightning_hetero.runtime import fleet, serving
+from lightning_hetero.runtime import coordinator, serving
 
 from ..models import TinyModule, loader, trainer
 from ..pipeline.made_up_streams import MadeUpMark, MadeUpStreams
@@ -67,7 +67,7 @@ def test_training_is_the_same_however_late_copies_are(
             made.append(StreamedCopies(LateStreams()))
             return made[-1]
 
-        for module in (fleet, serving):
+        for module in (coordinator, serving):
             monkeypatch.setattr(module, "copies_for", late_copies)
         late = train()
     assert len(made) == 3

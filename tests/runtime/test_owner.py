@@ -18,10 +18,11 @@ from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents
 from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.runtime.coordinator import Coordinator, RemoteStage
+from lightning_hetero.runtime.coordinator import Coordinator
 from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.handshake import Identity, dial
 from lightning_hetero.runtime.owner import Owner, RunRecord
+from lightning_hetero.runtime.remote_stage import RemoteStage
 from lightning_hetero.runtime.worker import Worker
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame
@@ -110,7 +111,7 @@ def test_a_worker_that_was_paused_before_a_run_says_so_when_it_begins(
 
 
 def test_without_a_pause_the_deadline_runs() -> None:
-    with deployed() as (_, coordinator, _), pytest.raises(WorkerLost, match="No worker has said"):
+    with deployed() as (_, coordinator, _), pytest.raises(WorkerLost, match="No worker has made anything"):
         coordinator.receive()
 
 
@@ -137,7 +138,9 @@ def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_buil
 
 def test_what_the_owner_allows_is_what_others_are_told() -> None:
     with serving_worker(owner=Owner(3 * 2**30)) as (_, address):
-        channel, welcome = dial(address, coordinator_session(), "coordinator", "a", QUICK)
+        channel, welcome = dial(
+            address, coordinator_session(), "coordinator", "a", QUICK, Identity()
+        )
         assert welcome.equipment.memory_bytes == 3 * 2**30
         inbox: SimpleQueue[object] = SimpleQueue()
         channel.start(inbox)  # type: ignore[arg-type]
@@ -168,7 +171,7 @@ def test_a_drained_worker_finishes_its_run_and_takes_no_other() -> None:
         assert worker.is_draining
         address = coordinator.address_of("strix")
         with pytest.raises(WorkerUnreachable, match="ends with its present run"):
-            dial(address, coordinator_session(), "coordinator", "b", QUICK)
+            dial(address, coordinator_session(), "coordinator", "b", QUICK, Identity())
         forward(coordinator)
     # The block's end waits for the worker's thread, which nobody but the drain has stopped.
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.runtime import remote_optimizer
+from lightning_hetero.runtime.progress import ProgressInLines
 from lightning_hetero.runtime.remote_optimizer import RemoteOptimizer
 
 
@@ -25,6 +26,9 @@ class FakeCoordinator:
     def build_optimizer(self, number: int, name: str, defaults: Any, groups: list[Group]) -> None:
         assert (number, name) == (7, "AdamW")
         self.built = groups
+
+    def progress(self, what: str, num_bytes: int) -> ProgressInLines:
+        return ProgressInLines(what, num_bytes)
 
     def gradient_norms(self, optimizer: int) -> dict[str, float]:
         return self.ask_gradient_norms(optimizer)()

@@ -31,7 +31,9 @@ def test_a_free_worker_says_so_and_what_it_runs_on() -> None:
 
 def test_a_busy_worker_answers_and_its_run_goes_on() -> None:
     with worker_thread() as address:
-        channel, _ = dial(address, coordinator_session(), "coordinator", "a" * 32, QUICK)
+        channel, _ = dial(
+            address, coordinator_session(), "coordinator", "a" * 32, QUICK, Identity()
+        )
         inbox: SimpleQueue[object] = SimpleQueue()
         channel.start(inbox)  # type: ignore[arg-type]
         first, second = (
