@@ -131,7 +131,8 @@ def main() -> None:
             with slowed(workers[-1].pid, share, how, workers[-1].core):
                 rows.append(compare(work, workers, share, options, Path(folder)))
             report(console, rows[-1:])
-        report(console, rows)
+        if len(rows) > 1:
+            report(console, rows)
         replanned(console, work, workers, options, how)
     console.print(f"{machine()}; {len(workers)} workers, slowed by {how}")
 
@@ -148,7 +149,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, help="of a batch; default: the plan's choice")
     parser.add_argument("--budget-seconds", type=float, default=30, help="for measuring")
     parser.add_argument("--replan-share", type=float, default=0.5, help="in mid-run")
-    parser.add_argument("--replan-steps", type=int, default=60)
+    parser.add_argument("--replan-steps", type=int, default=45)
     return parser.parse_args()
 
 
