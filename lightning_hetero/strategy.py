@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .bars import TrainingFigures
-from .checkpointing import CheckpointingStrategy
+from .checkpoints import CheckpointingStrategy
 from .checks import check_arguments, warn_of_batch_statistics, warn_of_idle_devices
 from .deploying import Deployer
 from .errors import ModelError
@@ -40,8 +39,6 @@ from .runtime.deployment import Deployment
 from .runtime.fleet import Fleet
 from .training import StagedTraining
 from .watching import Watch
-
-logger = logging.getLogger(__name__)
 
 Rehearsal = Callable[[pl.LightningModule, list[DecoderLayer], Fleet], None]
 
