@@ -15,13 +15,16 @@
     bars.py          progress bars in the style of the Trainer's own
     callbacks/       Lightning callbacks that know of stages
     saving.py        checkpoints: what goes into them, and files written straight to the disk
+    checkpoints.py   Lightning's hooks about checkpoints, which the strategy inherits
     moving.py        layers come home, at the end or to go out under another plan
     watching.py      notices stages that drift, and asks for a better plan
+    doctor/          why a worker cannot be used, hop by hop
     picturing.py     draws a run's topology, beside its logs
     checks.py        what is refused before a run
     stepping.py      one training step, cut into micro-batches for the driver
     training.py      ties a Trainer's steps and optimizers to the layers on workers
     profiling/       what it takes: measures a model on its devices, and chooses the plan
+    verifying/       who computes wrongly: each stage against one device
     deploying.py     how layers get to the workers: by a plan that is given, or measured for
     strategy.py      HeteroPipelineStrategy: Lightning's hooks, each a few lines
     cli/             the command lightning-hetero: a file for each of its commands

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -22,15 +19,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .bars import TrainingFigures
-from .checks import (
-    check_arguments,
-    warn_of_batch_statistics,
-    warn_of_idle_devices,
-)
+from .checkpoints import CheckpointingStrategy
+from .checks import check_arguments, warn_of_batch_statistics, warn_of_idle_devices
 from .deploying import Deployer
 from .errors import ModelError
 from .gradients import clip_by_global_norm, norms_by_name
-from .model.four_bit import accepting_states, keep_layout
+from .model.four_bit import keep_layout
 from .model.imports import refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import weights_in_checkpoint
@@ -43,16 +37,13 @@ from .profiling.choosing import PlanChoice
 from .runtime.deadlines import Deadlines
 from .runtime.deployment import Deployment
 from .runtime.fleet import Fleet
-from .saving import Gathering, checkpoint_io_or_ours, keeping_frozen, unless_interrupted
 from .training import StagedTraining
 from .watching import Watch
-
-logger = logging.getLogger(__name__)
 
 Rehearsal = Callable[[pl.LightningModule, list[DecoderLayer], Fleet], None]
 
 
-class HeteroPipelineStrategy(SingleDeviceStrategy):
+class HeteroPipelineStrategy(CheckpointingStrategy):
     """Trains one model on this process and on workers, each holding some of its decoder layers.
 
     Args:
@@ -113,7 +104,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         token_file: str | Path | None = None,
     ) -> None:
         super().__init__(
-            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+            trainable_only=checkpoint_weights == "trainable",
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
         )
         check_arguments(
             workers=workers,
@@ -130,10 +124,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._layers: LayerChoice = layers
         self._micro_batching = micro_batching
         self._loss_weighting = loss_weighting
-        self._gathering = Gathering(trainable_only=checkpoint_weights == "trainable")
         # Lightning's connector fills this in; the coordinator computes on the first of them.
         self.parallel_devices: list[torch.device] | None = None
-        self._deployment: Deployment | None = None
         self._training: StagedTraining | None = None
         self._replan = replan
         self._watch: Watch | None = None
@@ -142,17 +134,6 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._figures: TrainingFigures | None = None
         # Whether there are gradients that the next optimizer step will use.
         self._is_inside_window = False
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = checkpoint_io_or_ours(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    @override
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     @property
     @override
@@ -169,24 +150,6 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         refuse_training_in_worker()
         warn_of_idle_devices(self.parallel_devices)
         super().setup_environment()
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        # A parameter on `meta` takes no content, and before the setup there are no others.
-        return weights_in_checkpoint(self._module()) is not None
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if strict:
-            checkpoint = keeping_frozen(checkpoint, self._module())
-        with accepting_states(self._module()):
-            super().load_model_state_dict(checkpoint, strict)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state_dict = super().lightning_module_state_dict
-        return self._gathering.weights(self._module(), self._deployment, state_dict)
 
     @override
     def model_to_device(self) -> None:
@@ -359,19 +322,6 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             self._deployment.coordinator.average_weights(action, num_averaged, decay)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        fetch = partial(super().optimizer_state, optimizer)
-        return self._gathering.unless_interrupted(self._module(), self._deployment, fetch)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if self._gathering.is_complete(checkpoint, filepath):
-            with unless_interrupted(self._module()):
-                super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         if self._deployment is not None:
             self._deployment.abort()
@@ -424,8 +374,3 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def _cuts_step(self) -> bool:
         """Whether `training_step` runs once per micro-batch."""
         return self._micro_batching == "step" and self._module().automatic_optimization
-
-    def _module(self) -> pl.LightningModule:
-        if self.lightning_module is None:
-            raise MisconfigurationException("The strategy has no LightningModule yet.")
-        return self.lightning_module

@@ -28,7 +28,7 @@ LAYERS = (
     {"observing", "pictures"},
     {"precision", "manual", "gradients", "callbacks", "saving", "bars"},
     {"checks"},
-    {"stepping", "moving", "watching", "doctor", "picturing"},
+    {"stepping", "moving", "watching", "doctor", "picturing", "checkpoints"},
     {"profiling", "training"},
     {"deploying"},
     {"strategy", "verifying"},

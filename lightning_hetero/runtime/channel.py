@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from torch import Tensor
 
@@ -57,6 +58,9 @@ class Arrival:
 
 
 Inbox = SimpleQueue[Arrival]
+
+# Carries out a message of one kind, whose tensors are given besides.
+Handler = Callable[[Any, tuple[Tensor, ...]], None]
 
 
 class Channel:

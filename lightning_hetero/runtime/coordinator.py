@@ -1,28 +1,16 @@
-"""Running the stages of a plan on workers: deploying, steps, gradients, optimizers, tensors."""
+"""Running the stages of a plan on workers: steps, gradients, optimizers."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import (
-    HeteroError,
-    ModelError,
-    RemoteProtocolError,
-    WorkerError,
-)
-from ..model.tensors import (
-    flatten,
-    named_tensors,
-    state_in,
-    stored_in_four_bits,
-)
+from ..errors import HeteroError, RemoteProtocolError
 from ..pipeline.activation import Activation, Gradients
 from ..pipeline.averaging import AveragingAction
 from ..pipeline.copies import Copies, copies_for
@@ -33,41 +21,23 @@ from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
 from ..plan import Narrowing
 from ..wire import messages as m
-from ..wire.frames import Frame
 from ..wire.values import Packer, unpack
 from .address import Address
-from .building import describe_parameters
-from .compatibility import obstacles_to_compiling, shortcomings
 from .conversations import ConnectedWorker
 from .deadlines import Deadlines
 from .handshake import Identity
-from .observed import ObservedConversations
 from .outgoing import OutgoingArguments, send_copied
-from .progress import Progress, ProgressInLines, ProgressOfBytes
-from .remote_stage import RemoteStage, load_of
-from .sending import Load, send_all
-from .translation import (
-    read_activation,
-    read_gradients,
-    say_activation,
-    say_gradients,
-)
-
-logger = logging.getLogger(__name__)
-
-# A link over which nobody would train. That the peer lives, heartbeats say.
-_SLOWEST_BYTES_PER_SECOND = 1e5
+from .remote_tensors import TensorConversations
+from .translation import read_activation, read_gradients, say_passed
 
 CPU = torch.device("cpu")
 
-Wanted = TypeVar("Wanted", bound=m.Message)
 
-
-class Coordinator(ObservedConversations):
+class Coordinator(TensorConversations):
     """Runs the stages of a plan on their workers.
 
-    Implements `Stages` for the driver and `RemoteTensors` for the hollow layers. Not thread-safe:
-    only the thread that has the turn may use it.
+    Implements `Stages` for the driver. Not thread-safe: only the thread that has the turn may use
+    it.
 
     Args:
         workers: Name and address of each remote stage's worker.
@@ -79,7 +49,6 @@ class Coordinator(ObservedConversations):
 
     Attributes:
         num_tokens: Positions of hidden states that were sent for training.
-        progress: Tells how far tensors have come.
 
     Raises:
         WorkerUnreachable: If one does not answer or refuses.
@@ -97,10 +66,6 @@ class Coordinator(ObservedConversations):
         super().__init__(workers, deadlines, identity, device, copies or copies_for(device))
         self._narrowing = narrowing or Narrowing()
         self.num_tokens = 0
-        self.progress: ProgressOfBytes = ProgressInLines
-        self._stages: Sequence[RemoteStage] = ()
-        self._owner_of: dict[str, ConnectedWorker] = {}
-        self._dtype_of: dict[str, torch.dtype] = {}
         self._timings: list[tuple[int, m.Timings]] = []
         self._is_applying = False
         self._stepping = contextlib.ExitStack()
@@ -110,53 +75,6 @@ class Coordinator(ObservedConversations):
         """Keep these workers for the stages of a plan that was not known before."""
         self.keep(names)
         self._narrowing = narrowing
-
-    # deploying
-
-    def deploy(self, stages: Sequence[RemoteStage]) -> Iterator[str]:
-        """Build the stages and send their weights, to all workers at once; yields each tensor's
-        name.
-
-        Iterate to the end: afterwards the stages are ready for steps. What they had before, if
-        layers have moved, is forgotten.
-        """
-        self._stages = stages
-        self._owner_of = {}
-        self._dtype_of = {
-            name: tensor.dtype for stage in stages for name, tensor in named_tensors(stage.layers)
-        }
-        for worker, stage in zip(self._workers, stages, strict=True):
-            lacks = shortcomings(worker.equipment, stage.recipe, stage.tensor_dtypes.values())
-            if stage.compile:
-                lacks += obstacles_to_compiling(worker.equipment, stage.has_four_bit)
-            if lacks:
-                raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
-        for worker, stage in zip(self._workers, stages, strict=True):
-            worker.channel.send(self._deploy_message(worker, stage))
-        loads = map(load_of, self._workers, stages)
-        for worker, name in send_all(list(loads), self._receive_while_sending):
-            self._owner_of[name] = worker
-            yield name
-        # From the last to the first, so that nobody dials a neighbor that is not ready.
-        for worker in reversed(self._workers):
-            worker.channel.send(m.Launch())
-        self._await_done()
-
-    def _deploy_message(self, worker: ConnectedWorker, stage: RemoteStage) -> m.Deploy:
-        is_last = worker.number == len(self._workers)
-        downstream = "" if is_last else str(self._workers[worker.number].address)
-        return m.Deploy(
-            stage_index=worker.number,
-            recipe=stage.recipe.to_json(),
-            parameters=describe_parameters(stage.layers, stage.tensor_dtypes),
-            recompute=stage.recompute,
-            seed=stage.seed,
-            downstream_address=downstream,
-            dtype=stage.dtype,
-            activation_dtype=stage.narrowing.activation_dtype,
-            gradient_dtype=stage.narrowing.gradient_dtype,
-            compile=stage.compile,
-        )
 
     # steps
 
@@ -199,15 +117,13 @@ class Coordinator(ObservedConversations):
         for worker, stage in zip(self._workers, self._stages, strict=True):
             arguments.send(worker, stage.layers)
         with torch.set_grad_enabled(surroundings.grad_enabled):
-            content = say_activation(
-                self.step, key, Activation(hidden), self._narrowing.activation_dtype
-            )
+            content = say_passed(self.step, key, Activation(hidden), self._narrowing)
         send_copied(self._workers[0].channel, content, self.copies)
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of a returned activation to the last stage."""
         with self.recorder.span("pack", key, "Gradients"):
-            content = say_gradients(self.step, key, gradients, self._narrowing.gradient_dtype)
+            content = say_passed(self.step, key, gradients, self._narrowing)
             send_copied(self._workers[-1].channel, content, self.copies)
 
     def receive(self) -> Returned:
@@ -344,82 +260,6 @@ class Coordinator(ObservedConversations):
         """Do something with every stage's running average of its weights; does not wait for it."""
         self._check_usable()
         self._broadcast(m.AverageWeights(action, num_averaged, decay))
-
-    # tensors
-
-    def fetch(self, names: Sequence[str], progress: Progress | None = None) -> dict[str, Tensor]:
-        """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
-
-        Raises:
-            ModelError: If there is none of that name on a worker.
-        """
-        self._check_usable()
-        unknown = [name for name in names if name not in self._owner_of]
-        if unknown:
-            raise ModelError(
-                f"The tensor {unknown[0]!r} came into its layer when the layer was on a worker "
-                "already, which does not have it; change the model before the run."
-            )
-        found = {}
-        requests = [(worker, m.FetchTensors(own)) for worker, own in self._by_owner(names)]
-        for message, tensors in self._ask(requests, m.TensorContent):
-            content, *parts = tensors
-            content = content.to(self._dtype_of[message.name])
-            state = dict(zip(message.state, parts, strict=True))
-            found.update(flatten(message.name, content, state))
-            if progress is not None:
-                progress.advance(content.nbytes)
-        return found
-
-    def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Bring gradients of remote parameters here, as new CPU tensors; those that have none are
-        left out."""
-        self._check_usable()
-        found = {}
-        requests = [(worker, m.FetchGradients(own)) for worker, own in self._by_owner(names)]
-        for message, (gradient,) in self._ask(requests, m.TensorContent):
-            found[message.name] = gradient
-        return found
-
-    def store(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the content of remote tensors.
-
-        Raises:
-            ModelError: If one is stored in 4 bits and comes without its state.
-        """
-        self._check_usable()
-        contents = {
-            name: state_in(tensors, name) for name in tensors.keys() & self._owner_of.keys()
-        }
-        for name, state in contents.items():
-            stage = self._stages[self._owner_of[name].number - 1]
-            if stored_in_four_bits(stage.layers, name) and not state:
-                raise ModelError(
-                    f"The tensor {name!r} is stored in 4 bits, and what is to replace it lacks "
-                    f"{name + '.absmax'!r} and the like, which belong to it; load a whole "
-                    "`state_dict()`."
-                )
-        loads = [
-            Load(
-                worker, iter([(name, tensors[name], contents[name]) for name in own]), is_built=True
-            )
-            for worker, own in self._by_owner(list(contents))
-        ]
-        for _ in send_all(loads, self._receive_while_sending):
-            pass
-
-    def _receive_while_sending(self, num_bytes: int) -> tuple[ConnectedWorker, Frame]:
-        """The next thing that a worker says, with time for so many bytes to get there."""
-        return self._receive(
-            self._deadlines.request_seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
-        )
-
-    def _by_owner(self, names: Sequence[str]) -> Iterator[tuple[ConnectedWorker, list[str]]]:
-        """Workers that have something of those names, each with what it has."""
-        for worker in self._workers:
-            own = [name for name in names if self._owner_of.get(name) is worker]
-            if own:
-                yield worker, own
 
     def _note_failure(self, worker: ConnectedWorker, failure: m.Failure) -> None:
         worker.forget_constants()  # whether it has taken the last ones is not known

@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,10 @@ from ..model.calls import LayerCall
 from ..model.collecting import CollectingHooks
 from ..model.hollow import HollowLayers, is_hollow
 from ..model.layers import DecoderLayer, check_layers_stand_alone
-from ..model.packed import State
 from ..model.pretrained import CheckpointWeights, weights_in_checkpoint
 from ..model.recipe import write_recipe
 from ..model.state_dicts import is_frozen
-from ..model.tensors import locate, named_contents, named_tensors
+from ..model.tensors import named_tensors
 from ..pipeline.activation import Activation, Collected, join_activations
 from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
 from ..pipeline.pieces import cut_request
@@ -31,7 +29,8 @@ from ..wire.tensors import DTYPES
 from .coordinator import Coordinator
 from .own_layers import adjust_own, check_can_be_compiled, restore_own
 from .progress import Progress
-from .remote_stage import RemoteStage
+from .remote_stage import remote_stages
+from .trained_parameters import TrainedParameters
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +75,9 @@ class Deployment:
         self.names_of = {tensor: name for name, tensor in named_tensors(self._away)}
         self._sent = {name for name, _ in named_tensors(self._away)}
         self._root = root
-        self._stage_of = {n: stage for stage in plan.remote_stages for n in stage.layer_indices}
         self._converts_weights = converts_weights
-        # What trains at present, as the stages know it, and what ever did.
-        self._trained = {p for p in self.names_of if p.requires_grad}
-        self._ever_trained = set(self._trained)
+        rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
+        self._trained = TrainedParameters(coordinator, self.names_of, rounded)
         # What is not only in the checkpoint may have been trained before layers moved.
         self._was_here = {tensor for tensor in self.names_of if not tensor.is_meta}
         self._visits: int | None = None
@@ -88,7 +85,7 @@ class Deployment:
         self._hollow = HollowLayers(away, self._exchange, self)
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.equipment)
-        self._send(root, stages, seed, converts_weights)
+        self._send(stages, seed)
         self._collecting = CollectingHooks(root, [layer.name for layer in away.values()])
         self._hollow.caches.listen(root, [layer.name for layer in away.values()])
         with contextlib.ExitStack() as undo:
@@ -98,29 +95,10 @@ class Deployment:
             undo.pop_all()
         self._adjusted = adjust_own(layers, plan)
 
-    def _send(
-        self,
-        root: nn.Module,
-        stages: Sequence[dict[int, DecoderLayer]],
-        seed: int,
-        converts_weights: bool,
-    ) -> None:
-        remote = [
-            RemoteStage(
-                recipe=write_recipe(root, list(layers.items())),
-                layers=(modules := {number: layer.module for number, layer in layers.items()}),
-                contents=partial(_contents, modules, self._weights),
-                recompute=stage.recompute or _checkpoints_gradients(layers),
-                seed=seed,
-                dtype=stage.dtype,
-                converts_weights=converts_weights,
-                narrowing=narrowing,
-                compile=stage.compile,
-            )
-            for stage, layers, narrowing in zip(
-                self.plan.remote_stages, stages, self.plan.stage_narrowings, strict=True
-            )
-        ]
+    def _send(self, stages: Sequence[dict[int, DecoderLayer]], seed: int) -> None:
+        remote = remote_stages(
+            self._root, stages, self.plan, self._weights, seed, self._converts_weights
+        )
         sizes = {name: tensor.nbytes for name, tensor in named_tensors(self._away)}
         what = "Sending layers to the workers"
         with closing(self.coordinator.progress(what, sum(sizes.values()))) as progress:
@@ -151,34 +129,12 @@ class Deployment:
         Raises:
             ModelError: If a stage keeps a parameter in a dtype in which it must not be trained.
         """
-        trained = {p for p in self.names_of if p.requires_grad}
-        if trained == self._trained:
-            return
-        for parameter in trained - self._ever_trained:
-            self._check_trainable(parameter)
-        for changed, requires_grad in (
-            (trained - self._trained, True),
-            (self._trained - trained, False),
-        ):
-            self.coordinator.set_trained([self.names_of[p] for p in changed], requires_grad)
-        self._trained = trained
-        self._ever_trained |= trained
+        self._trained.follow()
 
     def weights_dtype_of(self, stage: StagePlan) -> torch.dtype | None:
         """What a stage's frozen weights are kept in, where that is not what they are here."""
         converts = stage.dtype is not None and self._converts_weights
         return DTYPES[stage.dtype] if converts else None  # type: ignore[index]
-
-    def _check_trainable(self, parameter: Tensor) -> None:
-        name = self.names_of[parameter]
-        stage = self._stage_of[int(name.partition(".")[0])]
-        if stage.dtype is not None and self._converts_weights:
-            number, _, inside = name.partition(".")
-            raise ModelError(
-                f"{inside} of layer {number} was unfrozen while {stage.worker} kept it in "
-                f"{stage.dtype}, as frozen weights are there, and its steps would be lost in "
-                "rounding; set `requires_grad` before the run, or take `dtype` from the plan."
-            )
 
     def grad_norms(self) -> dict[str, float]:
         """The norms of the gradients on the stages, by their parameters' names in the module."""
@@ -307,7 +263,7 @@ class Deployment:
         self._adjusted = []
 
     def _must_come_back(self, tensor: Tensor) -> bool:
-        changes = tensor in self._ever_trained or tensor in self._was_here
+        changes = tensor in self._trained.ever or tensor in self._was_here
         return changes or not _is_in(tensor, self._weights)
 
     def close(self) -> None:
@@ -375,18 +331,6 @@ def imports_of(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> s
     return {name for recipe in recipes for name in recipe.imports}
 
 
-def _contents(
-    layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
-) -> Iterator[tuple[str, Tensor, State]]:
-    """The layers' tensors from here or, where they are not here, from the checkpoint."""
-    for name, tensor, state in named_contents(layers):
-        if tensor.is_meta and weights is not None:
-            owner, leaf, _ = locate(layers, name)
-            yield name, *weights.read(owner, leaf, for_worker=True)
-        else:
-            yield name, tensor, state
-
-
 def _is_in(tensor: Tensor, weights: CheckpointWeights | None) -> bool:
     return weights is not None and tensor in weights
 
@@ -419,8 +363,3 @@ def _pieces(request: Request, num_pieces: int) -> list[Request]:
 
 def _numbered(layers: Sequence[DecoderLayer], stage: StagePlan) -> dict[int, DecoderLayer]:
     return {number: layers[number] for number in stage.layer_indices}
-
-
-def _checkpoints_gradients(layers: dict[int, DecoderLayer]) -> bool:
-    """Whether the user switched on Hugging Face's gradient checkpointing for these layers."""
-    return any(getattr(layer.module, "gradient_checkpointing", False) for layer in layers.values())

@@ -19,7 +19,7 @@ from ..wire.constants import KeptConstants
 from ..wire.tensors import DTYPES
 from ..wire.values import unpack
 from .building import build_for_values
-from .channel import Channel
+from .channel import Channel, Handler
 from .deadlines import Deadlines
 from .device import describe_device
 from .keeping import KeptTensors
@@ -60,7 +60,7 @@ class MeasuredSide:
         self._deadlines = deadlines
         self._allowed = allowed
         self._bench: Bench | None = None
-        self.handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
+        self.handlers: dict[type, Handler] = {
             m.DescribeDevice: self._on_describe_device,
             m.PrepareLayers: partial(self._answer, self._prepare_layers),
             m.MeasureLayer: partial(self._answer, self._measure_layer),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from ..pipeline.recording import Recorder
 from ..pipeline.rule import Key
 from ..wire import messages as m
 from ..wire.records import SpanKind
-from .channel import Arrival, Channel
+from .channel import Arrival, Channel, Handler
 from .health import health_of
 
 _KINDS: dict[type, SpanKind] = {
@@ -49,7 +48,7 @@ class RecordedSide:
         self._coordinator = coordinator
         self._device = device
         self._neighbors = neighbors
-        self.handlers: dict[type, Callable[[Any, tuple[Tensor, ...]], None]] = {
+        self.handlers: dict[type, Handler] = {
             m.Record: self._on_record,
             m.FetchRecord: self._on_fetch_record,
         }

@@ -10,59 +10,44 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
-from ..model.four_bit import multiply_in, state_of
+from ..errors import HeteroError, LocalProtocolError, WorkerUnreachable
+from ..model.four_bit import multiply_in
 from ..model.imports import Allowed
-from ..model.tensors import locate, named_tensors
-from ..pipeline.activation import Activation, Gradients
-from ..pipeline.averaging import WeightAverages, averaged_tensors
 from ..pipeline.compiling import CompiledLayers
 from ..pipeline.copies import copies_for
-from ..pipeline.optimizer import Clipping, Group, StageOptimizer, clip_gradients, gradient_norms
 from ..pipeline.rule import Action, Key
 from ..pipeline.runner import Result, StageRunner
 from ..pipeline.stage import Stage
-from ..pipeline.stopwatch import Stopwatch
 from ..plan import Narrowing
 from ..wire import messages as m
 from ..wire.constants import KeptConstants
 from ..wire.frames import Frame
 from ..wire.session import upstream_session
 from ..wire.tensors import DTYPES
-from ..wire.values import Packer, unpack
 from .activity import of_action, of_request
 from .address import Address
-from .channel import Arrival, Channel, Inbox
+from .channel import Arrival, Channel, Handler, Inbox
 from .deadlines import Deadlines
 from .handshake import Identity, dial
 from .keeping import KeptTensors
 from .measured import MeasuredSide, answer_probe
-from .outgoing import send_copied
+from .neighbors import Neighbors
 from .owner import Owner, RunRecord
 from .recorded import RecordedSide
 from .stage_layers import StageLayers
-from .tally import Tally
-from .translation import (
-    Content,
-    read_activation,
-    read_arguments,
-    read_gradients,
-    say_activation,
-    say_gradients,
-)
+from .timed import TimedTraining
+from .trained import TrainedSide
+from .translation import read_activation, read_arguments, read_gradients, say_passed
 
 logger = logging.getLogger(__name__)
 
 # Of an error's text and traceback each; more helps nobody.
 _MOST_TEXT = 2**16
-
-# Tensors of a GPU that are on their way at once: what is sent is copied to main memory first.
-_MOST_COPIES = 2
 
 
 def _can_wait(content: Frame | HeteroError) -> bool:
@@ -73,9 +58,6 @@ def _can_wait(content: Frame | HeteroError) -> bool:
 
 class SessionOver(Exception):
     """Ends a session's loop."""
-
-
-Handler = Callable[[Any, tuple[Tensor, ...]], None]
 
 
 class StageSession:
@@ -112,27 +94,22 @@ class StageSession:
         self._served, self._ended = "", "it failed"
         self._identity = identity
         self._coordinator = coordinator
-        self._upstream = coordinator
-        self._downstream = coordinator
+        self._neighbors = Neighbors(coordinator, self._dial_neighbor)
         self._device = device
         self._copies = copies_for(device)
         self._deadlines = deadlines
         self._inbox: Inbox = SimpleQueue()
         self._layers = StageLayers(device, allowed, kept)
-        self._downstream_address = ""
         self._runner = StageRunner(Stage(nn.ModuleDict(), device, 0))
         self._narrowing = Narrowing()
-        self._optimizers: dict[int, StageOptimizer] = {}
-        self._averages = WeightAverages([])
         self._constants = KeptConstants()
-        self._stopwatch = Stopwatch(device)
-        self._num_timed = 0
         self._measuring = MeasuredSide(
             coordinator, device, deadlines, allowed, self._dial_neighbor, self._owner, kept
         )
-        self._recording = RecordedSide(coordinator, device, self._neighbors)
+        self._recording = RecordedSide(coordinator, device, self._stages_beside)
         self._recorder = self._recording.recorder
-        self._tally = Tally()
+        self._timed = TimedTraining(device, self._recorder)
+        self._trained = TrainedSide(coordinator, self._runner.stage, self._layers, self._timed.take)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -140,35 +117,25 @@ class StageSession:
         return {
             **self._measuring.handlers,
             **self._recording.handlers,
+            **self._trained.handlers,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.Deploy: self._on_deploy,
             m.LoadTensor: self._on_load_tensor,
             m.OfferTensor: self._on_offer_tensor,
             m.Launch: self._on_launch,
-            m.BuildOptimizer: self._on_build_optimizer,
-            m.LoadOptimizerState: self._on_load_optimizer_state,
             m.BeginStep: self._on_begin_step,
             m.Arguments: self._on_arguments,
             m.Activation: self._on_activation,
             m.Gradient: self._on_gradient,
             m.DropCaches: self._on_drop_caches,
             m.AbortStep: self._on_abort_step,
-            m.SetTrained: self._on_set_trained,
-            m.ZeroGradients: self._on_zero_gradients,
-            m.MeasureNorms: self._on_measure_norms,
-            m.ClipGradients: self._on_clip_gradients,
-            m.ApplyOptimizer: self._on_apply_optimizer,
-            m.AverageWeights: self._on_average_weights,
-            m.FetchTensors: self._on_fetch_tensors,
-            m.FetchGradients: self._on_fetch_gradients,
-            m.FetchOptimizerState: self._on_fetch_optimizer_state,
         }
 
     def attach_upstream(self, channel: Channel) -> None:
         """Take the channel that the upstream neighbor opened."""
-        self._upstream = channel
-        channel.start(self._inbox, self._copies.receive_pool())
+        self._neighbors.upstream = channel
+        self._start(channel)
 
     def wish(self, message: m.Paused | m.Resumed) -> None:
         """Tell the session what its owner wants; it does so after the micro-batch at hand."""
@@ -183,17 +150,13 @@ class StageSession:
 
     def status(self) -> m.StageStatus:
         """What it does at this moment; any thread may ask."""
-        neighbors = {"upstream": self._upstream, "downstream": self._downstream}
-        links = {
-            "coordinator": self._coordinator.traffic,
-            **{k: c.traffic for k, c in neighbors.items() if c is not self._coordinator},
-        }
         about = self.name, self._coordinator.peer, self._layers.numbered.keys()
-        return self._tally.status(*about, self._stage_index, self._runner.step, links)
+        step, traffic = self._runner.step, self._neighbors.traffic
+        return self._timed.tally.status(*about, self._stage_index, step, traffic)
 
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""
-        self._coordinator.start(self._inbox, self._copies.receive_pool())
+        self._start(self._coordinator)
         try:
             while True:
                 self._take_what_arrived()
@@ -206,7 +169,7 @@ class StageSession:
             self._ended = str(end)
             logger.info("session with %s is over: %s", self._coordinator.peer, end)
         finally:
-            self._close_channels()
+            self._neighbors.close()
             self._layers.retire()
 
     def _next_arrival(self) -> Arrival:
@@ -244,17 +207,16 @@ class StageSession:
         """Without its coordinator a stage has nothing to do; a lost neighbor is reported."""
         if channel is self._coordinator:
             raise SessionOver(reason)
-        if channel not in (self._upstream, self._downstream):
+        lost = self._stages_beside().get(channel)
+        if lost is None:
             return  # one that only measured the link, and is gone
-        lost = self._stage_index + (1 if channel is self._downstream else -1)
         with contextlib.suppress(LocalProtocolError):
             self._coordinator.send(m.NeighborLost(lost, reason))
 
     def _on_goodbye_of_neighbor(self, channel: Channel) -> None:
         """Before there is a stage, a neighbor comes to measure the link and goes again."""
-        if not self._layers.numbered and channel is self._upstream:
-            self._upstream = self._coordinator
-            channel.close()
+        if not self._layers.numbered and channel is self._neighbors.upstream:
+            self._neighbors.let_go_upstream()
 
     def _guarded(self, act: Callable[..., None], *args: Any) -> None:
         """Run a piece of work; what it raises is the coordinator's to know."""
@@ -267,11 +229,8 @@ class StageSession:
             self._runner.abort()
             reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
             trace = traceback.format_exc()[-_MOST_TEXT:]
-            self._coordinator.send(m.Failure(reason, trace, act == self._on_apply_optimizer))
-
-    def _close_channels(self) -> None:
-        for channel in {self._upstream, self._downstream, self._coordinator}:
-            channel.close(m.Goodbye())
+            in_optimizer_step = act == self._handlers[m.ApplyOptimizer]
+            self._coordinator.send(m.Failure(reason, trace, in_optimizer_step))
 
     def _on_paused(self, message: m.Paused, _tensors: tuple[Tensor, ...]) -> None:
         if not self._is_paused:
@@ -285,11 +244,8 @@ class StageSession:
             while self._held:
                 self._take(self._held.popleft())
 
-    def _neighbors(self) -> dict[Channel, int]:
-        """The channels by the stages behind them; the last stage has the coordinator's twice."""
-        index = self._stage_index
-        found = {self._downstream: index + 1, self._upstream: index - 1}
-        return {**found, self._coordinator: 0}
+    def _stages_beside(self) -> dict[Channel, int]:
+        return self._neighbors.stages(self._stage_index)
 
     @property
     def _stage_index(self) -> int:
@@ -297,10 +253,10 @@ class StageSession:
 
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
         self._measuring.forget()
-        self._check_neighbor(message)
+        self._neighbors.check_same(message.downstream_address, self._stage_index)
         self._owner.check_stage(message.parameters)
         layers, held = self._layers.build(message)
-        self._downstream_address = message.downstream_address
+        self._neighbors.downstream_address = message.downstream_address
         dtype = None if message.dtype is None else DTYPES[message.dtype]
         if dtype is not None:
             multiply_in(layers, dtype)
@@ -316,19 +272,8 @@ class StageSession:
         self._runner = StageRunner(stage)
         self._served = _shown(stage.stage_index, self._layers.numbered)
         self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
-        self._optimizers = {}
-        self._averages = WeightAverages([])
+        self._trained.train(stage)
         self._coordinator.send(m.Built(held))
-
-    def _check_neighbor(self, message: m.Deploy) -> None:
-        """Refuse another neighbor than the one that this stage is linked with."""
-        is_linked = self._downstream is not self._coordinator
-        if is_linked and message.downstream_address != self._downstream_address:
-            raise ModelError(
-                f"Stage {self._stage_index} is linked with {self._downstream_address} and should "
-                f"become so with {message.downstream_address or 'nobody'}; layers move between the "
-                "same workers in the same order."
-            )
 
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
         self._layers.load(message, tensors)
@@ -340,39 +285,27 @@ class StageSession:
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.check_complete()
-        # When layers have moved, the link to the neighbor is there already.
-        if self._downstream_address and self._downstream is self._coordinator:
-            try:
-                self._downstream = self._dial_neighbor(self._downstream_address)
-            except WorkerUnreachable as error:
-                self._coordinator.send(m.NeighborLost(self._stage_index + 1, str(error)))
-                return
-            self._downstream.start(self._inbox, self._copies.receive_pool())
+        try:
+            opened = self._neighbors.connect()
+        except WorkerUnreachable as error:
+            self._coordinator.send(m.NeighborLost(self._stage_index + 1, str(error)))
+            return
+        if opened is not None:
+            self._start(opened)
         self._coordinator.send(m.Done())
+
+    def _start(self, channel: Channel) -> None:
+        channel.start(self._inbox, self._copies.receive_pool())
 
     def _dial_neighbor(self, text: str) -> Channel:
         address, rules = Address.parse(text), upstream_session()
         channel, _ = dial(address, rules, "neighbor", self.name, self._deadlines, self._identity)
         return channel
 
-    def _on_build_optimizer(self, message: m.BuildOptimizer, tensors: tuple[Tensor, ...]) -> None:
-        groups = [Group(g.parameters, unpack(g.options, tensors)) for g in message.groups]
-        defaults = unpack(message.defaults, tensors)
-        self._optimizers[message.optimizer] = StageOptimizer(
-            message.class_name, defaults, groups, self._parameters()
-        )
-        self._coordinator.send(m.Done())
-
-    def _on_load_optimizer_state(
-        self, message: m.LoadOptimizerState, tensors: tuple[Tensor, ...]
-    ) -> None:
-        optimizer = self._optimizer(message.optimizer)
-        optimizer.load_state(message.parameter, unpack(message.state, tensors))
-
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._copies.keep_for(message.in_flight)
         self._recorder.begin_step()
-        self._tally.begin()
+        self._timed.tally.begin()
         self._runner.begin(message.step, message.in_flight, message.accumulate)
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
@@ -395,143 +328,21 @@ class StageSession:
 
     def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
-        self._take_timings(0)
-
-    def _on_set_trained(self, message: m.SetTrained, _tensors: tuple[Tensor, ...]) -> None:
-        for parameter in self._named(message.parameters):
-            parameter.requires_grad_(message.requires_grad)
-
-    def _on_zero_gradients(self, message: m.ZeroGradients, _tensors: tuple[Tensor, ...]) -> None:
-        for parameter in self._named(message.parameters):
-            if parameter.grad is not None:
-                parameter.grad = None if message.set_to_none else torch.zeros_like(parameter.grad)
-        self._coordinator.send(m.Done())
-
-    def _on_measure_norms(self, message: m.MeasureNorms, _tensors: tuple[Tensor, ...]) -> None:
-        gradients = self._gradients(message.optimizer)
-        norms = dict(zip(gradients, gradient_norms([*gradients.values()]), strict=True))
-        self._coordinator.send(m.Norms(message.step, norms))
-
-    def _on_clip_gradients(self, message: m.ClipGradients, _tensors: tuple[Tensor, ...]) -> None:
-        gradients = [*self._gradients(message.optimizer).values()]
-        clip_gradients(gradients, Clipping(message.factor, message.value))
-
-    def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
-        options = [unpack(value, tensors) for value in message.options]
-        self._optimizer(message.optimizer).step(options)
-        self._coordinator.send(self._take_timings(message.step))
-
-    def _on_average_weights(self, message: m.AverageWeights, _tensors: tuple[Tensor, ...]) -> None:
-        if message.action == "begin":
-            self._averages = WeightAverages(averaged_tensors(self._runner.stage.layers))
-        elif message.action == "update":
-            self._averages.update(message.num_averaged, message.decay)
-        elif message.action == "swap":
-            self._averages.swap()
-        else:
-            self._averages.adopt()
-
-    def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
-        for name in message.names:
-            owner, leaf, tensor = locate(self._layers.numbered, name)
-            state = state_of(owner, leaf)
-            self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
-            self._coordinator.wait_until_sent(_MOST_COPIES)
-        self._coordinator.send(m.Done())
-
-    def _on_fetch_gradients(self, message: m.FetchGradients, _tensors: tuple[Tensor, ...]) -> None:
-        for name, parameter in zip(message.names, self._named(message.names), strict=True):
-            if parameter.grad is not None:
-                self._coordinator.send(m.TensorContent(name), parameter.grad)
-                self._coordinator.wait_until_sent(_MOST_COPIES)
-        self._coordinator.send(m.Done())
-
-    def _on_fetch_optimizer_state(
-        self, message: m.FetchOptimizerState, _tensors: tuple[Tensor, ...]
-    ) -> None:
-        for name, state in self._optimizer(message.optimizer).state().items():
-            packer = Packer()
-            value = packer.pack(state, f"the optimizer state of {name}")
-            self._coordinator.send(m.OptimizerState(name, value), *packer.tensors)
-            self._coordinator.wait_until_sent(_MOST_COPIES)
-        self._coordinator.send(m.Done())
+        self._timed.take(0)
 
     def _perform(self, action: Action) -> None:
         self._note_activity(of_action(action, self._runner.step))
         if not self._runner.is_training(action):
             result = self._runner.run(action)
         else:
-            result = self._train(action)
+            result = self._timed.run(self._runner, action)
         self._route(result)
-
-    def _train(self, action: Action) -> Result:
-        kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
-        self._recorder.note_choice(self._runner.num_ready)
-        with self._stopwatch.measuring(kind), self._recorder.span(kind, action.key):
-            result = self._runner.run(action)
-        if action.kind == "F" and action.key.visit == 0:
-            self._num_timed += 1
-            self._recorder.note_training()
-        return result
-
-    def _take_timings(self, step: int) -> m.Timings:
-        """What training has taken since the last time."""
-        num_microbatches, self._num_timed = self._num_timed, 0
-        laps = self._stopwatch.take()
-        seconds = laps.seconds("forward"), laps.seconds("backward")
-        self._tally.note(sum(seconds))
-        return m.Timings(step, *seconds, num_microbatches)
 
     def _route(self, result: Result) -> None:
         key, content = result.action.key, result.content
         with self._recorder.span("pack", key, type(content).__name__):
-            self._send_result(key, content)
-
-    def _send_result(self, key: Key, content: Activation | Gradients) -> None:
-        step = self._runner.step
-        if isinstance(content, Activation):
-            wire_dtype = self._narrowing.activation_dtype
-            said = say_activation(step, key, content, wire_dtype)
-            self._send_to_neighbor(self._downstream, said)
-        else:
-            wire_dtype = self._narrowing.gradient_dtype
-            said = say_gradients(step, key, content, wire_dtype)
-            self._send_to_neighbor(self._upstream, said)
-
-    def _send_to_neighbor(self, channel: Channel, content: Content) -> None:
-        """A neighbor that has said goodbye is told nothing more: it lost the coordinator, or was
-        let go by it, so the coordinator knows."""
-        try:
-            send_copied(channel, content, self._copies)
-        except LocalProtocolError:
-            if not channel.has_ended:
-                raise
-
-    def _optimizer(self, number: int) -> StageOptimizer:
-        if number not in self._optimizers:
-            raise ModelError(f"Stage {self._stage_index} has no optimizer {number} yet.")
-        return self._optimizers[number]
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return {
-            n: p for n, p in named_tensors(self._layers.numbered) if isinstance(p, nn.Parameter)
-        }
-
-    def _named(self, names: list[str]) -> list[nn.Parameter]:
-        parameters = self._parameters()
-        unknown = sorted(set(names) - set(parameters))
-        if unknown:
-            raise ModelError(f"Stage {self._stage_index} has no parameters {unknown[:5]}.")
-        return [parameters[name] for name in names]
-
-    def _gradients(self, optimizer: int | None) -> dict[str, Tensor]:
-        """The gradients that an optimizer would use, or all, by their parameters' names."""
-        parameters = (
-            self._parameters() if optimizer is None else self._optimizer(optimizer).optimized
-        )
-        # A parameter that its layer has twice is known by the last of its names.
-        names = {parameter: name for name, parameter in parameters.items()}
-        return {name: p.grad for p, name in names.items() if p.grad is not None}
+            said = say_passed(self._runner.step, key, content, self._narrowing)
+            self._neighbors.pass_on(said, self._copies)
 
 
 def _shown(stage_index: int, numbered: Mapping[int, nn.Module]) -> str:

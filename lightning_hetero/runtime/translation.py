@@ -13,7 +13,7 @@ from ..pipeline.activation import Activation, Collected, Gradients
 from ..pipeline.narrowing import narrow, widen
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
-from ..plan import WireDtype
+from ..plan import Narrowing, WireDtype
 from ..wire import messages as m
 from ..wire.constants import KeptConstants
 from ..wire.tensors import DTYPES, dtype_name
@@ -101,6 +101,15 @@ def _read_cache(
     if not isinstance(rows, Tensor | None):
         raise RemoteProtocolError(f"The samples wanted of a key-value cache are {rows!r:.60}.")
     return CacheUse(argument.number, argument.place, argument.length, argument.window, rows)
+
+
+def say_passed(
+    step: int, key: Key, content: Activation | Gradients, narrowing: Narrowing
+) -> Content:
+    """What an action made, on its way to the stage that needs it."""
+    if isinstance(content, Activation):
+        return say_activation(step, key, content, narrowing.activation_dtype)
+    return say_gradients(step, key, content, narrowing.gradient_dtype)
 
 
 def say_activation(

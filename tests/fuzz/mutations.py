@@ -13,6 +13,7 @@ import msgspec
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import _PREFIX, MAGIC
 from lightning_hetero.wire.messages import PROTOCOL_VERSION
+from lightning_hetero.wire.tensors import TensorSpec
 
 from .recording import RecordedFrame
 
@@ -98,7 +99,7 @@ def _resize_tensor(random: Random, frame: RecordedFrame) -> bytes:
         }
     ]
     content = msgspec.msgpack.encode(header)
-    spec = msgspec.convert(header["tensors"][0], m.TensorSpec)
+    spec = msgspec.convert(header["tensors"][0], TensorSpec)
     prefix = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, len(content), min(spec.num_bytes, 2**63))
     return prefix + content + frame.body[: spec.num_bytes]
 

@@ -30,7 +30,7 @@ from lightning_hetero.runtime.deadlines import Deadlines
 from lightning_hetero.runtime.equipment import equipment_here
 from lightning_hetero.runtime.handshake import Identity
 from lightning_hetero.runtime.remote_stage import RemoteStage
-from lightning_hetero.runtime.serving import StageSession
+from lightning_hetero.runtime.trained import TrainedSide
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame
 
@@ -271,13 +271,13 @@ def test_zeroing_waits_until_it_is_done(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """The gradients of the next backward come to a stage from its neighbor, not from here."""
-    gate, zeroed = threading.Event(), StageSession._on_zero_gradients
+    gate, zeroed = threading.Event(), TrainedSide._on_zero_gradients
 
-    def held_up(self: StageSession, message: m.ZeroGradients, tensors: tuple[Tensor, ...]) -> None:
+    def held_up(self: TrainedSide, message: m.ZeroGradients, tensors: tuple[Tensor, ...]) -> None:
         assert gate.wait(20)
         zeroed(self, message, tensors)
 
-    monkeypatch.setattr(StageSession, "_on_zero_gradients", held_up)
+    monkeypatch.setattr(TrainedSide, "_on_zero_gradients", held_up)
     coordinator: Coordinator = request.getfixturevalue("coordinator")
     names = list(coordinator._owner_of)
     with concurrent.futures.ThreadPoolExecutor() as threads:
