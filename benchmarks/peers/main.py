@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
@@ -35,6 +36,8 @@ NARROW_TOLERANCE = 1e-2
 
 def main() -> None:
     options = parse(sys.argv[1:])
+    # Or a run that is ended would leave its namespaces and its cgroup.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     console = wide_console()
     how = best_way() if options.throttle == "auto" else options.throttle
     console.print(f"{machine()}; the second core is slowed by {how}")
