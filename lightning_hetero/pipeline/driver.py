@@ -126,6 +126,9 @@ class _RunningStep:
 
     def run(self) -> list[Any]:
         while self._not_started or self._in_flight:
+            # By the rule the loss of an older micro-batch goes before a new forward.
+            for returned in self._driver.stages.take_arrived():
+                self._take(returned)
             ready = self._ready()
             action = choose(ready, self._in_flight, self._max_in_flight)
             if action is None:

@@ -49,6 +49,9 @@ class Stages(Protocol):
     def receive(self) -> Returned:
         """Wait for the next thing that comes back."""
 
+    def take_arrived(self) -> list[Returned]:
+        """What has come back by now; does not wait."""
+
 
 @dataclass(frozen=True)
 class Request:

@@ -21,6 +21,7 @@ from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
 from ..plan import Narrowing
 from ..wire import messages as m
+from ..wire.frames import Frame
 from ..wire.values import Packer, unpack
 from .address import Address
 from .conversations import ConnectedWorker
@@ -129,22 +130,34 @@ class Coordinator(TensorConversations):
     def receive(self) -> Returned:
         """Wait for the next activation or gradients of the present step."""
         with self.recorder.span("wait"):
-            return self._next_returned()
+            while True:
+                returned = self._returned(*self._receive(self._deadlines.progress_seconds))
+                if returned is not None:
+                    return returned
 
-    def _next_returned(self) -> Returned:
-        while True:
-            worker, frame = self._receive(self._deadlines.progress_seconds)
-            message = frame.message
-            if not isinstance(message, (m.Activation, m.Gradient)) or message.step != self.step:
-                continue  # left over from an aborted step
-            key = Key(message.microbatch, message.visit)
-            try:
-                bring = self.copies.to_device
-                if isinstance(message, m.Gradient):
-                    return Returned(key, bring(frame.tensors, partial(read_gradients, message)))
-                return Returned(key, bring(frame.tensors, partial(read_activation, message)))
-            except RemoteProtocolError as error:
-                raise self._note_lost(worker, error) from error
+    def take_arrived(self) -> list[Returned]:
+        """The same without waiting: what has come by now."""
+        found: list[Returned] = []
+        while not self._inbox.empty():
+            worker, frame = self._heard(self._deadlines.progress_seconds)
+            if not self._is_aside(worker, frame.message):
+                returned = self._returned(worker, frame)
+                found += [] if returned is None else [returned]
+        return found
+
+    def _returned(self, worker: ConnectedWorker, frame: Frame) -> Returned | None:
+        """What a stage has sent; None for what is left over from an aborted step."""
+        message = frame.message
+        if not isinstance(message, (m.Activation, m.Gradient)) or message.step != self.step:
+            return None
+        key = Key(message.microbatch, message.visit)
+        try:
+            bring = self.copies.to_device
+            if isinstance(message, m.Gradient):
+                return Returned(key, bring(frame.tensors, partial(read_gradients, message)))
+            return Returned(key, bring(frame.tensors, partial(read_activation, message)))
+        except RemoteProtocolError as error:
+            raise self._note_lost(worker, error) from error
 
     def take_timings(self) -> list[tuple[int, m.Timings]]:
         """What stages, by their numbers, have said of their steps; each is told once."""

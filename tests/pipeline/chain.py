@@ -91,6 +91,12 @@ class Chain:
                     return returned
             self._let_something_happen()
 
+    def take_arrived(self) -> list[Returned]:
+        self._let_time_pass()
+        found = [returned for step, returned in self._arrived if step == self.step]
+        self._arrived.clear()
+        return found
+
     # what happens meanwhile
 
     def _post(self, source: int, target: StageRunner, event: Event) -> None:

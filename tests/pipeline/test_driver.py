@@ -236,14 +236,14 @@ def test_no_stage_and_not_the_coordinator_holds_more_than_the_bound(
         return model(tokens, through)
 
     pipeline = Pipeline(3, timing, step)
-    receive = pipeline.chain.receive
+    receive, take_arrived = pipeline.chain.receive, pipeline.chain.take_arrived
 
-    def counting_receive() -> Returned:
-        returned = receive()
+    def counted(returned: Returned) -> Returned:
         ended.extend([1] * isinstance(returned.content, Gradients))
         return returned
 
-    pipeline.chain.receive = counting_receive  # type: ignore[method-assign]
+    pipeline.chain.receive = lambda: counted(receive())  # type: ignore[method-assign]
+    pipeline.chain.take_arrived = lambda: [counted(one) for one in take_arrived()]  # type: ignore[method-assign]
     pipeline.run(microbatches(7), limit)
     assert len(ended) == 7
     assert all(0 < held <= limit for held in pipeline.chain.most_in_flight.values())
@@ -254,6 +254,23 @@ def test_one_forward_one_backward_follows_from_the_rule() -> None:
     pipeline.run(microbatches(5), limit=2)
     names = [str(action) for action in pipeline.chain.actions]
     assert names == ["1F0", "1F1", "1B0", "1F2", "1B1", "1F3", "1B2", "1F4", "1B3", "1B4"]
+
+
+class QuickChain(Chain):
+    """Everything has happened before the coordinator looks."""
+
+    def take_arrived(self) -> list[Returned]:
+        while self._possible_events():
+            self._let_something_happen()
+        return super().take_arrived()
+
+
+def test_a_loss_whose_activation_is_there_goes_before_a_new_forward() -> None:
+    pipeline = Pipeline(num_stages=1)
+    pipeline.chain.__class__ = QuickChain
+    pipeline.run(microbatches(3), limit=3)
+    names = [str(action) for action in pipeline.chain.actions]
+    assert names == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]
 
 
 def test_a_second_step_starts_from_its_own_gradients() -> None:
