@@ -33,6 +33,10 @@ from .tls import Credentials, secured
 
 logger = logging.getLogger(__name__)
 
+# Python hears a signal between two calls of its main thread, and one that comes just before a call
+# that waits would be heard at its end.
+_HEARING_SECONDS = 0.5
+
 # Connections that may be in their handshake at once.
 _MOST_GREETINGS = 16
 # For a refused peer to read why.
@@ -102,9 +106,12 @@ class Worker:
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
+        self._listener.settimeout(_HEARING_SECONDS)
         while True:
             try:
                 connected, peer = self._listener.accept()
+            except TimeoutError:
+                continue
             except ConnectionError:
                 continue  # it was gone before we came to it
             except OSError:

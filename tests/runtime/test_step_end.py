@@ -11,6 +11,7 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.runtime.channel import Channel
 from lightning_hetero.runtime.conversations import ConnectedWorker, Conversations
+from lightning_hetero.runtime.coordinator import Coordinator
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame
 
@@ -40,6 +41,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return worker, frame
 
     monkeypatch.setattr(Channel, "send", sending)
+    # What has come already is not taken by the way, so that everything is waited for.
+    monkeypatch.setattr(Coordinator, "take_arrived", lambda _coordinator: [])
     monkeypatch.setattr(Conversations, "_receive", receiving)
     return found
 
