@@ -1,6 +1,7 @@
 """Train one model on devices that were never meant to work together.
 
     errors.py        every exception, drawn as a tree
+    replacing.py     files that take another's place at once, whole or not at all
     plan.py          Plan, StagePlan: who holds which layers
     wire/            what is said: frames, tensors, messages, the rules of talking
     model/           what is cut: finding layers, hollowing them, the recipe that rebuilds them

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -31,6 +29,7 @@ from typing_extensions import override
 
 from .errors import HeteroError, ModelError, SaveError
 from .model.state_dicts import keys_of, leave_out, left_out_of
+from .replacing import replacing
 from .runtime.deployment import Deployment
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,11 @@ class FileCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        with _saying_why(local_path), _replacing(Path(local_path)) as file:
-            torch.save(checkpoint, file)
+        file_path = Path(local_path)
+        with _saying_why(local_path):
+            file_path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file_path) as file:
+                torch.save(checkpoint, file)
 
 
 class Gathering:
@@ -179,25 +181,6 @@ def keeping_frozen(checkpoint: Mapping[str, Any], root: nn.Module) -> Mapping[st
     state = copy(checkpoint["state_dict"])  # with the versions that torch notes on it
     state.update(missing)
     return {**checkpoint, "state_dict": state}
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the path's place when the block has ended well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Its name must not look like a checkpoint's: Lightning reads folders to find the last one.
-    unfinished = path.with_name(f".unfinished-{secrets.token_hex(4)}.tmp")
-    try:
-        with unfinished.open("xb") as file:
-            yield file
-            file.flush()
-            # Or a machine that fails now could be left with the new name and without the content.
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
 
 
 @contextmanager

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_hetero"
 # A part is a folder or a file directly below the package. Lowest layer first: a module may import
 # its own part and the layers below, so two parts of one layer do not know each other.
 LAYERS = (
-    {"errors", "version"},
+    {"errors", "version", "replacing"},
     {"plan"},
     {"wire", "model"},
     {"pipeline"},

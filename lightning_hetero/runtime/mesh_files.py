@@ -6,9 +6,7 @@ mesh/laptop.conf    laptop's own keys: goes to laptop and nowhere else
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,6 +17,7 @@ import msgspec
 import yaml
 
 from ..errors import MeshError
+from ..replacing import replacing
 from .address import Address
 from .mesh import KEEP_ALIVE_SECONDS, Mesh, Node, Peer
 
@@ -194,18 +193,9 @@ def _check_keys(content: Any, kind: type, what: str) -> None:
 
 def _write(path: Path, text: str) -> None:
     """Put a file in place at once, for its owner only."""
-    unfinished = path.with_name(f".unfinished-{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        if isinstance(error, OSError):
-            raise MeshError(f"{str(path)!r} cannot be written: {error}.") from error
-        raise
+        with replacing(path, mode=0o600) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise MeshError(f"{str(path)!r} cannot be written: {error}.") from error
