@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
-from .runtime.progress import PROGRESS_FROM_BYTES, Progress, ProgressInLines
+from .runtime.coordinator.progress import PROGRESS_FROM_BYTES, Progress, ProgressInLines
 
 _MIB = 2**20
 # Refreshes of the training bar over which its tokens per second are averaged.

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from .model.four_bit import accepting_states
 from .model.pretrained import weights_in_checkpoint
-from .runtime.deployment import Deployment
+from .runtime.coordinator.deployment import Deployment
 from .saving import Gathering, checkpoint_io_or_ours, keeping_frozen, unless_interrupted
 
 

@@ -22,10 +22,10 @@ from .plan import Plan, StagePlan
 from .precision import scaler_of
 from .profiling.choosing import PlanChoice
 from .profiling.run import ProfilingRun
-from .runtime.coordinator import Coordinator
-from .runtime.deadlines import Deadlines
-from .runtime.deployment import Deployment, imports_of
-from .runtime.fleet import Fleet
+from .runtime.channels.deadlines import Deadlines
+from .runtime.coordinator.coordinator import Coordinator
+from .runtime.coordinator.deployment import Deployment, imports_of
+from .runtime.coordinator.fleet import Fleet
 from .training import dropout_seed
 
 logger = logging.getLogger(__name__)

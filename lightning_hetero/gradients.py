@@ -11,7 +11,7 @@ from .pipeline.optimizer import (
     gradient_norms,
     total_norm,
 )
-from .runtime.deployment import Deployment
+from .runtime.coordinator.deployment import Deployment
 
 
 def norms_by_name(module: nn.Module, deployment: Deployment | None) -> dict[str, float]:

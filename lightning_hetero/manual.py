@@ -14,8 +14,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .runtime.coordinator import Coordinator
-from .runtime.remote_optimizer import RemoteOptimizer
+from .runtime.coordinator.coordinator import Coordinator
+from .runtime.coordinator.remote_optimizer import RemoteOptimizer
 
 
 class FollowedZeroGrad:

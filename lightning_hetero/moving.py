@@ -21,7 +21,7 @@ from .model.tensors import flatten, named_contents
 from .pipeline.optimizer import beside
 from .plan import Plan
 from .precision import RemoteSteps
-from .runtime.deployment import Deployment
+from .runtime.coordinator.deployment import Deployment
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from .errors import ModelError
 from .pipeline.optimizer import optimizer_gradients
-from .runtime.remote_optimizer import (
+from .runtime.coordinator.remote_optimizer import (
     RemoteOptimizer,
     changed_parameters,
     optimized_parameters,

@@ -30,7 +30,7 @@ from typing_extensions import override
 from .errors import HeteroError, ModelError, SaveError
 from .model.state_dicts import keys_of, leave_out, left_out_of
 from .replacing import replacing
-from .runtime.deployment import Deployment
+from .runtime.coordinator.deployment import Deployment
 
 logger = logging.getLogger(__name__)
 

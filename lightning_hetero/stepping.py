@@ -28,7 +28,7 @@ from .pipeline.microbatch import (
 from .pipeline.results import StepLog, merge_values, weighted_mean
 from .pipeline.stopwatch import Stopwatch
 from .precision import scaler_of
-from .runtime.deployment import Deployment
+from .runtime.coordinator.deployment import Deployment
 
 
 class MicrobatchedStep:

@@ -34,9 +34,9 @@ from .pipeline.averaging import AveragingAction
 from .pipeline.microbatch import LossWeighting
 from .plan import Plan
 from .profiling.choosing import PlanChoice
-from .runtime.deadlines import Deadlines
-from .runtime.deployment import Deployment
-from .runtime.fleet import Fleet
+from .runtime.channels.deadlines import Deadlines
+from .runtime.coordinator.deployment import Deployment
+from .runtime.coordinator.fleet import Fleet
 from .training import StagedTraining
 from .watching import Watch
 

@@ -16,8 +16,8 @@ from .manual import FollowedZeroGrad
 from .pipeline.microbatch import LossWeighting
 from .pipeline.stopwatch import Stopwatch
 from .precision import RemoteSteps
-from .runtime.deployment import Deployment
-from .runtime.remote_optimizer import remote_optimizers
+from .runtime.coordinator.deployment import Deployment
+from .runtime.coordinator.remote_optimizer import remote_optimizers
 from .stepping import MicrobatchedStep
 
 

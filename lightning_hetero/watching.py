@@ -10,7 +10,7 @@ from .plan import COORDINATOR, Plan
 from .planning.profile import Profile
 from .planning.replanning import LEAST_GAIN, Replanned, expected_seconds, replan
 from .planning.watching import Drift, StageSeconds, Watcher
-from .runtime.deployment import Deployment
+from .runtime.coordinator.deployment import Deployment
 
 logger = logging.getLogger(__name__)
 

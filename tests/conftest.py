@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 
-from lightning_hetero.runtime.token import FILE_VARIABLE
+from lightning_hetero.runtime.channels.token import FILE_VARIABLE
 
 # A token of whoever runs the tests must not change them; workers inherit this.
 os.environ[FILE_VARIABLE] = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -35,7 +35,17 @@ LAYERS = (
     {"cli"},
     {"__init__", "__main__"},
 )
-LEVEL_OF_PART = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+# The same within `runtime`: what the two kinds of processes share is below both.
+RUNTIME_LAYERS = (
+    {"channels", "equipment", "health", "building", "keeping", "translation"},
+    {"device", "outgoing", "sent", "measuring"},
+    {"finding", "mesh", "worker"},
+    {"coordinator"},
+    {"__init__"},
+)
+
+Layers = Sequence[Set[str]]
 
 
 @dataclass(frozen=True)
@@ -205,16 +215,18 @@ def own_imports(modules: Mapping[str, Module]) -> dict[tuple[str, str], int]:
     return pairs
 
 
-def unplaced_modules(modules: Mapping[str, Module]) -> list[str]:
-    """Modules of a part that LAYERS does not name."""
-    return [module.name for module in modules.values() if module.part not in LEVEL_OF_PART]
+def unplaced_modules(modules: Mapping[str, Module], layers: Layers = LAYERS) -> list[str]:
+    """Modules of a part that the layers do not name."""
+    placed = frozenset().union(*layers)
+    return [module.name for module in modules.values() if module.part not in placed]
 
 
-def wrong_imports(modules: Mapping[str, Module]) -> list[str]:
+def wrong_imports(modules: Mapping[str, Module], layers: Layers = LAYERS) -> list[str]:
     """`module -> module` for each import that does not go to the own part or to a lower layer."""
+    level_of_part = {part: level for level, parts in enumerate(layers) for part in parts}
 
     def allowed(source: Module, target: Module) -> bool:
-        below = LEVEL_OF_PART.get(target.part, -1) < LEVEL_OF_PART.get(source.part, len(LAYERS))
+        below = level_of_part.get(target.part, -1) < level_of_part.get(source.part, len(layers))
         return below or source.part == target.part
 
     return [
@@ -257,6 +269,12 @@ def listing(headline: str, offences: Iterable[str]) -> str:
 # The package itself.
 
 
+LAYERED = {"": LAYERS, "runtime": RUNTIME_LAYERS}
+"""The folders, below the package, whose parts have an order."""
+
+layered = pytest.mark.parametrize("folder", LAYERED)
+
+
 @pytest.fixture(scope="module")
 def package() -> dict[str, Module]:
     modules = read_package(PACKAGE)
@@ -264,13 +282,15 @@ def package() -> dict[str, Module]:
     return modules
 
 
-def test_every_module_has_a_layer(package: dict[str, Module]) -> None:
-    unplaced = unplaced_modules(package)
-    assert not unplaced, listing("These modules have no place in LAYERS", unplaced)
+@layered
+def test_every_module_has_a_layer(folder: str) -> None:
+    unplaced = unplaced_modules(read_package(PACKAGE / folder), LAYERED[folder])
+    assert not unplaced, listing("These modules have no place in the layers", unplaced)
 
 
-def test_imports_point_down(package: dict[str, Module]) -> None:
-    wrong = wrong_imports(package)
+@layered
+def test_imports_point_down(folder: str) -> None:
+    wrong = wrong_imports(read_package(PACKAGE / folder), LAYERED[folder])
     assert not wrong, listing(
         "A module may import its own folder and lower layers, so these are wrong", wrong
     )

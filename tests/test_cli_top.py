@@ -10,7 +10,7 @@ from lightning_hetero.cli.top import table
 
 from .conftest import worker_process
 from .models import TinyModule, loader, trainer
-from .runtime.test_watching_workers import answer
+from .runtime.worker.test_watching_workers import answer
 from .test_cli import run
 
 

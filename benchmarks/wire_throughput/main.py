@@ -20,13 +20,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hetero.runtime.address import Address
-from lightning_hetero.runtime.channel import Channel, Inbox, send_buffers
-from lightning_hetero.runtime.connection import SocketConnection, prepare_socket
-from lightning_hetero.runtime.deadlines import Deadlines
-from lightning_hetero.runtime.handshake import Identity, dial, receive_hello
-from lightning_hetero.runtime.tls import Credentials, secured
-from lightning_hetero.runtime.token import Token
+from lightning_hetero.runtime.channels.address import Address
+from lightning_hetero.runtime.channels.channel import Channel, Inbox, send_buffers
+from lightning_hetero.runtime.channels.connection import SocketConnection, prepare_socket
+from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.runtime.channels.handshake import Identity, dial, receive_hello
+from lightning_hetero.runtime.channels.tls import Credentials, secured
+from lightning_hetero.runtime.channels.token import Token
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame, encode_frame
 from lightning_hetero.wire.session import downstream_session, upstream_session

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from ..planning.profile import Profile
-from ..runtime.deployment import Deployment
+from ..runtime.coordinator.deployment import Deployment
 
 
 def deployment_of(trainer: pl.Trainer) -> Deployment | None:

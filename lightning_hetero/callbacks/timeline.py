@@ -18,7 +18,7 @@ from ..observing.chart import chart_of
 from ..observing.prediction import prediction_of
 from ..observing.steps import RecordedStep, recorded_step
 from ..observing.trace import StepAndPrediction, trace_of
-from ..runtime.deployment import Deployment
+from ..runtime.coordinator.deployment import Deployment
 from .observed import deployment_of, profile_of, run_folder, warn_of_no_stages
 
 TRACE_NAME, CHART_NAME = "timeline.json", "timeline.svg"

@@ -22,10 +22,10 @@ from ..doctor.visit import Options, visit
 from ..errors import PlanError, TokenError
 from ..plan import Plan
 from ..planning.profile import Profile
-from ..runtime.address import Address
+from ..runtime.channels.address import Address
+from ..runtime.channels.tls import Credentials, credentials_of
+from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from ..runtime.equipment import equipment_here
-from ..runtime.tls import Credentials, credentials_of
-from ..runtime.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 
 if TYPE_CHECKING:
     from .commands import Commands

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..runtime.mesh import DEFAULT_MTU, DEFAULT_NETWORK, Mesh
-from ..runtime.mesh_files import (
+from ..runtime.mesh.files import (
     INSTALLED,
     INTERFACE,
     check_replaceable,
@@ -18,6 +17,7 @@ from ..runtime.mesh_files import (
     save_mesh,
     write_nodes,
 )
+from ..runtime.mesh.mesh import DEFAULT_MTU, DEFAULT_NETWORK, Mesh
 
 if TYPE_CHECKING:
     from .commands import Commands

@@ -19,13 +19,13 @@ from rich.text import Text
 
 from ..errors import WorkerUnreachable
 from ..planning.wording import in_bytes, in_percent
-from ..runtime.address import Address
-from ..runtime.asking import WorkerStatus, ask_status
-from ..runtime.deadlines import Deadlines
-from ..runtime.handshake import Identity
-from ..runtime.sightings import Sighting, Traffic, seen_again
-from ..runtime.tls import credentials_of
-from ..runtime.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
+from ..runtime.channels.address import Address
+from ..runtime.channels.deadlines import Deadlines
+from ..runtime.channels.handshake import Identity
+from ..runtime.channels.tls import credentials_of
+from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
+from ..runtime.finding.asking import WorkerStatus, ask_status
+from ..runtime.finding.sightings import Sighting, Traffic, seen_again
 
 if TYPE_CHECKING:
     from .commands import Commands

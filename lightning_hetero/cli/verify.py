@@ -19,7 +19,7 @@ from ..errors import ModelError
 from ..model.layers import DecoderLayer
 from ..plan import Plan
 from ..planning.even import even_plan
-from ..runtime.fleet import Fleet
+from ..runtime.coordinator.fleet import Fleet
 from ..verifying.errors import Comparison, Verdict
 from ..verifying.rehearsal import Rehearsal
 from .projects import Project, add_project_options, project_of

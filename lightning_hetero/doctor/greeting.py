@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import TrustError
-from ..runtime.address import Address
-from ..runtime.compatibility import Party, differences, obstacles
+from ..runtime.channels.address import Address
+from ..runtime.channels.compatibility import Party, differences, obstacles
 from ..wire import messages as m
 from .findings import Check, Finding
 

@@ -11,8 +11,8 @@ from ..errors import HeteroError, PlanError
 from ..plan import COORDINATOR
 from ..planning.links import fit_link
 from ..planning.profile import Link
-from ..runtime.channel import Channel, Inbox
-from ..runtime.links import exchange_over, measure_link
+from ..runtime.channels.channel import Channel, Inbox
+from ..runtime.channels.links import exchange_over, measure_link
 from ..wire import messages as m
 from ..wire.frames import Frame
 from .demand import Wanted, against_plan

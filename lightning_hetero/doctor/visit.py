@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import ChannelError, ProtocolError, TokenError, TrustError
-from ..runtime.address import Address
-from ..runtime.channel import Channel, send_buffers
-from ..runtime.connection import Connection, SocketConnection, prepare_socket
-from ..runtime.deadlines import Deadlines
-from ..runtime.handshake import receive_opening
-from ..runtime.links import new_inbox
-from ..runtime.tls import Credentials, secured
+from ..runtime.channels.address import Address
+from ..runtime.channels.channel import Channel, send_buffers
+from ..runtime.channels.connection import Connection, SocketConnection, prepare_socket
+from ..runtime.channels.deadlines import Deadlines
+from ..runtime.channels.handshake import receive_opening
+from ..runtime.channels.links import new_inbox
+from ..runtime.channels.tls import Credentials, secured
 from ..wire import messages as m
 from ..wire.frames import Frame, encode_frame
 from ..wire.opening import OpeningReader

@@ -21,7 +21,7 @@ from ..plan import COORDINATOR
 from ..planning.measuring import LayerJob, LayerSchedule, dtypes_to_measure, layer_jobs
 from ..planning.measuring import patience_seconds as patience_for
 from ..planning.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile
-from ..runtime.coordinator import Coordinator
+from ..runtime.coordinator.coordinator import Coordinator
 from ..runtime.device import DeviceDescription
 from .benches import DeviceResult, Trials, trials
 from .here import EndsResult, Tick, lead_trials, measure_ends

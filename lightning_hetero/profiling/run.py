@@ -28,7 +28,7 @@ from ..planning.assembling import (
     with_present_memory,
 )
 from ..planning.profile import VERSION, Profile
-from ..runtime.coordinator import Coordinator
+from ..runtime.coordinator.coordinator import Coordinator
 from ..runtime.device import DeviceDescription, describe_device
 from .cache import Identity, cache_file, read_known, write_known
 from .measuring import Found, Measuring, Wanted

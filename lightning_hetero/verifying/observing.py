@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import BatchError
 from ..model.calls import take_hidden
 from ..model.layers import DecoderLayer
-from ..runtime.deployment import Deployment
+from ..runtime.coordinator.deployment import Deployment
 from ..stepping import loss_of
 
 

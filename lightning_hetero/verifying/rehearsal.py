@@ -19,9 +19,9 @@ from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
 from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device
 from ..profiling.stepping import with_optimizers
 from ..profiling.traces import no_trace
-from ..runtime.deadlines import Deadlines
-from ..runtime.deployment import Deployment, imports_of
-from ..runtime.fleet import Fleet
+from ..runtime.channels.deadlines import Deadlines
+from ..runtime.coordinator.deployment import Deployment, imports_of
+from ..runtime.coordinator.fleet import Fleet
 from ..wire.tensors import DTYPES
 from .errors import (
     Comparison,

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_hetero.doctor.findings import CHECKS, Check, Finding, Report, advice, completed
 from lightning_hetero.doctor.greeting import Greeting, heard
-from lightning_hetero.runtime.address import Address
+from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.wire import messages as m
 
 ADDRESS = Address("strix", 9999)

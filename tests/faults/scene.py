@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.runtime.channel import Channel
-from lightning_hetero.runtime.deadlines import Deadlines
-from lightning_hetero.runtime.token import Token, write_token_file
+from lightning_hetero.runtime.channels.channel import Channel
+from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.runtime.channels.token import Token, write_token_file
 from lightning_hetero.wire import messages as m
 
 from ..conftest import WorkerProcess, worker_process

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_hetero import HeteroPipelineStrategy
-from lightning_hetero.runtime.connection import SocketConnection
+from lightning_hetero.runtime.channels.connection import SocketConnection
 from lightning_hetero.wire.frames import _PREFIX
 
 from ..models import TinyModule, loader, trainer

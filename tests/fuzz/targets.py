@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_hetero.errors import HeteroError, RemoteProtocolError
-from lightning_hetero.runtime.address import Address
+from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.translation import read_activation, read_arguments, read_gradients
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.constants import KeptConstants

@@ -20,8 +20,8 @@ import torch
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import PlanError, StageFailed, WorkerLost, WorkerUnreachable
-from lightning_hetero.runtime.address import Address
-from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.runtime.channels.address import Address
+from lightning_hetero.runtime.channels.deadlines import Deadlines
 from lightning_hetero.runtime.equipment import equipment_here
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame, FrameReader, encode_frame
@@ -118,7 +118,9 @@ def test_another_torch_trains_and_is_told_once(
 ) -> None:
     ours = equipment_here(torch.device("cpu"))
     other = msgspec.structs.replace(ours, versions=ours.versions | {"torch": "2.5.1"})
-    monkeypatch.setattr("lightning_hetero.runtime.fleet.equipment_here", lambda _: other)
+    monkeypatch.setattr(
+        "lightning_hetero.runtime.coordinator.fleet.equipment_here", lambda _: other
+    )
     with caplog.at_level(logging.INFO):
         assert_serves(workers[:1])
     expected = f"differs, which is normal: torch {torch.__version__} (2.5.1 here)"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_hetero.errors import LinkLost, WorkerLost, WorkerUnreachable
-from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.runtime.channels.deadlines import Deadlines
 
 from ..conftest import WorkerProcess, worker_process
 from ..faults.relay import relay_to
@@ -139,7 +139,7 @@ def test_a_frozen_local_worker_is_named_and_ended(scene: Scene) -> None:
 
 
 IMPATIENT_AND_SLOW = (
-    "import functools, tests.faults.slow_worker, lightning_hetero.runtime.worker as w; "
+    "import functools, tests.faults.slow_worker, lightning_hetero.runtime.worker.worker as w; "
     "w.Deadlines = functools.partial("
     f"w.Deadlines, heartbeat_seconds=0.1, silence_seconds={SILENCE_SECONDS})"
 )

@@ -21,8 +21,8 @@ from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import HeteroError, StageFailed, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
 from lightning_hetero.runtime import remote_optimizer
-from lightning_hetero.runtime.channel import Channel
-from lightning_hetero.runtime.coordinator import Coordinator
+from lightning_hetero.runtime.channels.channel import Channel
+from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.wire import messages as m
 
 from ..conftest import worker_process

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.pipeline.copies import StreamedCopies
-from lightning_hetero.runtime import coordinator, serving
+from lightning_hetero.runtime.coordinator import coordinator
+from lightning_hetero.runtime.worker import serving
 
 from ..models import TinyModule, loader, trainer
 from ..pipeline.made_up_streams import MadeUpMark, MadeUpStreams

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents, named_tensors
-from lightning_hetero.runtime.address import Address
 from lightning_hetero.runtime.building import describe_parameters
-from lightning_hetero.runtime.channel import Channel
-from lightning_hetero.runtime.coordinator import Coordinator
-from lightning_hetero.runtime.deadlines import Deadlines
+from lightning_hetero.runtime.channels.address import Address
+from lightning_hetero.runtime.channels.channel import Channel
+from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.runtime.channels.handshake import Identity
+from lightning_hetero.runtime.coordinator.coordinator import Coordinator
+from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
 from lightning_hetero.runtime.device import describe_device
-from lightning_hetero.runtime.handshake import Identity
 from lightning_hetero.runtime.keeping import Content, KeptTensors, fingerprint_of
-from lightning_hetero.runtime.remote_stage import RemoteStage
 from lightning_hetero.wire import messages as m
 
 from ..integration.test_families import in_four_bits
@@ -36,7 +36,7 @@ CHANGED = "1.mlp.up_proj.weight"
 @pytest.fixture(autouse=True)
 def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The bytes of the tensors that have been loaded, by their names; small ones are offered."""
-    monkeypatch.setattr("lightning_hetero.runtime.sending.LEAST_OFFERED_BYTES", 0)
+    monkeypatch.setattr("lightning_hetero.runtime.coordinator.sending.LEAST_OFFERED_BYTES", 0)
     send, found = Channel.send, dict[str, int]()
 
     def counting(self: Channel, message: m.Message, *tensors: Tensor) -> None:

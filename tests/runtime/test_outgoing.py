@@ -14,9 +14,10 @@ from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.copies import Copies, PlainCopies, StreamedCopies
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
-from lightning_hetero.runtime.address import Address
-from lightning_hetero.runtime.conversations import ConnectedWorker
-from lightning_hetero.runtime.outgoing import OutgoingArguments, send_copied
+from lightning_hetero.runtime.channels.address import Address
+from lightning_hetero.runtime.coordinator.arguments import OutgoingArguments
+from lightning_hetero.runtime.coordinator.conversations import ConnectedWorker
+from lightning_hetero.runtime.outgoing import send_copied
 from lightning_hetero.runtime.translation import read_activation, read_arguments, say_activation
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.constants import KeptConstants

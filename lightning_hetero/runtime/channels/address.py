@@ -1,0 +1,49 @@
+"""Addresses: ``host:port`` as a person writes it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from ...errors import PlanError
+
+MOST_PORT = 65535
+
+_HOST_AND_PORT = re.compile(
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%a-z]+)\]|(?P<name>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})"
+)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host and a port; prints as ``host:port``, with brackets around an IPv6 host."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read ``host:port``, ``1.2.3.4:port`` or ``[::1]:port``.
+
+        Raises:
+            PlanError: If it is none of these.
+        """
+        found = _HOST_AND_PORT.fullmatch(text)
+        if found is None or int(found["port"]) > MOST_PORT:
+            raise PlanError(f"{text!r} is no address; write host:port, such as strix.local:9999.")
+        return cls(found["ipv6"] or found["name"], int(found["port"]))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"

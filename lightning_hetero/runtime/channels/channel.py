@@ -1,0 +1,336 @@
+"""A channel: a connection that speaks frames, with a thread for each direction.
+
+The reading thread fills tensors in place; the writing thread sends large tensors from their own
+memory, and gives a sign of life when there is nothing to send, so a peer that computes is heard.
+What arrives, and the channel's end, goes to one inbox. Nobody who computes ever waits for the
+network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import ChannelError, HeteroError, RemoteProtocolError
+from ...wire import messages as m
+from ...wire.buffers import BufferPool
+from ...wire.frames import Frame, FrameReader, encode_frame
+from ...wire.session import Session, State
+from .activity import shown_by
+from .clocks import PeerClock
+from .connection import Connection
+from .deadlines import Deadlines
+
+logger = logging.getLogger(__name__)
+
+# A message, and what encodes its frame.
+Queued = tuple[m.Message, Callable[[], list[memoryview]]]
+
+# Of a silence: acknowledgements of a machine that is there come twice as often at least, also when
+# it takes no more bytes and is only asked whether it will.
+_SHARE_OF_SILENCE = 0.7
+
+# What channels say to each other, whatever their owners do.
+_BETWEEN_CHANNELS = (m.Ping, m.Pong, m.AskClock, m.ClockTold)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Something that came over a channel: a frame, or the error that ended it."""
+
+    channel: Channel
+    content: Frame | HeteroError
+    moment_seconds: float = field(default_factory=lambda: time.perf_counter())
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of the frame, if it is one."""
+        return self.content.tensors if isinstance(self.content, Frame) else ()
+
+
+Inbox = SimpleQueue[Arrival]
+
+# Carries out a message of one kind, whose tensors are given besides.
+Handler = Callable[[Any, tuple[Tensor, ...]], None]
+
+
+class Channel:
+    """One end of a conversation after its handshake. Start it with `start`, end it with `close`.
+
+    Args:
+        connection: From now on the channel's.
+        session: The rules, as far as the handshake has taken them.
+        peer: Who is at the other end, for messages to people.
+        frozen_seconds: Silence after which a peer is given up whose machine still answers; None
+            takes that of any silence.
+
+    Attributes:
+        clock: What is known of the peer's clock.
+        on_sent: Told, in a thread of the channel, of each message that has gone out: its bytes, and
+            when that began.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        session: Session,
+        peer: str,
+        deadlines: Deadlines,
+        frozen_seconds: float | None = None,
+    ) -> None:
+        self.peer = peer
+        self._frozen_seconds = frozen_seconds or deadlines.silence_seconds
+        # What this end does, for people at the other one, and what is known of that one.
+        self.activity = ""
+        self._peer_activity = ""
+        self._connection = connection
+        self.traffic = connection.traffic
+        self._session = session
+        self._reader = FrameReader()
+        self._deadlines = deadlines
+        self._lock = threading.Lock()
+        self._progress = threading.Condition(self._lock)
+        self._num_queued = 0
+        self._is_over = False
+        self.clock = PeerClock(self.send)
+        self.on_sent: Callable[[m.Message, int, float], None] | None = None
+        self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
+        self._is_closing = False
+        self._num_heard = 0
+        self._num_silent_waits = 0
+        self._threads: list[threading.Thread] = []
+
+    def start(self, inbox: Inbox, pool: BufferPool | None = None) -> None:
+        """Begin to read and write; what arrives goes to ``inbox``, in memory of the pool."""
+        if pool is not None:
+            self._reader = FrameReader(pool=pool)
+        self._connection.set_timeout(self._deadlines.heartbeat_seconds)
+        self._threads = [
+            threading.Thread(target=self._read, args=(inbox,), name=f"read {self.peer}"),
+            threading.Thread(target=self._write, name=f"write {self.peer}"),
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def send(self, message: m.Message, *tensors: Tensor) -> None:
+        """Queue a frame. Its tensors must not change until they are sent.
+
+        Raises:
+            LocalProtocolError: If the rules forbid the message, or it cannot be encoded.
+        """
+        frame = Frame(message, tensors)
+        buffers = encode_frame(frame)
+        logger.debug("> %s %s", self.peer, frame)
+        self._queue(message, partial(_encoded, buffers))
+
+    def send_later(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
+        """Queue a frame that the writing thread is to encode, which may wait for its tensors.
+
+        Raises:
+            LocalProtocolError: If the rules forbid the message.
+        """
+        logger.debug("> %s %s", self.peer, message)
+        self._queue(message, encode)
+
+    def _queue(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
+        with self._lock:
+            self._session.sent(message)
+            self._num_queued += 1
+            self._outgoing.put((message, encode))
+
+    def wait_until_sent(self, most_queued: int) -> None:
+        """Wait until at most so many frames are still to be sent, or the channel is over."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_queued <= most_queued or self._is_over)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one of the two has said the last word."""
+        return self._session.state is State.CLOSED
+
+    @property
+    def peer_activity(self) -> str:
+        """The last that is known of what the peer does; nothing if it has told nothing."""
+        return self._peer_activity
+
+    def peer_answers(self) -> bool:
+        """Ask for a sign of life, and wait until one comes or the channel is over."""
+        before = self._num_heard
+        self.send(m.Ping())
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_heard > before or self._is_over)
+        return self._num_heard > before
+
+    def close(self, last_word: m.Message | None = None) -> None:
+        """Send what is queued and a last word, then end the channel and its threads."""
+        if last_word is not None:
+            with contextlib.suppress(HeteroError):
+                self.send(last_word)
+        self._is_closing = True
+        self._outgoing.put(None)
+        reading, writing = self._threads
+        writing.join(self._deadlines.stop_seconds)
+        self._connection.shut_down()
+        for thread in (reading, writing):
+            if thread is not threading.current_thread():
+                thread.join()
+        self._connection.close()
+
+    def _read(self, inbox: Inbox) -> None:
+        try:
+            while True:
+                frame = self._next_frame()
+                if not isinstance(frame.message, _BETWEEN_CHANNELS):
+                    inbox.put(Arrival(self, frame))
+        except Exception as error:  # whatever it is, somebody waits for what would come next
+            self._end(inbox, error)
+
+    def _next_frame(self) -> Frame:
+        while True:
+            try:
+                frame = receive_some(self._connection, self._reader, self.peer)
+            except TimeoutError:
+                self._on_silence()
+                continue
+            self._num_silent_waits = 0
+            if frame is None:
+                continue
+            logger.debug("< %s %s", self.peer, frame)
+            with self._progress:
+                self._session.received(frame.message)
+                self._num_heard += 1
+                self._progress.notify_all()
+            self._peer_activity = shown_by(frame.message) or self._peer_activity
+            if isinstance(frame.message, m.Ping):
+                self.send(m.Pong(self.activity))
+            self.clock.take(frame.message)
+            return frame
+
+    def _on_silence(self) -> None:
+        # Waits are counted and no clock is read: who was stopped itself blames nobody for it.
+        self._num_silent_waits += 1
+        silence_seconds = self._num_silent_waits * self._deadlines.heartbeat_seconds
+        if silence_seconds < self._deadlines.silence_seconds:
+            self.send(m.Ping())  # whose signs of life may be set to come less often than we look
+            return
+        since_answer = self._connection.seconds_since_answer()
+        is_cut_off = since_answer is not None and since_answer > _SHARE_OF_SILENCE * silence_seconds
+        if is_cut_off or silence_seconds >= self._frozen_seconds:
+            raise ChannelError(
+                f"No sign of life from {self.peer} for {silence_seconds:.3g} s"
+                f"{_reason_of_silence(since_answer, is_cut_off)}."
+            )
+
+    def _end(self, inbox: Inbox, error: Exception) -> None:
+        """The channel is over: tell the peer if it broke a rule, and ours in any case."""
+        broke_a_rule = isinstance(error, RemoteProtocolError)
+        if broke_a_rule:
+            with contextlib.suppress(HeteroError):
+                self.send(m.Failure(reason=str(error)))
+        if not self._is_closing:
+            if not isinstance(error, HeteroError):
+                error = ChannelError(f"The connection to {self.peer} was cut ({error}).")
+            inbox.put(Arrival(self, error))
+        if not broke_a_rule:
+            self._connection.shut_down()  # or the other thread would try to send for a while
+        self._outgoing.put(None)
+
+    def _write(self) -> None:
+        try:
+            while (queued := self._next_outgoing()) is not None:
+                self._send_now(*queued)
+                del queued  # the next wait must not keep the frame's tensors alive
+                self._note_progress(is_over=False)
+        except (OSError, HeteroError) as error:
+            logger.debug("writing to %s ended: %s", self.peer, error)
+            self._connection.shut_down()
+        finally:
+            self._note_progress(is_over=True)
+
+    def _next_outgoing(self) -> Queued | None:
+        while True:
+            try:
+                return self._outgoing.get(timeout=self._deadlines.heartbeat_seconds)
+            except Empty:
+                self.send(m.Pong(self.activity))
+
+    def _send_now(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
+        buffers = encode()
+        start, num_bytes = time.perf_counter(), sum(map(len, buffers))
+        send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
+        if self.on_sent is not None:
+            self.on_sent(message, num_bytes, start)
+
+    def _note_progress(self, is_over: bool) -> None:
+        with self._progress:
+            self._num_queued -= not is_over
+            self._is_over = is_over
+            self._progress.notify_all()
+
+
+def _encoded(buffers: list[memoryview]) -> list[memoryview]:
+    return buffers
+
+
+def receive_some(
+    connection: Connection, reader: FrameReader, peer: str = "The peer"
+) -> Frame | None:
+    """Take what has arrived; the frame, if that completes one.
+
+    Raises:
+        TimeoutError: If nothing arrives within the connection's timeout.
+        ChannelError: If the peer has ended the connection.
+        RemoteProtocolError: If what arrived is no frame.
+    """
+    num_bytes = connection.receive_into(reader.buffer())
+    if num_bytes > 0:
+        return reader.advance(num_bytes)
+    try:
+        reader.close()
+    except RemoteProtocolError as error:
+        raise ChannelError(
+            f"{peer} ended the connection in the middle of a message, as a process does that is "
+            "killed."
+        ) from error
+    raise ChannelError(f"{peer} ended the connection without a word.")
+
+
+def _reason_of_silence(since_answer: float | None, is_cut_off: bool) -> str:
+    if since_answer is None:
+        return ""
+    if is_cut_off:
+        return ", nor from its machine: it is off, or the network between is cut"
+    return ": its machine answers, so its process is frozen, or a tunnel to it is cut"
+
+
+def send_buffers(
+    connection: Connection, buffers: list[memoryview], patience_seconds: float
+) -> None:
+    """Send buffers one after the other, from where they are; the list is used up.
+
+    Raises:
+        ChannelError: If the peer takes nothing for ``patience_seconds``.
+    """
+    last_progress = time.monotonic()
+    while buffers:
+        try:
+            num_bytes = connection.send(buffers)
+            last_progress = time.monotonic()
+        except TimeoutError:
+            if time.monotonic() - last_progress > patience_seconds:
+                raise ChannelError(f"The peer took nothing for {patience_seconds} s.") from None
+            continue
+        while buffers and num_bytes >= len(buffers[0]):
+            num_bytes -= len(buffers.pop(0))
+        if num_bytes:
+            buffers[0] = buffers[0][num_bytes:]

@@ -1,0 +1,286 @@
+"""Running the stages of a plan on workers: steps, gradients, optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import HeteroError, RemoteProtocolError
+from ...pipeline.activation import Activation, Gradients
+from ...pipeline.averaging import AveragingAction
+from ...pipeline.copies import Copies, copies_for
+from ...pipeline.handover import Returned
+from ...pipeline.optimizer import Clipping, Group
+from ...pipeline.recording import APPLY
+from ...pipeline.rule import Key
+from ...pipeline.stage import Surroundings
+from ...plan import Narrowing
+from ...wire import messages as m
+from ...wire.frames import Frame
+from ...wire.values import Packer, unpack
+from ..channels.address import Address
+from ..channels.deadlines import Deadlines
+from ..channels.handshake import Identity
+from ..outgoing import send_copied
+from ..translation import read_activation, read_gradients, say_passed
+from .arguments import OutgoingArguments
+from .conversations import ConnectedWorker
+from .remote_tensors import TensorConversations
+
+CPU = torch.device("cpu")
+
+
+class Coordinator(TensorConversations):
+    """Runs the stages of a plan on their workers.
+
+    Implements `Stages` for the driver. Not thread-safe: only the thread that has the turn may use
+    it.
+
+    Args:
+        workers: Name and address of each remote stage's worker.
+        identity: What they are shown.
+        narrowing: What the coordinator rounds the activations to that it sends to the first stage,
+            and the gradients that it sends to the last one.
+        device: What this process computes on.
+        copies: Those of the device; None for what fits it.
+
+    Attributes:
+        num_tokens: Positions of hidden states that were sent for training.
+
+    Raises:
+        WorkerUnreachable: If one does not answer or refuses.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[tuple[str, Address]],
+        deadlines: Deadlines,
+        identity: Identity,
+        narrowing: Narrowing | None = None,
+        device: torch.device = CPU,
+        copies: Copies | None = None,
+    ) -> None:
+        super().__init__(workers, deadlines, identity, device, copies or copies_for(device))
+        self._narrowing = narrowing or Narrowing()
+        self.num_tokens = 0
+        self._timings: list[tuple[int, m.Timings]] = []
+        self._is_applying = False
+        self._stepping = contextlib.ExitStack()
+        self._has_failed_applying = False
+
+    def serve(self, names: Sequence[str], narrowing: Narrowing) -> None:
+        """Keep these workers for the stages of a plan that was not known before."""
+        self.keep(names)
+        self._narrowing = narrowing
+
+    # steps
+
+    def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
+        """Start a step on every stage."""
+        self._check_linked()
+        self.copies.keep_for(max_in_flight)
+        self.step += 1
+        self.recorder.begin_step()
+        self._broadcast(m.BeginStep(self.step, max_in_flight, accumulate))
+
+    def abort_step(self) -> None:
+        """Make every stage forget the present step; never raises."""
+        if self.step > 0:
+            with contextlib.suppress(HeteroError):
+                self._broadcast(m.AbortStep(self.step))
+
+    def _present_step(self) -> int:
+        """The step that gradients belong to; before the first forward there is none yet."""
+        if self.step == 0:
+            self.begin_step(1, accumulate=True)
+        return self.step
+
+    def drop_caches(self, numbers: Sequence[int]) -> None:
+        """Let every stage forget key-value caches."""
+        self._check_usable()
+        self._broadcast(m.DropCaches(list(numbers)))
+
+    def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+        """Send hidden states to the first stage, and each stage its layers' arguments."""
+        with self.recorder.span("pack", key, "Activation"):
+            self._send_forward(key, hidden, surroundings)
+        if surroundings.grad_enabled and key.visit == 0:
+            num_tokens = hidden.shape[:-1].numel()
+            self.num_tokens += num_tokens
+            self.recorder.note_training(num_tokens)
+
+    def _send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+        arguments = OutgoingArguments(self.step, key, surroundings, self.copies)
+        for worker, stage in zip(self._workers, self._stages, strict=True):
+            arguments.send(worker, stage.layers)
+        with torch.set_grad_enabled(surroundings.grad_enabled):
+            content = say_passed(self.step, key, Activation(hidden), self._narrowing)
+        send_copied(self._workers[0].channel, content, self.copies)
+
+    def send_backward(self, key: Key, gradients: Gradients) -> None:
+        """Send the gradients of a returned activation to the last stage."""
+        with self.recorder.span("pack", key, "Gradients"):
+            content = say_passed(self.step, key, gradients, self._narrowing)
+            send_copied(self._workers[-1].channel, content, self.copies)
+
+    def receive(self) -> Returned:
+        """Wait for the next activation or gradients of the present step."""
+        with self.recorder.span("wait"):
+            while True:
+                returned = self._returned(*self._receive(self._deadlines.progress_seconds))
+                if returned is not None:
+                    return returned
+
+    def take_arrived(self) -> list[Returned]:
+        """The same without waiting: what has come by now."""
+        found: list[Returned] = []
+        while not self._inbox.empty():
+            worker, frame = self._heard(self._deadlines.progress_seconds)
+            if not self._is_aside(worker, frame.message):
+                returned = self._returned(worker, frame)
+                found += [] if returned is None else [returned]
+        return found
+
+    def _returned(self, worker: ConnectedWorker, frame: Frame) -> Returned | None:
+        """What a stage has sent; None for what is left over from an aborted step."""
+        message = frame.message
+        if not isinstance(message, (m.Activation, m.Gradient)) or message.step != self.step:
+            return None
+        key = Key(message.microbatch, message.visit)
+        try:
+            bring = self.copies.to_device
+            if isinstance(message, m.Gradient):
+                return Returned(key, bring(frame.tensors, partial(read_gradients, message)))
+            return Returned(key, bring(frame.tensors, partial(read_activation, message)))
+        except RemoteProtocolError as error:
+            raise self._note_lost(worker, error) from error
+
+    def take_timings(self) -> list[tuple[int, m.Timings]]:
+        """What stages, by their numbers, have said of their steps; each is told once."""
+        taken, self._timings = self._timings, []
+        return taken
+
+    # gradients
+
+    def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
+        """Freeze remote parameters, or train them, from the next forward on."""
+        for worker, own in self._by_owner(names):
+            worker.channel.send(m.SetTrained(own, requires_grad))
+
+    def zero_gradients(self, names: Sequence[str], set_to_none: bool) -> None:
+        """Drop the gradients of remote parameters, or make them zero.
+
+        Waits until it is done: the gradients of a backward that follows come to a stage from its
+        neighbor, and could overtake what comes from here.
+        """
+        self._check_usable()
+        asked = list(self._by_owner(names))
+        for worker, own in asked:
+            worker.channel.send(m.ZeroGradients(own, set_to_none))
+        self._collect(m.Done, len(asked))
+
+    def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
+        """The norms of remote gradients by their parameters' names: those that an optimizer
+        would use, or all."""
+        return self.ask_gradient_norms(optimizer)()
+
+    def ask_gradient_norms(self, optimizer: int | None = None) -> Callable[[], dict[str, float]]:
+        """The same, to be waited for by calling what is returned; until then only gradients here
+        may be looked at."""
+        self._broadcast(m.MeasureNorms(self._present_step(), optimizer))
+
+        def answered() -> dict[str, float]:
+            with self.recorder.span("wait", message="Norms"):
+                answers = self._collect(m.Norms, len(self._workers))
+            return {name: norm for answer in answers for name, norm in answer.norms.items()}
+
+        return answered
+
+    def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
+        """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
+        step = self._present_step()
+        message = m.ClipGradients(step, optimizer, clipping.factor, clipping.value)
+        self._broadcast(message)
+
+    # optimizers
+
+    def build_optimizer(
+        self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
+    ) -> None:
+        """Give every stage its part of an optimizer."""
+        for worker in self._workers:
+            packer = Packer()
+            packed_defaults = packer.pack(dict(defaults), "An optimizer default")
+            specs = [
+                m.GroupSpec(
+                    [name for name in group.parameters if self._owner_of.get(name) is worker],
+                    packer.pack(dict(group.options), "An optimizer option"),
+                )
+                for group in groups
+            ]
+            worker.channel.send(
+                m.BuildOptimizer(optimizer, class_name, packed_defaults, specs), *packer.tensors
+            )
+        self._await_done()
+
+    def apply_optimizer(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
+        """Let every stage step; does not wait for it.
+
+        You must call `note_applied` when this process has stepped too.
+        """
+        self._is_applying = True
+        packer = Packer()
+        values = [packer.pack(dict(group), "An optimizer option") for group in options]
+        message = m.ApplyOptimizer(self._present_step(), optimizer, values)
+        self._broadcast(message, *packer.tensors)
+        self._stepping.close()
+        self._stepping.enter_context(self.recorder.span("optimizer", message=APPLY))
+
+    def note_applied(self) -> None:
+        """The optimizer has stepped here as it does, or will do, on the stages."""
+        self._is_applying = False
+        self._stepping.close()
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether all weights are, or will be when the stages have done their work, of one step.
+
+        They are not after an exception inside the optimizer's step.
+        """
+        return not self._is_applying and not self._has_failed_applying
+
+    def optimizer_state(self, optimizer: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """An optimizer's state of all remote parameters, with their names, one by one."""
+        requests = [(worker, m.FetchOptimizerState(optimizer)) for worker in self._workers]
+        for message, tensors in self._ask(requests, m.OptimizerState):
+            yield message.parameter, unpack(message.state, tensors)
+
+    def load_optimizer_state(self, optimizer: int, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace an optimizer's state of remote parameters."""
+        for name, values in state.items():
+            packer = Packer()
+            value = packer.pack(dict(values), f"the optimizer state of {name}")
+            message = m.LoadOptimizerState(optimizer, name, value)
+            self._owner_of[name].channel.send(message, *packer.tensors)
+
+    def average_weights(
+        self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
+    ) -> None:
+        """Do something with every stage's running average of its weights; does not wait for it."""
+        self._check_usable()
+        self._broadcast(m.AverageWeights(action, num_averaged, decay))
+
+    def _note_failure(self, worker: ConnectedWorker, failure: m.Failure) -> None:
+        worker.forget_constants()  # whether it has taken the last ones is not known
+        self._has_failed_applying |= failure.in_optimizer_step
+
+    def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
+        if isinstance(message, m.Timings):
+            self._timings.append((worker.number, message))
+            return True
+        return super()._is_aside(worker, message)

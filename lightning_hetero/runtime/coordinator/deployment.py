@@ -1,0 +1,365 @@
+"""A model deployed over workers: its hollow layers, and the conversations behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import BatchError, HeteroError, ModelError
+from ...model.calls import LayerCall
+from ...model.collecting import CollectingHooks
+from ...model.hollow import HollowLayers, is_hollow
+from ...model.layers import DecoderLayer, check_layers_stand_alone
+from ...model.pretrained import CheckpointWeights, weights_in_checkpoint
+from ...model.recipe import write_recipe
+from ...model.state_dicts import is_frozen
+from ...model.tensors import named_tensors
+from ...pipeline.activation import Activation, Collected, join_activations
+from ...pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
+from ...pipeline.pieces import cut_request
+from ...pipeline.turns import current_turn
+from ...plan import Plan, StagePlan
+from ...wire.tensors import DTYPES
+from .coordinator import Coordinator
+from .own_layers import adjust_own, check_can_be_compiled, restore_own
+from .progress import Progress
+from .remote_stage import remote_stages
+from .trained_parameters import TrainedParameters
+
+logger = logging.getLogger(__name__)
+
+
+class Deployment:
+    """Some layers of a model live on workers from construction until `bring_back`.
+
+    When layers move, `bring_here` ends it and another one begins, with the same coordinator.
+
+    Args:
+        root: The LightningModule.
+        layers: All its decoder layers.
+        plan: A plan that fits them.
+        coordinator: Connected to the workers of the plan's remote stages, in their order.
+        seed: Start of all dropout masks.
+        converts_weights: Whether a stage's ``dtype`` is for its weights too; under autocast it is
+            not.
+
+    Raises:
+        ModelError: If the layers cannot live apart.
+        WorkerError: If a worker cannot build them.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Sequence[DecoderLayer],
+        plan: Plan,
+        coordinator: Coordinator,
+        seed: int,
+        converts_weights: bool = True,
+    ) -> None:
+        self.plan = plan
+        self.coordinator = coordinator
+        self.layers = layers
+        stages = [_numbered(layers, stage) for stage in plan.remote_stages]
+        check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
+        away = {number: layer for stage in stages for number, layer in stage.items()}
+        self._away = {number: layer.module for number, layer in away.items()}
+        self._weights = weights_in_checkpoint(root)
+        _check_weights_can_be_sent(self._away, self._weights)
+        self.names_of = {tensor: name for name, tensor in named_tensors(self._away)}
+        self._sent = {name for name, _ in named_tensors(self._away)}
+        self._root = root
+        self._converts_weights = converts_weights
+        rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
+        self._trained = TrainedParameters(coordinator, self.names_of, rounded)
+        # What is not only in the checkpoint may have been trained before layers moved.
+        self._was_here = {tensor for tensor in self.names_of if not tensor.is_meta}
+        self._visits: int | None = None
+        self._progress: Progress | None = None
+        self._hollow = HollowLayers(away, self._exchange, self)
+        self._hollow.check()  # before any weight travels
+        check_can_be_compiled(layers, plan, coordinator.equipment)
+        self._send(stages, seed)
+        self._collecting = CollectingHooks(root, [layer.name for layer in away.values()])
+        self._hollow.caches.listen(root, [layer.name for layer in away.values()])
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._collecting.remove)
+            undo.callback(self._hollow.caches.remove)
+            self._hollow.hollow()
+            undo.pop_all()
+        self._adjusted = adjust_own(layers, plan)
+
+    def _send(self, stages: Sequence[dict[int, DecoderLayer]], seed: int) -> None:
+        remote = remote_stages(
+            self._root, stages, self.plan, self._weights, seed, self._converts_weights
+        )
+        sizes = {name: tensor.nbytes for name, tensor in named_tensors(self._away)}
+        what = "Sending layers to the workers"
+        with closing(self.coordinator.progress(what, sum(sizes.values()))) as progress:
+            for name in self.coordinator.deploy(remote):
+                progress.advance(sizes[name])
+
+    @contextmanager
+    def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
+        """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
+        self.coordinator.begin_step(num_pieces, accumulate)
+        self._visits = 0
+        try:
+            with self.coordinator.recorder.span("forward"):
+                yield
+        finally:
+            self._visits = None
+
+    def abort(self) -> None:
+        """Make everyone forget the present step, after an exception in it."""
+        self._visits = None
+        self._hollow.forget_calls()
+        if self.coordinator.lost is None:
+            self.coordinator.abort_step()
+
+    def follow_trained_ones(self) -> None:
+        """Freeze on the stages what is frozen now, and train what is not.
+
+        Raises:
+            ModelError: If a stage keeps a parameter in a dtype in which it must not be trained.
+        """
+        self._trained.follow()
+
+    def weights_dtype_of(self, stage: StagePlan) -> torch.dtype | None:
+        """What a stage's frozen weights are kept in, where that is not what they are here."""
+        converts = stage.dtype is not None and self._converts_weights
+        return DTYPES[stage.dtype] if converts else None  # type: ignore[index]
+
+    def grad_norms(self) -> dict[str, float]:
+        """The norms of the gradients on the stages, by their parameters' names in the module."""
+        norms = self.coordinator.gradient_norms()
+        named: dict[Tensor, str] = {p: name for name, p in self._root.named_parameters()}
+        return {
+            named[p]: norms[name]
+            for p, name in self.names_of.items()
+            if name in norms and p in named
+        }
+
+    def check_between_steps(self) -> None:
+        """Refuse to make a checkpoint of weights of which only some have made the latest step.
+
+        Raises:
+            ModelError: After an exception inside the optimizer's step.
+        """
+        if not self.coordinator.is_between_steps:
+            raise ModelError(
+                "The run was interrupted inside the optimizer's step, which some layers have made "
+                "and others have not; continue from the last checkpoint."
+            )
+
+    def check_forward_finished(self) -> None:
+        """Refuse a ``training_step`` that left the decoder layers half-way."""
+        self._hollow.check_finished()
+
+    @contextmanager
+    def gathering(self, left_out: set[Tensor]) -> Iterator[None]:
+        """Inside, ``state_dict`` is for a checkpoint: it tells how far it is, and lacks some."""
+        num_bytes = sum(
+            tensor.nbytes
+            for tensor in self.names_of
+            if tensor not in left_out and not (is_frozen(tensor) and _is_in(tensor, self._weights))
+        )
+        what = "Gathering the weights of the layers on workers"
+        self._hollow.state_dicts.left_out = left_out
+        try:
+            with closing(self.coordinator.progress(what, num_bytes)) as self._progress:
+                yield
+        finally:
+            self._progress = None
+            self._hollow.state_dicts.left_out = set()
+
+    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Bring tensors of hollow layers here."""
+        return self.coordinator.fetch(names, self._progress)
+
+    def store(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the content of tensors of hollow layers."""
+        self.coordinator.store(tensors)
+
+    def bring_back(self) -> bool:
+        """Make the layers ordinary again with their present weights.
+
+        What is in a checkpoint and has not been trained stays there.
+
+        Returns:
+            Whether the weights came back. If not, the layers stay hollow and say so when used.
+        """
+        try:
+            self.bring_here()
+        except HeteroError as error:
+            self._release_local_layers()
+            layers = f"{min(self._away)} to {max(self._away)}"
+            logger.error(
+                "The weights of the decoder layers %s could not be brought back: %s Continue from "
+                "the last checkpoint.",
+                layers,
+                error,
+            )
+            return False
+        else:
+            if not self.coordinator.is_between_steps:
+                logger.error(
+                    "The run was interrupted inside the optimizer's step, so the weights that came "
+                    "back are of two different steps. Continue from the last checkpoint."
+                )
+            return True
+
+    def bring_here(self) -> None:
+        """The same for layers that are to move; nothing has changed if it raises.
+
+        Raises:
+            WorkerError: If a worker does not hand out what it has.
+        """
+        coming = {
+            name: tensor.nbytes
+            for name, tensor in named_tensors(self._away)
+            if name in self._sent and self._must_come_back(tensor)
+        }
+        what = "Bringing the layers back"
+        with closing(self.coordinator.progress(what, sum(coming.values()))) as progress:
+            tensors = self.coordinator.fetch(list(coming), progress)
+        self.refill(tensors)
+
+    def refill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the layers ordinary again, with this content for their tensors."""
+        self._release_local_layers()
+        self._hollow.refill(tensors)
+        self._collecting.remove()
+        self._hollow.caches.remove()
+
+    def check_can_move(self, plan: Plan) -> None:
+        """Refuse a plan whose layers cannot live apart, before anything has changed.
+
+        Raises:
+            ModelError: With the reason.
+        """
+        stages = [_numbered(self.layers, stage) for stage in plan.remote_stages]
+        check_layers_stand_alone(self._root, [list(stage.values()) for stage in stages])
+        leaving = {
+            number: layer
+            for stage in stages
+            for number, layer in stage.items()
+            if number not in self._away
+        }
+        self._release_local_layers()
+        try:
+            HollowLayers(leaving, self._exchange, self).check()
+        finally:
+            self._adjusted = adjust_own(self.layers, self.plan)
+
+    def _release_local_layers(self) -> None:
+        restore_own(self._adjusted)
+        self._adjusted = []
+
+    def _must_come_back(self, tensor: Tensor) -> bool:
+        changes = tensor in self._trained.ever or tensor in self._was_here
+        return changes or not _is_in(tensor, self._weights)
+
+    def close(self) -> None:
+        """End the conversations with the workers."""
+        self.coordinator.close()
+
+    def _exchange(
+        self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
+    ) -> tuple[Tensor, tuple[Collected, ...]]:
+        """What the last hollow layer of the run does with the hidden states."""
+        forgotten = self._hollow.caches.take_forgotten()
+        if forgotten:
+            self.coordinator.drop_caches(forgotten)
+        request = Request(hidden, surroundings_here(hidden, calls, collect))
+        returned = self._hand_over(request)
+        return returned.hidden, returned.collected
+
+    def _hand_over(self, request: Request) -> Activation:
+        turn = current_turn()
+        if turn is not None:
+            returned: Activation = turn.hand_over(request)
+            return returned
+        with contextlib.ExitStack() as stack:
+            if self._visits is None:
+                # An evaluation, or a user's own call of the model: a step by itself.
+                in_flight = self.plan.micro_batches
+                stack.enter_context(self.whole_batch_step(in_flight, accumulate=True))
+            return self._exchange_whole(request)
+
+    def _exchange_whole(self, request: Request) -> Activation:
+        if request.surroundings.grad_enabled:
+            self.follow_trained_ones()
+        visit, self._visits = self._visits or 0, (self._visits or 0) + 1
+        # With a cache a batch goes in one piece. Matrix products over fewer rows may add up in
+        # another order: of the tests' 14 models, cut, not one gave the bits of one device, and
+        # one other bit can make another token.
+        is_whole = request.surroundings.has_cache
+        pieces = [request] if is_whole else _pieces(request, self.plan.micro_batches)
+        if not request.surroundings.grad_enabled:
+            found = exchange_pieces(self.coordinator, pieces, visit, self.plan.max_in_flight)
+            returned = join_activations(found)
+            return returned.map(lambda tensor: tensor.to(request.hidden.device))
+        anchor = torch.zeros((), requires_grad=True)
+        kinds: list[str] = []
+        hidden, *others = Boundary.apply(  # type: ignore[no-untyped-call]
+            request.hidden,
+            anchor,
+            self.coordinator,
+            pieces,
+            visit,
+            kinds,
+            self.plan.max_in_flight,
+        )
+        return Activation(hidden, tuple(map(Collected, kinds, others)))
+
+
+def imports_of(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> set[str]:
+    """The modules of the user's own that workers of a plan must import to build their layers.
+
+    Raises:
+        ModelError: If a worker could not build them.
+    """
+    stages = [list(_numbered(layers, stage).items()) for stage in plan.remote_stages]
+    recipes = [write_recipe(root, stage) for stage in stages]
+    return {name for recipe in recipes for name in recipe.imports}
+
+
+def _is_in(tensor: Tensor, weights: CheckpointWeights | None) -> bool:
+    return weights is not None and tensor in weights
+
+
+def _check_weights_can_be_sent(
+    layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
+) -> None:
+    for name, tensor in named_tensors(layers):
+        if tensor.is_meta and not _is_in(tensor, weights):
+            raise ModelError(
+                f"The decoder layers have no weights: {name} is on `meta`. If a worker was lost in "
+                "the run before, build the module anew and continue with `ckpt_path`."
+            )
+    # What was trained there is lost; what the model was made from would come in its place.
+    lost = [number for number, layer in layers.items() if is_hollow(layer)]
+    if lost:
+        raise ModelError(
+            f"Decoder layer {lost[0]} has not come back from the worker that was lost in the run "
+            "before; build the module anew and continue with `ckpt_path`."
+        )
+
+
+def _pieces(request: Request, num_pieces: int) -> list[Request]:
+    try:
+        return cut_request(request, num_pieces)
+    except BatchError as error:
+        warnings.warn(f"The batch goes through the stages in one piece. {error}", stacklevel=2)
+        return [request]
+
+
+def _numbered(layers: Sequence[DecoderLayer], stage: StagePlan) -> dict[int, DecoderLayer]:
+    return {number: layers[number] for number in stage.layer_indices}

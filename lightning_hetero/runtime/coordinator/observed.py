@@ -1,0 +1,111 @@
+"""The coordinator's side of recording: asks workers what they did, and what their clocks show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...pipeline.copies import Copies
+from ...pipeline.recording import Recorder
+from ...wire import messages as m
+from ..channels.address import Address
+from ..channels.clocks import ClockSample
+from ..channels.deadlines import Deadlines
+from ..channels.handshake import Identity
+from ..health import health_of
+from ..sent import observe
+from .conversations import ConnectedWorker, Conversations
+
+# Enough for one of them to meet no other traffic.
+_COMPARISONS = 16
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was recorded until a moment, as far as the stages have said so."""
+
+    answers: dict[int, m.StageRecord]
+
+
+class ObservedConversations(Conversations):
+    """Conversations with workers that record what they do, as this process does itself.
+
+    Args:
+        device: What this process computes on.
+        copies: Those of the device.
+
+    Attributes:
+        recorder: Takes this process's own spans.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[tuple[str, Address]],
+        deadlines: Deadlines,
+        identity: Identity,
+        device: torch.device,
+        copies: Copies,
+    ) -> None:
+        super().__init__(workers, deadlines, identity, copies)
+        self.recorder = Recorder(device)
+        self._wishes: dict[str, bool] = {}
+        self._asked: dict[int, Asked] = {}
+        self._num_asked = 0
+
+    def start_recording(self, who: str, keeps_spans: bool) -> None:
+        """Record from the next step on, everywhere, until ``who`` has had enough."""
+        self._wish({**self._wishes, who: keeps_spans})
+
+    def stop_recording(self, who: str) -> None:
+        """``who`` wants nothing recorded any more; others may."""
+        if who in self._wishes:
+            self._wish({name: wish for name, wish in self._wishes.items() if name != who})
+
+    def ask_records(self, with_spans: bool) -> int:
+        """Ask what was recorded until now; `records` has the answers under this number."""
+        self._check_usable()
+        self._num_asked += 1
+        number = self._num_asked
+        totals, spans, dropped = self.recorder.record(with_spans)
+        health = health_of(self.recorder.device)
+        self._asked[number] = Asked({0: m.StageRecord(number, totals, spans, dropped, health)})
+        self._broadcast(m.FetchRecord(number, with_spans))
+        return number
+
+    def records(self, number: int) -> dict[int, m.StageRecord]:
+        """What was asked for by the stages' numbers, 0 for this process; waits for what is not
+        there yet."""
+        answers = self._asked[number].answers
+        while len(answers) <= len(self._workers):
+            worker, frame = self._heard(self._deadlines.request_seconds)
+            self._is_aside(worker, frame.message)
+        del self._asked[number]
+        return answers
+
+    def compare_clocks(self) -> None:
+        """Ask all workers for the time, some times; does not wait for it."""
+        for worker in self._workers:
+            worker.channel.clock.compare(_COMPARISONS)
+
+    def clock_samples(self) -> dict[int, list[ClockSample]]:
+        """What the workers' clocks showed, by the stages' numbers."""
+        patience = self._deadlines.request_seconds
+        return {worker.number: worker.channel.clock.samples(patience) for worker in self._workers}
+
+    def _wish(self, wishes: dict[str, bool]) -> None:
+        self._check_usable()
+        self._wishes = wishes
+        is_on, keeps_spans = bool(wishes), any(wishes.values())
+        self.recorder.switch(is_on, keeps_spans)
+        for worker in self._workers:
+            observe(worker.channel, worker.number, self.recorder if is_on else None)
+        self._broadcast(m.Record(is_on, keeps_spans))
+
+    def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
+        if not isinstance(message, m.StageRecord):
+            return super()._is_aside(worker, message)
+        if message.number in self._asked:
+            self._asked[message.number].answers[worker.number] = message
+        return True

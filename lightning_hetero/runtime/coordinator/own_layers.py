@@ -1,0 +1,87 @@
+"""What the plan asks of the coordinator's own layers: compiled, or run again in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ...errors import ModelError
+from ...model.calls import caches_among, without_cache
+from ...model.layers import DecoderLayer
+from ...model.tensors import has_four_bit
+from ...pipeline.compiling import compiled
+from ...plan import Plan
+from ...wire.messages import Equipment
+from ..channels.compatibility import obstacles_to_compiling
+
+
+def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment: Equipment) -> None:
+    """Refuse a plan by which this process should compile layers and cannot.
+
+    Raises:
+        ModelError: With the remedy.
+    """
+    for stage in plan.stages:
+        if stage.is_local and stage.compile:
+            own = {number: layers[number].module for number in stage.layer_indices}
+            if found := obstacles_to_compiling(equipment, has_four_bit(own)):
+                raise ModelError(f"The coordinator cannot compile its layers: {' '.join(found)}")
+
+
+def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[nn.Module]:
+    """Compile the coordinator's layers, and let them run again in the backward, if the plan wants
+    it; which layers that are, for `restore_own`."""
+    adjusted = []
+    for stage in plan.stages:
+        if stage.is_local and (stage.compile or stage.recompute):
+            for number in stage.layer_indices:
+                layer = layers[number].module
+                if stage.compile:
+                    layer.forward = _Compiled(layer.forward)
+                if stage.recompute:
+                    layer.forward = _Recomputed(layer.forward)
+                adjusted.append(layer)
+    return adjusted
+
+
+def restore_own(adjusted: Iterable[nn.Module]) -> None:
+    """Make them ordinary again."""
+    for layer in adjusted:
+        del layer.forward
+
+
+class _Compiled:
+    """A layer's ``forward``, compiled where no cache grows from call to call."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._compiled = compiled(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            args, kwargs = without_cache(args, kwargs)  # which nobody reads in a training step
+        elif caches_among(args, kwargs):
+            return self._forward(*args, **kwargs)
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What torch has compiled would stay with the first layer in a copy of it.
+        return _Compiled, (self._forward,)
+
+
+class _Recomputed:
+    """A layer's ``forward`` that keeps its inputs only."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        # A second forward must not find what the first one left in a cache.
+        args, kwargs = without_cache(args, kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,139 @@
+"""Finding workers on the local network: announced for our token, and taking conversations."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...errors import DiscoveryError, WorkerUnreachable
+from ...wire import messages as m
+from ...wire.session import coordinator_session
+from ..channels.address import Address
+from ..channels.deadlines import Deadlines
+from ..channels.handshake import Identity, dial
+from ..channels.links import new_inbox
+from ..channels.token import read_token_file
+from .announcement import Announcement, Interface, Recogniser, addresses_to_try, multicast_hosts
+from .discovery import hear, own_interfaces
+
+# One way to a worker of several may lead nowhere, and others are still to be tried.
+_MOST_CONNECT_SECONDS = 3.0
+_MOST_AT_ONCE = 16
+
+NAME_THEM = (
+    "Through a VPN, WireGuard or a router multicast does not pass; name the addresses of workers "
+    'there: workers=["10.88.0.2:9999"].'
+)
+
+
+@dataclass(frozen=True)
+class FoundWorker:
+    """A worker that has just answered there."""
+
+    address: Address
+    equipment: m.Equipment
+
+    def __str__(self) -> str:
+        device = self.equipment.device_name or self.equipment.device
+        return f"{self.address} ({device})" if device else str(self.address)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found.
+
+    Args:
+        workers: By their addresses.
+        left_out: A sentence for each worker of our token that cannot be used.
+        num_others: How many services were announced that are not of our token.
+        seconds: How long was listened.
+    """
+
+    workers: tuple[FoundWorker, ...]
+    left_out: tuple[str, ...]
+    num_others: int
+    seconds: float
+
+    def check_not_empty(self) -> None:
+        """Refuse to go on without workers.
+
+        Raises:
+            DiscoveryError: With what to do.
+        """
+        if self.workers:
+            return
+        others = f", but {self.num_others} of another token" if self.num_others else ""
+        raise DiscoveryError(
+            f"No worker of this token that can be used was found within {self.seconds:g} s"
+            f"{others}. {' '.join((*self.left_out, ''))}Start workers with `lightning-hetero "
+            "worker --listen 0.0.0.0:9999` and the same token file, in a Python that has the extra "
+            f"`discovery`, and let UDP port 5353 through firewalls. {NAME_THEM}"
+        )
+
+
+def find_workers(token_file: Path | None, identity: Identity, deadlines: Deadlines) -> Search:
+    """Look for workers and speak with each of them.
+
+    Raises:
+        DiscoveryError: If that cannot be done here.
+        TokenError: If the token cannot be used.
+    """
+    if token_file is None:
+        raise DiscoveryError(
+            "Workers are found by the token that they share with this process, and here is none: "
+            "make one with `lightning-hetero token`, copy it to all machines, and name its file "
+            "with `token_file=`."
+        )
+    own = own_interfaces()
+    seconds = deadlines.discovery_seconds
+    heard = hear(Recogniser(read_token_file(token_file)), multicast_hosts(own), seconds)
+    answers = speak_with(heard.ours, own, identity, deadlines)
+    found = {each.address: each for each in answers if isinstance(each, FoundWorker)}
+    return Search(
+        tuple(sorted(found.values(), key=lambda worker: _place(worker.address))),
+        tuple(sorted(each for each in answers if isinstance(each, str))),
+        heard.num_others,
+        seconds,
+    )
+
+
+def speak_with(
+    announcements: Sequence[Announcement],
+    own: Sequence[Interface],
+    identity: Identity,
+    deadlines: Deadlines,
+) -> list[FoundWorker | str]:
+    """Each worker as it answered, or why it cannot be used."""
+    seconds = min(deadlines.connect_seconds, _MOST_CONNECT_SECONDS)
+    quick = replace(deadlines, connect_seconds=seconds)
+
+    def answer(announcement: Announcement) -> FoundWorker | str:
+        reasons = []
+        for address in addresses_to_try(announcement, own):
+            try:
+                return FoundWorker(address, _equipment_of(address, quick, identity))
+            except WorkerUnreachable as error:
+                reasons.append(str(error))
+        return reasons[0] if reasons else f"A worker announced {announcement.hosts}, no address."
+
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
+        return list(threads.map(answer, announcements))
+
+
+def _equipment_of(address: Address, deadlines: Deadlines, identity: Identity) -> m.Equipment:
+    """What the worker there runs on; it is free again afterwards."""
+    name = secrets.token_hex(16)
+    rules = coordinator_session()
+    channel, welcome = dial(address, rules, "coordinator", name, deadlines, identity)
+    channel.start(new_inbox())
+    channel.close(m.Goodbye())
+    return welcome.equipment
+
+
+def _place(address: Address) -> tuple[int, int, int]:
+    ip = ipaddress.ip_address(address.host)
+    return ip.version, int(ip), address.port

@@ -1,0 +1,99 @@
+"""What was seen of running workers, from one look to the next. No socket, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...wire.messages import LinkStatus, StageStatus
+from .asking import WorkerStatus
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per second that came and went over a link."""
+
+    peer: str
+    received: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A worker as it was seen last.
+
+    Args:
+        name: Its address.
+        seen: What it said last, if it ever answered.
+        before: What it said the time before, in the same run.
+        problem: Why it did not answer now; empty if it did.
+        num_missed: How often in a row it did not.
+        busy_share: Share of its training time that it computed, since the look before if it has
+            made a step since; None before its first one.
+    """
+
+    name: str
+    seen: WorkerStatus | None = None
+    before: WorkerStatus | None = None
+    problem: str = ""
+    num_missed: int = 0
+    busy_share: float | None = None
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        if self.problem:
+            return "gone" if self.seen is not None else "not there"
+        return "free" if self.stage is None else "training" if self.stage.step else "in a run"
+
+    @property
+    def stage(self) -> StageStatus | None:
+        """What it serves."""
+        return None if self.seen is None else self.seen.status.stage
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """Of each link since the look before; empty at the first look."""
+        if self.stage is None or self.before is None or self.seen is None:
+            return []
+        seconds = self.seen.status.moment_seconds - self.before.status.moment_seconds
+        before = {link.peer: link for link in _links(self.before)}
+        return [
+            Traffic(
+                link.peer,
+                (link.received_bytes - before[link.peer].received_bytes) / seconds,
+                (link.sent_bytes - before[link.peer].sent_bytes) / seconds,
+            )
+            for link in self.stage.links
+            if link.peer in before and seconds > 0
+        ]
+
+
+def seen_again(last: Sighting, answer: WorkerStatus | str) -> Sighting:
+    """The sighting after the next look, with its answer or why there was none."""
+    if isinstance(answer, str):
+        return Sighting(last.name, last.seen, None, answer, last.num_missed + 1, busy_share=None)
+    before = last.seen if not last.problem and _are_of_one_run(last.seen, answer) else None
+    share = _busy_share(before, answer)
+    if share is None and before is not None:
+        share = last.busy_share
+    return Sighting(last.name, answer, before, busy_share=share)
+
+
+def _busy_share(before: WorkerStatus | None, now: WorkerStatus) -> float | None:
+    stage = now.status.stage
+    if stage is None:
+        return None
+    earlier = None if before is None else before.status.stage
+    seconds = stage.training_seconds - (earlier.training_seconds if earlier else 0.0)
+    busy = stage.busy_seconds - (earlier.busy_seconds if earlier else 0.0)
+    return min(1.0, busy / seconds) if seconds > 0 else None
+
+
+def _are_of_one_run(one: WorkerStatus | None, other: WorkerStatus) -> bool:
+    before = None if one is None else one.status.stage
+    now = other.status.stage
+    return before is not None and now is not None and before.run == now.run
+
+
+def _links(seen: WorkerStatus) -> list[LinkStatus]:
+    return [] if seen.status.stage is None else seen.status.stage.links

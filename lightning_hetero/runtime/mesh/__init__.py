@@ -1,0 +1,1 @@
+"""A WireGuard mesh for workers of several networks: its rules, and its files."""

@@ -1,0 +1,290 @@
+"""A WireGuard mesh: which nodes there are, and who reaches whom how. Plain data and rules.
+
+gpu ◀──────▶ server      both have an endpoint: each may begin
+ ▲ ▲
+ │ └─────── laptop       behind NAT: begins, and keeps the way open
+tower                    two behind NAT reach each other through the first that has an endpoint
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from ...errors import MeshError, PlanError
+from ..channels.address import Address
+
+DEFAULT_NETWORK = "10.88.0.0/24"
+_PRIVATE_NETWORKS = tuple(
+    ipaddress.IPv4Network(text) for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
+)
+# What is left of Ethernet's 1500 bytes, also over IPv6.
+DEFAULT_MTU = 1420
+DEFAULT_PORT = 51820
+# Less is no IPv6, and more than jumbo frames is nowhere.
+_MTUS = range(1280, 9001)
+# NAT forgets a way that is silent; half a minute is what the worst of them remember.
+KEEP_ALIVE_SECONDS = 25
+
+_KEY_BYTES = 32
+_SALT = b"lightning-hetero"
+_PURPOSE = b"preshared key of a WireGuard mesh, version 1"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the mesh.
+
+    Args:
+        name: What people call it; also the name of its file.
+        address: In the mesh.
+        private_key: As WireGuard writes keys.
+        endpoint: ``host:port`` (UDP) by which the others can reach it from where they are; None
+            for a machine behind NAT.
+    """
+
+    name: str
+    address: str
+    private_key: str = field(repr=False)
+    endpoint: str | None = None
+
+    @property
+    def public_key(self) -> str:
+        """What the others know it by."""
+        key = X25519PrivateKey.from_private_bytes(base64.b64decode(self.private_key))
+        return base64.b64encode(key.public_key().public_bytes_raw()).decode()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What one node has to know of another one.
+
+    Args:
+        node: The other one.
+        reaches: Addresses that it is the way to: its own, and those that it passes on to.
+        keeps_alive: Whether the way has to be kept open from here.
+    """
+
+    node: Node
+    reaches: tuple[str, ...]
+    keeps_alive: bool
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All nodes, with all keys.
+
+    Args:
+        secret: Where the preshared keys come from, one for each pair.
+    """
+
+    secret: str = field(repr=False)
+    network: str = DEFAULT_NETWORK
+    mtu: int = DEFAULT_MTU
+    nodes: tuple[Node, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work; people edit it.
+
+        Raises:
+            MeshError: With what is wrong.
+        """
+        network = _network(self.network)
+        _check_key(self.secret, "the secret")
+        if self.mtu not in _MTUS:
+            raise MeshError(
+                f"The MTU {self.mtu} is none for WireGuard; use {_MTUS[0]} to {_MTUS[-1]}, by "
+                f"default {DEFAULT_MTU}."
+            )
+        for node in self.nodes:
+            _check_node(node, network)
+        for what, values in (
+            ("name", [node.name.lower() for node in self.nodes]),
+            ("address", [node.address for node in self.nodes]),
+            ("private key", [node.private_key for node in self.nodes]),
+            ("endpoint", [node.endpoint for node in self.nodes if node.endpoint]),
+        ):
+            _check_each_once(what, values)
+
+    @classmethod
+    def new(cls, network: str = DEFAULT_NETWORK, mtu: int = DEFAULT_MTU) -> Mesh:
+        """A mesh without nodes, whose secret nobody has seen."""
+        return cls(new_private_key(), network, mtu)
+
+    def with_node(self, name: str, endpoint: str | None = None) -> Mesh:
+        """The mesh with one node more, at the first free address, with keys of its own.
+
+        Raises:
+            MeshError: If there is such a node, no address is left, or something cannot be used.
+        """
+        if any(node.name.lower() == name.lower() for node in self.nodes):
+            raise MeshError(
+                f"There is a node {name!r} already; choose another name, or edit the inventory and "
+                "run `lightning-hetero mesh write`."
+            )
+        where = None if endpoint is None else parse_endpoint(endpoint)
+        node = Node(name, self._free_address(), new_private_key(), where)
+        return replace(self, nodes=(*self.nodes, node))
+
+    def node(self, name: str) -> Node:
+        """The node of that name.
+
+        Raises:
+            MeshError: If there is none.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        known = ", ".join(node.name for node in self.nodes) or "none yet"
+        raise MeshError(f"There is no node {name!r}; the nodes are: {known}.")
+
+    @property
+    def hidden(self) -> list[Node]:
+        """Nodes that nobody can reach first."""
+        return [node for node in self.nodes if node.endpoint is None]
+
+    @property
+    def hub(self) -> Node | None:
+        """The node through which hidden ones reach each other; None where that is not needed, or
+        no node can be reached."""
+        reachable = [node for node in self.nodes if node.endpoint is not None]
+        return reachable[0] if reachable and len(self.hidden) > 1 else None
+
+    def peers_of(self, node: Node) -> list[Peer]:
+        """Whom a node speaks with directly, and which way leads to the others."""
+        is_hidden = node.endpoint is None
+        others = [other for other in self.nodes if other.name != node.name]
+        far = tuple(o.address for o in others if o.endpoint is None) if is_hidden else ()
+        return [
+            Peer(other, (other.address, *(far if other == self.hub else ())), is_hidden)
+            for other in others
+            if other.endpoint is not None or not is_hidden
+        ]
+
+    def preshared_key(self, one: Node, other: Node) -> str:
+        """The key that only these two share, besides those that they tell each other."""
+        pair = "".join(sorted((one.public_key, other.public_key))).encode()
+        derivation = HKDF(hashes.SHA256(), _KEY_BYTES, _SALT, _PURPOSE + pair)
+        return base64.b64encode(derivation.derive(base64.b64decode(self.secret))).decode()
+
+    def remarks(self) -> list[str]:
+        """What people should know of who reaches whom."""
+        hidden = " and ".join(node.name for node in self.hidden)
+        if self.hub is not None:
+            return [
+                f"{hidden} have no endpoint, so they reach each other through {self.hub.name}, at "
+                "its bandwidth; its firewall has to forward within the mesh."
+            ]
+        if len(self.nodes) > 1 and len(self.hidden) == len(self.nodes):
+            return [
+                f"{hidden} have no endpoint, so none of them can reach another one; give at least "
+                "one an endpoint, a UDP port that the others can send to."
+            ]
+        return []
+
+    def _free_address(self) -> str:
+        taken = {node.address for node in self.nodes}
+        for address in _network(self.network).hosts():
+            if str(address) not in taken:
+                return str(address)
+        raise MeshError(
+            f"The network {self.network} has no address left for a node more, it has "
+            f"{len(self.nodes)}; edit the inventory to have a wider one, and run "
+            "`lightning-hetero mesh write`."
+        )
+
+
+def new_private_key() -> str:
+    """A key that nobody has seen, as WireGuard writes them."""
+    key = bytearray(secrets.token_bytes(_KEY_BYTES))
+    # The bits that X25519 sets anyway, as `wg genkey` does.
+    key[0] &= 0xF8
+    key[31] = key[31] & 0x7F | 0x40
+    return base64.b64encode(key).decode()
+
+
+def parse_endpoint(text: str) -> str:
+    """Read ``host`` or ``host:port``, an IPv6 host in brackets, as ``host:port``.
+
+    Raises:
+        MeshError: If others could not send there.
+    """
+    has_port = text.rpartition(":")[2].isdigit() and not text.endswith("]")
+    try:
+        address = Address.parse(text if has_port else f"{text}:{DEFAULT_PORT}")
+    except PlanError:
+        raise MeshError(
+            f"{text!r} is no endpoint; write host or host:port, such as gpu.example.org:51820, and "
+            "leave it out for a machine behind NAT."
+        ) from None
+    if address.port == 0 or address.is_loopback or _is_unspecified(address.host):
+        raise MeshError(
+            f"Nobody else can send to the endpoint {text!r}; name a host and a UDP port that the "
+            "other machines can reach, or leave it out for a machine behind NAT."
+        )
+    return str(address)
+
+
+def _network(text: str) -> ipaddress.IPv4Network:
+    try:
+        network = ipaddress.IPv4Network(text)
+    except ValueError as error:
+        raise MeshError(
+            f"{text!r} is no IPv4 network ({error}); write one such as {DEFAULT_NETWORK}."
+        ) from error
+    if not any(network.subnet_of(private) for private in _PRIVATE_NETWORKS):
+        raise MeshError(
+            f"{text} is not a private network, so machines of others may be in it; take one in "
+            f"{', '.join(map(str, _PRIVATE_NETWORKS))} that your machines do not use."
+        )
+    return network
+
+
+def _check_node(node: Node, network: ipaddress.IPv4Network) -> None:
+    if not _NAME.fullmatch(node.name):
+        raise MeshError(
+            f"{node.name!r} is no name for a node; use letters, digits, '-', '_' and '.', at most "
+            "63, beginning with a letter or a digit."
+        )
+    _check_key(node.private_key, f"the private key of {node.name}")
+    if node.endpoint is not None and parse_endpoint(node.endpoint) != node.endpoint:
+        raise MeshError(f"The endpoint {node.endpoint!r} of {node.name} lacks its port.")
+    try:
+        address = ipaddress.IPv4Address(node.address)
+    except ValueError as error:
+        raise MeshError(f"The address of {node.name} is none: {error}.") from error
+    ends = (network.network_address, network.broadcast_address)
+    if address not in network or (network.prefixlen < 31 and address in ends):
+        raise MeshError(f"{node.address} of {node.name} is no address for a node in {network}.")
+
+
+def _check_key(text: str, what: str) -> None:
+    try:
+        size = len(base64.b64decode(text, validate=True))
+    except ValueError:
+        size = 0
+    if size != _KEY_BYTES:
+        raise MeshError(f"{what[0].upper()}{what[1:]} is damaged: it must be 32 bytes in base64.")
+
+
+def _check_each_once(what: str, values: Sequence[str]) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            shown = "" if what == "private key" else f" {value!r}"
+            raise MeshError(f"Two nodes have the same {what}{shown}; each needs its own.")
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

@@ -1,0 +1,163 @@
+"""The worker's side of training: a stage's optimizers, its gradients, and its weights' way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ModelError
+from ...model.four_bit import state_of
+from ...model.tensors import locate, named_tensors
+from ...pipeline.averaging import WeightAverages, averaged_tensors
+from ...pipeline.optimizer import Clipping, Group, StageOptimizer, clip_gradients, gradient_norms
+from ...pipeline.stage import Stage
+from ...wire import messages as m
+from ...wire.values import Packer, unpack
+from ..channels.channel import Channel, Handler
+from .stage_layers import StageLayers
+
+# Tensors of a GPU that are on their way at once: what is sent is copied to main memory first.
+_MOST_COPIES = 2
+
+
+class TrainedSide:
+    """Does with a stage's weights what its coordinator asks between forwards and backwards.
+
+    Args:
+        coordinator: The channel to the coordinator.
+        stage: The one that is trained, until `train`.
+        layers: The session's.
+        take_timings: Tells with an optimizer step what training took.
+    """
+
+    def __init__(
+        self,
+        coordinator: Channel,
+        stage: Stage,
+        layers: StageLayers,
+        take_timings: Callable[[int], m.Timings],
+    ) -> None:
+        self._coordinator = coordinator
+        self._layers = layers
+        self._take_timings = take_timings
+        self.train(stage)
+        self.handlers: dict[type, Handler] = {
+            m.BuildOptimizer: self._on_build_optimizer,
+            m.LoadOptimizerState: self._on_load_optimizer_state,
+            m.SetTrained: self._on_set_trained,
+            m.ZeroGradients: self._on_zero_gradients,
+            m.MeasureNorms: self._on_measure_norms,
+            m.ClipGradients: self._on_clip_gradients,
+            m.ApplyOptimizer: self._on_apply_optimizer,
+            m.AverageWeights: self._on_average_weights,
+            m.FetchTensors: self._on_fetch_tensors,
+            m.FetchGradients: self._on_fetch_gradients,
+            m.FetchOptimizerState: self._on_fetch_optimizer_state,
+        }
+
+    def train(self, stage: Stage) -> None:
+        """Train another stage, which has neither optimizers nor averages yet."""
+        self._stage = stage
+        self._optimizers: dict[int, StageOptimizer] = {}
+        self._averages = WeightAverages([])
+
+    def _on_build_optimizer(self, message: m.BuildOptimizer, tensors: tuple[Tensor, ...]) -> None:
+        groups = [Group(g.parameters, unpack(g.options, tensors)) for g in message.groups]
+        defaults = unpack(message.defaults, tensors)
+        self._optimizers[message.optimizer] = StageOptimizer(
+            message.class_name, defaults, groups, self._parameters()
+        )
+        self._coordinator.send(m.Done())
+
+    def _on_load_optimizer_state(
+        self, message: m.LoadOptimizerState, tensors: tuple[Tensor, ...]
+    ) -> None:
+        optimizer = self._optimizer(message.optimizer)
+        optimizer.load_state(message.parameter, unpack(message.state, tensors))
+
+    def _on_set_trained(self, message: m.SetTrained, _tensors: tuple[Tensor, ...]) -> None:
+        for parameter in self._named(message.parameters):
+            parameter.requires_grad_(message.requires_grad)
+
+    def _on_zero_gradients(self, message: m.ZeroGradients, _tensors: tuple[Tensor, ...]) -> None:
+        for parameter in self._named(message.parameters):
+            if parameter.grad is not None:
+                parameter.grad = None if message.set_to_none else torch.zeros_like(parameter.grad)
+        self._coordinator.send(m.Done())
+
+    def _on_measure_norms(self, message: m.MeasureNorms, _tensors: tuple[Tensor, ...]) -> None:
+        gradients = self._gradients(message.optimizer)
+        norms = dict(zip(gradients, gradient_norms([*gradients.values()]), strict=True))
+        self._coordinator.send(m.Norms(message.step, norms))
+
+    def _on_clip_gradients(self, message: m.ClipGradients, _tensors: tuple[Tensor, ...]) -> None:
+        gradients = [*self._gradients(message.optimizer).values()]
+        clip_gradients(gradients, Clipping(message.factor, message.value))
+
+    def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
+        options = [unpack(value, tensors) for value in message.options]
+        self._optimizer(message.optimizer).step(options)
+        self._coordinator.send(self._take_timings(message.step))
+
+    def _on_average_weights(self, message: m.AverageWeights, _tensors: tuple[Tensor, ...]) -> None:
+        if message.action == "begin":
+            self._averages = WeightAverages(averaged_tensors(self._stage.layers))
+        elif message.action == "update":
+            self._averages.update(message.num_averaged, message.decay)
+        elif message.action == "swap":
+            self._averages.swap()
+        else:
+            self._averages.adopt()
+
+    def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
+        for name in message.names:
+            owner, leaf, tensor = locate(self._layers.numbered, name)
+            state = state_of(owner, leaf)
+            self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
+            self._coordinator.wait_until_sent(_MOST_COPIES)
+        self._coordinator.send(m.Done())
+
+    def _on_fetch_gradients(self, message: m.FetchGradients, _tensors: tuple[Tensor, ...]) -> None:
+        for name, parameter in zip(message.names, self._named(message.names), strict=True):
+            if parameter.grad is not None:
+                self._coordinator.send(m.TensorContent(name), parameter.grad)
+                self._coordinator.wait_until_sent(_MOST_COPIES)
+        self._coordinator.send(m.Done())
+
+    def _on_fetch_optimizer_state(
+        self, message: m.FetchOptimizerState, _tensors: tuple[Tensor, ...]
+    ) -> None:
+        for name, state in self._optimizer(message.optimizer).state().items():
+            packer = Packer()
+            value = packer.pack(state, f"the optimizer state of {name}")
+            self._coordinator.send(m.OptimizerState(name, value), *packer.tensors)
+            self._coordinator.wait_until_sent(_MOST_COPIES)
+        self._coordinator.send(m.Done())
+
+    def _optimizer(self, number: int) -> StageOptimizer:
+        if number not in self._optimizers:
+            raise ModelError(f"Stage {self._stage.stage_index} has no optimizer {number} yet.")
+        return self._optimizers[number]
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {
+            n: p for n, p in named_tensors(self._layers.numbered) if isinstance(p, nn.Parameter)
+        }
+
+    def _named(self, names: list[str]) -> list[nn.Parameter]:
+        parameters = self._parameters()
+        unknown = sorted(set(names) - set(parameters))
+        if unknown:
+            raise ModelError(f"Stage {self._stage.stage_index} has no parameters {unknown[:5]}.")
+        return [parameters[name] for name in names]
+
+    def _gradients(self, optimizer: int | None) -> dict[str, Tensor]:
+        """The gradients that an optimizer would use, or all, by their parameters' names."""
+        parameters = (
+            self._parameters() if optimizer is None else self._optimizer(optimizer).optimized
+        )
+        # A parameter that its layer has twice is known by the last of its names.
+        names = {parameter: name for name, parameter in parameters.items()}
+        return {name: p.grad for p, name in names.items() if p.grad is not None}

@@ -1,0 +1,285 @@
+"""The worker: listens, greets whoever connects, and serves one coordinator at a time.
+
+A connection that breaks a rule is told which one and ended; the worker lives on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+import torch
+
+from ...errors import ChannelError, HeteroError, ProtocolError, TrustError, WorkerError
+from ...model.imports import Allowed
+from ...wire import messages as m
+from ...wire.frames import Frame, encode_frame
+from ...wire.session import Session, downstream_session, watched_session, worker_session
+from ..channels.address import Address
+from ..channels.channel import Channel, send_buffers
+from ..channels.connection import Connection, SocketConnection, prepare_socket
+from ..channels.deadlines import Deadlines
+from ..channels.handshake import Identity, receive_hello
+from ..channels.tls import Credentials, secured
+from ..equipment import equipment_here
+from ..keeping import KEPT_SECONDS, KeptTensors
+from .lobby import Lobby
+from .owner import Owner
+from .serving import StageSession
+from .tally import used_bytes
+
+logger = logging.getLogger(__name__)
+
+# Python hears a signal between two calls of its main thread, and one that comes just before a call
+# that waits would be heard at its end.
+_HEARING_SECONDS = 0.5
+
+# Connections that may be in their handshake at once.
+_MOST_GREETINGS = 16
+# For a refused peer to read why.
+_LAST_WORD_SECONDS = 1.0
+
+
+def listen(address: Address, credentials: Credentials | None = None) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Without credentials it is on loopback.
+
+    Raises:
+        WorkerError: If others could connect without a token, or the address cannot be had.
+    """
+    if credentials is None and not address.is_loopback:
+        raise WorkerError(
+            f"A worker without a token listens on loopback only, and {address} is not: anybody "
+            "could use it. Make a token with `lightning-hetero token`, copy it to all machines, "
+            "and name its file with `--token-file`; or listen on 127.0.0.1."
+        )
+    try:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        return socket.create_server((address.host, address.port), family=family)
+    except OSError as error:
+        raise WorkerError(f"Cannot listen on {address}: {error}.") from error
+
+
+def address_of(listener: socket.socket) -> Address:
+    """Where a socket listens."""
+    host, port = listener.getsockname()[:2]
+    return Address(host, port)
+
+
+class Worker:
+    """A process that can serve a stage.
+
+    Args:
+        listener: A listening socket; the worker closes it.
+        device: Where stages compute.
+        allowed: What layers may be made of besides torch's and transformers' own.
+        credentials: If given, only those who have the same are listened to.
+        owner: Whose device it is.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        device: torch.device,
+        deadlines: Deadlines | None = None,
+        allowed: Allowed | None = None,
+        credentials: Credentials | None = None,
+        owner: Owner | None = None,
+    ) -> None:
+        self._owner = owner or Owner()
+        self._owner.limit(device)
+        self._is_paused = False
+        self._is_draining = False
+        self._listener = listener
+        self._device = device
+        self._deadlines = deadlines or Deadlines()
+        self._allowed = allowed or Allowed()
+        self._identity = Identity(self._owner.equipment(equipment_here(device)), credentials)
+        self._lobby = Lobby(_MOST_GREETINGS)
+        self._session: StageSession | None = None
+        self._began_seconds = time.monotonic()
+        self._session_changed = threading.Condition()
+        self._kept = KeptTensors()
+        self._forgetting = threading.Timer(KEPT_SECONDS, self._kept.forget)
+
+    def serve_forever(self) -> None:
+        """Take connections until `stop` is called."""
+        self._listener.settimeout(_HEARING_SECONDS)
+        while True:
+            try:
+                connected, peer = self._listener.accept()
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                continue  # it was gone before we came to it
+            except OSError:
+                break
+            connection = SocketConnection(connected)
+            self._lobby.enter(connection)
+            name = f"{peer[0]}:{peer[1]}"
+            thread = threading.Thread(target=self._greet, args=(connection, name), daemon=True)
+            thread.start()
+
+    def stop(self) -> None:
+        """Take no more connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._session_changed:
+            self._forgetting.cancel()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it ends with the run at hand."""
+        return self._is_draining
+
+    def pause(self) -> None:
+        """Finish the micro-batch at hand, then compute nothing until `resume`."""
+        with self._session_changed:
+            self._is_paused = True
+            if self._session is not None:
+                self._session.wish(m.Paused())
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        with self._session_changed:
+            self._is_paused = False
+            if self._session is not None:
+                self._session.wish(m.Resumed())
+
+    def drain(self) -> None:
+        """Finish the run at hand, take no other one, and `stop`."""
+        with self._session_changed:
+            self._is_draining = True
+            if self._session is None:
+                self.stop()
+
+    def _greet(self, plain: SocketConnection, peer: str) -> None:
+        """The life of one connection until its conversation is agreed on."""
+        session: StageSession | None = None
+        try:
+            prepare_socket(plain.socket)
+            patience_seconds = self._deadlines.connect_seconds
+            connection = secured(plain, self._identity.credentials, True, patience_seconds)
+            session = self._talk(plain, connection, peer)
+        except (OSError, HeteroError) as error:
+            logger.warning("connection from %s refused: %s", peer, error)
+            plain.close_after_last_word(_LAST_WORD_SECONDS)
+        finally:
+            self._lobby.leave(plain)
+        if session is not None:
+            self._serve(session)
+
+    def _talk(
+        self, plain: SocketConnection, connection: Connection, peer: str
+    ) -> StageSession | None:
+        """Hear who it is and answer; whoever is refused is told why."""
+        try:
+            hello = receive_hello(connection, self._deadlines, self._identity)
+            if hello.role == "watcher":
+                self._tell(connection, hello)
+                plain.close_after_last_word(_LAST_WORD_SECONDS)
+                return None
+            self._lobby.introduce(plain)
+            return self._welcome(connection, hello, peer)
+        except (ProtocolError, TrustError, WorkerError) as error:
+            _refuse(connection, str(error))
+            raise
+
+    def _welcome(self, connection: Connection, hello: m.Hello, peer: str) -> StageSession | None:
+        """Answer a Hello; the session to be served, if it opens one."""
+        rules = worker_session() if hello.role == "coordinator" else downstream_session()
+        rules.received(hello)
+        is_coordinator = hello.role == "coordinator"
+        patience_seconds = self._deadlines.frozen_seconds if is_coordinator else None
+        channel = Channel(connection, rules, peer, self._deadlines, patience_seconds)
+        with self._session_changed:
+            if hello.role == "neighbor":
+                self._session_named(hello.session)
+            elif self._is_draining:
+                raise WorkerError(
+                    "this worker ends with its present run, as its owner wants; use another worker."
+                )
+            elif not self._is_free_soon():
+                raise WorkerError(
+                    "this worker is busy with another coordinator; wait for its run to end, or "
+                    "use another worker."
+                )
+            self._say_welcome(connection, rules)
+            if hello.role == "neighbor":
+                self._session_named(hello.session).attach_upstream(channel)
+                return None
+            self._session = StageSession(
+                hello.session,
+                channel,
+                self._device,
+                self._deadlines,
+                self._allowed,
+                self._identity,
+                self._owner,
+                self._kept,
+            )
+            self._forgetting.cancel()
+            if self._is_paused:
+                self._session.wish(m.Paused())
+            return self._session
+
+    def _tell(self, connection: Connection, hello: m.Hello) -> None:
+        """Answer whoever watches; the session that runs does not notice."""
+        rules, session = watched_session(), self._session
+        rules.received(hello)
+        self._say_welcome(connection, rules)
+        status = m.Status(
+            time.monotonic() - self._began_seconds,
+            used_bytes(self._device),
+            None if session is None else session.status(),
+        )
+        rules.sent(status)
+        send_buffers(connection, encode_frame(Frame(status)), self._deadlines.connect_seconds)
+
+    def _is_free_soon(self) -> bool:
+        def is_free() -> bool:
+            return self._session is None
+
+        return self._session_changed.wait_for(is_free, self._deadlines.busy_seconds)
+
+    def _session_named(self, name: str) -> StageSession:
+        if self._session is None or self._session.name != name:
+            raise WorkerError(f"this worker does not serve the session {name!r}.")
+        return self._session
+
+    def _say_welcome(self, connection: Connection, rules: Session) -> None:
+        welcome = m.Welcome(m.PROTOCOL_VERSION, self._identity.equipment, time.time())
+        rules.sent(welcome)
+        send_buffers(connection, encode_frame(Frame(welcome)), self._deadlines.connect_seconds)
+
+    def _serve(self, session: StageSession) -> None:
+        logger.info("session %s begins", session.name)
+        try:
+            session.run()
+        except Exception:
+            logger.exception("session %s ended badly", session.name)
+        finally:
+            self._owner.on_run_end(session.record)
+            with self._session_changed:
+                self._session = None
+                self._forget_later()
+                self._session_changed.notify_all()
+                if self._is_draining:
+                    self.stop()
+
+    def _forget_later(self) -> None:
+        """Give the memory of the last session's tensors back if nobody comes for them."""
+        if self._listener.fileno() < 0:
+            self._kept.forget()  # nobody can come any more
+            return
+        self._forgetting = threading.Timer(KEPT_SECONDS, self._kept.forget)
+        self._forgetting.daemon = True
+        self._forgetting.start()
+
+
+def _refuse(connection: Connection, reason: str) -> None:
+    with contextlib.suppress(OSError, ChannelError):
+        send_buffers(connection, encode_frame(Frame(m.Failure(reason))), patience_seconds=1.0)

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import threading
+import time
+from queue import Empty, SimpleQueue
+
+import pytest
+import torch
+
+from lightning_hetero.errors import (
+    ChannelError,
+    HeteroError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from lightning_hetero.runtime.channels.channel import Channel, Inbox
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.frames import Frame, FrameReader, encode_frame
+
+from ..pairs import (
+    PATIENCE_SECONDS,
+    QUICK,
+    MemoryConnection,
+    channel_pair,
+    linked_sessions,
+    memory_pair,
+    one_end,
+)
+
+
+def activation(microbatch: int) -> m.Activation:
+    return m.Activation(1, microbatch, 0, requires_grad=[True], collected=[])
+
+
+def test_tensors_arrive_as_they_were_sent_and_in_order() -> None:
+    tensors = [torch.randn(size, 7) for size in (0, 1, 1000, 300_000)]
+    with channel_pair() as (up, down):
+        for index, tensor in enumerate(tensors):
+            up.channel.send(activation(index), tensor)
+        for index, tensor in enumerate(tensors):
+            frame = down.next().content
+            assert isinstance(frame, Frame)
+            assert frame.message == activation(index)
+            assert torch.equal(frame.tensors[0], tensor)
+
+
+def test_both_directions_at_once() -> None:
+    big = torch.randn(2_000_000)
+    with channel_pair() as (up, down):
+        for index in range(4):
+            up.channel.send(activation(index), big)
+            down.channel.send(m.Gradient(1, index, 0, [True]), big)
+        for end in (up, down):
+            for _ in range(4):
+                frame = end.next().content
+                assert isinstance(frame, Frame)
+                assert torch.equal(frame.tensors[0], big)
+
+
+def test_a_message_against_the_rules_is_refused_before_it_is_sent() -> None:
+    with channel_pair() as (up, _), pytest.raises(LocalProtocolError, match="must not be sent"):
+        up.channel.send(m.Gradient(1, 0, 0, [True]))
+
+
+def test_a_message_that_cannot_be_encoded_is_refused_where_it_is_sent() -> None:
+    with channel_pair() as (up, down):
+        with pytest.raises(LocalProtocolError, match="complex64"):
+            up.channel.send(activation(0), torch.zeros(2, dtype=torch.complex64))
+        up.channel.send(activation(1), torch.ones(2))
+        frame = down.next().content
+        assert isinstance(frame, Frame)
+        assert frame.message == activation(1)
+
+
+def test_a_peer_that_breaks_a_rule_is_told_which() -> None:
+    with one_end() as (end, upstream):
+        for buffer in encode_frame(Frame(m.Gradient(1, 0, 0, [True]))):
+            upstream.sendall(buffer)
+        error = end.next().content
+        assert isinstance(error, RemoteProtocolError)
+        reader, frame = FrameReader(), None
+        while frame is None or isinstance(frame.message, (m.Ping, m.Pong)):
+            frame = reader.advance(upstream.recv_into(reader.buffer()))
+        assert isinstance(frame.message, m.Failure)
+        assert "must not come while linked" in frame.message.reason
+
+
+def test_garbage_ends_the_channel() -> None:
+    with one_end() as (end, upstream):
+        upstream.sendall(b"x" * 64)
+        assert isinstance(end.next().content, RemoteProtocolError)
+
+
+def test_an_end_inside_a_frame_is_told_from_one_between_frames() -> None:
+    [frame] = encode_frame(Frame(activation(0)))
+    with one_end() as (end, upstream):
+        upstream.sendall(frame[:-1])
+        upstream.close()
+        error = end.next().content
+        assert isinstance(error, ChannelError)
+        assert "upstream ended the connection in the middle of a message" in str(error)
+    with one_end() as (end, upstream):
+        upstream.sendall(frame)
+        upstream.close()
+        assert isinstance(end.next().content, Frame)
+        assert str(end.next().content) == "upstream ended the connection without a word."
+
+
+def test_a_silent_peer_is_given_up() -> None:
+    with one_end() as (end, _upstream):
+        error = end.next().content
+        assert isinstance(error, ChannelError)
+        assert "No sign of life" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("answer_seconds", "frozen_seconds", "expected"),
+    [
+        (None, None, "for 0.3 s."),
+        (0.0, None, "its machine answers, so its process is frozen"),
+        (99.0, None, "nor from its machine: it is off"),
+        (99.0, 3600.0, "nor from its machine: it is off"),
+        (0.0, 0.5, "for 0.5 s: its machine answers"),
+        (None, 0.5, "for 0.5 s."),
+    ],
+)
+def test_a_frozen_process_is_told_from_a_machine_that_is_gone(
+    answer_seconds: float | None, frozen_seconds: float | None, expected: str
+) -> None:
+    """A process that is only frozen may be given more time."""
+    mine, _theirs = memory_pair()
+    mine.answer_seconds = answer_seconds
+    channel = Channel(mine, linked_sessions()[1], "upstream", QUICK, frozen_seconds)
+    inbox: Inbox = SimpleQueue()
+    channel.start(inbox)
+    error = inbox.get(timeout=PATIENCE_SECONDS).content
+    channel.close()
+    assert isinstance(error, ChannelError)
+    assert expected in str(error)
+
+
+def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
+    """Its clock has run on, and nothing was read meanwhile."""
+    mine, theirs = memory_pair()
+    waits = []
+
+    def wait_long(buffer: memoryview) -> int:
+        if not waits:
+            waits.append(time.sleep(3 * QUICK.silence_seconds))
+            raise TimeoutError
+        return MemoryConnection.receive_into(mine, buffer)
+
+    mine.receive_into = wait_long  # type: ignore[method-assign]
+    up, down = linked_sessions()
+    ends = Channel(mine, down, "upstream", QUICK), Channel(theirs, up, "downstream", QUICK)
+    inboxes: list[Inbox] = [SimpleQueue(), SimpleQueue()]
+    for end, inbox in zip(ends, inboxes, strict=True):
+        end.start(inbox)
+    ends[1].send(activation(0))
+    assert isinstance(inboxes[0].get(timeout=PATIENCE_SECONDS).content, Frame)
+    for end in ends:
+        end.close()
+
+
+def test_signs_of_life_come_unasked_and_say_what_is_done() -> None:
+    with one_end() as (end, upstream):
+        end.channel.activity = "the forward of micro-batch 3 in step 7"
+        reader, frame = FrameReader(), None
+        while frame is None or frame.message != m.Pong(end.channel.activity):
+            frame = reader.advance(upstream.recv_into(reader.buffer()))
+
+
+def test_what_a_peer_did_last_is_known_from_what_it_says() -> None:
+    with channel_pair() as (up, down):
+        assert up.channel.peer_activity == ""
+        down.channel.send(m.Pong("\x1b[2Jthe loading of its weights"))
+        assert up.channel.peer_answers()
+        assert up.channel.peer_activity == r"\x1b[2Jthe loading of its weights"
+        down.channel.send(m.Gradient(3, 1, 0, []))
+        up.next()
+        assert up.channel.peer_activity == "the backward of micro-batch 1 in step 3"
+
+
+def test_a_peer_that_is_gone_does_not_answer() -> None:
+    with one_end() as (end, upstream):
+        upstream.close()
+        assert not end.channel.peer_answers()
+
+
+def test_a_peer_with_nothing_to_say_is_not_given_up() -> None:
+    with channel_pair() as (up, down):
+        with pytest.raises(Empty):  # three times the silence that ends a channel
+            up.inbox.get(timeout=0.9)
+        assert down.inbox.empty()
+
+
+def test_close_sends_what_is_queued_and_ends_all_threads() -> None:
+    before = threading.active_count()
+    with channel_pair() as (up, down):
+        for index in range(20):
+            up.channel.send(activation(index), torch.ones(100_000))
+        up.channel.close(m.Goodbye())
+        kinds = [type(down.next().content) for _ in range(21)]
+        assert kinds == [Frame] * 21
+    assert threading.active_count() == before
+
+
+def test_waiting_for_the_queue_ends_when_the_peer_has_taken_it() -> None:
+    with channel_pair() as (upstream, downstream):
+        for _ in range(3):
+            upstream.channel.send(activation(0), torch.ones(2**20))
+        upstream.channel.wait_until_sent(most_queued=0)
+        for _ in range(3):
+            assert isinstance(downstream.next().content, Frame)
+
+
+def test_waiting_for_the_queue_ends_with_the_channel() -> None:
+    """The peer is silent and takes nothing."""
+    with one_end() as (end, _):
+        end.channel.send(m.Gradient(1, 0, 0, [True]), torch.ones(2**24))
+        end.channel.wait_until_sent(most_queued=0)
+        assert isinstance(end.next().content, HeteroError)

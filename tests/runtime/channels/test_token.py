@@ -1,0 +1,155 @@
+"""Token files: made once, read by their owner only, and never seen elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+import stat
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero.errors import TokenError
+from lightning_hetero.runtime.channels import token as t
+from lightning_hetero.runtime.channels.token import (
+    Token,
+    find_token_file,
+    read_token_file,
+    write_token_file,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "a folder" / "token"
+
+
+def test_a_token_is_written_for_its_owner_only_and_read_again(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        write_token_file(path, Token.new())
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    token = read_token_file(path)
+    assert len(token.secret) == 32
+    assert Token.from_text(token.to_text()) == token
+
+
+def test_no_two_tokens_are_alike() -> None:
+    assert Token.new() != Token.new()
+
+
+def test_a_token_file_is_never_overwritten(path: Path) -> None:
+    write_token_file(path, Token.new())
+    content = path.read_bytes()
+    with pytest.raises(TokenError, match=r"is there already.*remove this one first"):
+        write_token_file(path, Token.new())
+    assert path.read_bytes() == content
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TokenError, match=r"cannot be written.*file"):
+        write_token_file(tmp_path / "file" / "folder" / "token", Token.new())
+
+
+def test_a_full_disk_leaves_no_half_token(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(_token: Token) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Token, "to_text", no_room)
+    with pytest.raises(TokenError, match=r"cannot be written to .*No space left"):
+        write_token_file(path, Token.new())
+    assert not path.exists()
+
+
+def test_a_missing_file_is_named_with_the_remedy(path: Path) -> None:
+    with pytest.raises(TokenError, match=r"no token file '.*token'; make one with `lightning-h"):
+        read_token_file(path)
+
+
+def test_what_is_no_file_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(TokenError, match=r"cannot be read.*directory"):
+        read_token_file(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_named(path: Path) -> None:
+    write_token_file(path, Token.new())
+    path.chmod(0)
+    with pytest.raises(TokenError, match="cannot be read"):
+        read_token_file(path)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o601, 0o777])
+def test_a_file_that_is_open_to_others_is_refused(path: Path, mode: int) -> None:
+    write_token_file(path, Token.new())
+    path.chmod(mode)
+    with pytest.raises(TokenError, match=rf"has mode {mode:04o}.*chmod 600"):
+        read_token_file(path)
+
+
+WEAK = {
+    "nothing": "",
+    "a password": "correct horse battery staple",
+    "a key of another kind": "0" * 64,
+    "a token cut short": Token.new().to_text()[:-1],
+    "two tokens": Token.new().to_text() + " " + Token.new().to_text(),
+    "a mark alone": "lht1_",
+    "zeros of the right length": "lht1_" + "A" * 48,
+    "letters of other languages": "lht1_" + "ä" * 48,
+    "a long text": "x" * 10_000,
+}
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_what_is_no_token_of_ours_is_refused_and_not_repeated(path: Path, name: str) -> None:
+    path.parent.mkdir()
+    path.write_text(WEAK[name])
+    path.chmod(0o600)
+    with pytest.raises(TokenError, match="is of no use") as refused:
+        read_token_file(path)
+    words = WEAK[name].split()
+    assert not any(len(word) > 3 and word in str(refused.value) for word in words)
+
+
+@pytest.mark.parametrize("place", range(0, 48, 5))
+def test_a_single_wrong_letter_is_damage(place: int) -> None:
+    text = Token.new().to_text()
+    index = len(text) - 48 + place
+    wrong = text[:index] + ("A" if text[index] != "A" else "B") + text[index + 1 :]
+    with pytest.raises(ValueError, match="damaged"):
+        Token.from_text(wrong)
+
+
+def test_spaces_around_a_token_do_no_harm() -> None:
+    token = Token.new()
+    assert Token.from_text(f"\n {token.to_text()}\r\n\n") == token
+
+
+def test_a_token_does_not_print_and_is_not_pickled() -> None:
+    token = Token.new()
+    assert repr(token) == str(token) == "Token()"
+    for leak in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="not pickled"):
+            leak(token)
+
+
+def test_the_named_file_comes_first_then_the_variable_then_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(t.FILE_VARIABLE)
+    assert find_token_file(None) is None
+    default = t.DEFAULT_FILE.expanduser()
+    write_token_file(default, Token.new())
+    assert find_token_file(None) == default
+    monkeypatch.setenv(t.FILE_VARIABLE, "~/elsewhere")
+    assert find_token_file(None) == tmp_path / "elsewhere"
+    assert find_token_file("~/named") == tmp_path / "named"
+    monkeypatch.setenv(t.FILE_VARIABLE, "")
+    assert find_token_file(None) is None

@@ -1,0 +1,289 @@
+"""The coordinator with workers in threads: real sockets, one process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.errors import StageFailed, WorkerError, WorkerLost
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.packed import State
+from lightning_hetero.model.recipe import write_recipe
+from lightning_hetero.model.tensors import named_contents, named_tensors
+from lightning_hetero.pipeline.activation import Activation, Gradients
+from lightning_hetero.pipeline.optimizer import Clipping, Group
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.runtime.channels.handshake import Identity
+from lightning_hetero.runtime.coordinator.coordinator import Coordinator
+from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
+from lightning_hetero.runtime.equipment import equipment_here
+from lightning_hetero.runtime.worker.trained import TrainedSide
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.frames import Frame
+
+from ...models import tiny_llama
+from ..pairs import worker_thread
+
+NUM_LAYERS = 4
+
+
+@pytest.fixture
+def layers() -> dict[int, nn.Module]:
+    model = tiny_llama(NUM_LAYERS)
+    return {i: layer.module for i, layer in enumerate(find_decoder_layers(model))}
+
+
+@pytest.fixture
+def coordinator(layers: dict[int, nn.Module]) -> Iterator[Coordinator]:
+    """Layers 0 and 1 on one worker, 2 and 3 on another."""
+    model = tiny_llama(NUM_LAYERS)
+    found = list(enumerate(find_decoder_layers(model)))
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(worker_thread()) for _ in range(2)]
+        made = Coordinator(
+            [(str(a), a) for a in addresses], Deadlines(request_seconds=20.0), Identity()
+        )
+        stages = []
+        for part in (found[:2], found[2:]):
+            modules = {i: layer.module for i, layer in part}
+            contents = partial(named_contents, modules)
+            stages.append(RemoteStage(write_recipe(model, part), modules, contents, False, 0))
+        assert len(list(made.deploy(stages))) == len(list(named_tensors(layers)))
+        yield made
+        made.close()
+
+
+def test_a_failure_ends_the_sending_of_weights(layers: dict[int, nn.Module]) -> None:
+    """However many are still to be read and sent."""
+    model = tiny_llama(NUM_LAYERS)
+    recipe = write_recipe(model, list(enumerate(find_decoder_layers(model))))
+    too_small = ("0.mlp.up_proj.weight", torch.zeros(1), State())
+    contents = partial(itertools.repeat, too_small, 100_000)
+    with (
+        worker_thread() as address,
+        closing(Coordinator([("worker", address)], Deadlines(), Identity())) as made,
+    ):
+        sent = made.deploy([RemoteStage(recipe, layers, contents, False, 0)])
+        with pytest.raises(StageFailed, match="should have the shape"):
+            list(itertools.islice(sent, 99_999))
+
+
+def test_versions_that_differ_are_listed_once(caplog: pytest.LogCaptureFixture) -> None:
+    ours = equipment_here(torch.device("cpu"))
+    identity = Identity(msgspec.structs.replace(ours, versions=ours.versions | {"torch": "1.0"}))
+    with worker_thread() as address, caplog.at_level(logging.INFO):
+        Coordinator([("strix", address)], Deadlines(), identity).close()
+        Coordinator([("strix", address)], Deadlines(), Identity(ours)).close()
+    [said] = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
+    assert said == f"strix differs, which is normal: torch {torch.__version__} (1.0 here)"
+
+
+def test_a_worker_that_lacks_something_is_refused_before_anything_is_sent(
+    layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    less = msgspec.structs.replace(equipment_here(torch.device("cpu")), dtypes=["bfloat16"])
+    monkeypatch.setattr("lightning_hetero.runtime.worker.worker.equipment_here", lambda _: less)
+    model = tiny_llama(NUM_LAYERS)
+    recipe = write_recipe(model, list(enumerate(find_decoder_layers(model))))
+    stage = RemoteStage(recipe, layers, partial(named_contents, layers), False, 0)
+    with (
+        worker_thread() as address,
+        closing(Coordinator([("strix", address)], Deadlines(), Identity())) as made,
+    ):
+        expected = r"stage 1 on strix .* cannot hold its layers.* not compute in float32.*`dtype`"
+        with pytest.raises(WorkerError, match=expected):
+            list(made.deploy([stage]))
+
+
+def surroundings(grad_enabled: bool = True) -> Surroundings:
+    rope = (torch.ones(1, 5, 8), torch.zeros(1, 5, 8))
+    calls = [
+        LayerCall(i, True, (), {"position_embeddings": rope, "attention_mask": None})
+        for i in range(NUM_LAYERS)
+    ]
+    return Surroundings(grad_enabled, None, calls)
+
+
+def run_here(layers: dict[int, nn.Module], hidden: Tensor) -> Tensor:
+    for call in surroundings().calls:
+        hidden = layers[call.layer_index](hidden, **call.kwargs)
+    return hidden
+
+
+def test_weights_arrive_and_come_back(
+    coordinator: Coordinator, layers: dict[int, nn.Module]
+) -> None:
+    expected = dict(named_tensors(layers))
+    found = coordinator.fetch(list(expected))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_stored_weights_replace_the_old_ones(coordinator: Coordinator) -> None:
+    name = "2.mlp.up_proj.weight"
+    new = torch.full((24, 16), 3.0)
+    coordinator.store({name: new})
+    assert torch.equal(coordinator.fetch([name])[name], new)
+
+
+def test_a_forward_and_a_backward_equal_those_in_one_place(
+    coordinator: Coordinator, layers: dict[int, nn.Module]
+) -> None:
+    hidden = torch.randn(2, 5, 16, requires_grad=True)
+    coordinator.begin_step(1, accumulate=False)
+    coordinator.send_forward(Key(0), hidden, surroundings())
+    returned = coordinator.receive()
+    expected = run_here(layers, hidden)
+    assert isinstance(returned.content, Activation)
+    assert torch.equal(returned.content.hidden, expected)
+    gradient = torch.randn_like(expected)
+    coordinator.send_backward(Key(0), Gradients((gradient,)))
+    expected.backward(gradient)
+    back = coordinator.receive().content
+    assert isinstance(back, Gradients)
+    torch.testing.assert_close(back.tensors, (hidden.grad,), rtol=0, atol=0)
+
+
+def test_norms_and_optimizer_state_are_those_of_the_stages(
+    coordinator: Coordinator, layers: dict[int, nn.Module]
+) -> None:
+    parameters = dict(named_tensors(layers))
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    groups = [Group(list(parameters), options)]
+    coordinator.build_optimizer(0, "SGD", optimizer.defaults, groups)
+    hidden = torch.randn(2, 5, 16)
+    coordinator.begin_step(1, accumulate=False)
+    coordinator.send_forward(Key(0), hidden, surroundings())
+    coordinator.receive()
+    coordinator.send_backward(Key(0), Gradients((torch.ones(2, 5, 16),)))
+    coordinator.receive()
+    run_here(layers, hidden).backward(torch.ones(2, 5, 16))
+    norms = {name: float(p.grad.norm()) for name, p in parameters.items() if p.grad is not None}
+    assert coordinator.gradient_norms(0) == pytest.approx(norms, rel=1e-6)
+    coordinator.clip_gradients(0, Clipping(factor=0.5))
+    coordinator.apply_optimizer(0, [{**options, "lr": 0.2}])
+    for parameter in parameters.values():
+        assert parameter.grad is not None
+        parameter.grad *= 0.5
+    optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.step()
+    found = coordinator.fetch(list(parameters))
+    state = dict(coordinator.optimizer_state(0))
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.detach())
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        torch.testing.assert_close(state[name]["momentum_buffer"], momentum)
+
+
+def test_an_interrupted_request_does_not_confuse_the_next(
+    coordinator: Coordinator, layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [name for name, _ in named_tensors(layers)]
+    receive, calls = coordinator._receive, iter(range(3))
+
+    def interrupted(patience_seconds: float) -> object:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return receive(patience_seconds)
+
+    monkeypatch.setattr(coordinator, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.fetch(names)
+    monkeypatch.undo()
+    assert coordinator.fetch(names).keys() == set(names)
+
+
+def test_all_workers_are_asked_before_the_first_answer_is_awaited(
+    coordinator: Coordinator, layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, asked_before = coordinator._receive, list[dict[int, int]]()
+
+    def receiving(patience_seconds: float) -> object:
+        asked_before.append(dict(coordinator._unanswered))
+        return receive(patience_seconds)
+
+    monkeypatch.setattr(coordinator, "_receive", receiving)
+    names = [name for name, _ in named_tensors(layers)]
+    assert coordinator.fetch(names).keys() == set(names)
+    assert asked_before[0] == {1: 1, 2: 1}
+    assert coordinator._unanswered == {1: 0, 2: 0}
+
+
+def test_a_request_that_all_workers_refuse_leaves_nothing_behind(
+    coordinator: Coordinator, layers: dict[int, nn.Module]
+) -> None:
+    with pytest.raises(StageFailed, match="has no optimizer 5"):
+        list(coordinator.optimizer_state(5))
+    assert coordinator._inbox.empty()
+    names = [name for name, _ in named_tensors(layers)]
+    assert coordinator.fetch(names).keys() == set(names)
+
+
+def test_a_stage_that_fails_says_why_and_goes_on(coordinator: Coordinator) -> None:
+    hidden = torch.randn(2, 5, 7)  # not the layers' width
+    coordinator.begin_step(1, accumulate=False)
+    coordinator.send_forward(Key(0), hidden, surroundings(grad_enabled=False))
+    with pytest.raises(StageFailed, match=r"stage 1 on .* failed in step 1: RuntimeError"):
+        coordinator.receive()
+    coordinator.abort_step()
+    coordinator.begin_step(1, accumulate=False)
+    coordinator.send_forward(Key(0), torch.randn(2, 5, 16), surroundings(grad_enabled=False))
+    assert isinstance(coordinator.receive().content, Activation)
+
+
+def test_a_worker_that_describes_other_tensors_than_it_sends_is_lost(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.begin_step(1, accumulate=False)
+    frame = Frame(m.Activation(1, 0, 0, [True], ["router_logits"]), (torch.ones(2),))
+    sender = coordinator._workers[-1]
+    monkeypatch.setattr(coordinator, "_receive", lambda _seconds: (sender, frame))
+    with pytest.raises(WorkerLost, match=r"stage 2 on .* broke the rules in step 1.* 1 tensors"):
+        coordinator.receive()
+    assert coordinator.lost is not None
+
+
+def test_after_close_every_use_says_so(coordinator: Coordinator) -> None:
+    coordinator.close()
+    with pytest.raises(WorkerLost, match="ended the session"):
+        coordinator.fetch([])
+    with pytest.raises(WorkerLost, match="ended the session"):
+        coordinator.begin_step(1, accumulate=False)
+    with pytest.raises(WorkerLost, match="ended the session"):
+        coordinator.drop_caches([1])
+
+
+def test_zeroing_waits_until_it_is_done(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The gradients of the next backward come to a stage from its neighbor, not from here."""
+    gate, zeroed = threading.Event(), TrainedSide._on_zero_gradients
+
+    def held_up(self: TrainedSide, message: m.ZeroGradients, tensors: tuple[Tensor, ...]) -> None:
+        assert gate.wait(20)
+        zeroed(self, message, tensors)
+
+    monkeypatch.setattr(TrainedSide, "_on_zero_gradients", held_up)
+    coordinator: Coordinator = request.getfixturevalue("coordinator")
+    names = list(coordinator._owner_of)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        waiting = threads.submit(coordinator.zero_gradients, names, True)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            waiting.result(0.2)
+        gate.set()
+        waiting.result(20)
+    assert coordinator._inbox.empty()

@@ -1,0 +1,116 @@
+"""Stages get other layers while they serve: the conversations and the links stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_hetero.errors import StageFailed
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.recipe import write_recipe
+from lightning_hetero.model.tensors import named_contents
+from lightning_hetero.pipeline.activation import Activation, Gradients
+from lightning_hetero.pipeline.optimizer import Group
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.runtime.channels.handshake import Identity
+from lightning_hetero.runtime.coordinator.coordinator import Coordinator
+from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
+
+from ...models import tiny_llama
+from ..pairs import worker_thread
+
+NUM_LAYERS = 4
+HIDDEN = torch.linspace(-1, 1, 2 * 5 * 16).reshape(2, 5, 16)
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    """Connected to two workers, without layers."""
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(worker_thread()) for _ in range(2)]
+        made = Coordinator(
+            [(str(a), a) for a in addresses], Deadlines(request_seconds=20.0), Identity()
+        )
+        yield made
+        made.close()
+
+
+def deploy(coordinator: Coordinator, cut: int) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    found = list(enumerate(find_decoder_layers(model)))
+    stages = []
+    for part in (found[:cut], found[cut:]):
+        modules = {number: layer.module for number, layer in part}
+        contents = partial(named_contents, modules)
+        stages.append(RemoteStage(write_recipe(model, part), modules, contents, False, 0))
+    for _ in coordinator.deploy(stages):
+        pass
+
+
+def surroundings(grad_enabled: bool = True) -> Surroundings:
+    rope = (torch.ones(1, 5, 8), torch.zeros(1, 5, 8))
+    calls = [LayerCall(n, True, (), {"position_embeddings": rope}) for n in range(NUM_LAYERS)]
+    return Surroundings(grad_enabled, None, calls)
+
+
+def forward(coordinator: Coordinator, index: int = 0, grad_enabled: bool = True) -> torch.Tensor:
+    coordinator.send_forward(Key(index), HIDDEN, surroundings(grad_enabled))
+    content = coordinator.receive().content
+    assert isinstance(content, Activation)
+    return content.hidden
+
+
+def train_one(coordinator: Coordinator, num_microbatches: int) -> torch.Tensor:
+    coordinator.begin_step(2, accumulate=False)
+    for index in range(num_microbatches):
+        output = forward(coordinator, index)
+        coordinator.send_backward(Key(index), Gradients((torch.ones_like(output),)))
+        coordinator.receive()
+    return output
+
+
+def test_stages_get_other_layers_and_go_on_from_the_step_that_was(coordinator: Coordinator) -> None:
+    deploy(coordinator, cut=1)
+    # Arguments that come again are kept by the workers, and known to be kept after the move.
+    expected = [train_one(coordinator, 2) for _ in range(3)]
+    for cut in (3, 2):
+        deploy(coordinator, cut)
+        torch.testing.assert_close(train_one(coordinator, 2), expected[0], rtol=0, atol=0)
+    assert coordinator.step == 5
+    names = [f"{number}.mlp.up_proj.weight" for number in range(NUM_LAYERS)]
+    assert sorted(coordinator.fetch(names)) == names
+
+
+def test_another_neighbor_is_refused(coordinator: Coordinator) -> None:
+    deploy(coordinator, cut=2)
+    first, second = (worker.name for worker in coordinator._workers)
+    coordinator.keep([second, first])
+    with pytest.raises(StageFailed, match=f"is linked with {second} and should"):
+        deploy(coordinator, cut=2)
+
+
+def test_stages_say_what_training_took_and_nothing_of_evaluations(coordinator: Coordinator) -> None:
+    deploy(coordinator, cut=1)
+    coordinator.build_optimizer(0, "SGD", {}, [Group([], {"lr": 0.1})])
+    for num_microbatches in (3, 1):
+        train_one(coordinator, num_microbatches)
+        step = coordinator.step
+        coordinator.apply_optimizer(0, [{"lr": 0.1}])
+        coordinator.note_applied()
+        coordinator.begin_step(2, accumulate=True)
+        forward(coordinator, grad_enabled=False)
+        coordinator.gradient_norms()  # by now everything that was said before has come
+        said = sorted(coordinator.take_timings())
+        assert [number for number, _ in said] == [1, 2]
+        assert {(told.step, told.num_microbatches) for _, told in said} == {
+            (step, num_microbatches)
+        }
+        assert all(told.forward_seconds > 0 < told.backward_seconds for _, told in said)
+    assert coordinator.take_timings() == []

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hetero import from_pretrained
+from lightning_hetero.errors import ModelError, StageFailed
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.pipeline.caches import StageCaches
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.runtime.channels.handshake import Identity
+from lightning_hetero.runtime.coordinator.coordinator import Coordinator
+from lightning_hetero.runtime.coordinator.deployment import Deployment
+
+from ...models import VOCABULARY, tiny_llama
+from ..pairs import worker_thread
+
+NUM_LAYERS = 4
+PLAN = Plan([StagePlan(["coordinator"], (0, 2), recompute=True), StagePlan(["worker"], (2, 4))], 3)
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    with worker_thread() as address:
+        made = Coordinator([("worker", address)], Deadlines(), Identity())
+        yield made
+        made.close()
+
+
+def deploy(model: torch.nn.Module, coordinator: Coordinator) -> Deployment:
+    return Deployment(model, find_decoder_layers(model), PLAN, coordinator, seed=0)
+
+
+def test_the_model_computes_the_same_and_gets_its_layers_back(coordinator: Coordinator) -> None:
+    model, plain = tiny_llama(NUM_LAYERS), tiny_llama(NUM_LAYERS)
+    layer_keys = {name: set(vars(module)) for name, module in model.named_modules()}
+    tokens = torch.randint(VOCABULARY, (5, 8))
+    deployment = deploy(model, coordinator)
+    found, expected = (m(input_ids=tokens, labels=tokens) for m in (model, plain))
+    torch.testing.assert_close(found.logits, expected.logits)
+    found.loss.backward()
+    expected.loss.backward()
+    torch.testing.assert_close(
+        model.model.embed_tokens.weight.grad, plain.model.embed_tokens.weight.grad
+    )
+    assert deployment.bring_back()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == layer_keys
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+
+
+def test_a_batch_that_cannot_be_cut_goes_in_one_piece_with_a_warning(
+    coordinator: Coordinator,
+) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    deploy(model, coordinator)
+    rope = (torch.ones(1, 6, 8), torch.zeros(1, 6, 8))
+    ambiguous = torch.arange(6)  # one per sample, or one per position?
+    last = model.model.layers[3]
+    with torch.no_grad():
+        hidden = model.model.layers[2](torch.randn(6, 6, 16), position_embeddings=rope)
+        with pytest.warns(UserWarning, match="one piece.*argument positions"):
+            output = last(hidden, position_embeddings=rope, positions=ambiguous)
+    assert output.shape == hidden.shape
+
+
+def test_layers_without_weights_are_refused(coordinator: Coordinator) -> None:
+    with torch.device("meta"):
+        model = tiny_llama(NUM_LAYERS)
+    with pytest.raises(ModelError, match="have no weights"):
+        deploy(model, coordinator)
+
+
+def test_layers_that_were_lost_are_not_read_from_their_checkpoint_again(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    """They have been trained since."""
+    tiny_llama(NUM_LAYERS).save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path)
+    deployment = deploy(model, coordinator)
+    deployment.close()
+    assert not deployment.bring_back()
+    with pytest.raises(ModelError, match="layer 2 has not come back"):
+        deploy(model, coordinator)
+
+
+def test_layers_that_cannot_become_hollow_leave_the_model_as_it_was(
+    coordinator: Coordinator,
+) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    handle = model.model.layers[3].register_forward_hook(print)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(ModelError, match="has a hook"):
+        deploy(model, coordinator)
+    handle.remove()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_what_a_worker_cannot_build_leaves_the_model_as_it_was(coordinator: Coordinator) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    model.model.layers[3].extra = torch.nn.Linear(2, 2)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(StageFailed, match=r"differ from the coordinator's in \['3\.extra\.bias'"):
+        deploy(model, coordinator)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
+@pytest.fixture
+def stage_caches(monkeypatch: pytest.MonkeyPatch) -> list[StageCaches]:
+    """What the worker in this process keeps; the latest stage's is the last."""
+    made: list[StageCaches] = []
+    build = StageCaches.__init__
+
+    def build_and_note(caches: StageCaches) -> None:
+        build(caches)
+        made.append(caches)
+
+    monkeypatch.setattr(StageCaches, "__init__", build_and_note)
+    return made
+
+
+def test_a_cache_is_gone_from_the_stages_with_the_next_forward(
+    coordinator: Coordinator, stage_caches: list[StageCaches]
+) -> None:
+    model = tiny_llama(NUM_LAYERS).eval()
+    deploy(model, coordinator)
+    tokens = torch.randint(VOCABULARY, (3, 6))
+    with torch.no_grad():
+        held = model(tokens, use_cache=True).past_key_values
+        other = model(tokens, use_cache=True).past_key_values
+        assert len(stage_caches[-1]) == 2
+        del other
+        model(tokens)
+        assert len(stage_caches[-1]) == 1
+        model(tokens[:, :1], past_key_values=held)
+    del held
+    # A training's forward, too.
+    model(tokens).logits.sum().backward()
+    assert len(stage_caches[-1]) == 0
+
+
+def test_evaluation_and_training_leave_nothing_on_the_stages(
+    coordinator: Coordinator, stage_caches: list[StageCaches]
+) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    deploy(model, coordinator)
+    tokens = torch.randint(VOCABULARY, (3, 6))
+    kept = []
+    for grad_enabled in (False, True):
+        with torch.set_grad_enabled(grad_enabled):
+            kept.append(model(tokens))
+    assert len(stage_caches[-1]) == 0
+
+
+def test_a_cache_goes_through_the_stages_in_one_piece_and_an_evaluation_in_several(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(NUM_LAYERS).eval()
+    deploy(model, coordinator)
+    sizes: list[int] = []
+    send = coordinator.send_forward
+
+    def send_and_note(key: Key, hidden: torch.Tensor, surroundings: Surroundings) -> None:
+        sizes.append(len(hidden))
+        send(key, hidden, surroundings)
+
+    monkeypatch.setattr(coordinator, "send_forward", send_and_note)
+    tokens = torch.randint(VOCABULARY, (5, 6))
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+        model(tokens[:, :1], past_key_values=cache)
+        model(tokens)
+    assert sizes == [5, 5, 2, 2, 1]
+
+
+def test_after_an_abort_a_cache_is_refused_and_a_new_one_works(coordinator: Coordinator) -> None:
+    model, plain = tiny_llama(NUM_LAYERS).eval(), tiny_llama(NUM_LAYERS).eval()
+    deployment = deploy(model, coordinator)
+    tokens = torch.randint(VOCABULARY, (3, 6))
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+        deployment.abort()
+        with pytest.raises(StageFailed, match=r"holds 0 positions of layer 2, and 6 have gone"):
+            model(tokens[:, :1], past_key_values=cache)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(tokens, **options), plain.generate(tokens, **options))

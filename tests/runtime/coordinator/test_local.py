@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero.runtime.channels.handshake import Identity, dial
+from lightning_hetero.runtime.coordinator import local
+from lightning_hetero.wire.session import upstream_session
+
+from ..pairs import QUICK
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "expected"), [(2, 3, 1), (8, 3, 2), (16, 2, 8), (1, 5, 1)]
+)
+def test_processes_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, expected: int
+) -> None:
+    monkeypatch.setattr(local, "usable_cores", lambda: list(range(cores)))
+    assert local.threads_per_process(processes) == expected
+
+
+def test_workers_answer_at_their_addresses_and_end_when_told() -> None:
+    workers = local.start_local_workers(2, threads=1)
+    try:
+        assert [worker.name for worker in workers] == local.local_worker_names(2)
+        slow = local.Deadlines(connect_seconds=60.0)
+        for worker in workers:
+            with pytest.raises(local.WorkerError, match="does not serve the session"):
+                dial(worker.address, upstream_session(), "neighbor", "none", slow, Identity())
+    finally:
+        local.stop_local_workers(workers, QUICK)
+    assert all(worker.process.poll() is not None for worker in workers)
+
+
+def test_another_interpreter_finds_modules_where_this_one_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "only_here.py").touch()
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path, ""])
+    settings = local._same_search_path()
+    command = [sys.executable, "-c", "import only_here, lightning_hetero.errors"]
+    subprocess.run(command, env={**os.environ, **settings}, cwd=tmp_path.parent, check=True)
+
+
+def test_no_process_is_left_when_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], local._start
+
+    def second_fails(name: str, threads: int, allowed: local.Allowed) -> local.LocalWorker:
+        if started:
+            raise local.WorkerError("no more processes")
+        started.append(start(name, threads, allowed))
+        return started[0]
+
+    monkeypatch.setattr(local, "_start", second_fails)
+    with pytest.raises(local.WorkerError, match="no more processes"):
+        local.start_local_workers(2, threads=1)
+    assert started[0].process.poll() is not None

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetero.pipeline.optimizer import Clipping, Group
+from lightning_hetero.runtime.coordinator import remote_optimizer
+from lightning_hetero.runtime.coordinator.progress import ProgressInLines
+from lightning_hetero.runtime.coordinator.remote_optimizer import RemoteOptimizer
+
+
+class FakeCoordinator:
+    """Two remote parameters, and what was said about them."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, dict[str, Any]] = {}
+        self.built: list[Group] = []
+        self.said: list[Any] = []
+
+    def build_optimizer(self, number: int, name: str, defaults: Any, groups: list[Group]) -> None:
+        assert (number, name) == (7, "AdamW")
+        self.built = groups
+
+    def progress(self, what: str, num_bytes: int) -> ProgressInLines:
+        return ProgressInLines(what, num_bytes)
+
+    def gradient_norms(self, optimizer: int) -> dict[str, float]:
+        return self.ask_gradient_norms(optimizer)()
+
+    def ask_gradient_norms(self, optimizer: int) -> Callable[[], dict[str, float]]:
+        self.said.append(("measure", optimizer))
+        return lambda: {"3.a": 3.0}
+
+    def clip_gradients(self, optimizer: int, clipping: Clipping) -> None:
+        self.said.append(("clip", optimizer, clipping))
+
+    def zero_gradients(self, names: list[str], set_to_none: bool) -> None:
+        self.said.append(("zero", names, set_to_none))
+
+    def apply_optimizer(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
+        self.said.append(("step", optimizer, [group["lr"] for group in options]))
+
+    def note_applied(self) -> None:
+        self.said.append("applied")
+
+    def optimizer_state(self, optimizer: int) -> list[tuple[str, dict[str, Any]]]:
+        return list(self.state.items())
+
+    def load_optimizer_state(self, optimizer: int, state: Mapping[str, Any]) -> None:
+        self.state = dict(state)
+
+
+def made() -> tuple[torch.optim.AdamW, RemoteOptimizer, FakeCoordinator, list[nn.Parameter]]:
+    """Local, remote; remote, local: two groups of an optimizer."""
+    here = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    away = [nn.Parameter(torch.empty(2, device="meta")) for _ in range(2)]
+    groups = [
+        {"params": [here[0], away[0]], "weight_decay": 0.1},
+        {"params": [away[1], here[1]], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    coordinator = FakeCoordinator()
+    names = {away[0]: "3.a", away[1]: "4.b"}
+    remote = RemoteOptimizer(optimizer, 7, coordinator, names)  # type: ignore[arg-type]
+    return optimizer, remote, coordinator, [*here, *away]
+
+
+def filled(value: float) -> dict[str, Any]:
+    return {"step": torch.tensor(1.0), "exp_avg": torch.full((2,), value)}
+
+
+def test_stages_get_the_groups_by_name_and_with_their_options() -> None:
+    _, _, coordinator, _ = made()
+    assert [group.parameters for group in coordinator.built] == [["3.a"], ["4.b"]]
+    assert [group.options["weight_decay"] for group in coordinator.built] == [0.1, 0.0]
+    assert "params" not in coordinator.built[0].options
+
+
+def test_the_global_norm_spans_here_and_there() -> None:
+    _, remote, coordinator, (first, second, *_) = made()
+    first.grad, second.grad = torch.tensor([4.0, 0.0]), torch.zeros(2)
+    assert remote.clip_by_norm(1.0) == 5.0
+    factor = 1.0 / (5.0 + 1e-6)
+    assert math.isclose(float(first.grad[0]), 4.0 * factor, rel_tol=1e-6)
+    assert coordinator.said == [("measure", 7), ("clip", 7, Clipping(factor=factor))]
+
+
+def test_the_norms_here_are_taken_while_the_stages_take_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, remote, coordinator, _ = made()
+    asked = coordinator.ask_gradient_norms
+
+    def ask(optimizer: int) -> Callable[[], dict[str, float]]:
+        answer = asked(optimizer)
+        return lambda: [coordinator.said.append("answered"), answer()][1]  # type: ignore[func-returns-value,return-value]
+
+    def measure_here(_gradients: object) -> list[float]:
+        coordinator.said.append("here")
+        return [4.0]
+
+    monkeypatch.setattr(coordinator, "ask_gradient_norms", ask)
+    monkeypatch.setattr(remote_optimizer, "gradient_norms", measure_here)
+    assert remote.clip_by_norm(6.0) == 5.0
+    assert coordinator.said == [("measure", 7), "here", "answered"]
+
+
+def test_a_norm_below_the_bound_is_left_alone() -> None:
+    _, remote, coordinator, (first, *_) = made()
+    first.grad = torch.tensor([4.0, 0.0])
+    assert remote.clip_by_norm(6.0) == 5.0
+    assert coordinator.said == [("measure", 7)]
+    assert first.grad.tolist() == [4.0, 0.0]
+
+
+def test_a_loss_scale_is_taken_off_before_anyone_looks() -> None:
+    _, remote, coordinator, _ = made()
+    assert remote.unscale(8.0)
+    assert coordinator.said == [("clip", 7, Clipping(factor=0.125)), ("measure", 7)]
+
+
+def test_a_step_carries_the_options_of_the_moment() -> None:
+    optimizer, remote, coordinator, _ = made()
+    optimizer.param_groups[1]["lr"] = 0.7
+    remote.step()
+    assert coordinator.said == [("step", 7, [0.1, 0.7])]
+
+
+def test_zeroing_names_the_remote_parameters() -> None:
+    _, remote, coordinator, _ = made()
+    remote.zero_grad(False)
+    assert coordinator.said == [("zero", ["3.a", "4.b"], False)]
+
+
+def test_state_dict_has_the_indices_of_one_device() -> None:
+    optimizer, _, coordinator, (first, second, *_) = made()
+    first.grad = second.grad = torch.ones(2)
+    optimizer.step()
+    coordinator.state = {"3.a": filled(1.0), "4.b": filled(2.0)}
+    state = optimizer.state_dict()["state"]
+    assert list(state) == [0, 1, 2, 3]
+    assert state[1]["exp_avg"] is coordinator.state["3.a"]["exp_avg"]
+    assert state[2]["exp_avg"] is coordinator.state["4.b"]["exp_avg"]
+
+
+def test_nothing_keeps_the_memory_in_which_another_dtype_came() -> None:
+    optimizer, _, coordinator, _ = made()
+    body = bytearray(24)
+    references = sys.getrefcount(body)
+    coordinator.state = {
+        "3.a": {
+            "step": torch.frombuffer(body, dtype=torch.float32, count=1),
+            "exp_avg": torch.frombuffer(body, dtype=torch.float64, count=2, offset=8),
+        }
+    }
+    state = optimizer.state_dict()["state"][1]
+    coordinator.state = {}
+    assert [state[key].dtype for key in ("step", "exp_avg")] == [torch.float32, torch.float32]
+    assert sys.getrefcount(body) == references
+
+
+def test_loading_sends_the_remote_part_and_keeps_the_local_one() -> None:
+    optimizer, _, coordinator, (first, second, third, fourth) = made()
+    content = optimizer.state_dict()
+    content["state"] = {index: filled(index) for index in range(4)}
+    optimizer.load_state_dict(content)
+    assert coordinator.state.keys() == {"3.a", "4.b"}
+    assert torch.equal(coordinator.state["4.b"]["exp_avg"], torch.full((2,), 2.0))
+    assert torch.equal(optimizer.state[second]["exp_avg"], torch.full((2,), 3.0))
+    assert first in optimizer.state
+    assert third not in optimizer.state
+    assert fourth not in optimizer.state
+
+
+def test_after_bring_back_and_detach_the_optimizer_has_everything_and_is_alone() -> None:
+    optimizer, remote, coordinator, (_, _, third, _) = made()
+    coordinator.state = {"3.a": filled(1.0)}
+    remote.bring_back()
+    remote.detach()
+    assert torch.equal(optimizer.state[third]["exp_avg"], torch.ones(2))
+    coordinator.state = {}
+    assert list(optimizer.state_dict()["state"]) == [1]
+
+
+def test_the_coordinator_knows_when_a_step_is_whole() -> None:
+    _, remote, coordinator, _ = made()
+    remote.step()
+    remote.note_stepped()
+    assert coordinator.said == [("step", 7, [0.1, 0.1]), "applied"]

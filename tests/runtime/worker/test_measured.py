@@ -1,0 +1,172 @@
+"""A worker that is measured before it gets layers: over a real socket, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetero.errors import StageFailed
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.recipe import write_recipe
+from lightning_hetero.pipeline.bench import Failed, LayerTrial, OptimizerMeasurement, OptimizerTrial
+from lightning_hetero.pipeline.measure import Measurement
+from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.profiling.workers import prepare_workers
+from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.runtime.channels.handshake import Identity
+from lightning_hetero.runtime.channels.links import PROBE_BYTES, measure_link
+from lightning_hetero.runtime.coordinator.coordinator import Coordinator
+from lightning_hetero.runtime.coordinator.deployment import Deployment
+from lightning_hetero.runtime.device import describe_device
+from lightning_hetero.runtime.measuring import Outcome, Trial, read_outcome, say_prepare, say_trial
+from lightning_hetero.wire import messages as m
+
+from ...models import VOCABULARY, tiny_llama
+from ..pairs import worker_thread
+
+ROPE = (torch.ones(1, 5, 8), torch.zeros(1, 5, 8))
+CALL = LayerCall(3, True, (), {"position_embeddings": ROPE, "attention_mask": None})
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    with worker_thread() as one, worker_thread() as two:
+        made = Coordinator([("one", one), ("two", two)], Deadlines(), Identity())
+        yield made
+        made.close()
+
+
+def layer_trial(number: int = 3, width: int = 16) -> LayerTrial:
+    return LayerTrial(
+        number=number,
+        hidden_shape=(2, 5, width),
+        hidden_dtype=torch.float32,
+        wants_gradient=True,
+        surroundings=Surroundings(True, None, [CALL]),
+        recompute=False,
+        dtype=None,
+        converts_weights=True,
+        patience_seconds=0.0,
+    )
+
+
+def ask(coordinator: Coordinator, message: m.Message, *tensors: torch.Tensor) -> m.Message:
+    coordinator.tell("one", message, *tensors)
+    name, frame = coordinator.hear()
+    assert name == "one"
+    return frame.message
+
+
+def prepare(coordinator: Coordinator, model: nn.Module) -> None:
+    layers = find_decoder_layers(model)
+    recipe = write_recipe(model, [(3, layers[3])])
+    message, tensors = say_prepare(recipe, {3: layers[3].module}, {})
+    assert isinstance(ask(coordinator, message, *tensors), m.Done)
+
+
+def outcome_of(coordinator: Coordinator, trial: Trial) -> Outcome:
+    message, tensors = say_trial(trial)
+    return read_outcome(ask(coordinator, message, *tensors))
+
+
+def test_a_layer_and_its_optimizer_are_measured(coordinator: Coordinator) -> None:
+    prepare(coordinator, tiny_llama(4))
+    found = outcome_of(coordinator, layer_trial())
+    assert isinstance(found, Measurement)
+    assert min(found.forward_seconds, found.backward_seconds) > 0
+    assert 2 * 5 * 16 * 4 < found.saved_bytes < found.peak_bytes
+    step = outcome_of(coordinator, OptimizerTrial(3, "SGD", {}, {"lr": 0.1, "momentum": 0.9}, 0.0))
+    assert isinstance(step, OptimizerMeasurement)
+    assert step.state_bytes == sum(p.nbytes for p in tiny_llama(4).model.layers[3].parameters())
+
+
+def test_what_fails_is_said_and_the_conversation_goes_on_to_deploying(
+    coordinator: Coordinator,
+) -> None:
+    model = tiny_llama(4)
+    for trial in (layer_trial(), OptimizerTrial(3, "SGD", {}, {"lr": 0.1}, 0.0)):
+        found = outcome_of(coordinator, trial)
+        assert isinstance(found, Failed)
+        assert "No layers were prepared" in found.reason
+    prepare(coordinator, model)
+    for wrong in (layer_trial(width=7), layer_trial(number=2)):
+        assert isinstance(outcome_of(coordinator, wrong), Failed)
+    assert isinstance(outcome_of(coordinator, layer_trial()), Measurement)
+    coordinator.keep(["two", "one"])
+    plan = Plan([StagePlan(["two"], (0, 1)), StagePlan(["one"], (1, 4))], 2)
+    deployment = Deployment(model, find_decoder_layers(model), plan, coordinator, seed=0)
+    tokens = torch.randint(VOCABULARY, (4, 8))
+    expected = tiny_llama(4)(input_ids=tokens).logits
+    torch.testing.assert_close(model(input_ids=tokens).logits, expected)
+    assert deployment.bring_back()
+
+
+def test_layers_of_another_shape_are_refused(coordinator: Coordinator) -> None:
+    model = tiny_llama(4)
+    model.model.layers[3].extra = nn.Linear(2, 2)
+    layers = find_decoder_layers(model)
+    recipe = write_recipe(tiny_llama(4), [(3, find_decoder_layers(tiny_llama(4))[3])])
+    message, tensors = say_prepare(recipe, {3: layers[3].module}, {})
+    answer = ask(coordinator, message, *tensors)
+    assert isinstance(answer, m.NotMeasured)
+    assert "3.extra.bias" in answer.reason
+
+
+def test_a_link_between_workers_is_measured_and_measured_again(coordinator: Coordinator) -> None:
+    for _ in range(2):
+        address = str(coordinator.address_of("two"))
+        answer = ask(coordinator, m.MeasureLink(address, 0.0))
+        assert isinstance(answer, m.LinkMeasured)
+        for samples in (answer.there, answer.back):
+            assert {sample.num_bytes for sample in samples} == set(PROBE_BYTES[:2])
+    nobody = ask(coordinator, m.MeasureLink("127.0.0.1:1", 0.0))
+    assert isinstance(nobody, m.NotMeasured)
+    assert "No worker answers at 127.0.0.1:1" in nobody.reason
+
+
+def test_those_that_are_not_kept_are_free_for_others(coordinator: Coordinator) -> None:
+    address = coordinator.address_of("two")
+    coordinator.keep(["one"])
+    other = Coordinator([("two", address)], Deadlines(), Identity())
+    other.close()
+    assert isinstance(ask(coordinator, m.DescribeDevice()), m.DeviceDescribed)
+
+
+def test_what_cannot_be_built_is_said(coordinator: Coordinator) -> None:
+    coordinator.tell("one", m.PrepareLayers("{}", [], ["surplus"]))
+    name, frame = coordinator.hear()
+    assert (name, type(frame.message)) == ("one", m.NotMeasured)
+    nothing = (m.PrepareLayers("{}", [], []), ())
+    with pytest.raises(StageFailed, match="one cannot build the layers"):
+        prepare_workers(coordinator, ["one"], nothing)
+
+
+def test_probes_grow_until_their_time_is_over() -> None:
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    def exchange(there_bytes: int, back_bytes: int) -> None:
+        nonlocal now
+        now += 0.01 + (there_bytes + 2 * back_bytes) / 2**20
+
+    found = measure_link(exchange, 20.0, clock)
+    assert max(sample.num_bytes for sample in found.there) == 2**22
+    assert max(sample.num_bytes for sample in found.back) == 2**20
+    assert found.there[-1].seconds == pytest.approx(4.01)
+    assert found.back[-1].seconds == pytest.approx(2.01)
+
+
+def test_a_processor_is_described() -> None:
+    found = describe_device(torch.device("cpu"))
+    assert found.device.endswith("1 thread")
+    assert found.dtypes[0] == "float32"
+    assert found.base_bytes > 2**20
+    assert found.free_bytes > 2**20
+    assert found.versions["torch"] == torch.__version__

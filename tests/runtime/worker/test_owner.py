@@ -1,0 +1,184 @@
+"""What a worker's owner allows, and how a run waits for its owner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from queue import Queue, SimpleQueue
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetero.errors import StageFailed, WorkerLost, WorkerUnreachable
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.recipe import write_recipe
+from lightning_hetero.model.tensors import named_contents
+from lightning_hetero.pipeline.activation import Activation
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.runtime.channels.handshake import Identity, dial
+from lightning_hetero.runtime.coordinator.coordinator import Coordinator
+from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
+from lightning_hetero.runtime.worker.owner import Owner, RunRecord
+from lightning_hetero.runtime.worker.worker import Worker
+from lightning_hetero.wire import messages as m
+from lightning_hetero.wire.frames import Frame
+from lightning_hetero.wire.session import coordinator_session
+
+from ...models import tiny_llama
+from ..coordinator.test_coordinator import NUM_LAYERS, run_here, surroundings
+from ..pairs import PATIENCE_SECONDS, QUICK, serving_worker
+
+HIDDEN = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+
+
+def one_stage() -> RemoteStage:
+    model = tiny_llama(NUM_LAYERS)
+    found = list(enumerate(find_decoder_layers(model)))
+    modules: dict[int, nn.Module] = {i: layer.module for i, layer in found}
+    contents = partial(named_contents, modules)
+    return RemoteStage(write_recipe(model, found), modules, contents, False, 0)
+
+
+@contextmanager
+def deployed(owner: Owner | None = None) -> Iterator[tuple[Worker, Coordinator, RemoteStage]]:
+    """A worker with a stage; everything has to come back within a twentieth of a second."""
+    with serving_worker(owner=owner) as (worker, address):
+        deadlines = Deadlines(progress_seconds=0.05, request_seconds=PATIENCE_SECONDS)
+        with closing(Coordinator([("strix", address)], deadlines, Identity())) as coordinator:
+            stage = one_stage()
+            list(coordinator.deploy([stage]))
+            yield worker, coordinator, stage
+
+
+def forward(coordinator: Coordinator) -> torch.Tensor:
+    coordinator.begin_step(1, accumulate=False)
+    coordinator.send_forward(Key(0), HIDDEN, surroundings(grad_enabled=False))
+    content = coordinator.receive().content
+    assert isinstance(content, Activation)
+    return content.hidden
+
+
+class TellsAndResumes(list[str]):
+    """Lets a worker go on once its coordinator has said that it is paused."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        # Long after the deadlines that must not run meanwhile.
+        self._timer = threading.Timer(0.3, worker.resume)
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        if "paused by its owner" in line:
+            self._timer.start()
+
+
+def resuming(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines = TellsAndResumes(worker)
+    monkeypatch.setattr(
+        "lightning_hetero.runtime.coordinator.conversations.rank_zero_info", lines.append
+    )
+    return lines
+
+
+def test_a_paused_worker_is_waited_for_and_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with deployed() as (worker, coordinator, stage):
+        said = resuming(worker, monkeypatch)
+        worker.pause()
+        worker.pause()  # once more says nothing new
+        hidden = forward(coordinator)
+        assert torch.equal(hidden, run_here(dict(stage.layers), HIDDEN))
+        assert torch.equal(forward(coordinator), hidden)
+    about = [line for line in said if "strix" in line]
+    assert [line.partition("(")[0] for line in about] == ["stage 1 on strix "] * 2
+    assert "is paused by its owner" in about[0]
+    assert "goes on" in about[1]
+
+
+def test_a_worker_that_was_paused_before_a_run_says_so_when_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving_worker() as (worker, address):
+        worker.pause()
+        said = resuming(worker, monkeypatch)
+        deadlines = Deadlines(request_seconds=PATIENCE_SECONDS)
+        with closing(Coordinator([("strix", address)], deadlines, Identity())) as coordinator:
+            list(coordinator.deploy([one_stage()]))
+    assert any("paused by its owner" in line for line in said)
+
+
+def test_without_a_pause_the_deadline_runs() -> None:
+    silent = pytest.raises(WorkerLost, match="No worker has made anything")
+    with deployed() as (_, coordinator, _), silent:
+        coordinator.receive()
+
+
+def test_a_paused_worker_is_free_at_once_when_its_coordinator_leaves() -> None:
+    with deployed() as (worker, coordinator, _):
+        worker.pause()
+        coordinator.begin_step(1, accumulate=False)
+        coordinator.send_forward(Key(0), HIDDEN, surroundings(grad_enabled=False))
+        coordinator.close()
+        worker.resume()
+
+
+def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_built() -> None:
+    records: Queue[RunRecord] = Queue()
+    owner = Owner(40_000, records.put)
+    with (
+        serving_worker(owner=owner) as (_, address),
+        closing(Coordinator([("strix", address)], Deadlines(), Identity())) as coordinator,
+        pytest.raises(StageFailed, match=r"need .* and the owner of this worker allows 39"),
+    ):
+        list(coordinator.deploy([one_stage()]))
+    assert records.get(timeout=PATIENCE_SECONDS).what == ""
+
+
+def test_what_the_owner_allows_is_what_others_are_told() -> None:
+    with serving_worker(owner=Owner(3 * 2**30)) as (_, address):
+        channel, welcome = dial(
+            address, coordinator_session(), "coordinator", "a", QUICK, Identity()
+        )
+        assert welcome.equipment.memory_bytes == 3 * 2**30
+        inbox: SimpleQueue[object] = SimpleQueue()
+        channel.start(inbox)  # type: ignore[arg-type]
+        channel.send(m.DescribeDevice())
+        content = inbox.get(timeout=PATIENCE_SECONDS).content  # type: ignore[attr-defined]
+        channel.close(m.Goodbye())
+    assert isinstance(content, Frame)
+    assert isinstance(content.message, m.DeviceDescribed)
+    taken = content.message.free_bytes + content.message.base_bytes
+    assert taken == pytest.approx(3 * 2**30, rel=0.2)
+    assert taken <= 3 * 2**30
+
+
+def test_the_owner_is_told_of_each_run() -> None:
+    records: Queue[RunRecord] = Queue()
+    with deployed(Owner(on_run_end=records.put)) as (_, coordinator, _):
+        forward(coordinator)
+        coordinator.close()
+        record = records.get(timeout=PATIENCE_SECONDS)
+    assert record.what == "stage 1, layers 0 to 3 (LlamaDecoderLayer)"
+    assert (record.num_steps, record.reason) == (1, "goodbye")
+    assert record.peer.startswith("127.0.0.1:")
+
+
+def test_a_drained_worker_finishes_its_run_and_takes_no_other() -> None:
+    with deployed() as (worker, coordinator, _):
+        worker.drain()
+        assert worker.is_draining
+        address = coordinator.address_of("strix")
+        with pytest.raises(WorkerUnreachable, match="ends with its present run"):
+            dial(address, coordinator_session(), "coordinator", "b", QUICK, Identity())
+        forward(coordinator)
+    # The block's end waits for the worker's thread, which nobody but the drain has stopped.
+
+
+def test_an_idle_worker_that_is_drained_ends() -> None:
+    with serving_worker() as (worker, _):
+        worker.drain()
