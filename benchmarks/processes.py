@@ -68,6 +68,7 @@ def worker_process(
     host: str = "127.0.0.1",
     program: Sequence[str] | None = None,
     device: str = "cpu",
+    token_file: Path | None = None,
 ) -> Iterator[WorkerProcess]:
     """A worker with one compute thread, ended at the end.
 
@@ -76,9 +77,12 @@ def worker_process(
         host: Where it listens, on a free port.
         program: What is run instead of ``python -m lightning_hetero``.
         device: What it computes on.
+        token_file: The token by which it knows its coordinator, over TLS; None for neither.
     """
     command = [*before, *(program or [sys.executable, "-m", "lightning_hetero"])]
     command += ["worker", "--listen", f"{host}:0", "--threads", "1", "--device", device]
+    # Without a name it would take the one in the user's home.
+    command += ["--token-file", str(token_file or "")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
     said: deque[str] = deque(maxlen=20)
     try:

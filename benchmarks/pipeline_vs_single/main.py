@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 
 import lightning.pytorch as pl
 from rich.console import Console
@@ -19,6 +25,7 @@ from transformers import LlamaConfig
 from benchmarks.processes import be_quiet, machine, on_core, pin, two_cores, worker_process
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.runtime.channels.token import Token, write_token_file
 
 CONFIG = LlamaConfig(
     hidden_size=512,
@@ -28,6 +35,8 @@ CONFIG = LlamaConfig(
     vocab_size=10_000,
     use_cache=False,
 )
+CORE_A, CORE_B = "core A", "core B"
+TLS = ", TLS"
 SEQUENCE_LENGTH = 256
 BATCH_SIZE = 16
 TOKENS_PER_STEP = SEQUENCE_LENGTH * BATCH_SIZE
@@ -51,35 +60,66 @@ def plan_for(worker: str, split: int, micro_batches: int, in_flight: int | None)
 
 
 def main() -> None:
+    options = parse(sys.argv[1:])
+    be_quiet()
+    first_core, second_core = two_cores()
+    speeds: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        runs = pipelines(stack, second_core, options)
+        for round_number in range(options.rounds):
+            for name, core in ((CORE_A, first_core), (CORE_B, second_core)):
+                pin(core)
+                speeds.setdefault(name, []).append(train("auto", options.steps))
+            pin(first_core)
+            for name, strategy in runs.items():
+                speeds.setdefault(name, []).append(train(strategy(), options.steps))
+            Console(stderr=True).print(f"round {round_number + 1} of {options.rounds} done")
+    report(speeds)
+    if options.tls:
+        report_tls(speeds, options.micro_batches)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="per run; the first is not timed")
     parser.add_argument("--split", type=int, default=3, help="layers on the coordinator")
     parser.add_argument("--in-flight", type=int)
     parser.add_argument("--micro-batches", type=int, nargs="*", default=[1, 8, 16])
-    options = parser.parse_args()
+    parser.add_argument("--tls", action="store_true", help="each also under mutual TLS")
+    return parser.parse_args(arguments)
 
-    be_quiet()
-    first_core, second_core = two_cores()
-    speeds: dict[str, list[float]] = {"core A": [], "core B": []}
-    speeds |= {f"{count} micro-batches": [] for count in options.micro_batches}
-    with worker_process(on_core(second_core)) as worker:
-        for round_number in range(options.rounds):
-            for name, core in (("core A", first_core), ("core B", second_core)):
-                pin(core)
-                speeds[name].append(train("auto", options.steps))
-            pin(first_core)
-            for count in options.micro_batches:
-                plan = plan_for(worker.address, options.split, count, options.in_flight)
-                strategy = HeteroPipelineStrategy(workers=[worker.address], plan=plan)
-                speeds[f"{count} micro-batches"].append(train(strategy, options.steps))
-            Console(stderr=True).print(f"round {round_number + 1} of {options.rounds} done")
-    report(speeds)
+
+def pipelines(
+    stack: ExitStack, core: int, options: argparse.Namespace
+) -> dict[str, Callable[[], HeteroPipelineStrategy]]:
+    """Makes the strategy of each run; their workers are on this core until the stack is closed."""
+    token_files: dict[str, Path | None] = {"": None}
+    if options.tls:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        token_files[TLS] = Path(folder) / "token"
+        write_token_file(token_files[TLS], Token.new())
+    made: dict[str, Callable[[], HeteroPipelineStrategy]] = {}
+    for ending, token_file in token_files.items():
+        worker = stack.enter_context(worker_process(on_core(core), token_file=token_file))
+        for count in options.micro_batches:
+            plan = plan_for(worker.address, options.split, count, options.in_flight)
+            made[run_name(count, ending)] = partial(
+                HeteroPipelineStrategy,
+                workers=[worker.address],
+                plan=plan,
+                token_file=str(token_file or ""),
+            )
+    return made
+
+
+def run_name(micro_batches: int, ending: str) -> str:
+    return f"{micro_batches} micro-batches{ending}"
 
 
 def report(speeds: dict[str, list[float]]) -> None:
     """Print medians of ratios, and the machine."""
-    single, other = speeds["core A"], speeds["core B"]
+    single, other = speeds[CORE_A], speeds[CORE_B]
     table = Table(title="coordinator + 1 worker, one pinned core each")
     for column in ("run", "tokens/s", "× one core", "achieved / bound"):
         table.add_column(column, justify="right")
@@ -92,6 +132,14 @@ def report(speeds: dict[str, list[float]]) -> None:
     console = Console()
     console.print(table)
     console.print(machine())
+
+
+def report_tls(speeds: dict[str, list[float]], counts: list[int]) -> None:
+    """Print what TLS leaves of the throughput."""
+    for count in counts:
+        pairs = zip(speeds[run_name(count, TLS)], speeds[run_name(count, "")], strict=True)
+        left = statistics.median(with_tls / plain for with_tls, plain in pairs)
+        Console().print(f"{count} micro-batches: TLS leaves {left:.1%} of the throughput")
 
 
 if __name__ == "__main__":
