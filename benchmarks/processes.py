@@ -77,12 +77,11 @@ def worker_process(
         host: Where it listens, on a free port.
         program: What is run instead of ``python -m lightning_hetero``.
         device: What it computes on.
-        token_file: The token by which it knows its coordinator, over TLS; None for neither.
+        token_file: The token by which it knows its coordinator, over TLS; None for its default.
     """
     command = [*before, *(program or [sys.executable, "-m", "lightning_hetero"])]
     command += ["worker", "--listen", f"{host}:0", "--threads", "1", "--device", device]
-    # Without a name it would take the one in the user's home.
-    command += ["--token-file", str(token_file or "")]
+    command += ["--token-file", str(token_file)] if token_file else []
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
     said: deque[str] = deque(maxlen=20)
     try:

@@ -2,9 +2,8 @@
 
 First, the strategy with every layer on the coordinator against plain Lightning, interleaved. Then,
 with layers on a worker, the CPU time that each of the two processes spends outside torch's
-operators. That is the difference of two runs: one as it is, whose CPU time is read, and one whose
-operators are counted, which slows everything else down. Plain Lightning is measured so too, since
-Python and autograd take their time there as well.
+operators: all of it, less that of the operators, less what counting these took. Plain Lightning is
+measured so too, since Python and autograd take their time there as well.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -27,7 +25,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
-from benchmarks.overhead.operators import OperatorClock, counted_seconds, cpu_seconds
+from benchmarks.overhead.operators import OperatorClock, cpu_seconds, read_counted
 from benchmarks.processes import (
     be_quiet,
     environment,
@@ -116,74 +114,87 @@ def compare_alone(shape: Shape, rounds: int, num_steps: int) -> list[Ratio]:
     return ratios
 
 
-class Window(pl.Callback):
-    """How much some clocks go on after the first step, per step."""
+@dataclass(frozen=True)
+class CpuTime:
+    """CPU seconds of a process, without what counting its operators takes."""
 
-    def __init__(self, clocks: dict[str, Callable[[], float]], num_steps: int) -> None:
-        self._clocks = clocks
+    whole_seconds: float
+    operator_seconds: float
+
+    def since(self, start: CpuTime, num_steps: int) -> CpuTime:
+        """Per step of these."""
+        return CpuTime(
+            (self.whole_seconds - start.whole_seconds) / num_steps,
+            (self.operator_seconds - start.operator_seconds) / num_steps,
+        )
+
+
+def read_cpu_time(pid: int, file: Path) -> CpuTime:
+    """What a process has taken so far, which counts its operators in a file."""
+    counted = read_counted(file)
+    return CpuTime(cpu_seconds(pid) - counted.counting_seconds, counted.operator_seconds)
+
+
+class Window(pl.Callback):
+    """What processes take from the end of the first step on, per step."""
+
+    def __init__(self, files: dict[str, tuple[int, Path]], num_steps: int) -> None:
+        self._files = files
         self._num_steps = num_steps
-        self._start: dict[str, float] = {}
-        self.seconds: dict[str, float] = {}
+        self._start: dict[str, CpuTime] = {}
+        self.taken: dict[str, CpuTime] = {}
 
     def on_before_zero_grad(self, trainer: pl.Trainer, *_: object) -> None:
         """Once per optimizer step; in each the same moment."""
-        now = {name: read() for name, read in self._clocks.items()}
+        now = {name: read_cpu_time(pid, file) for name, (pid, file) in self._files.items()}
         if trainer.global_step == 1:
             self._start = now
         elif trainer.global_step == self._num_steps - 1:
             steps = self._num_steps - 2
-            self.seconds = {name: (now[name] - self._start[name]) / steps for name in now}
+            self.taken = {name: time.since(self._start[name], steps) for name, time in now.items()}
 
 
-def read_clocks(name: str, shape: Shape, num_steps: int, is_counting: bool) -> dict[str, float]:
-    """CPU seconds per step of the processes of one run; those of operators where these count."""
+def read_cpu_times(name: str, shape: Shape, num_steps: int) -> dict[str, CpuTime]:
+    """Per step, of the processes of one run."""
     first_core, second_core = two_cores()
     pin(first_core)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         here, there = Path(folder, "here"), Path(folder, "there")
-        if is_counting:
-            OperatorClock(here).start()
-        own = (lambda: counted_seconds(here)) if is_counting else lambda: cpu_seconds(os.getpid())
+        OperatorClock(here).start()
         if name == "plain Lightning":
-            window = Window({name: own}, num_steps)
+            window = Window({name: (os.getpid(), here)}, num_steps)
             train(shape, num_steps, accumulate=NUM_MICROBATCHES, callback=window)
-            return window.seconds
+            return window.taken
         program = [sys.executable, "-m", "benchmarks.overhead.counted_worker", str(there)]
-        before = on_core(second_core)
-        worker = stack.enter_context(
-            worker_process(before, program=program if is_counting else None)
+        worker = stack.enter_context(worker_process(on_core(second_core), program=program))
+        window = Window(
+            {"coordinator": (os.getpid(), here), "worker": (worker.pid, there)}, num_steps
         )
-        its = (lambda: counted_seconds(there)) if is_counting else lambda: cpu_seconds(worker.pid)
-        window = Window({"coordinator": own, "worker": its}, num_steps)
         stages = [
             StagePlan(["coordinator"], (0, NUM_LOCAL_LAYERS)),
             StagePlan([worker.address], (NUM_LOCAL_LAYERS, NUM_LAYERS)),
         ]
         strategy = HeteroPipelineStrategy([worker.address], Plan(stages, NUM_MICROBATCHES))
         train(shape, num_steps, strategy, callback=window)
-        return window.seconds
+        return window.taken
 
 
-def in_new_process(name: str, shape: Shape, num_steps: int, is_counting: bool) -> dict[str, float]:
+def in_new_process(name: str, shape: Shape, num_steps: int) -> dict[str, CpuTime]:
     """The same in a process of its own, since counting cannot be ended."""
-    told = json.dumps([name, shape.hidden_size, shape.sequence_length, num_steps, is_counting])
-    command = [sys.executable, __file__, "--clocks", told]
+    told = json.dumps([name, shape.hidden_size, shape.sequence_length, num_steps])
+    command = [sys.executable, __file__, "--run", told]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment())
-    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return seconds
+    taken: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return {process: CpuTime(*seconds) for process, seconds in taken.items()}
 
 
-def outside_operators(
-    shape: Shape, rounds: int, num_steps: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Of each process: its CPU seconds per step and those of operators, round by round."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in PROCESSES}
+def outside_operators(shape: Shape, rounds: int, num_steps: int) -> dict[str, list[CpuTime]]:
+    """Each process's CPU time per step, round by round."""
+    found: dict[str, list[CpuTime]] = {name: [] for name in PROCESSES}
     for _ in range(rounds):
         for name in ("plain Lightning", "pipeline"):
-            whole = in_new_process(name, shape, num_steps, is_counting=False)
-            operators = in_new_process(name, shape, num_steps, is_counting=True)
-            for process, seconds in whole.items():
-                found[process].append((seconds, operators[process]))
+            for process, taken in in_new_process(name, shape, num_steps).items():
+                found[process].append(taken)
     return found
 
 
@@ -196,14 +207,15 @@ def main() -> None:
     parser.add_argument("--cpu-rounds", type=int, default=2, help="of CPU time at hidden 512")
     parser.add_argument("--cpu-steps", type=int, default=5, help="per run; first and last not read")
     parser.add_argument("--cpu-sequence-length", type=int, default=256)
-    # A process of its own reads each set of clocks.
-    parser.add_argument("--clocks", help=argparse.SUPPRESS)
+    # One run, in a process of its own.
+    parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--only-alone", action="store_true", help="leave CPU time at hidden 512")
     options = parser.parse_args()
     be_quiet()
-    if options.clocks:
-        name, hidden_size, length, num_steps, is_counting = json.loads(options.clocks)
-        print(json.dumps(read_clocks(name, Shape(hidden_size, length), num_steps, is_counting)))
+    if options.run:
+        name, hidden_size, length, num_steps = json.loads(options.run)
+        taken = read_cpu_times(name, Shape(hidden_size, length), num_steps)
+        print(json.dumps({process: astuple(time) for process, time in taken.items()}))
         return
     if options.steps < 2 or options.cpu_steps < 3:
         parser.error("--steps must be 2 or more, and --cpu-steps 3 or more")
@@ -238,9 +250,7 @@ def report_alone(ratios: list[Ratio], shape: Shape, console: Console) -> None:
         )
 
 
-def report_outside(
-    found: dict[str, list[tuple[float, float]]], shape: Shape, console: Console
-) -> None:
+def report_outside(found: dict[str, list[CpuTime]], shape: Shape, console: Console) -> None:
     """Print the shares of CPU time outside operators."""
     table = Table(
         title=f"CPU time per step, hidden {shape.hidden_size}, sequence {shape.sequence_length}"
@@ -250,9 +260,9 @@ def report_outside(
     for name, rounds in found.items():
         table.add_row(
             name,
-            f"{median(whole for whole, _ in rounds) * 1e3:.0f}",
-            f"{median(operators for _, operators in rounds) * 1e3:.0f}",
-            f"{median(1 - operators / whole for whole, operators in rounds):.1%}",
+            f"{median(taken.whole_seconds for taken in rounds) * 1e3:.0f}",
+            f"{median(taken.operator_seconds for taken in rounds) * 1e3:.0f}",
+            f"{median(1 - taken.operator_seconds / taken.whole_seconds for taken in rounds):.1%}",
         )
     console.print(table)
 

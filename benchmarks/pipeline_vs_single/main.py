@@ -8,6 +8,7 @@ two cores' own measured speeds on the same training.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from transformers import LlamaConfig
 from benchmarks.processes import be_quiet, machine, on_core, pin, two_cores, worker_process
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.runtime.channels.token import Token, write_token_file
+from lightning_hetero.runtime.channels.token import FILE_VARIABLE, Token, write_token_file
 
 CONFIG = LlamaConfig(
     hidden_size=512,
@@ -62,6 +63,8 @@ def plan_for(worker: str, split: int, micro_batches: int, in_flight: int | None)
 def main() -> None:
     options = parse(sys.argv[1:])
     be_quiet()
+    # The token in the user's home would put all runs under TLS.
+    os.environ[FILE_VARIABLE] = ""
     first_core, second_core = two_cores()
     speeds: dict[str, list[float]] = {}
     with ExitStack() as stack:
@@ -108,7 +111,7 @@ def pipelines(
                 HeteroPipelineStrategy,
                 workers=[worker.address],
                 plan=plan,
-                token_file=str(token_file or ""),
+                token_file=token_file,
             )
     return made
 
