@@ -30,6 +30,7 @@ from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import weights_in_checkpoint
 from .moving import AtHome, bring_home, check_move, give_back, moves_layers, moving_averages
 from .picturing import leave_pictures
+from .pipeline.arenas import share_one_arena
 from .pipeline.averaging import AveragingAction
 from .pipeline.microbatch import LossWeighting
 from .plan import Plan
@@ -148,6 +149,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
     @override
     def setup_environment(self) -> None:
         refuse_training_in_worker()
+        share_one_arena()
         warn_of_idle_devices(self.parallel_devices)
         super().setup_environment()
 

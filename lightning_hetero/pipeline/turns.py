@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 
-from .arenas import share_one_arena
-
 
 @dataclass(frozen=True)
 class HandedOver:
@@ -58,7 +56,6 @@ class TurnThreads:
     """Threads that run turns; there are as many as there were turns at once. End with `close`."""
 
     def __init__(self) -> None:
-        share_one_arena()
         self._idle: list[_TurnThread] = []
         self._all: list[_TurnThread] = []
 

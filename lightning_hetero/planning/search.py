@@ -34,6 +34,9 @@ MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
 LEAST_GAIN = 0.02
 """A device has to shorten the step by this share: each one more can drift, or fail."""
 
+LEAST_GAIN_IN_FLIGHT = 0.005
+"""More micro-batches in flight have to shorten it by this share: each keeps its activations."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -61,6 +64,10 @@ class Search:
 
     def best(self) -> Candidate | None:
         """The best of all, less the devices that bring too little; None where nothing fits."""
+        best = self._best_devices()
+        return None if best is None else self._with_enough_in_flight(best)
+
+    def _best_devices(self) -> Candidate | None:
         subsets = list(self._subsets())
         if self._looks_at_all:
             best = self._best_among(subsets, math.inf)
@@ -238,6 +245,20 @@ class Search:
             if not found:
                 return best
             best = min(found, key=lambda trial: trial.step_seconds)
+
+    def _with_enough_in_flight(self, best: Candidate) -> Candidate:
+        """The same devices with the fewest in flight that are nearly as fast as any number."""
+        processes = len(best.workers) + 1
+        if processes == 1:
+            return best
+        counts = {min(processes * quarters // 4, best.micro_batches) for quarters in range(4, 13)}
+        trials = [
+            place_at(self._costs, best.workers, best.micro_batches, count) for count in counts
+        ]
+        found = [best, *(trial for trial in trials if trial is not None)]
+        limit = min(c.step_seconds for c in found) * (1 + LEAST_GAIN_IN_FLIGHT)
+        fast = [candidate for candidate in found if candidate.step_seconds <= limit]
+        return min(fast, key=lambda candidate: (candidate.in_flight, candidate.step_seconds))
 
 
 def _best_played(placed: Iterable[Candidate], below: float, most: int) -> Candidate | None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.plan import COORDINATOR
-from lightning_hetero.planning.candidates import Candidate, Costs
+from lightning_hetero.planning.candidates import Candidate, Costs, place_at
 from lightning_hetero.planning.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
-from lightning_hetero.planning.search import LEAST_GAIN, Search
+from lightning_hetero.planning.search import LEAST_GAIN, LEAST_GAIN_IN_FLIGHT, Search
 from lightning_hetero.planning.simulation import Hop, Pipeline, StageTimes, simulate
 from lightning_hetero.planning.solver import solve
 from lightning_hetero.planning.wishes import Wishes
@@ -172,7 +172,8 @@ def check_against_brute_force(case: Case) -> None:
     assert best.step_seconds <= expected * (1 + 1e-9)
     assert_possible(case, best)
     solved = solve(given_profile, Wishes(micro_batches=case.micro_batches)).chosen
-    assert solved.step_seconds <= expected * (1 + LEAST_GAIN) * (1 + 1e-9)
+    slack = (1 + LEAST_GAIN) * (1 + LEAST_GAIN_IN_FLIGHT) * (1 + 1e-9)
+    assert solved.step_seconds <= expected * slack
     assert len(solved.workers) <= len(best.workers)
 
 
@@ -246,3 +247,34 @@ def test_slow_links_between_many_are_avoided() -> None:
 
 def test_of_more_workers_than_layers_the_fastest_few_are_taken() -> None:
     assert set(solve(many(12, 2, 12)).chosen.workers) <= {"w0", "w1"}
+
+
+def alike(num_workers: int, hop_seconds: float) -> Profile:
+    """Devices of which each takes 20 and 40 seconds for the four layers that are its share."""
+    own = coordinator([*device("", 5, 10).timings, *ends()])
+    workers = [device(f"w{number}", 5, 10) for number in range(num_workers)]
+    speed = LinkSpeed(latency_seconds=hop_seconds, bytes_per_second=1e18)
+    return profile(4 * (num_workers + 1), workers, own, batch_size=16, default_link=speed)
+
+
+@pytest.mark.parametrize(("num_workers", "hop_seconds"), [(1, 0), (1, 8), (2, 0), (2, 8)])
+def test_the_fewest_are_in_flight_that_are_nearly_as_fast_as_any(
+    num_workers: int, hop_seconds: float
+) -> None:
+    given_profile = alike(num_workers, hop_seconds)
+    chosen = solve(given_profile, Wishes(micro_batches=16)).chosen
+    assert len(chosen.workers) == num_workers
+    costs = Costs(given_profile, {})
+    seconds = {}
+    for count in range(num_workers + 1, 3 * (num_workers + 1) + 1):
+        placed = place_at(costs, chosen.workers, 16, count)
+        assert placed is not None
+        seconds[count] = placed.step_seconds
+    limit = min(seconds.values()) * (1 + LEAST_GAIN_IN_FLIGHT)
+    assert chosen.in_flight == min(count for count in seconds if seconds[count] <= limit)
+    assert chosen.plan().in_flight == chosen.in_flight
+
+
+def test_slower_links_want_more_in_flight() -> None:
+    near, far = (solve(alike(2, hop), Wishes(micro_batches=16)).chosen for hop in (0, 8))
+    assert near.in_flight < far.in_flight
