@@ -24,10 +24,10 @@ from .checks import check_arguments, warn_of_batch_statistics, warn_of_idle_devi
 from .deploying import Deployer
 from .errors import ModelError
 from .gradients import clip_by_global_norm, norms_by_name
+from .model.checkpoint_weights import weights_in_checkpoint
 from .model.four_bit import keep_layout
 from .model.imports import refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
-from .model.pretrained import weights_in_checkpoint
 from .moving import AtHome, bring_home, check_move, give_back, moves_layers, moving_averages
 from .picturing import leave_pictures
 from .pipeline.arenas import share_one_arena

@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import IO
 
 import hypothesis
 import pytest
 import torch
 
 from lightning_hetero.runtime.channels.token import FILE_VARIABLE
+
+from .forked import CAN_FORK, Process, forked_worker
 
 # A token of whoever runs the tests must not change them; workers inherit this.
 os.environ[FILE_VARIABLE] = ""
@@ -26,40 +29,61 @@ hypothesis.settings.load_profile("steady")
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """A worker started by its command."""
+    """A worker in a process of its own."""
 
     address: str
-    process: subprocess.Popen[str]
+    process: Process
 
 
 @contextmanager
 def worker_process(
-    *options: str, before: str = "", prefix: Sequence[str] = (), **environment: str
+    *options: str,
+    before: str = "",
+    prefix: Sequence[str] = (),
+    by_command: bool = False,
+    **environment: str,
 ) -> Iterator[WorkerProcess]:
     """A worker on a free loopback port; it ends with the block.
 
     ``before`` is code that its process runs first, and ``prefix`` what goes before its command.
+    With a prefix, or where it must, it is started by its command.
     """
-    command = [sys.executable, "-m", "lightning_hetero", "worker"]
-    if before:
-        main = "import runpy; runpy.run_module('lightning_hetero', run_name='__main__')"
-        command = [sys.executable, "-c", f"{before}; {main}", "worker"]
-    command += ["--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu", *options]
-    process = subprocess.Popen(
-        [*prefix, *command], stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    options = ("--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu", *options)
+    environment = {**os.environ, **environment}
+    by_command = by_command or bool(prefix) or not CAN_FORK
+    started = (
+        _commanded(prefix, options, before, environment)
+        if by_command
+        else forked_worker(options, before, environment)
     )
-    try:
-        assert process.stderr is not None
+    with started as (process, said):
         lines = []
-        for line in process.stderr:
+        for line in said:
             lines.append(line)
             if "listening on" in line:
                 # Somebody has to read on: with a full pipe the worker would wait for ever.
-                threading.Thread(target=process.stderr.read, daemon=True).start()
+                reader = threading.Thread(target=said.read, daemon=True)
+                reader.start()
                 yield WorkerProcess(line.split("listening on ")[1].split(",")[0], process)
                 break
         else:
             pytest.fail("the worker did not start: " + "".join(lines))
+
+
+@contextmanager
+def _commanded(
+    prefix: Sequence[str], options: Sequence[str], before: str, environment: Mapping[str, str]
+) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    command = [sys.executable, "-m", "lightning_hetero", "worker", *options]
+    if before:
+        main = "import runpy; runpy.run_module('lightning_hetero', run_name='__main__')"
+        command = [sys.executable, "-c", f"{before}; {main}", "worker", *options]
+    process = subprocess.Popen(
+        [*prefix, *command], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stderr is not None
+    try:
+        yield process, process.stderr
     finally:
         process.kill()
         process.wait()

@@ -18,6 +18,8 @@ blocks.py       the recipe of the user's own classes
 attributes.py   their plain attributes as data
 imports.py      what may be imported for them
 
-pretrained.py   models whose weights stay on disk
-checkpoint.py   reads them, tensor by tensor
+pretrained.py          makes models whose weights stay on disk
+checkpoint_weights.py  those weights, until they are needed
+checkpoint.py          reads them, tensor by tensor
+safetensors_files.py   the files that they are in
 """

@@ -10,20 +10,16 @@ Reading a tensor opens what it is made of, and keeps nothing.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -33,32 +29,13 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
 from ..errors import CheckpointError
-
-# What bitsandbytes stores beside a tensor in 4 bits, under `<its key>.<one of these>`.
-_COMPANION = re.compile(
-    r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
-)
+from .safetensors_files import Entry, find_files, loading, read_headers, some
 
 # Bytes of the types that ordinary weights have, under safetensors' names for them. Tensors in 4
 # bits are stored as one of these too, or as U8.
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-
-_MOST_NAMED = 5
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in the header of a file; ``companions`` complete it if it is in 4 bits."""
-
-    key: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    companions: dict[str, _Entry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,10 +50,10 @@ class _Origin:
 
     name: str
     rule: WeightConverter | None
-    sources: list[tuple[_Entry, str]] = field(default_factory=list)
+    sources: list[tuple[Entry, str]] = field(default_factory=list)
 
     @property
-    def entries(self) -> list[_Entry]:
+    def entries(self) -> list[Entry]:
         return [entry for entry, _ in self.sources]
 
 
@@ -103,7 +80,7 @@ class Checkpoint:
         Raises:
             CheckpointError: If weights are missing, damaged, or of another model.
         """
-        entries = _read_headers(_find_files(source, hub_options))
+        entries = read_headers(find_files(source, hub_options))
         conversion = _Conversion(model)
         checkpoint = cls(conversion, conversion.origins(entries))
         for names in _tied_names(model):
@@ -112,7 +89,7 @@ class Checkpoint:
         if missing:
             raise CheckpointError(
                 f"{source} lacks {len(missing)} of the {len(conversion.wanted)} tensors of "
-                f"{type(model).__name__}: {_some(missing)}. Check that the config belongs to these "
+                f"{type(model).__name__}: {some(missing)}. Check that the config belongs to these "
                 "weights, and that the model class is the one that they were saved from."
             )
         return checkpoint
@@ -141,7 +118,7 @@ class Checkpoint:
             )
         name = self._stored_name[name]
         origin = self._origins[name]
-        with _loading(origin) as load:
+        with loading(origin.entries) as load:
             tensors = {"": _owned(self._conversion.convert(origin, load)[name])}
             for suffix, companion in origin.entries[0].companions.items():
                 tensors[suffix] = load(companion)
@@ -174,7 +151,7 @@ class _Conversion:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._rules = [rule for rule in rules if isinstance(rule, WeightConverter)]
 
-    def origins(self, entries: Iterable[_Entry]) -> dict[str, _Origin]:
+    def origins(self, entries: Iterable[Entry]) -> dict[str, _Origin]:
         """What each tensor of the model is made of; what else is on disk is left out.
 
         Raises:
@@ -188,7 +165,7 @@ class _Conversion:
                     found[name] = origin
         return found
 
-    def _collect(self, entries: Iterable[_Entry]) -> list[_Origin]:
+    def _collect(self, entries: Iterable[Entry]) -> list[_Origin]:
         rule_of = {pattern: rule for rule in self._rules for pattern in rule.source_patterns}
         found: dict[str, _Origin] = {}
         # Experts are merged in the order in which they come.
@@ -209,7 +186,7 @@ class _Conversion:
             return rename_source_key(key, [], [], prefix, self.wanted)
         return name, pattern
 
-    def convert(self, origin: _Origin, load: Callable[[_Entry], Tensor]) -> dict[str, Tensor]:
+    def convert(self, origin: _Origin, load: Callable[[Entry], Tensor]) -> dict[str, Tensor]:
         """The tensors of the model that come out of an origin, under their names."""
         if origin.rule is None:
             return {origin.name: load(origin.entries[0])}
@@ -222,7 +199,7 @@ class _Conversion:
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
                 f"{origin.name} cannot be made of {len(origin.sources)} tensors on disk, "
-                f"{_some([entry.key for entry in origin.entries])}: {error}. Check that all of "
+                f"{some([entry.key for entry in origin.entries])}: {error}. Check that all of "
                 "them are there and that the config belongs to them."
             ) from error
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
@@ -238,12 +215,12 @@ def _check_fits(name: str, wanted: Tensor, outline: Tensor, origin: _Origin) -> 
         raise CheckpointError(
             f"{name} should have the shape {tuple(wanted.shape)} and has {tuple(outline.shape)}, "
             f"made of {len(origin.sources)} tensors on disk, "
-            f"{_some([entry.key for entry in origin.entries])}; check that the config belongs to "
+            f"{some([entry.key for entry in origin.entries])}; check that the config belongs to "
             "these weights and that none of them is missing."
         )
 
 
-def _check_form(name: str, wanted: Tensor, entry: _Entry, origin: _Origin) -> None:
+def _check_form(name: str, wanted: Tensor, entry: Entry, origin: _Origin) -> None:
     if entry.companions and origin.rule is not None:
         raise CheckpointError(
             f"{name} would have to be merged or split, and {entry.key} is packed into 4 bits; use "
@@ -256,11 +233,11 @@ def _check_form(name: str, wanted: Tensor, entry: _Entry, origin: _Origin) -> No
         )
 
 
-def _check_packed(name: str, wanted: Tensor, entry: _Entry) -> None:
+def _check_packed(name: str, wanted: Tensor, entry: Entry) -> None:
     """Two weights share a byte, in whatever type the bytes are stored."""
     if not any(suffix.startswith("quant_state.") for suffix in entry.companions):
         raise CheckpointError(
-            f"{entry.key} in {entry.file.name} has {_some(sorted(entry.companions))} beside it and "
+            f"{entry.key} in {entry.file.name} has {some(sorted(entry.companions))} beside it and "
             "no quant_state, so it cannot be unpacked; download the checkpoint again."
         )
     num_bytes = math.prod(entry.shape) * _FLOAT_BYTES.get(entry.dtype, 1)
@@ -280,122 +257,10 @@ def _tied_names(model: PreTrainedModel) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def _find_files(source: str | Path, hub_options: Mapping[str, Any]) -> list[Path]:
-    if not Path(source).is_dir():
-        if isinstance(source, Path) or Path(source).is_absolute():
-            raise CheckpointError(f"There is no folder {source}; name one, or a model on the hub.")
-        return _hub_files(source, hub_options)
-    folder = Path(source, hub_options.get("subfolder") or "")
-    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        return [folder / shard for shard in _shards_of(index)]
-    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-    raise CheckpointError(
-        f"{folder} has neither {single.name} nor {index.name}"
-        + (
-            f", only {_some(pickled)}, which is never unpickled here; load it once with "
-            "transformers and save it with `save_pretrained(..., safe_serialization=True)`."
-            if pickled
-            else "; name the folder that `save_pretrained` wrote."
-        )
-    )
-
-
-def _hub_files(name: str, hub_options: Mapping[str, Any]) -> list[Path]:
-    def fetch(file: str) -> Path:
-        return Path(str(cached_file(name, file, **hub_options)))
-
-    with suppress(OSError):
-        return [fetch(SAFE_WEIGHTS_NAME)]
-    try:
-        return [fetch(shard) for shard in _shards_of(fetch(SAFE_WEIGHTS_INDEX_NAME))]
-    except OSError as error:
-        reason = str(error).splitlines()[0].rstrip(".:")
-        raise CheckpointError(
-            f"{name!r} is no folder here, and the hub gives no safetensors files under this name: "
-            f"{reason}. Check the name, the revision and the token, or bring the files here where "
-            f"there is a network, with `hf download {name}`, and name their folder."
-        ) from error
-
-
-def _shards_of(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} is no index of a checkpoint: {error!r}. Download it again."
-        ) from error
-
-
-def _read_headers(files: Iterable[Path]) -> list[_Entry]:
-    """What the files hold, with its companions put to each tensor in 4 bits."""
-    found = {entry.key: entry for file in files for entry in _read_header(file)}
-    companions: defaultdict[str, dict[str, _Entry]] = defaultdict(dict)
-    for key, entry in found.items():
-        if match := _COMPANION.fullmatch(key):
-            companions[match[1]][match[2]] = entry
-    return [
-        replace(entry, companions=companions.get(key, {}))
-        for key, entry in found.items()
-        if not _COMPANION.fullmatch(key)
-    ]
-
-
-def _read_header(file: Path) -> list[_Entry]:
-    with _opened(file) as opened:
-        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        return [
-            _Entry(key, file, found.get_dtype(), tuple(found.get_shape()))
-            for key, found in slices.items()
-        ]
-
-
-@contextmanager
-def _loading(origin: _Origin) -> Iterator[Callable[[_Entry], Tensor]]:
-    """Reads from the files of an origin, each opened once: opening reads its whole header."""
-    parts = [part for entry in origin.entries for part in (entry, *entry.companions.values())]
-    with ExitStack() as stack:
-        files = {
-            file: stack.enter_context(_opened(file))
-            for file in dict.fromkeys(part.file for part in parts)
-        }
-        yield lambda entry: _load(files[entry.file], entry.key)
-
-
-def _load(opened: Any, key: str) -> Tensor:
-    # What safetensors returns is a window into the file, and the file may be overwritten while the
-    # weights are in use. The window's pages count as this process's memory until the file closes.
-    tensor: Tensor = opened.get_tensor(key).clone()
-    return tensor
-
-
-def _outline(entry: _Entry) -> Tensor:
+def _outline(entry: Entry) -> Tensor:
     return torch.empty(entry.shape, device="meta")
 
 
 def _owned(tensor: Tensor) -> Tensor:
     """The tensor without what it was split from."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file} belongs to the checkpoint and is missing; download or copy it again."
-        ) from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {error}. It is cut off or damaged; download or copy it again."
-        ) from error
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first few of the names."""
-    more = ["…"] if len(names) > _MOST_NAMED else []
-    return ", ".join([*names[:_MOST_NAMED], *more])

@@ -70,7 +70,10 @@ class HostCopy(Protocol):
         """The tensors in main memory; their content is there after `wait`."""
 
     def wait(self) -> None:
-        """Wait for the content, in the thread that sends it.
+        """Wait for the content, in the thread that sends it, as long as the device takes.
+
+        There is no deadline: no more can be done with a device that hangs, and whoever waits for
+        the content has one.
 
         Raises:
             ChannelError: If the device fails before.

@@ -232,9 +232,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     def to_yaml(self, path: str | Path) -> None:
         """Write the profile as a file that a person can read, a measurement to a line."""
+        Path(path).write_text(self.as_yaml(), encoding="utf-8")
+
+    def as_yaml(self) -> str:
+        """The text of that file."""
         content = msgspec.to_builtins(self)
         text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=2**16)
-        Path(path).write_text(text, encoding="utf-8")
+        return str(text)
 
     def check(self) -> None:
         """Refuse a profile that contradicts itself.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..errors import ProfileError
 from ..planning.profile import Profile
+from ..replacing import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +81,8 @@ def write_known(path: Path, profile: Profile) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
-            profile.to_yaml(name)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with replacing(path, mode=0o600) as file:
+            file.write(profile.as_yaml().encode())
     except OSError as error:
         rank_zero_info(f"The profile cannot be kept in {path}: {error}.")
     else:

@@ -13,10 +13,10 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..callbacks.profiler import ProfilingOptions
+from ..model.checkpoint_weights import bring_here, weights_in_checkpoint
 from ..model.hollow import Unmoved
 from ..model.kinds import fingerprint
 from ..model.layers import DecoderLayer
-from ..model.pretrained import bring_here, weights_in_checkpoint
 from ..pipeline.measure import Clock
 from ..plan import COORDINATOR
 from ..planning.assembling import (

@@ -12,8 +12,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from ..errors import BatchError, PlanError
+from ..model.checkpoint_weights import bring_here, weights_in_checkpoint
 from ..model.layers import DecoderLayer
-from ..model.pretrained import bring_here, weights_in_checkpoint
 from ..model.tensors import flatten, named_contents
 from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
 from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device
@@ -183,10 +183,18 @@ class Rehearsal:
             if stage.dtype is not None:
                 yield DTYPES[stage.dtype]
         for layer in self.layers:
-            for parameter in layer.module.parameters():
-                # Packed numbers are multiplied in half precision.
-                is_packed = not parameter.is_floating_point()
-                yield torch.bfloat16 if is_packed else parameter.dtype
+            for module in layer.module.modules():
+                for parameter in module.parameters(recurse=False):
+                    yield _multiplied_in(module, parameter)
+
+
+def _multiplied_in(owner: nn.Module, parameter: nn.Parameter) -> torch.dtype:
+    """What a parameter is multiplied in; of one in 4 bits its module has noted that, or else it is
+    taken for half precision."""
+    if parameter.is_floating_point():
+        return parameter.dtype
+    noted = getattr(owner, "compute_dtype", None)
+    return noted if isinstance(noted, torch.dtype) else torch.bfloat16
 
 
 def _copies_of(layers: Mapping[int, nn.Module]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from ..models import VOCABULARY, TinyModule, loader, trainer
 
 NUM_LAYERS = 5
 BATCH_SIZE = 12
-NUM_STEPS = 20
+NUM_STEPS = 10
 TOLERANCE = 1e-5
 SMALL: dict[str, Any] = {
     "hidden_size": 16,

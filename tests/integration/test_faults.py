@@ -127,7 +127,8 @@ def test_a_broken_link_between_two_that_live_costs_no_weights(
 
 
 def test_a_frozen_local_worker_is_named_and_ended(scene: Scene) -> None:
-    strategy, ended = replace(scene, deadlines=Deadlines()).strategy(2), []
+    patient = replace(scene, deadlines=Deadlines(stop_seconds=0.5))
+    strategy, ended = patient.strategy(2), []
 
     def freeze() -> None:
         ended.extend(worker.process for worker in strategy._fleet._local)

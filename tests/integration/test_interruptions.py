@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import HeteroError, StageFailed, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
-from lightning_hetero.runtime import remote_optimizer
 from lightning_hetero.runtime.channels.channel import Channel
+from lightning_hetero.runtime.coordinator import remote_optimizer
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.wire import messages as m
 
@@ -59,15 +59,19 @@ def assert_same_checkpoint(found: Path, expected: Path) -> None:
     assert here["loops"]["fit_loop"][progress] == there["loops"]["fit_loop"][progress]
 
 
+def go_on(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
 def interrupt(process: subprocess.Popen[str], signum: signal.Signals) -> None:
     """Send a signal inside a second batch, and again when Lightning has taken it."""
-    assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.readline() == "inside\n"
     process.send_signal(signum)
-    process.stdin.write("\n")
-    process.stdin.flush()
+    go_on(process)
     if signum is signal.SIGINT:
         for line in process.stderr:
             if "An KeyboardInterrupt was raised" in line:
@@ -86,6 +90,7 @@ def test_a_signal_ends_a_process_as_on_one_device(
             interrupt(process, signum)
             assert process.stdout is not None
             _, expected_status = process.stdout.readline().split()
+            go_on(process)
             interrupt(process, signum)
             process.communicate(timeout=DEADLINE_SECONDS)
         finally:

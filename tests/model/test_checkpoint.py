@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.model import checkpoint
+from lightning_hetero.model import checkpoint, safetensors_files
 from lightning_hetero.model.checkpoint import Checkpoint
 
 SIZES = {
@@ -323,7 +323,7 @@ class SpiedFile:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     reads = Reads()
-    monkeypatch.setattr(checkpoint, "safe_open", reads)
+    monkeypatch.setattr(safetensors_files, "safe_open", reads)
     return reads
 
 
@@ -353,14 +353,14 @@ def test_nothing_that_was_read_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     model = build("mixtral")
     opened = open_saved(model, tmp_path)
     loaded: list[weakref.ref[Tensor]] = []
-    load = checkpoint._load
+    load = safetensors_files._load
 
     def watched(file: Any, key: str) -> Tensor:
         tensor = load(file, key)
         loaded.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(checkpoint, "_load", watched)
+    monkeypatch.setattr(safetensors_files, "_load", watched)
     for name in model.state_dict():
         opened.read(name)
         assert [ref for ref in loaded if ref() is not None] == [], name
@@ -586,7 +586,7 @@ def test_a_read_that_failed_leaves_nothing_behind(
         raise CheckpointError(f"{key} is broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_load", broken)
+        patch.setattr(safetensors_files, "_load", broken)
         with pytest.raises(CheckpointError, match=r"w1\.weight is broken"):
             opened.read(name)
     assert torch.equal(opened.read(name)[""], model.state_dict()[name])

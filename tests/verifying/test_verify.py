@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_hetero import cli
 
 from ..conftest import worker_process
+from ..integration.test_pretrained import save_tiny
 
 PROJECT = """
 from tests.models import TinyModule, loader
@@ -67,14 +69,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("my_project", None)
 
 
+def configure(workers: list[str], plan: str = "even") -> None:
+    Path("config.yaml").write_text(CONFIG.format(workers=workers, plan=plan))
+
+
 def verify(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    workers: list[str],
-    plan: str = "even",
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[object, str]:
     """What the command exits with, and what it shows."""
-    Path("config.yaml").write_text(CONFIG.format(workers=workers, plan=plan))
     monkeypatch.setattr("sys.argv", ["lightning-hetero", "verify", "config.yaml"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -89,7 +91,8 @@ def test_workers_that_compute_right_pass_and_nothing_is_trained(
     capsys: pytest.CaptureFixture[str],
     plan: str,
 ) -> None:
-    code, shown = verify(monkeypatch, capsys, workers[:2], plan)
+    configure(workers[:2], plan)
+    code, shown = verify(monkeypatch, capsys)
     assert "All workers compute what one device computes." in shown
     assert code == 0
     assert "left as it was True True 0" in shown
@@ -108,7 +111,8 @@ def test_the_worker_that_computes_wrongly_is_named(
     fault: str,
 ) -> None:
     with worker_process(before=fault) as wrong:
-        code, shown = verify(monkeypatch, capsys, [workers[0], wrong.address, workers[1]])
+        configure([workers[0], wrong.address, workers[1]])
+        code, shown = verify(monkeypatch, capsys)
     assert code == 1
     assert f"{wrong.address} computed wrongly" in shown
     judged = {line.split()[0]: line.split()[-1] for line in shown.splitlines() if " to " in line}
@@ -122,5 +126,54 @@ def test_without_a_stage_on_a_worker_there_is_nothing_to_verify(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("plan.yaml").write_text("stages: [{workers: [coordinator], layers: [0, 4]}]\n")
-    code, _ = verify(monkeypatch, capsys, ["127.0.0.1:1"], "plan.yaml")
+    configure(["127.0.0.1:1"], "plan.yaml")
+    code, _ = verify(monkeypatch, capsys)
     assert "nothing to verify" in str(code)
+
+
+PRETRAINED = """
+import lightning as L
+import torch
+from tests.integration.test_pretrained import PretrainedModule, build_from_checkpoint
+from tests.models import loader
+
+
+class Module(PretrainedModule):
+    def __init__(self, folder: str, quantize: bool, half: bool) -> None:
+        options = {"dtype": torch.bfloat16} if half else {}
+        super().__init__(lambda: build_from_checkpoint(folder, quantize, quantize, **options))
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return loader(8, 4, padded=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("quantize", "precision", "allowed"),
+    [(False, "32-true", 1e-4), (True, "32-true", 1e-4), (False, "bf16-true", 1.0)],
+    ids=["", "nf4", "bf16"],
+)
+def test_a_model_that_stays_on_disk_is_verified(
+    project: Path,
+    workers: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    quantize: bool,
+    precision: str,
+    allowed: float,
+) -> None:
+    folder = save_tiny("llama", project)
+    (project / "my_project.py").write_text(PRETRAINED)
+    options = {"folder": str(folder), "quantize": quantize, "half": precision == "bf16-true"}
+    config = yaml.safe_load(CONFIG.format(workers=workers[:2], plan="even"))
+    config["trainer"]["precision"] = precision
+    config["model"]["init_args"] = options
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    code, shown = verify(monkeypatch, capsys)
+    assert "All workers compute what one device computes." in shown
+    assert code == 0
+    rows = [line.split() for line in shown.splitlines() if line.endswith(" ok  ")]
+    assert len(rows) == 3
+    assert all(float(row[-2]) < allowed for row in rows)

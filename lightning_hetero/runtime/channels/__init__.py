@@ -11,6 +11,7 @@ deadlines.py      how long anything may take
 handshake.py      opens a conversation: dial, TLS, Hello, Welcome
 compatibility.py  whether the two ends can work together
 
+private.py        refuses files that others than their owner may use
 token.py          the one secret by which they know each other
 authority.py      the certificates that follow from it
 tls.py            mutual TLS with those

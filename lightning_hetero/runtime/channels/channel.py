@@ -2,6 +2,7 @@
 
 The reading thread fills tensors in place; the writing thread sends large tensors from their own
 memory, and gives a sign of life when there is nothing to send, so a peer that computes is heard.
+While the writing thread waits for its device to make what it is to send, the reading one answers.
 What arrives, and the channel's end, goes to one inbox. Nobody who computes ever waits for the
 network.
 """
@@ -104,6 +105,9 @@ class Channel:
         self.clock = PeerClock(self.send)
         self.on_sent: Callable[[m.Message, int, float], None] | None = None
         self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
+        # One thread at a time writes; while that is the reading one, the other waits for a device.
+        self._sending = threading.Lock()
+        self._is_encoding = False
         self._is_closing = False
         self._num_heard = 0
         self._num_silent_waits = 0
@@ -181,9 +185,10 @@ class Channel:
         reading, writing = self._threads
         writing.join(self._deadlines.stop_seconds)
         self._connection.shut_down()
-        for thread in (reading, writing):
-            if thread is not threading.current_thread():
-                thread.join()
+        if reading is not threading.current_thread():
+            reading.join()
+        # One that waits for a device that hangs is left alone, and finds the connection closed.
+        writing.join(self._deadlines.stop_seconds)
         self._connection.close()
 
     def _read(self, inbox: Inbox) -> None:
@@ -212,9 +217,22 @@ class Channel:
                 self._progress.notify_all()
             self._peer_activity = shown_by(frame.message) or self._peer_activity
             if isinstance(frame.message, m.Ping):
-                self.send(m.Pong(self.activity))
+                self._answer()
             self.clock.take(frame.message)
             return frame
+
+    def _answer(self) -> None:
+        """Give a sign of life, also while the writing thread waits for its device."""
+        pong = m.Pong(self.activity)
+        # A frame that is on its way is a sign of life itself, and whoever reads never waits for it.
+        if self._is_encoding and self._sending.acquire(blocking=False):
+            try:
+                buffers = encode_frame(Frame(pong))
+                send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
+            finally:
+                self._sending.release()
+        else:
+            self.send(pong)
 
     def _on_silence(self) -> None:
         # Waits are counted and no clock is read: who was stopped itself blames nobody for it.
@@ -265,9 +283,12 @@ class Channel:
                 self.send(m.Pong(self.activity))
 
     def _send_now(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
+        self._is_encoding = True
         buffers = encode()
-        start, num_bytes = time.perf_counter(), sum(map(len, buffers))
-        send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
+        with self._sending:
+            self._is_encoding = False
+            start, num_bytes = time.perf_counter(), sum(map(len, buffers))
+            send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
         if self.on_sent is not None:
             self.on_sent(message, num_bytes, start)
 

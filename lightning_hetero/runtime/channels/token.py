@@ -10,12 +10,12 @@ import base64
 import hashlib
 import os
 import secrets
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from ...errors import TokenError
+from .private import check_private
 
 DEFAULT_FILE = Path("~/.config/lightning-hetero/token")
 FILE_VARIABLE = "LIGHTNING_HETERO_TOKEN_FILE"
@@ -106,7 +106,7 @@ def read_token_file(path: Path) -> Token:
     """
     try:
         with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            check_private(file, "The token file", "use it", TokenError)
             content = file.read(_MOST_FILE_BYTES)
     except FileNotFoundError:
         raise TokenError(
@@ -115,11 +115,6 @@ def read_token_file(path: Path) -> Token:
         ) from None
     except OSError as error:
         raise TokenError(f"The token file cannot be read: {error}.") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise TokenError(
-            f"The token file {str(path)!r} has mode {stat.S_IMODE(mode):04o}, so that others may "
-            f"use it; `chmod 600 {path}`."
-        )
     try:
         return Token.from_text(content.decode("ascii", "replace"))
     except ValueError as error:

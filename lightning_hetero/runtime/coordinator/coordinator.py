@@ -116,7 +116,7 @@ class Coordinator(TensorConversations):
 
     def _send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         arguments = OutgoingArguments(self.step, key, surroundings, self.copies)
-        for worker, stage in zip(self._workers, self._stages, strict=True):
+        for worker, stage in zip(self._workers, self._held.stages, strict=True):
             arguments.send(worker, stage.layers)
         with torch.set_grad_enabled(surroundings.grad_enabled):
             content = say_passed(self.step, key, Activation(hidden), self._narrowing)
@@ -218,7 +218,7 @@ class Coordinator(TensorConversations):
             packed_defaults = packer.pack(dict(defaults), "An optimizer default")
             specs = [
                 m.GroupSpec(
-                    [name for name in group.parameters if self._owner_of.get(name) is worker],
+                    [name for name in group.parameters if self._held.owner_of.get(name) is worker],
                     packer.pack(dict(group.options), "An optimizer option"),
                 )
                 for group in groups
@@ -266,7 +266,7 @@ class Coordinator(TensorConversations):
             packer = Packer()
             value = packer.pack(dict(values), f"the optimizer state of {name}")
             message = m.LoadOptimizerState(optimizer, name, value)
-            self._owner_of[name].channel.send(message, *packer.tensors)
+            self._held.owner_of[name].channel.send(message, *packer.tensors)
 
     def average_weights(
         self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None

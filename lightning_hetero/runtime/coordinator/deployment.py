@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ...errors import BatchError, HeteroError, ModelError
 from ...model.calls import LayerCall
+from ...model.checkpoint_weights import CheckpointWeights, weights_in_checkpoint
 from ...model.collecting import CollectingHooks
 from ...model.hollow import HollowLayers, is_hollow
 from ...model.layers import DecoderLayer, check_layers_stand_alone
-from ...model.pretrained import CheckpointWeights, weights_in_checkpoint
 from ...model.recipe import write_recipe
 from ...model.state_dicts import is_frozen
 from ...model.tensors import named_tensors

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...model.blocks import BlocksRecipe
+from ...model.checkpoint_weights import CheckpointWeights
 from ...model.layers import DecoderLayer
 from ...model.packed import State
-from ...model.pretrained import CheckpointWeights
 from ...model.recipe import Recipe, write_recipe
 from ...model.tensors import (
     dtypes_on_stage,

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ...errors import ModelError, WorkerError
 from ...model.tensors import flatten, named_tensors, state_in, stored_in_four_bits
-from ...pipeline.copies import Copies
 from ...wire import messages as m
 from ...wire.frames import Frame
 from ..building import describe_parameters
-from ..channels.address import Address
 from ..channels.compatibility import obstacles_to_compiling, shortcomings
-from ..channels.deadlines import Deadlines
-from ..channels.handshake import Identity
 from .conversations import ConnectedWorker
 from .observed import ObservedConversations
 from .progress import Progress, ProgressInLines, ProgressOfBytes
@@ -25,6 +22,21 @@ from .sending import Load, send_all
 
 # A link over which nobody would train. That the peer lives, heartbeats say.
 _SLOWEST_BYTES_PER_SECOND = 1e5
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Which tensors of some stages workers have got by now.
+
+    Args:
+        stages: In the workers' order.
+        dtype_of: Of each tensor in this process, by its name.
+        owner_of: The worker of each tensor that has been sent.
+    """
+
+    stages: Sequence[RemoteStage] = ()
+    dtype_of: Mapping[str, torch.dtype] = field(default_factory=dict)
+    owner_of: dict[str, ConnectedWorker] = field(default_factory=dict)
 
 
 class TensorConversations(ObservedConversations):
@@ -36,19 +48,8 @@ class TensorConversations(ObservedConversations):
         progress: Tells how far tensors have come.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[tuple[str, Address]],
-        deadlines: Deadlines,
-        identity: Identity,
-        device: torch.device,
-        copies: Copies,
-    ) -> None:
-        super().__init__(workers, deadlines, identity, device, copies)
-        self.progress: ProgressOfBytes = ProgressInLines
-        self._stages: Sequence[RemoteStage] = ()
-        self._owner_of: dict[str, ConnectedWorker] = {}
-        self._dtype_of: dict[str, torch.dtype] = {}
+    progress: ProgressOfBytes = ProgressInLines
+    _held = Holdings()
 
     def deploy(self, stages: Sequence[RemoteStage]) -> Iterator[str]:
         """Build the stages and send their weights, to all workers at once; yields each tensor's
@@ -57,11 +58,8 @@ class TensorConversations(ObservedConversations):
         Iterate to the end: afterwards the stages are ready for steps. What they had before, if
         layers have moved, is forgotten.
         """
-        self._stages = stages
-        self._owner_of = {}
-        self._dtype_of = {
-            name: tensor.dtype for stage in stages for name, tensor in named_tensors(stage.layers)
-        }
+        named = [named for stage in stages for named in named_tensors(stage.layers)]
+        self._held = Holdings(stages, {name: tensor.dtype for name, tensor in named})
         for worker, stage in zip(self._workers, stages, strict=True):
             lacks = shortcomings(worker.equipment, stage.recipe, stage.tensor_dtypes.values())
             if stage.compile:
@@ -72,7 +70,7 @@ class TensorConversations(ObservedConversations):
             worker.channel.send(self._deploy_message(worker, stage))
         loads = map(load_of, self._workers, stages)
         for worker, name in send_all(list(loads), self._receive_while_sending):
-            self._owner_of[name] = worker
+            self._held.owner_of[name] = worker
             yield name
         # From the last to the first, so that nobody dials a neighbor that is not ready.
         for worker in reversed(self._workers):
@@ -102,7 +100,7 @@ class TensorConversations(ObservedConversations):
             ModelError: If there is none of that name on a worker.
         """
         self._check_usable()
-        unknown = [name for name in names if name not in self._owner_of]
+        unknown = [name for name in names if name not in self._held.owner_of]
         if unknown:
             raise ModelError(
                 f"The tensor {unknown[0]!r} came into its layer when the layer was on a worker "
@@ -112,7 +110,7 @@ class TensorConversations(ObservedConversations):
         requests = [(worker, m.FetchTensors(own)) for worker, own in self._by_owner(names)]
         for message, tensors in self._ask(requests, m.TensorContent):
             content, *parts = tensors
-            content = content.to(self._dtype_of[message.name])
+            content = content.to(self._held.dtype_of[message.name])
             state = dict(zip(message.state, parts, strict=True))
             found.update(flatten(message.name, content, state))
             if progress is not None:
@@ -137,10 +135,10 @@ class TensorConversations(ObservedConversations):
         """
         self._check_usable()
         contents = {
-            name: state_in(tensors, name) for name in tensors.keys() & self._owner_of.keys()
+            name: state_in(tensors, name) for name in tensors.keys() & self._held.owner_of.keys()
         }
         for name, state in contents.items():
-            stage = self._stages[self._owner_of[name].number - 1]
+            stage = self._held.stages[self._held.owner_of[name].number - 1]
             if stored_in_four_bits(stage.layers, name) and not state:
                 raise ModelError(
                     f"The tensor {name!r} is stored in 4 bits, and what is to replace it lacks "
@@ -165,6 +163,6 @@ class TensorConversations(ObservedConversations):
     def _by_owner(self, names: Sequence[str]) -> Iterator[tuple[ConnectedWorker, list[str]]]:
         """Workers that have something of those names, each with what it has."""
         for worker in self._workers:
-            own = [name for name in names if self._owner_of.get(name) is worker]
+            own = [name for name in names if self._held.owner_of.get(name) is worker]
             if own:
                 yield worker, own

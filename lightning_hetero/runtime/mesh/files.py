@@ -6,8 +6,6 @@ mesh/laptop.conf    laptop's own keys: goes to laptop and nowhere else
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +17,7 @@ import yaml
 from ...errors import MeshError
 from ...replacing import replacing
 from ..channels.address import Address
+from ..channels.private import check_private
 from .mesh import KEEP_ALIVE_SECONDS, Mesh, Node, Peer
 
 INTERFACE = "lhmesh"
@@ -33,9 +32,9 @@ def read_mesh(path: Path) -> Mesh:
         MeshError: If it is missing, open to others, or cannot be used.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = yaml.safe_load(file)
+        with path.open("rb") as file:
+            check_private(file, "The inventory", "read its keys", MeshError)
+            text = file.read()
     except FileNotFoundError:
         raise MeshError(
             f"There is no inventory {str(path)!r}; make one with `lightning-hetero mesh init`, or "
@@ -43,14 +42,11 @@ def read_mesh(path: Path) -> Mesh:
         ) from None
     except OSError as error:
         raise MeshError(f"The inventory {str(path)!r} cannot be read: {error}.") from error
+    try:
+        content = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError):
         # Without what was read: it may be a key.
         raise MeshError(f"The inventory {str(path)!r} is not YAML.") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise MeshError(
-            f"The inventory {str(path)!r} has mode {stat.S_IMODE(mode):04o}, so that others may "
-            f"read its keys; `chmod 600 {path}`."
-        )
     try:
         return _mesh_from(content)
     except MeshError as error:

@@ -92,6 +92,8 @@ class Worker:
         self._owner.limit(device)
         self._is_paused = False
         self._is_draining = False
+        # Not first in `serve_forever`: by then whoever drains may have closed it.
+        listener.settimeout(_HEARING_SECONDS)
         self._listener = listener
         self._device = device
         self._deadlines = deadlines or Deadlines()
@@ -106,7 +108,6 @@ class Worker:
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
-        self._listener.settimeout(_HEARING_SECONDS)
         while True:
             try:
                 connected, peer = self._listener.accept()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 import pytest
@@ -179,6 +180,38 @@ def test_what_a_peer_did_last_is_known_from_what_it_says() -> None:
         down.channel.send(m.Gradient(3, 1, 0, []))
         up.next()
         assert up.channel.peer_activity == "the backward of micro-batch 1 in step 3"
+
+
+def test_a_peer_whose_device_is_slow_answers_and_is_not_given_up() -> None:
+    made = threading.Event()
+
+    def encode() -> list[memoryview]:
+        assert made.wait(PATIENCE_SECONDS)
+        return encode_frame(Frame(activation(0)))
+
+    with channel_pair() as (up, down):
+        up.channel.send_later(activation(0), encode)
+        with pytest.raises(Empty):  # three times the silence that ends a channel
+            down.inbox.get(timeout=0.9)
+        assert down.channel.peer_answers()
+        made.set()
+        frame = down.next().content
+        assert isinstance(frame, Frame)
+        assert frame.message == activation(0)
+
+
+def test_a_device_that_hangs_does_not_keep_a_channel_from_closing() -> None:
+    made = threading.Event()
+
+    def encode() -> list[memoryview]:
+        assert made.wait(PATIENCE_SECONDS)
+        return encode_frame(Frame(activation(0)))
+
+    with channel_pair(replace(QUICK, stop_seconds=0.05)) as (up, down):
+        up.channel.send_later(activation(0), encode)
+        up.channel.close(m.Goodbye())
+        assert isinstance(down.next().content, HeteroError)
+        made.set()
 
 
 def test_a_peer_that_is_gone_does_not_answer() -> None:

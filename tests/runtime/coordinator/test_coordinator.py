@@ -279,7 +279,7 @@ def test_zeroing_waits_until_it_is_done(
 
     monkeypatch.setattr(TrainedSide, "_on_zero_gradients", held_up)
     coordinator: Coordinator = request.getfixturevalue("coordinator")
-    names = list(coordinator._owner_of)
+    names = list(coordinator._held.owner_of)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         waiting = threads.submit(coordinator.zero_gradients, names, True)
         with pytest.raises(concurrent.futures.TimeoutError):

@@ -18,12 +18,13 @@ from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents
 from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.channels.deadlines import Deadlines
 from lightning_hetero.runtime.channels.handshake import Identity, dial
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
 from lightning_hetero.runtime.worker.owner import Owner, RunRecord
-from lightning_hetero.runtime.worker.worker import Worker
+from lightning_hetero.runtime.worker.worker import Worker, listen
 from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame
 from lightning_hetero.wire.session import coordinator_session
@@ -182,3 +183,9 @@ def test_a_drained_worker_finishes_its_run_and_takes_no_other() -> None:
 def test_an_idle_worker_that_is_drained_ends() -> None:
     with serving_worker() as (worker, _):
         worker.drain()
+
+
+def test_a_worker_that_is_drained_before_it_serves_ends() -> None:
+    worker = Worker(listen(Address("127.0.0.1", 0)), torch.device("cpu"))
+    worker.drain()
+    worker.serve_forever()
