@@ -60,11 +60,11 @@ def test_once_shows_a_run(
     assert len(module.losses) == 3
 
 
-def test_on_a_narrow_screen_who_and_what_stay_whole() -> None:
+def test_in_130_columns_nothing_is_cut() -> None:
     name = "strix.example.org:9999"
     first, second = (answer(float(n), 1.0 * n, 2.0 * n, sent=10**7 * n) for n in (1, 2))
     sighting = seen_again(seen_again(Sighting(name), first), second)
-    console = Console(width=120, record=True, file=StringIO())
+    console = Console(width=130, record=True, file=StringIO())
     console.print(table([sighting]))
     shown = console.export_text()
     for whole in (name, "training", "layers", "%", "↓20.0/↑10.0"):
