@@ -31,7 +31,7 @@
     cli/             the command lightning-hetero: a file for each of its commands
     version.py       the version of this package
 
-Imports point one way: cli → strategy, callbacks → profiling → observing, pictures → runtime,
+Imports point one way: cli → strategy, callbacks → profiling → observing → pictures → runtime,
 planning → pipeline → model, wire → plan → errors.
 """
 

@@ -315,6 +315,8 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             home.restore(failed, None if training is None else training.remote_steps)
             coordinator.close()
             raise
+        profile = None if self._watch is None else self._watch.profile
+        leave_pictures(self._module().trainer, self._deployment, profile)
 
     def average_weights(
         self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None

@@ -95,6 +95,11 @@ class Watch:
         return found.plan
 
     @property
+    def profile(self) -> Profile | None:
+        """What was measured, at the present times if layers have moved for these."""
+        return self._profile
+
+    @property
     def bottleneck(self) -> str:
         """The slowest stage of the latest steps; empty while that is not known."""
         slowest = self._watcher.slowest()

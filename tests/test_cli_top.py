@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from lightning_hetero import HeteroPipelineStrategy, cli
 from lightning_hetero.cli.top import table
+from lightning_hetero.runtime.finding.sightings import Sighting, seen_again
 
 from .conftest import worker_process
 from .models import TinyModule, loader, trainer
@@ -55,6 +58,18 @@ def test_once_shows_a_run(
     assert re.search(r"1: layers \d to \d +\d", lines[0])
     assert all("%" in line for line in lines)
     assert len(module.losses) == 3
+
+
+def test_in_130_columns_nothing_is_cut() -> None:
+    name = "strix.example.org:9999"
+    first, second = (answer(float(n), 1.0 * n, 2.0 * n, sent=10**7 * n) for n in (1, 2))
+    sighting = seen_again(seen_again(Sighting(name), first), second)
+    console = Console(width=130, record=True, file=StringIO())
+    console.print(table([sighting]))
+    shown = console.export_text()
+    for whole in (name, "training", "layers", "%", "↓20.0/↑10.0"):
+        assert whole in shown
+    assert "…" not in shown
 
 
 def test_a_worker_that_is_not_there_is_shown_with_the_reason(

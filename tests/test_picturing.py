@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,7 +22,7 @@ NAMES = {"architecture.svg", "architecture.mmd", "plan.yaml"}
 def fit(plan: Plan, workers: list[str], module: TinyModule | None = None, **options: Any) -> None:
     strategy = HeteroPipelineStrategy(workers=workers, plan=plan)
     own = {"max_steps": 1, **options}
-    trainer(strategy, **own).fit(module or TinyModule(), loader(4, 4))
+    trainer(strategy, **own).fit(module or TinyModule(), loader(4 * own["max_steps"], 4))
 
 
 def texts(path: Path) -> list[str]:
@@ -54,6 +55,33 @@ def test_a_fit_leaves_its_topology_and_its_plan(workers: list[str], tmp_path: Pa
     assert said.count("recomputed") == 1
     assert said.count("frozen") == 1
     assert (folder / "architecture.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Moves(TinyModule):
+    """Moves its layers before the second batch."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            mover = self.trainer.strategy
+            assert isinstance(mover, HeteroPipelineStrategy)
+            mover.move_layers(self.plan)
+
+
+def test_layers_that_move_move_in_the_picture(workers: list[str], tmp_path: Path) -> None:
+    logger, plan = CSVLogger(tmp_path), two_stages(workers)
+    shares = zip(plan.stages, [(0, 2), (2, 4), (4, 5)], strict=True)
+    moved = replace(plan, stages=[replace(stage, layers=layers) for stage, layers in shares])
+    fit(plan, workers, Moves(moved), logger=logger, max_steps=2)
+    folder = Path(logger.log_dir)
+    assert Plan.from_yaml(folder / "plan.yaml") == moved
+    said = texts(folder / "architecture.svg")
+    for expected in ("layers 0–1", "layers 2–3", "layer 4"):
+        assert expected in said
+    assert "layers 0–1" in (folder / "architecture.mmd").read_text(encoding="utf-8")
 
 
 def test_a_plan_that_is_there_keeps_its_comments(workers: list[str], tmp_path: Path) -> None:

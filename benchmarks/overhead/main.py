@@ -1,9 +1,10 @@
 """What the strategy itself costs.
 
-First, the strategy with every layer on the coordinator against plain Lightning, interleaved. Then,
-with layers on a worker, the CPU time that each of the two processes spends outside torch's
-operators: all of it, less that of the operators, less what counting these took. Plain Lightning is
-measured so too, since Python and autograd take their time there as well.
+First, the strategy with every layer on the coordinator against plain Lightning, interleaved. Then
+what StageMonitor adds to a step over one worker. Then, with layers on a worker, the CPU time that
+each of the two processes spends outside torch's operators: all of it, less that of the operators,
+less what counting these took. Plain Lightning is measured so too, since Python and autograd take
+their time there as well.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
+from benchmarks.overhead.monitored import measure, report_turns
 from benchmarks.overhead.operators import OperatorClock, cpu_seconds, read_counted
 from benchmarks.processes import (
     be_quiet,
@@ -209,7 +212,13 @@ def main() -> None:
     parser.add_argument("--cpu-sequence-length", type=int, default=256)
     # One run, in a process of its own.
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--only-alone", action="store_true", help="leave CPU time at hidden 512")
+    parser.add_argument("--monitor-rounds", type=int, default=5, help="of looking on")
+    parser.add_argument("--monitor-steps", type=int, default=50, help="of each turn of a round")
+    parser.add_argument("--monitor-sequence-length", type=int, default=32)
+    only = parser.add_mutually_exclusive_group()
+    for name, section in SECTIONS.items():
+        chosen = {"dest": "only", "action": "store_const", "const": name}
+        only.add_argument(f"--only-{name}", **chosen, help=f"only: {section.__doc__}")
     options = parser.parse_args()
     be_quiet()
     if options.run:
@@ -219,20 +228,43 @@ def main() -> None:
         return
     if options.steps < 2 or options.cpu_steps < 3:
         parser.error("--steps must be 2 or more, and --cpu-steps 3 or more")
-    cores = os.sched_getaffinity(0)
+    console, cores = wide_console(), os.sched_getaffinity(0)
+    for section in [SECTIONS[options.only]] if options.only else SECTIONS.values():
+        section(options, console)
+        # The next section chooses its cores itself.
+        os.sched_setaffinity(0, cores)
+    console.print(machine())
+
+
+def show_alone(options: argparse.Namespace, console: Console) -> None:
+    """Every layer on the coordinator against plain Lightning."""
     pin(two_cores()[0])
     shape = Shape(options.hidden_size, options.sequence_length)
-    console = wide_console()
     report_alone(compare_alone(shape, options.rounds, options.steps), shape, console)
-    if options.only_alone:
-        console.print(machine())
-        return
+
+
+def show_monitor(options: argparse.Namespace, console: Console) -> None:
+    """What looking on adds to a step over one worker."""
+    shape = Shape(options.hidden_size, options.monitor_sequence_length)
+    rounds, num_steps = options.monitor_rounds, options.monitor_steps
+    turns = measure(
+        shape.config, shape.sequence_length, BATCH_SIZE, NUM_LOCAL_LAYERS, rounds, num_steps
+    )
+    report_turns(turns, num_steps, console)
+
+
+def show_outside(options: argparse.Namespace, console: Console) -> None:
+    """CPU time outside operators, with layers on a worker."""
     shape = Shape(512, options.cpu_sequence_length)
-    # The processes to come choose their cores themselves.
-    os.sched_setaffinity(0, cores)
     found = outside_operators(shape, options.cpu_rounds, options.cpu_steps)
     report_outside(found, shape, console)
-    console.print(machine())
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
+    "alone": show_alone,
+    "monitor": show_monitor,
+    "outside": show_outside,
+}
 
 
 def report_alone(ratios: list[Ratio], shape: Shape, console: Console) -> None:

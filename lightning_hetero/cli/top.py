@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..errors import WorkerUnreachable
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 COLUMNS = ("worker", "device", "state", "run", "stage", "step", "busy", "memory", "links, MB/s")
 _COLOURS = {"training": "green", "in a run": "yellow", "free": "cyan", "gone": "red"}
 _BAR_CELLS = 8
+# What is cut or broken here says nothing any more; on a narrow screen the others give way.
+_WHOLE = ("worker", "state", "stage", "step", "busy")
 
 
 def add_to(commands: Commands) -> None:
@@ -99,7 +101,8 @@ def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerSt
 
 def table(sightings: Sequence[Sighting]) -> Table:
     """A row for each worker."""
-    shown = Table(*COLUMNS, box=box.SIMPLE_HEAD)
+    columns = (Column(name, no_wrap=name in _WHOLE) for name in COLUMNS)
+    shown = Table(*columns, box=box.SIMPLE_HEAD)
     for each in sightings:
         if each.problem:
             shown.add_row(*_cells_of_absent(each), style="dim")
@@ -155,7 +158,7 @@ def _bar(share: float) -> str:
 
 def _traffic(traffic: Traffic) -> str:
     received, sent = (f"{rate / 1e6:.1f}" for rate in (traffic.received, traffic.sent))
-    return f"{traffic.peer} ↓{received} ↑{sent}"
+    return f"{traffic.peer} ↓{received}/↑{sent}"
 
 
 def _seconds(text: str) -> float:

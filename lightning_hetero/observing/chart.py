@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..pictures.text import elided, width_of
 from ..wire.records import SpanKind
 from .prediction import Prediction
 from .steps import RecordedStep, StageSpans
@@ -24,9 +25,9 @@ _BAR = 24
 _TITLE = 30
 _AXIS = 26
 _LEGEND = 34
-# A number of two digits fits into a bar of so many pixels; a letter of text takes so many.
-_NUMBER_WIDTH = 16
-_LETTER_WIDTH = 7.0
+_TEXT_SIZE, _NUMBER_SIZE = 12, 11
+# Pixels of a bar that its number leaves free.
+_AROUND = 3
 
 _COLORS: dict[SpanKind, str] = {
     "forward": "#3b82c4",
@@ -41,9 +42,10 @@ _NAMES: dict[SpanKind, str] = {
     "optimizer": "optimizer",
 }
 _STYLE = (
-    "text{font-family:'DejaVu Sans',Verdana,sans-serif;font-size:12px;fill:#1f2733}"
-    ".title{font-size:14px;font-weight:bold}.inside{fill:#fff;font-size:11px;text-anchor:middle}"
-    ".axis{fill:#667085;font-size:11px;text-anchor:middle}.share{text-anchor:end}"
+    "text{font-family:'DejaVu Sans',Verdana,sans-serif;fill:#1f2733}"
+    f"text{{font-size:{_TEXT_SIZE}px}}.inside,.axis{{font-size:{_NUMBER_SIZE}px}}"
+    ".title{font-size:14px;font-weight:bold}.inside{fill:#fff;text-anchor:middle}"
+    ".axis{fill:#667085;text-anchor:middle}.share{text-anchor:end}"
     ".line{stroke:#d0d5dd;stroke-width:1}"
 )
 _HATCH = (
@@ -143,7 +145,7 @@ def _drawn(panel: _Panel, top: float, scale: float) -> Iterator[str]:
     yield _text(_MARGIN, top + 16, panel.title, "title")
     for index, (label, share, bars) in enumerate(panel.rows):
         y = top + _TITLE + index * _ROW
-        yield _text(_MARGIN, y + 16, _cut(label, _LABELS - 8), "label")
+        yield _text(_MARGIN, y + 16, elided(label, _LABELS - 8, _TEXT_SIZE), "label")
         size = f'width="{panel.seconds * scale:.2f}" height="{_BAR}"'
         yield f'<rect x="{left}" y="{y:.1f}" {size} fill="url(#bubble)"/>'
         for bar in bars:
@@ -161,7 +163,7 @@ def _bar(bar: _Bar, left: float, y: float, scale: float) -> Iterator[str]:
         f'<rect class="{bar.kind}" x="{x:.2f}" y="{y:.1f}" width="{shown:.2f}" height="{_BAR}" '
         f'fill="{_COLORS[bar.kind]}"><title>{html.escape(title)}</title></rect>'
     )
-    if bar.number and width >= _NUMBER_WIDTH:
+    if bar.number and width >= width_of(bar.number, _NUMBER_SIZE) + _AROUND:
         yield _text(x + width / 2, y + 16, bar.number, "inside")
 
 
@@ -180,7 +182,7 @@ def _legend(top: float) -> Iterator[str]:
     for fill, name in [*shown, ("url(#bubble)", "bubble")]:
         yield f'<rect x="{x:.1f}" y="{top + 8:.1f}" width="14" height="14" fill="{fill}"/>'
         yield _text(x + 20, top + 19, name, "legend")
-        x += 20 + _LETTER_WIDTH * len(name) + 30
+        x += 20 + width_of(name, _TEXT_SIZE) + 30
 
 
 def _text(x: float, y: float, content: str, kind: str) -> str:
@@ -189,11 +191,6 @@ def _text(x: float, y: float, content: str, kind: str) -> str:
 
 def _label(stage: StageSpans) -> str:
     return stage.worker if stage.stage == 0 else f"stage {stage.stage}: {stage.worker}"
-
-
-def _cut(label: str, width: float) -> str:
-    most = int(width / _LETTER_WIDTH)
-    return label if len(label) <= most else f"{label[: most - 1]}…"
 
 
 def _number_in(name: str) -> str:
@@ -205,7 +202,10 @@ def _share(busy: float, seconds: float) -> float:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    # Whatever is rounded to a thousand would be shown with an exponent.
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def _round_number(value: float) -> float:

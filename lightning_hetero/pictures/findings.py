@@ -91,7 +91,7 @@ def _of_links(record: RunRecord) -> Iterator[str]:
 
 
 def _of_prediction(record: RunRecord) -> Iterator[str]:
-    step = record.steps[-1] if record.steps else None
+    step = record.recorded.steps[-1] if record.recorded.steps else None
     if step is None or step.predicted is None or not step.predicted.seconds > 0:
         return
     ratio = step.seconds / step.predicted.seconds

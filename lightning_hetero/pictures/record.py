@@ -48,13 +48,23 @@ class RecordedStep(msgspec.Struct, frozen=True):
         return (self.end_us - self.start_us) / 1e6
 
 
-class _Other(msgspec.Struct, frozen=True):
+class RecordedStage(msgspec.Struct, frozen=True):
+    """A stage of the timeline, as it was in its last step."""
+
+    stage: int
+    layers: tuple[int, int]
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """What a timeline tells besides its spans."""
+
     steps: list[RecordedStep] = []
+    stages: list[RecordedStage] = []
 
 
 class _Timeline(msgspec.Struct, frozen=True):
     # The spans themselves are passed over.
-    other: _Other = msgspec.field(name="otherData", default_factory=_Other)
+    other: Recorded = msgspec.field(name="otherData", default_factory=Recorded)
 
 
 @dataclass(frozen=True)
@@ -64,10 +74,10 @@ class RunRecord:
     Args:
         name: Of the folder.
         metrics: Every column of the metrics, with the steps at which it has a value.
-        plan: As it was deployed.
+        plan: As it was deployed last.
         topology: The picture's markup.
         timeline: The picture's markup.
-        steps: What was recorded.
+        recorded: Of which steps and stages the timeline is.
         problems: Files that are there and cannot be read, each in a sentence.
     """
 
@@ -76,8 +86,17 @@ class RunRecord:
     plan: Plan | None = None
     topology: str | None = None
     timeline: str | None = None
-    steps: list[RecordedStep] = field(default_factory=list)
+    recorded: Recorded = field(default_factory=Recorded)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def has_moved_since(self) -> bool:
+        """Whether layers have moved since the timeline's last step."""
+        if self.plan is None:
+            return False
+        present = dict(enumerate((stage.layers for stage in self.plan.remote_stages), start=1))
+        then = {stage.stage: stage.layers for stage in self.recorded.stages if stage.stage > 0}
+        return bool(then) and then != present
 
     @property
     def stage_numbers(self) -> list[int]:
@@ -134,7 +153,7 @@ def read_run(folder: Path) -> RunRecord:
         plan=read(PLAN_NAME, Plan.from_yaml),
         topology=read(TOPOLOGY, _text),
         timeline=read(TIMELINE_PICTURE, _text),
-        steps=read(TIMELINE, _steps) or [],
+        recorded=read(TIMELINE, _recorded) or Recorded(),
         problems=problems,
     )
 
@@ -157,11 +176,14 @@ def _remedy(folder: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError("It is empty.")
+    return text
 
 
-def _steps(path: Path) -> list[RecordedStep]:
-    return msgspec.json.decode(path.read_bytes(), type=_Timeline).other.steps
+def _recorded(path: Path) -> Recorded:
+    return msgspec.json.decode(path.read_bytes(), type=_Timeline).other
 
 
 def _metrics(path: Path) -> dict[str, Curve]:

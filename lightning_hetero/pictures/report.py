@@ -159,11 +159,13 @@ def _timeline(record: RunRecord) -> str:
         return _missing(
             "No timeline.svg: the callback PipelineTimeline records steps and draws one."
         )
-    return _image(record.timeline, "Timeline of a step")
+    moved = "This step was before layers moved; the plan is now another one."
+    note = element("p", escaped(moved), class_="aside") if record.has_moved_since else ""
+    return note + _image(record.timeline, "Timeline of a step")
 
 
 def _comparison(record: RunRecord) -> str:
-    steps = [step for step in record.steps if step.predicted is not None]
+    steps = [step for step in record.recorded.steps if step.predicted is not None]
     if not steps:
         return _missing("No step was recorded with its prediction.")
     return _table(

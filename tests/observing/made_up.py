@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lightning_hetero.observing.alignment import SAME_CLOCK
-from lightning_hetero.observing.steps import RecordedStep, recorded_step
+from lightning_hetero.observing.steps import RecordedStep, StageSpans, recorded_step
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.wire.records import Span
+from lightning_hetero.wire.records import Span, SpanKind
 
 PLAN = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(["a"], (1, 3))], micro_batches=1)
 
@@ -36,3 +36,20 @@ WORKER = [
 
 def made_up_step() -> RecordedStep:
     return recorded_step(4, 0.0, PLAN, {0: COORDINATOR, 1: WORKER}, {1: SAME_CLOCK})
+
+
+def staggered_step(num_stages: int, num_microbatches: int, seconds: float) -> RecordedStep:
+    """A step of many stages with long names, in which everything takes ever longer."""
+    count = num_microbatches + num_stages
+    ends = [seconds * (n / count) ** 2 for n in range(count + 1)]
+    stages = []
+    for stage in range(num_stages):
+        worker = f"WWW{stage}.laboratory.example.org:9999" if stage else "coordinator"
+        spans = []
+        for number in range(num_microbatches):
+            start, end = ends[stage + number : stage + number + 2]
+            middle = (start + end) / 2
+            kind: SpanKind = "backward" if stage else "loss"
+            spans += [Span("forward", start, middle, number), Span(kind, middle, end, number)]
+        stages.append(StageSpans(stage, worker, (stage, stage + 1), spans))
+    return RecordedStep(1234567, 0.0, stages)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
+
+import pytest
 
 from lightning_hetero.observing.chart import chart_of
 from lightning_hetero.observing.prediction import prediction_of
-from lightning_hetero.observing.steps import RecordedStep
+from lightning_hetero.observing.steps import RecordedStep, StageSpans
+from lightning_hetero.wire.records import Span
 
-from .made_up import PLAN, made_up_step
+from ..pictures.chromium import FAULTS, evaluate, needs_chromium
+from ..pictures.test_rendered import page
+from .made_up import PLAN, made_up_step, staggered_step
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -42,9 +48,42 @@ def test_bars_stand_where_the_axis_says() -> None:
 
 def test_names_are_cut_and_escaped() -> None:
     step = made_up_step()
-    stage = replace(step.stages[1], worker="<b>&" + "x" * 200)
+    stage = replace(step.stages[1], worker="<&" + "x" * 200 + ":9999")
     chart = chart_of(RecordedStep(0, 0.0, [step.stages[0], stage]), None)
     labels = [t.text or "" for t in ElementTree.fromstring(chart).iter(f"{SVG}text")]
-    (label,) = (text for text in labels if text.startswith("stage 1: <b>&"))
-    assert label.endswith("…")
+    (label,) = (text for text in labels if text.startswith("stage 1: <&"))
+    assert label.endswith("xx:9999")
+    assert "…" in label
     assert len(label) < 30
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0125, "12.5 ms"), (0.99996, "1 s"), (999.9, "1,000 s")]
+)
+def test_seconds_have_no_exponents(seconds: float, shown: str) -> None:
+    spans = [Span("forward", 0.0, seconds, 0)]
+    chart = chart_of(RecordedStep(0, 0.0, [StageSpans(0, "coordinator", (0, 1), spans)]), None)
+    assert f"Step 0 as it was: {shown}, bubble 0%" in chart
+
+
+@needs_chromium
+def test_no_text_is_cut_and_none_overlaps(tmp_path: Path) -> None:
+    """By the boxes in a browser: texts within the picture, apart, and numbers within their bars."""
+    charts = []
+    for stages, pieces in ((2, 4), (5, 120), (12, 8)):
+        for seconds in (0.0099, 1.0, 12345.0):
+            step = staggered_step(stages, pieces, seconds)
+            prediction = prediction_of(step, replace(PLAN, micro_batches=pieces), None)
+            assert prediction is not None
+            charts += [chart_of(step, None), chart_of(step, prediction)]
+    numbers = """
+    for (const node of document.querySelectorAll('.inside')) {
+      const bar = node.previousElementSibling.getBoundingClientRect();
+      if (!inside(node.getBoundingClientRect(), {...bar.toJSON(), top: 0, bottom: 1e9}, 0))
+        faults.push(`beyond its bar: ${said(node)}`);
+    }"""
+    counts = "document.querySelectorAll('svg').length, document.querySelectorAll('.inside').length"
+    script = f"{FAULTS} {numbers} return [{counts}, [...new Set(faults)]];"
+    shown, num_numbers, faults = evaluate(page(charts), script, tmp_path)
+    assert (shown, faults) == (2 * len(charts), [])
+    assert num_numbers > 100

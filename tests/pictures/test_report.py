@@ -10,7 +10,13 @@ import pytest
 from lightning_hetero.errors import PictureError
 from lightning_hetero.pictures.diagram import diagram
 from lightning_hetero.pictures.findings import findings
-from lightning_hetero.pictures.record import PredictedStep, RecordedStep, RunRecord, read_run
+from lightning_hetero.pictures.record import (
+    PredictedStep,
+    Recorded,
+    RecordedStep,
+    RunRecord,
+    read_run,
+)
 from lightning_hetero.pictures.report import report
 from lightning_hetero.plan import Plan, StagePlan
 
@@ -44,6 +50,7 @@ def timeline(**step: Any) -> str:
     other = {
         "format": "lightning-hetero timeline 1",
         "steps": [recorded | {"predicted": predicted} | step],
+        "stages": [{"stage": 0, "layers": [0, 3]}, {"stage": 1, "layers": [3, 8]}],
     }
     return json.dumps({"traceEvents": [{"ph": "X"}], "otherData": other})
 
@@ -88,6 +95,16 @@ def test_a_whole_run_has_every_section(run: Path) -> None:
     assert "is the bottleneck" in " ".join(page.words)
 
 
+def test_a_timeline_of_the_plan_before_is_said_to_be_that(run: Path) -> None:
+    said = "before layers moved"
+    assert said not in report(read_run(run))
+    stages = [StagePlan(["coordinator"], (0, 2)), StagePlan(["strix.local:9999"], (2, 8))]
+    Plan(stages, 8, 4).to_yaml(run / "plan.yaml")
+    page = " ".join(Reader(report(read_run(run))).words)
+    assert said in page
+    assert "2 to 7" in page
+
+
 def test_the_page_needs_no_network_and_runs_nothing(run: Path) -> None:
     page = Reader(report(read_run(run)))
     assert all(address.startswith("data:image/svg+xml;base64,") for address in page.addresses)
@@ -120,6 +137,7 @@ def test_without_the_picture_the_plan_is_drawn(run: Path) -> None:
     [
         ("timeline.json", b"{"),
         ("timeline.json", b'{"otherData": {"steps": [{"step": "x"}]}}'),
+        ("timeline.svg", b""),
         ("metrics.csv", b"\xff\xfe\x00"),
         ("plan.yaml", b"stages: 3"),
         ("architecture.svg", b"\xff"),
@@ -191,7 +209,7 @@ def test_a_bubble_is_blamed_on_few_pieces() -> None:
 @pytest.mark.parametrize(("seconds", "said"), [(2.0, "slower"), (0.5, "faster"), (1.1, None)])
 def test_a_step_off_its_prediction_is_said(seconds: float, said: str | None) -> None:
     step = RecordedStep(3, 0.0, 1e6 * seconds, 0.1, PredictedStep(1.0, 0.1))
-    found = " ".join(findings(record({}, steps=[step])))
+    found = " ".join(findings(record({}, recorded=Recorded([step]))))
     assert ("the predicted 1 s" in found) == (said is not None)
     assert said is None or said in found
 

@@ -1,0 +1,147 @@
+"""Makes the pictures of this folder that are of a real run: ``python docs/screenshots.py``.
+
+A small Llama learns a Markov chain over two workers while `lightning-hetero top` looks at them;
+then Chromium opens the report of the run. Needs about two minutes, two cores, and Chromium.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from io import StringIO
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.narrow_boundaries.main import VOCABULARY, Chain
+from benchmarks.processes import be_quiet, worker_process
+from benchmarks.training import Decoder, Sequences
+from lightning_hetero import (
+    HeteroPipelineStrategy,
+    PipelineProfiler,
+    PipelineTimeline,
+    Plan,
+    StageMonitor,
+    StagePlan,
+)
+from lightning_hetero.cli.top import table
+from lightning_hetero.pictures.record import read_run
+from lightning_hetero.pictures.report import report
+from lightning_hetero.runtime.channels.address import Address
+from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.runtime.channels.handshake import Identity
+from lightning_hetero.runtime.finding.asking import WorkerStatus, ask_status
+from lightning_hetero.runtime.finding.sightings import Sighting, seen_again
+from tests.pictures.chromium import COMMAND, evaluate
+
+HERE = Path(__file__).parent
+NUM_STEPS = 150
+BATCH_SIZE = 16
+SEQUENCE_LENGTH = 64
+RECORDED_STEP = 120
+# Of the run's steps; those before it are slower.
+LOOK_AT_STEP = 20
+SECONDS_BETWEEN_LOOKS = 3.0
+PAGE_WIDTH = 1040
+CONFIG = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    vocab_size=VOCABULARY,
+    use_cache=False,
+)
+
+
+class Learner(Decoder):
+    """Logs its loss."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        return loss
+
+
+def train(workers: Sequence[str], folder: Path) -> None:
+    """Leave a run's files in a folder."""
+    stages = [
+        StagePlan(["coordinator"], (0, 2)),
+        StagePlan([workers[0]], (2, 5)),
+        StagePlan([workers[1]], (5, 8)),
+    ]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=HeteroPipelineStrategy(list(workers), Plan(stages, micro_batches=8)),
+        max_epochs=1,
+        log_every_n_steps=5,
+        logger=CSVLogger(folder, name="", version=""),
+        callbacks=[
+            PipelineProfiler(budget_seconds=20, path=folder / "profile.yaml"),
+            PipelineTimeline(steps=[RECORDED_STEP]),
+            StageMonitor(),
+        ],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    tokens = Chain.random().sample(NUM_STEPS * BATCH_SIZE, SEQUENCE_LENGTH)
+    trainer.fit(Learner(CONFIG), DataLoader(Sequences(tokens), batch_size=BATCH_SIZE))
+
+
+def look_on(workers: Sequence[str]) -> str:
+    """What `top` shows of the run when it is well under way, as SVG."""
+    sightings = [Sighting(worker) for worker in workers]
+    while not all(each.stage is not None and each.stage.step >= LOOK_AT_STEP for each in sightings):
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        sightings = [seen_again(each, _status(each.name)) for each in sightings]
+    console = Console(record=True, width=128, file=StringIO(), force_terminal=True)
+    console.print(f"$ lightning-hetero top {' '.join(workers)}", highlight=False)
+    console.print(table(sightings))
+    svg = console.export_svg(title="lightning-hetero top")
+    # Rich names a font on the network; a picture in a page is not given one.
+    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+
+
+def _status(worker: str) -> WorkerStatus:
+    return ask_status(Address.parse(worker), Deadlines(), Identity())
+
+
+def shoot(page: str, folder: Path, picture: Path) -> None:
+    """The whole page as a browser shows it, in light colours."""
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    height = evaluate(page, "return document.documentElement.scrollHeight;", folder)
+    command = [
+        *(COMMAND or "chromium", "--headless=new", "--no-sandbox", "--disable-gpu"),
+        *("--hide-scrollbars", f"--window-size={PAGE_WIDTH},{height}"),
+        *(f"--user-data-dir={folder / 'browser'}", f"--screenshot={picture}", path.as_uri()),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=90)
+
+
+def main() -> None:
+    be_quiet()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name, "version_0")
+        workers = [stack.enter_context(worker_process([])).address for _ in range(2)]
+        watching = stack.enter_context(ThreadPoolExecutor(1)).submit(look_on, workers)
+        train(workers, folder)
+        (HERE / "top.svg").write_text(watching.result(), encoding="utf-8")
+        shoot(report(read_run(folder)), folder, HERE / "report.png")
+
+
+if __name__ == "__main__":
+    main()
