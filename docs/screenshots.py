@@ -55,6 +55,7 @@ RECORDED_STEP = 120
 # Of the run's steps; those before it are slower.
 LOOK_AT_STEP = 20
 SECONDS_BETWEEN_LOOKS = 3.0
+MOST_LOOKS = 60
 PAGE_WIDTH = 1040
 CONFIG = LlamaConfig(
     hidden_size=256,
@@ -104,9 +105,13 @@ def train(workers: Sequence[str], folder: Path) -> None:
 def look_on(workers: Sequence[str]) -> str:
     """What `top` shows of the run when it is well under way, as SVG."""
     sightings = [Sighting(worker) for worker in workers]
-    while not all(each.stage is not None and each.stage.step >= LOOK_AT_STEP for each in sightings):
+    for _ in range(MOST_LOOKS):
         time.sleep(SECONDS_BETWEEN_LOOKS)
         sightings = [seen_again(each, _status(each.name)) for each in sightings]
+        if all(each.stage is not None and each.stage.step >= LOOK_AT_STEP for each in sightings):
+            break
+    else:
+        raise RuntimeError(f"The workers have not come to step {LOOK_AT_STEP} together.")
     console = Console(record=True, width=128, file=StringIO(), force_terminal=True)
     console.print(f"$ lightning-hetero top {' '.join(workers)}", highlight=False)
     console.print(table(sightings))

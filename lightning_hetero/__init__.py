@@ -7,7 +7,7 @@
     model/           what is cut: finding layers, hollowing them, the recipe that rebuilds them
     pipeline/        what is run: micro-batches, the rule, stages, the driver of training_step
     planning/        what goes where: makes plans
-    runtime/         where it runs: channels, worker, coordinator, local worker processes
+    runtime/         where it runs: the worker, the coordinator, what lies between them
     observing/       what happened: recorded steps on one clock, as a trace and as a chart
     pictures/        what is shown: the topology as SVG, PNG and Mermaid, the report of a run
     precision.py     where a precision plugin clips and steps, the stages do too

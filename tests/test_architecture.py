@@ -482,7 +482,7 @@ def test_banned_uses_finds(tmp_path: Path, ban: str, file: str, source: str, nam
         ("strategy.py", "def f(trainer):\n    trainer.print('ready')"),
         ("model/weights.py", "import torch, json\ntorch.loader\njson.load"),
         ("planning/solver.py", "import torchlike"),
-        ("runtime/channel.py", "import socket, time, threading"),
+        ("runtime/channels/channel.py", "import socket, time, threading"),
         ("wire/frames.py", "def f(time):\n    return time.seconds"),
         ("errors.py", "'''pickle, torch.load and print are only words here.'''"),
     ],

@@ -153,7 +153,7 @@ def accept_channel(
     plain = SocketConnection(connected)
     connection = secured(plain, credentials, True, DEADLINES.connect_seconds)
     session = downstream_session()
-    session.received(receive_hello(connection, DEADLINES))
+    session.received(receive_hello(connection, DEADLINES, Identity(credentials=credentials)))
     welcome = m.Welcome(m.PROTOCOL_VERSION)
     session.sent(welcome)
     send_buffers(connection, encode_frame(Frame(welcome)), DEADLINES.connect_seconds)

@@ -98,7 +98,6 @@ def _run(options: argparse.Namespace) -> None:
     if options.stop_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     friends = "everybody on this machine" if token_file is None else f"whoever has {token_file}"
-    logger.info("listening on %s, computing on %s, for %s", address_of(listener), device, friends)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
     is_own = options.listen_fd is None
     owner = owner_of(options, shows_runs=is_own)
@@ -107,6 +106,10 @@ def _run(options: argparse.Namespace) -> None:
         obeying_signals(worker) if is_own else nullcontext(),
         announced_worker(options.announce, address_of(listener), token_file),
     ):
+        # Whoever reads this line may send a signal.
+        logger.info(
+            "listening on %s, computing on %s, for %s", address_of(listener), device, friends
+        )
         worker.serve_forever()
 
 

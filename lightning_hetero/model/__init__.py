@@ -7,6 +7,13 @@ caches.py       key-value caches of hollow layers
 layers_away.py  what stands in such a cache for them
 collecting.py   outputs from inside layers, such as router logits
 tensors.py      parameters and buffers: naming, emptying, filling
+hollow_state.py what state dicts say of hollow layers
+state_dicts.py  the keys of a module's own tensors in state dicts
+passing.py      layers that compute nothing, and note how the model calls them
+
+kinds.py        which layers cost alike
+sizes.py        bytes of layers, whether their content is there or not
+made_up.py      layers with values made up, to be measured
 
 recipe.py       what a worker rebuilds its layers from; of transformers' own classes
 configs.py      Hugging Face configs as plain data

@@ -24,7 +24,10 @@ def share_one_arena() -> bool:
     Returns:
         Whether it has been set. It has not where the user has chosen a number of arenas.
     """
-    if "MALLOC_ARENA_MAX" in os.environ or not _is_glibc():
+    is_chosen = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
+    if is_chosen or not _is_glibc():
         return False
     return bool(ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1))
 

@@ -8,6 +8,8 @@ With more, it looks at the fastest one, two, three, … of them, each fastest fi
 the fastest links. Those for which (micro-batches + processes - 1) times the bound per micro-batch
 is least are split, those of them with the lowest bounds are simulated. Up to ten workers, two are
 exchanged then, or one is left out or added, or the batch is cut otherwise, as long as that helps.
+
+At last as few micro-batches are taken in flight as are nearly as fast.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ class Search:
 
     def best_with(self, workers: Iterable[str], below: float = math.inf) -> Candidate | None:
         """The best candidate of just these workers, if its step is below."""
-        return self._best_among([tuple(workers)], below)
+        best = self._best_among([tuple(workers)], below)
+        return None if best is None else self._with_enough_in_flight(best)
 
     def best_alone(self, name: str) -> Candidate | None:
         """All layers on one device, the coordinator's ends where they are; None if unfit."""
@@ -240,14 +243,17 @@ class Search:
     def _without_idlers(self, best: Candidate) -> Candidate:
         limit = best.step_seconds * (1 + LEAST_GAIN)
         while True:
-            trials = [self.best_with(less, limit) for less in self._one_less(best.workers)]
+            trials = [
+                self._best_among([tuple(less)], limit) for less in self._one_less(best.workers)
+            ]
             found = [trial for trial in trials if trial is not None]
             if not found:
                 return best
             best = min(found, key=lambda trial: trial.step_seconds)
 
     def _with_enough_in_flight(self, best: Candidate) -> Candidate:
-        """The same devices with the fewest in flight that are nearly as fast as any number."""
+        """The same devices with the fewest in flight that are nearly as fast as any number, of
+        those from one to three times as many as processes."""
         processes = len(best.workers) + 1
         if processes == 1:
             return best

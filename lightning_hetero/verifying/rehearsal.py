@@ -191,10 +191,10 @@ class Rehearsal:
 def _multiplied_in(owner: nn.Module, parameter: nn.Parameter) -> torch.dtype:
     """What a parameter is multiplied in; of one in 4 bits its module has noted that, or else it is
     taken for half precision."""
-    if parameter.is_floating_point():
-        return parameter.dtype
     noted = getattr(owner, "compute_dtype", None)
-    return noted if isinstance(noted, torch.dtype) else torch.bfloat16
+    if isinstance(noted, torch.dtype):
+        return noted
+    return parameter.dtype if parameter.is_floating_point() else torch.bfloat16
 
 
 def _copies_of(layers: Mapping[int, nn.Module]) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 The reading thread fills tensors in place; the writing thread sends large tensors from their own
 memory, and gives a sign of life when there is nothing to send, so a peer that computes is heard.
-While the writing thread waits for its device to make what it is to send, the reading one answers.
+While the writing thread waits for its device to make what it is to send, the reading one does.
 What arrives, and the channel's end, goes to one inbox. Nobody who computes ever waits for the
 network.
 """
@@ -105,7 +105,7 @@ class Channel:
         self.clock = PeerClock(self.send)
         self.on_sent: Callable[[m.Message, int, float], None] | None = None
         self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
-        # One thread at a time writes; while that is the reading one, the other waits for a device.
+        # One thread at a time writes: the reading one, while the other waits for a device.
         self._sending = threading.Lock()
         self._is_encoding = False
         self._is_closing = False
@@ -185,6 +185,7 @@ class Channel:
         reading, writing = self._threads
         writing.join(self._deadlines.stop_seconds)
         self._connection.shut_down()
+        self._note_over()
         if reading is not threading.current_thread():
             reading.join()
         # One that waits for a device that hangs is left alone, and finds the connection closed.
@@ -217,29 +218,31 @@ class Channel:
                 self._progress.notify_all()
             self._peer_activity = shown_by(frame.message) or self._peer_activity
             if isinstance(frame.message, m.Ping):
-                self._answer()
+                self._say_at_once(m.Pong(self.activity))
             self.clock.take(frame.message)
             return frame
 
-    def _answer(self) -> None:
-        """Give a sign of life, also while the writing thread waits for its device."""
-        pong = m.Pong(self.activity)
+    def _say_at_once(self, message: m.Ping | m.Pong) -> None:
+        """Send a sign of life, also while the writing thread waits for its device."""
         # A frame that is on its way is a sign of life itself, and whoever reads never waits for it.
         if self._is_encoding and self._sending.acquire(blocking=False):
             try:
-                buffers = encode_frame(Frame(pong))
-                send_buffers(self._connection, buffers, self._deadlines.silence_seconds)
+                frame = Frame(message)
+                logger.debug("> %s %s", self.peer, frame)
+                silence_seconds = self._deadlines.silence_seconds
+                send_buffers(self._connection, encode_frame(frame), silence_seconds)
             finally:
                 self._sending.release()
         else:
-            self.send(pong)
+            self.send(message)
 
     def _on_silence(self) -> None:
         # Waits are counted and no clock is read: who was stopped itself blames nobody for it.
         self._num_silent_waits += 1
         silence_seconds = self._num_silent_waits * self._deadlines.heartbeat_seconds
         if silence_seconds < self._deadlines.silence_seconds:
-            self.send(m.Ping())  # whose signs of life may be set to come less often than we look
+            # Its signs of life may be set to come less often than we look.
+            self._say_at_once(m.Ping())
             return
         since_answer = self._connection.seconds_since_answer()
         is_cut_off = since_answer is not None and since_answer > _SHARE_OF_SILENCE * silence_seconds
@@ -262,18 +265,20 @@ class Channel:
         if not broke_a_rule:
             self._connection.shut_down()  # or the other thread would try to send for a while
         self._outgoing.put(None)
+        # The writing thread may wait for its device as long as that takes.
+        self._note_over()
 
     def _write(self) -> None:
         try:
             while (queued := self._next_outgoing()) is not None:
                 self._send_now(*queued)
                 del queued  # the next wait must not keep the frame's tensors alive
-                self._note_progress(is_over=False)
+                self._note_sent()
         except (OSError, HeteroError) as error:
             logger.debug("writing to %s ended: %s", self.peer, error)
             self._connection.shut_down()
         finally:
-            self._note_progress(is_over=True)
+            self._note_over()
 
     def _next_outgoing(self) -> Queued | None:
         while True:
@@ -292,10 +297,14 @@ class Channel:
         if self.on_sent is not None:
             self.on_sent(message, num_bytes, start)
 
-    def _note_progress(self, is_over: bool) -> None:
+    def _note_sent(self) -> None:
         with self._progress:
-            self._num_queued -= not is_over
-            self._is_over = is_over
+            self._num_queued -= 1
+            self._progress.notify_all()
+
+    def _note_over(self) -> None:
+        with self._progress:
+            self._is_over = True
             self._progress.notify_all()
 
 

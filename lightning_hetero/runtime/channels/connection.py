@@ -21,14 +21,14 @@ _LAST_ACK = struct.Struct("=56xI")
 
 @dataclass
 class Traffic:
-    """Bytes that have gone over a connection: one thread counts each way, any may look."""
+    """Bytes gone over a connection: one thread at a time counts each way, any may look."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
 
 
 class Connection(Protocol):
-    """What a channel needs. One thread may send while another receives."""
+    """What a channel needs. One thread at a time may send while another receives."""
 
     @property
     def traffic(self) -> Traffic:

@@ -6,7 +6,7 @@
 OpenSSL lets one thread at a time use its object, and `ssl.SSLSocket` sees to that in the latest
 Pythons only. So the object works on memory, under a lock that nobody holds while waiting for the
 peer. What is produced while receiving, such as the answer to a new key, leaves with the next thing
-that is sent: only the sending thread sends, so records go out in their order.
+that is sent: only one thread at a time sends, so records go out in their order.
 """
 
 from __future__ import annotations

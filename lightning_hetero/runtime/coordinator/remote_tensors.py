@@ -36,7 +36,7 @@ class Holdings:
 
     stages: Sequence[RemoteStage] = ()
     dtype_of: Mapping[str, torch.dtype] = field(default_factory=dict)
-    owner_of: dict[str, ConnectedWorker] = field(default_factory=dict)
+    owner_of: Mapping[str, ConnectedWorker] = field(default_factory=dict)
 
 
 class TensorConversations(ObservedConversations):
@@ -58,8 +58,10 @@ class TensorConversations(ObservedConversations):
         Iterate to the end: afterwards the stages are ready for steps. What they had before, if
         layers have moved, is forgotten.
         """
-        named = [named for stage in stages for named in named_tensors(stage.layers)]
-        self._held = Holdings(stages, {name: tensor.dtype for name, tensor in named})
+        named = [each for stage in stages for each in named_tensors(stage.layers)]
+        dtype_of = {name: tensor.dtype for name, tensor in named}
+        owner_of: dict[str, ConnectedWorker] = {}
+        self._held = Holdings(stages, dtype_of, owner_of)
         for worker, stage in zip(self._workers, stages, strict=True):
             lacks = shortcomings(worker.equipment, stage.recipe, stage.tensor_dtypes.values())
             if stage.compile:
@@ -70,7 +72,7 @@ class TensorConversations(ObservedConversations):
             worker.channel.send(self._deploy_message(worker, stage))
         loads = map(load_of, self._workers, stages)
         for worker, name in send_all(list(loads), self._receive_while_sending):
-            self._held.owner_of[name] = worker
+            owner_of[name] = worker
             yield name
         # From the last to the first, so that nobody dials a neighbor that is not ready.
         for worker in reversed(self._workers):

@@ -200,6 +200,41 @@ def test_a_peer_whose_device_is_slow_answers_and_is_not_given_up() -> None:
         assert frame.message == activation(0)
 
 
+def test_two_peers_whose_devices_are_slow_hear_each_other() -> None:
+    made = threading.Event()
+
+    def encode() -> list[memoryview]:
+        assert made.wait(PATIENCE_SECONDS)
+        return encode_frame(Frame(activation(0)))
+
+    with channel_pair() as (up, down):
+        up.channel.send_later(activation(0), encode)
+        down.channel.send_later(m.Gradient(1, 0, 0, is_present=[]), encode)
+        for end in (up, down):
+            with pytest.raises(Empty):  # three times the silence that ends a channel
+                end.inbox.get(timeout=0.9)
+        made.set()
+        frame = down.next().content
+        assert isinstance(frame, Frame)
+        assert frame.message == activation(0)
+
+
+def test_nobody_waits_for_a_channel_that_is_over_while_its_device_is_slow() -> None:
+    made = threading.Event()
+
+    def encode() -> list[memoryview]:
+        assert made.wait(PATIENCE_SECONDS)
+        return encode_frame(Frame(activation(0)))
+
+    with one_end() as (end, upstream):
+        end.channel.send_later(m.Gradient(1, 0, 0, is_present=[]), encode)
+        upstream.close()
+        assert isinstance(end.next().content, HeteroError)
+        end.channel.wait_until_sent(0)
+        assert not end.channel.peer_answers()
+        made.set()
+
+
 def test_a_device_that_hangs_does_not_keep_a_channel_from_closing() -> None:
     made = threading.Event()
 
