@@ -52,7 +52,7 @@ def hosts(token_file: Path) -> Iterator[Hosts]:
         join("far", found.worker, "10.79.0.1/24", found.hub, "10.79.0.2/24")
         with found.worker.here():
             options = ("--listen", "0.0.0.0:9999", "--token-file", str(token_file))  # noqa: S104
-            stack.enter_context(worker_process(*options))
+            stack.enter_context(worker_process(*options, by_command=True))
         yield found
 
 
