@@ -13,7 +13,7 @@ from lightning_hetero.runtime.finding.sightings import Sighting, seen_again
 
 from .conftest import worker_process
 from .models import TinyModule, loader, trainer
-from .runtime.worker.test_watching_workers import answer
+from .runtime.finding.test_watching_workers import answer
 from .test_cli import run
 
 

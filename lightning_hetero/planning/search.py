@@ -259,7 +259,8 @@ class Search:
             return best
         counts = {min(processes * quarters // 4, best.micro_batches) for quarters in range(4, 13)}
         trials = [
-            place_at(self._costs, best.workers, best.micro_batches, count) for count in counts
+            place_at(self._costs, best.workers, best.micro_batches, count)
+            for count in counts - {best.in_flight}
         ]
         found = [best, *(trial for trial in trials if trial is not None)]
         limit = min(c.step_seconds for c in found) * (1 + LEAST_GAIN_IN_FLIGHT)

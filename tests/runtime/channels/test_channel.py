@@ -182,71 +182,65 @@ def test_what_a_peer_did_last_is_known_from_what_it_says() -> None:
         assert up.channel.peer_activity == "the backward of micro-batch 1 in step 3"
 
 
-def test_a_peer_whose_device_is_slow_answers_and_is_not_given_up() -> None:
-    made = threading.Event()
+class SlowDevice:
+    """Makes the content of a frame, but not before it is let go."""
 
-    def encode() -> list[memoryview]:
-        assert made.wait(PATIENCE_SECONDS)
+    def __init__(self) -> None:
+        self._is_let_go = threading.Event()
+
+    def let_go(self) -> None:
+        self._is_let_go.set()
+
+    def encode(self) -> list[memoryview]:
+        assert self._is_let_go.wait(PATIENCE_SECONDS)
         return encode_frame(Frame(activation(0)))
 
+
+def test_a_peer_whose_device_is_slow_answers_and_is_not_given_up() -> None:
+    device = SlowDevice()
     with channel_pair() as (up, down):
-        up.channel.send_later(activation(0), encode)
+        up.channel.send_later(activation(0), device.encode)
         with pytest.raises(Empty):  # three times the silence that ends a channel
             down.inbox.get(timeout=0.9)
         assert down.channel.peer_answers()
-        made.set()
+        device.let_go()
         frame = down.next().content
         assert isinstance(frame, Frame)
         assert frame.message == activation(0)
 
 
 def test_two_peers_whose_devices_are_slow_hear_each_other() -> None:
-    made = threading.Event()
-
-    def encode() -> list[memoryview]:
-        assert made.wait(PATIENCE_SECONDS)
-        return encode_frame(Frame(activation(0)))
-
+    device = SlowDevice()
     with channel_pair() as (up, down):
-        up.channel.send_later(activation(0), encode)
-        down.channel.send_later(m.Gradient(1, 0, 0, is_present=[]), encode)
+        up.channel.send_later(activation(0), device.encode)
+        down.channel.send_later(m.Gradient(1, 0, 0, is_present=[]), device.encode)
         for end in (up, down):
             with pytest.raises(Empty):  # three times the silence that ends a channel
                 end.inbox.get(timeout=0.9)
-        made.set()
+        device.let_go()
         frame = down.next().content
         assert isinstance(frame, Frame)
         assert frame.message == activation(0)
 
 
 def test_nobody_waits_for_a_channel_that_is_over_while_its_device_is_slow() -> None:
-    made = threading.Event()
-
-    def encode() -> list[memoryview]:
-        assert made.wait(PATIENCE_SECONDS)
-        return encode_frame(Frame(activation(0)))
-
+    device = SlowDevice()
     with one_end() as (end, upstream):
-        end.channel.send_later(m.Gradient(1, 0, 0, is_present=[]), encode)
+        end.channel.send_later(m.Gradient(1, 0, 0, is_present=[]), device.encode)
         upstream.close()
         assert isinstance(end.next().content, HeteroError)
         end.channel.wait_until_sent(0)
         assert not end.channel.peer_answers()
-        made.set()
+        device.let_go()
 
 
 def test_a_device_that_hangs_does_not_keep_a_channel_from_closing() -> None:
-    made = threading.Event()
-
-    def encode() -> list[memoryview]:
-        assert made.wait(PATIENCE_SECONDS)
-        return encode_frame(Frame(activation(0)))
-
+    device = SlowDevice()
     with channel_pair(replace(QUICK, stop_seconds=0.05)) as (up, down):
-        up.channel.send_later(activation(0), encode)
+        up.channel.send_later(activation(0), device.encode)
         up.channel.close(m.Goodbye())
         assert isinstance(down.next().content, HeteroError)
-        made.set()
+        device.let_go()
 
 
 def test_a_peer_that_is_gone_does_not_answer() -> None:
