@@ -129,7 +129,8 @@ class Deployer:
     def _announce(self, plan: Plan) -> None:
         for number, stage in enumerate(plan.remote_stages, start=1):
             first, end = stage.layers
-            rank_zero_info(f"stage {number}: layers {first} to {end - 1} on {stage.worker}")
+            also = "the input embedding and " if stage.embedding else ""
+            rank_zero_info(f"stage {number}: {also}layers {first} to {end - 1} on {stage.worker}")
             if stage.dtype == "float16" and scaler_of(self.plugin) is None:
                 rank_zero_info(
                     f"stage {number} computes in float16 without loss scaling, so that gradients "

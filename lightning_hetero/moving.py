@@ -11,12 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .callbacks.averaging import StageWeightAveraging
 from .errors import HeteroError, ModelError, PlanError
-from .model.layers import DecoderLayer
 from .model.tensors import flatten, named_contents
 from .pipeline.optimizer import beside
 from .plan import Plan
@@ -113,9 +112,8 @@ class AtHome:
     states: Sequence[tuple[Optimizer, Mapping[Tensor, dict[str, Any]]]]
 
     @classmethod
-    def of(cls, layers: Sequence[DecoderLayer], optimizers: Sequence[Optimizer]) -> AtHome:
-        """What is here now."""
-        modules = {number: layer.module for number, layer in enumerate(layers)}
+    def of(cls, modules: Mapping[int, nn.Module], optimizers: Sequence[Optimizer]) -> AtHome:
+        """What is here now of numbered layers."""
         contents: dict[str, Tensor] = {}
         for name, tensor, state in named_contents(modules):
             if not tensor.is_meta:

@@ -45,6 +45,9 @@ class StagePlan:
             boundaries, for a slow link; nothing by default. ``int8`` has a scale for each 64.
         gradient_dtype: The same for gradients.
         compile: Compile each layer by `torch.compile`; sums may then be added up in another order.
+        embedding: Hold the model's input embedding too. Token ids come then instead of activations,
+            and no gradient goes back. Only a worker with layer 0 can have it; else the coordinator
+            has it.
     """
 
     workers: list[str]
@@ -54,6 +57,7 @@ class StagePlan:
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None
     compile: bool = False
+    embedding: bool = False
 
     @property
     def worker(self) -> str:
@@ -84,7 +88,8 @@ class Plan:
     """Who computes what, and in how many pieces.
 
     Args:
-        stages: The stages in the order of the layers. The coordinator may hold the first one.
+        stages: The stages in the order of the layers. The coordinator may hold the first one or
+            the last one.
         micro_batches: Pieces into which a training batch is cut.
         in_flight: Most micro-batches between their forward's start and their backward's end;
             ``None`` for two per process, which is enough to hide the way there and back.
@@ -98,6 +103,12 @@ class Plan:
     def remote_stages(self) -> list[StagePlan]:
         """The stages that live on workers."""
         return [stage for stage in self.stages if not stage.is_local]
+
+    @property
+    def starts_on_worker(self) -> bool:
+        """Whether the coordinator has no layers before the first worker's."""
+        first = next((stage for stage in self.stages if stage.layer_indices), None)
+        return first is not None and not first.is_local
 
     @property
     def narrowings(self) -> list[Narrowing]:
@@ -221,11 +232,13 @@ class Plan:
                     f"Stage {index} names {len(stage.workers)} workers {stage.workers}; "
                     "a stage is served by exactly one in this version."
                 )
-            if stage.is_local and index > 0:
+            if stage.is_local and 0 < index < len(self.stages) - 1:
                 raise PlanError(
-                    f"Stage {index} is on the coordinator, which can only hold the first stage."
+                    f"Stage {index} is on the coordinator, which can only hold the first layers or "
+                    "the last ones."
                 )
             _check_dtypes(vars(stage), f"stage {index}")
+            _check_embedding(stage, index)
             if stage.is_local and stage.dtype is not None:
                 raise PlanError(
                     f"The coordinator's stage has dtype {stage.dtype!r}; what the coordinator "
@@ -263,6 +276,21 @@ def _check_dtypes(stage: Any, where: str) -> None:
             raise PlanError(
                 f"Unknown {field} {dtype!r} in {where}; it is one of {', '.join(known)}."
             )
+
+
+def _check_embedding(stage: StagePlan, index: int) -> None:
+    if not stage.embedding:
+        return
+    if stage.is_local or stage.layers[0] != 0:
+        raise PlanError(
+            f"Stage {index} has `embedding: true`; only a worker that holds layer 0 can have the "
+            "input embedding. Elsewhere it stays with the coordinator: leave the key out."
+        )
+    if stage.dtype is not None:
+        raise PlanError(
+            f"Stage {index} has `embedding: true` and dtype {stage.dtype!r}; the embedding is kept "
+            "in the model's own dtype. Leave one of them out."
+        )
 
 
 def _refuse_unknown_keys(content: Any, kind: type, where: str) -> None:

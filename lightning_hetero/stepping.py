@@ -60,7 +60,13 @@ class MicrobatchedStep:
         self.stopwatch = Stopwatch(module.trainer.strategy.root_device)
         coordinator = deployment.coordinator
         self._driver = Driver(
-            coordinator, self._gradients, loss_of, seed, self.stopwatch, coordinator.recorder
+            coordinator,
+            self._gradients,
+            loss_of,
+            seed,
+            deployment.plan.starts_on_worker,
+            self.stopwatch,
+            coordinator.recorder,
         )
 
     def run(self, batch: Any, rest: Sequence[Any], accumulate: bool) -> Any:

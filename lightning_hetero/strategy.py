@@ -302,7 +302,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
     def _deploy_from_home(self, before: Deployment, plan: Plan) -> None:
         deployer, coordinator = self._deployer(), before.coordinator
         self._leave_weights()
-        home = AtHome.of(before.layers, self.optimizers)
+        home = AtHome.of(before.modules_under(plan), self.optimizers)
         try:
             self._deployment = deployer.carry_out(plan, before.layers, coordinator)
             deployer.bring_weights_here(self._deployment)

@@ -34,6 +34,7 @@ any_stage = st.builds(
     layers=st.tuples(st.integers(-(2**63), 2**63), st.integers()),
     recompute=st.booleans(),
     compile=st.booleans(),
+    embedding=st.booleans(),
 )
 any_plan = st.builds(
     Plan,
@@ -84,8 +85,25 @@ def test_a_written_plan_is_plain_yaml(tmp_path: Path) -> None:
         "layers": [2, 6],
         "recompute": False,
         "compile": False,
+        "embedding": False,
     }
     assert content["stages"][1] == expected
+
+
+@pytest.mark.parametrize(
+    ("stages", "starts_on_worker"),
+    [
+        ([HERE, THERE], False),
+        ([stage("coordinator", 0, 6)], False),
+        ([stage("coordinator", 0, 0), stage(WORKERS[0], 0, 6)], True),
+        ([stage(WORKERS[0], 0, 2), stage("coordinator", 2, 6)], True),
+        ([], False),
+    ],
+)
+def test_a_plan_says_whether_the_coordinator_has_layers_before_the_workers(
+    stages: list[StagePlan], starts_on_worker: bool
+) -> None:
+    assert Plan(stages).starts_on_worker == starts_on_worker
 
 
 def test_only_stages_are_required() -> None:
@@ -185,6 +203,9 @@ def test_a_wrong_type_is_refused_by_its_place(content: Any, fragment: str) -> No
         Plan([stage("coordinator", 0, 0), stage("strix.local:9999", 0, 6)]),
         Plan([stage("old-tower:9999", 0, 1), stage("strix.local:9999", 1, 6)]),
         Plan([stage("coordinator", 0, 6)]),
+        Plan([stage("old-tower:9999", 0, 1), stage("coordinator", 1, 6)]),
+        Plan([StagePlan(["old-tower:9999"], (0, 1), embedding=True), stage("coordinator", 1, 6)]),
+        Plan([stage("coordinator", 0, 0), StagePlan(["old-tower:9999"], (0, 6), embedding=True)]),
     ],
 )
 def test_a_plan_that_fits_passes(plan: Plan) -> None:
@@ -210,7 +231,22 @@ def test_a_plan_that_fits_passes(plan: Plan) -> None:
         (Plan([stage("gone:1", 0, 6)]), ["Stage 0", "'gone:1'", *WORKERS]),
         (Plan([StagePlan(WORKERS, (0, 6))]), ["Stage 0", "2 workers", *WORKERS]),
         (Plan([StagePlan([], (0, 6))]), ["Stage 0", "0 workers"]),
-        (Plan([stage(WORKERS[0], 0, 2), stage("coordinator", 2, 6)]), ["Stage 1", "coordinator"]),
+        (
+            Plan([stage(WORKERS[0], 0, 2), stage("coordinator", 2, 4), stage(WORKERS[1], 4, 6)]),
+            ["Stage 1", "coordinator", "first layers or the last ones"],
+        ),
+        (
+            Plan([HERE, StagePlan(WORKERS[:1], (2, 6), embedding=True)]),
+            ["Stage 1", "`embedding: true`", "layer 0", "leave the key out"],
+        ),
+        (
+            Plan([StagePlan(["coordinator"], (0, 6), embedding=True)]),
+            ["Stage 0", "`embedding: true`", "worker"],
+        ),
+        (
+            Plan([StagePlan(WORKERS[:1], (0, 6), dtype="float16", embedding=True)]),
+            ["Stage 0", "`embedding: true`", "'float16'", "Leave one of them out"],
+        ),
         (Plan([stage(WORKERS[0], 0, 2), THERE]), [f"{WORKERS[0]!r}", "two stages"]),
     ],
 )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ..errors import ModelError, RemoteProtocolError
+from .embedding import is_placeholder
 from .layers import models_around
 
 HIDDEN_STATES = "hidden_states"
@@ -42,17 +43,17 @@ def wanted_kinds() -> list[str]:
     return list(collector)
 
 
-def add_collected(hidden: Tensor, collected: Iterable[tuple[str, Tensor]]) -> None:
+def add_collected(hidden: Tensor | None, collected: Iterable[tuple[str, Tensor]]) -> None:
     """Add what came from workers to what the forward in this thread collects.
 
     ``hidden`` are the hidden states that went to the workers: the first ones that are collected,
-    if no layer ran before.
+    if no layer ran before. None where token ids went there.
 
     Raises:
         RemoteProtocolError: If something came that the forward does not collect.
     """
     collector: dict[str, list[Tensor]] = output_capturing._active_collector.get() or {}
-    if HIDDEN_STATES in collector and not collector[HIDDEN_STATES]:
+    if HIDDEN_STATES in collector and not collector[HIDDEN_STATES] and hidden is not None:
         collector[HIDDEN_STATES].append(hidden)
     for kind, tensor in collected:
         if kind not in collector:
@@ -77,6 +78,13 @@ def collecting(kinds: Sequence[str]) -> Iterator[Callable[[], list[tuple[str, Te
         yield lambda: [(kind, _tensor(v, kind)) for kind in kinds for v in collector[kind][1:]]
     finally:
         output_capturing._active_collector.reset(token)
+
+
+def collect_embedded(hidden: Tensor) -> None:
+    """Put aside what comes from an embedding inside `collecting`, if hidden states are wanted."""
+    collector: dict[str, list[Tensor]] = output_capturing._active_collector.get() or {}
+    if HIDDEN_STATES in collector:
+        collector[HIDDEN_STATES].append(hidden)
 
 
 def _tensor(value: Any, kind: str) -> Tensor:
@@ -139,7 +147,7 @@ def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
         return
     gathered = [value for value in values if isinstance(value, tuple)]
     for first, second in (pair for value in gathered for pair in pairwise(value)):
-        if isinstance(first, Tensor) and first is second:
+        if isinstance(first, Tensor) and (first is second or is_placeholder(first)):
             raise ModelError(
                 f"{type(model).__name__} gathers the hidden states between its layers by itself, "
                 "and those between layers on workers are not here; call it without "

@@ -3,6 +3,8 @@
     hidden ─▶ layer 4 ─▶ layer 5 ─▶ layer 6 ─▶ hidden
               record     record     record, then exchange(hidden, [call 4, call 5, call 6])
 
+With the input embedding (`embedding.py`) the run begins with token ids in place of hidden states.
+
 A hollow layer is the very same object as before, with the same class, name and attributes; its
 parameters are ``meta`` tensors and its ``forward`` records how the model called it. The last one
 of the run exchanges the hidden states for those that come back. Nothing here knows who computes.
@@ -21,6 +23,7 @@ from .adapters import AdapterSwitches
 from .caches import HollowCaches
 from .calls import LayerCall, expected_tuple_length, take_hidden
 from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
+from .embedding import EMBEDDING, describe_layer, placeholder_of
 from .four_bit import is_cache_hook, shapes_only
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .layers import DecoderLayer
@@ -42,7 +45,7 @@ class HollowLayers:
     """A run of consecutive hollow layers.
 
     Args:
-        layers: The layers with their numbers, in order.
+        layers: The layers with their numbers, in order; the embedding's is `EMBEDDING`.
         exchange: Gets the hidden states, the recorded calls and the kinds of outputs that the
             model collects; returns the hidden states behind the last layer, and those outputs.
         remote: Where the weights are; asked by ``state_dict`` and ``load_state_dict``.
@@ -60,6 +63,7 @@ class HollowLayers:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
         self._exchange = exchange
+        self._first_with_cache = min(layers.keys() - {EMBEDDING}, default=0)
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._modules, remote)
         self._records = threading.local()
@@ -125,9 +129,10 @@ class HollowLayers:
         if calls:
             self.forget_calls()
             raise ModelError(
-                f"The forward pass left the decoder layers after layer {calls[-1].layer_index}; "
-                f"layers up to {max(self._modules)} live on workers and must all be called. Keep "
-                "the layers that may be skipped with the coordinator."
+                "The forward pass left the decoder layers after "
+                f"{describe_layer(calls[-1].layer_index)}; layers up to {max(self._modules)} live "
+                "on workers and must all be called. Keep what may be skipped, or is called by "
+                "itself, with the coordinator."
             )
 
     def call(
@@ -138,6 +143,7 @@ class HollowLayers:
         layer, is_first = self._modules[number], number == min(self._modules)
         if is_first:
             self.check_finished()
+        if number == self._first_with_cache:
             self.caches.begin(number, layer, args, kwargs)
         self._check_adapters(number)
         args, kwargs, cache = self.caches.leave_out(layer, hidden, args, kwargs)
@@ -145,18 +151,27 @@ class HollowLayers:
         call = LayerCall(number, layer.training, args, kwargs, length, cache)
         if is_first:
             self._records.calls = [call]
+            self._records.sent = hidden
+            if number == EMBEDDING:
+                hidden = placeholder_of(layer.get_parameter("weight"), hidden)
             self._records.hidden = hidden
             self._records.version = _version(hidden)
         else:
             self._check_continues(number, hidden)
             self._records.calls.append(call)
         if number == max(self._modules):
-            calls, self._records.calls = self._records.calls, None
-            self._records.hidden = None
-            sent = hidden
-            hidden, collected = self._exchange(sent, calls, wanted_kinds())
-            add_collected(sent, collected)
+            hidden = self._leave()
         return (hidden, *[None] * (length - 1)) if length else hidden
+
+    def _leave(self) -> Tensor:
+        """What the model goes on with behind the last layer of the run."""
+        calls, self._records.calls = self._records.calls, None
+        sent, self._records.sent = self._records.sent, None
+        self._records.hidden = None
+        hidden, collected = self._exchange(sent, calls, wanted_kinds())
+        # Behind an embedding on a worker the first of the collected hidden states come back too.
+        add_collected(None if EMBEDDING in self._modules else sent, collected)
+        return hidden
 
     def _tuple_length(
         self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,16 +198,19 @@ class HollowLayers:
 
     def _check_continues(self, number: int, hidden: Tensor) -> None:
         calls = getattr(self._records, "calls", None)
+        before, both = describe_layer(number - 1), f"layers {number - 1} and {number}"
+        remedy = "put the layers before and after it into the coordinator's stage"
+        if number - 1 == EMBEDDING:
+            both, remedy = f"{before} and layer 0", "take `embedding: true` out of the plan"
         if not calls or calls[-1].layer_index != number - 1:
             raise ModelError(
-                f"Layer {number} was called without layer {number - 1} before it; layers on "
-                "workers must be called one after the other, in their order."
+                f"Layer {number} was called without {before} before it; what lives on workers must "
+                f"be called one after the other, in its order, or {remedy}."
             )
         if hidden is not self._records.hidden or _version(hidden) != self._records.version:
             raise ModelError(
-                f"Something between layers {number - 1} and {number} changed the hidden states, "
-                "and both live on workers; put the layers before and after it into the "
-                "coordinator's stage."
+                f"Something between {both} changed the hidden states, and both live on workers; "
+                f"{remedy}."
             )
 
     def __reduce__(self) -> NoReturn:

@@ -46,7 +46,7 @@ def _layers_chosen(root: nn.Module, choice: LayerChoice) -> list[DecoderLayer]:
                 f"The function `layers` returned a {type(chosen).__name__}; return the layers in a "
                 "list or a ModuleList."
             )
-        return [DecoderLayer(_name_of(root, module), module) for module in chosen]
+        return [DecoderLayer(name_of(root, module), module) for module in chosen]
     if isinstance(choice, (list, tuple)) and all(isinstance(name, str) for name in choice):
         return [layer for name in choice for layer in _layers_named(root, name, nn.ModuleList)]
     raise ModelError(
@@ -97,7 +97,12 @@ def _layers_of_list(root: nn.Module, name: str | None) -> list[DecoderLayer]:
     return [DecoderLayer(f"{name}.{key}", module) for key, module in children]
 
 
-def _name_of(root: nn.Module, wanted: nn.Module) -> str:
+def name_of(root: nn.Module, wanted: nn.Module) -> str:
+    """The dotted name of a module inside the LightningModule.
+
+    Raises:
+        ModelError: If it is not there.
+    """
     for name, module in root.named_modules():
         if module is wanted:
             return str(name)

@@ -165,6 +165,8 @@ def _owner_of(
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
+    if type(module) is nn.Embedding:
+        return True  # as most models have it
     return type(module).__module__.partition(".")[0] == transformers.__name__
 
 

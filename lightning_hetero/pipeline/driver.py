@@ -73,6 +73,7 @@ class Driver:
         gradients: The coordinator's own gradients.
         loss_of: Takes the loss out of what ``training_step`` returned; None skips the backward.
         seed: Start of the coordinator's dropout masks.
+        starts_first: Whether micro-batches begin as early as they may; see `choose`.
         stopwatch: Measures the coordinator's own actions.
         recorder: Records them.
     """
@@ -81,6 +82,7 @@ class Driver:
     gradients: StepGradients
     loss_of: Callable[[Any], Tensor | None]
     seed: int
+    starts_first: bool = False
     stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
     recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")))
 
@@ -130,7 +132,7 @@ class _RunningStep:
             for returned in self._driver.stages.take_arrived():
                 self._take(returned)
             ready = self._ready()
-            action = choose(ready, self._in_flight, self._max_in_flight)
+            action = choose(ready, self._in_flight, self._max_in_flight, self._driver.starts_first)
             if action is None:
                 self._take(self._driver.stages.receive())
                 continue

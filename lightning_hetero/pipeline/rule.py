@@ -40,7 +40,10 @@ class Action:
 
 
 def choose(
-    ready: Iterable[Action], in_flight: Collection[int], max_in_flight: int
+    ready: Iterable[Action],
+    in_flight: Collection[int],
+    max_in_flight: int,
+    starts_first: bool = False,
 ) -> Action | None:
     """The next action: backwards first, then the oldest forward.
 
@@ -53,17 +56,20 @@ def choose(
         ready: Actions of one stage whose inputs are there.
         in_flight: Micro-batches whose forward has begun and whose backward is not done.
         max_in_flight: A forward of one more micro-batch than this has to wait.
+        starts_first: A micro-batch's first forward goes before all else: it only hands over, so
+            that others have work, where the coordinator has no layers before theirs.
     """
     ready = list(ready)
     here = {action.key.microbatch for action in ready}
     feeds_first = here.issuperset(in_flight)
 
-    def urgency(action: Action) -> tuple[bool, int, int]:
+    def urgency(action: Action) -> tuple[bool, bool, int, int]:
         """Lower goes first. Of one micro-batch's backwards the latest visit goes first."""
         is_forward = action.kind == "F"
+        is_start = is_forward and action.key.microbatch not in in_flight
         waits = is_forward != (feeds_first and action.stage_index > 0)
         visit = action.key.visit if is_forward else -action.key.visit
-        return waits, action.key.microbatch, visit
+        return not (starts_first and is_start), waits, action.key.microbatch, visit
 
     may_run = [
         action

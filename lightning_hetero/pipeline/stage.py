@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..model.calls import LayerCall, hidden_of
-from ..model.collecting import collecting
+from ..model.collecting import collect_embedded, collecting
+from ..model.embedding import EMBEDDING
 from .activation import Activation, Collected, Gradients, leaf_of
 from .caches import StageCaches
 from .compiling import CompiledLayers
@@ -174,6 +175,8 @@ class Stage:
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 hidden = hidden_of(run(hidden, *args, **kwargs), layer, call)
+                if call.layer_index == EMBEDDING:
+                    collect_embedded(hidden)
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in collected()))
             # Behind the stage everything is as it would be without its own dtype.

@@ -53,6 +53,18 @@ def test_a_worker_takes_backwards_first_while_something_is_downstream(
         assert choose(ready, in_flight, limit) in backwards
 
 
+@given(coordinators_actions, in_flight_sets, limits)
+def test_a_coordinator_without_layers_before_the_workers_starts_whatever_may_start(
+    ready: list[Action], in_flight: set[int], limit: int
+) -> None:
+    starts = [a for a in ready if a.kind == "F" and a.key.microbatch not in in_flight]
+    chosen = choose(ready, in_flight, limit, starts_first=True)
+    if starts and len(in_flight) < limit:
+        assert chosen in starts
+    else:
+        assert chosen == choose(ready, in_flight, limit)
+
+
 @given(workers_actions, in_flight_sets, limits)
 def test_a_worker_with_nothing_downstream_feeds_it_first(
     ready: list[Action], in_flight: set[int], limit: int

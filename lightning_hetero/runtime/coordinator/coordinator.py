@@ -110,7 +110,9 @@ class Coordinator(TensorConversations):
         with self.recorder.span("pack", key, "Activation"):
             self._send_forward(key, hidden, surroundings)
         if surroundings.grad_enabled and key.visit == 0:
-            num_tokens = hidden.shape[:-1].numel()
+            # Token ids for an embedding on a worker have no dimension of features.
+            shape = hidden.shape[:-1] if hidden.is_floating_point() else hidden.shape
+            num_tokens = shape.numel()
             self.num_tokens += num_tokens
             self.recorder.note_training(num_tokens)
 

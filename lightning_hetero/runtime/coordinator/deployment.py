@@ -15,6 +15,7 @@ from ...errors import BatchError, HeteroError, ModelError
 from ...model.calls import LayerCall
 from ...model.checkpoint_weights import CheckpointWeights, weights_in_checkpoint
 from ...model.collecting import CollectingHooks
+from ...model.embedding import EMBEDDING, find_embedding
 from ...model.hollow import HollowLayers, is_hollow
 from ...model.layers import DecoderLayer, check_layers_stand_alone
 from ...model.recipe import write_recipe
@@ -66,7 +67,7 @@ class Deployment:
         self.plan = plan
         self.coordinator = coordinator
         self.layers = layers
-        stages = [_numbered(layers, stage) for stage in plan.remote_stages]
+        stages = [_layers_of(root, layers, stage) for stage in plan.remote_stages]
         check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._away = {number: layer.module for number, layer in away.items()}
@@ -145,6 +146,13 @@ class Deployment:
             for p, name in self.names_of.items()
             if name in norms and p in named
         }
+
+    def modules_under(self, plan: Plan) -> dict[int, nn.Module]:
+        """All modules that may be on workers under a plan, by their numbers."""
+        found = {number: layer.module for number, layer in enumerate(self.layers)}
+        if any(stage.embedding for stage in plan.stages):
+            found[EMBEDDING] = find_embedding(self._root, self.layers).module
+        return found
 
     def check_between_steps(self) -> None:
         """Refuse to make a checkpoint of weights of which only some have made the latest step.
@@ -244,7 +252,7 @@ class Deployment:
         Raises:
             ModelError: With the reason.
         """
-        stages = [_numbered(self.layers, stage) for stage in plan.remote_stages]
+        stages = [_layers_of(self._root, self.layers, stage) for stage in plan.remote_stages]
         check_layers_stand_alone(self._root, [list(stage.values()) for stage in stages])
         leaving = {
             number: layer
@@ -326,7 +334,7 @@ def imports_of(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> s
     Raises:
         ModelError: If a worker could not build them.
     """
-    stages = [list(_numbered(layers, stage).items()) for stage in plan.remote_stages]
+    stages = [list(_layers_of(root, layers, stage).items()) for stage in plan.remote_stages]
     recipes = [write_recipe(root, stage) for stage in stages]
     return {name for recipe in recipes for name in recipe.imports}
 
@@ -361,5 +369,9 @@ def _pieces(request: Request, num_pieces: int) -> list[Request]:
         return [request]
 
 
-def _numbered(layers: Sequence[DecoderLayer], stage: StagePlan) -> dict[int, DecoderLayer]:
-    return {number: layers[number] for number in stage.layer_indices}
+def _layers_of(
+    root: nn.Module, layers: Sequence[DecoderLayer], stage: StagePlan
+) -> dict[int, DecoderLayer]:
+    """What a stage holds, by number."""
+    found = {number: layers[number] for number in stage.layer_indices}
+    return {EMBEDDING: find_embedding(root, layers), **found} if stage.embedding else found

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import HeteroError, LocalProtocolError, WorkerUnreachable
+from ...model.embedding import EMBEDDING
 from ...model.four_bit import multiply_in
 from ...model.imports import Allowed
 from ...pipeline.compiling import CompiledLayers
@@ -348,5 +349,6 @@ class StageSession:
 def _shown(stage_index: int, numbered: Mapping[int, nn.Module]) -> str:
     """What a stage serves, for people."""
     first, last = min(numbered), max(numbered)
-    kind = type(numbered[first]).__name__
-    return f"stage {stage_index}, layers {first} to {last} ({kind})"
+    kind = type(numbered[last]).__name__
+    with_embedding = "the input embedding and " if first == EMBEDDING else ""
+    return f"stage {stage_index}, {with_embedding}layers {max(first, 0)} to {last} ({kind})"

@@ -53,7 +53,7 @@ class Tally:
             run=session[:_MOST_OF_NAME],
             coordinator=coordinator,
             stage_index=stage_index,
-            first_layer=min(layers, default=0),
+            first_layer=max(0, min(layers, default=0)),  # the embedding is no decoder layer
             end_layer=max(layers, default=-1) + 1,
             step=step,
             training_seconds=self.training_seconds,

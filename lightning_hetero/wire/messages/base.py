@@ -9,6 +9,8 @@ import msgspec
 from ..constants import NUM_SLOTS
 
 Slot = Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS - 1)]
+# The input embedding is layer -1.
+LayerNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**40)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Text = Annotated[str, msgspec.Meta(max_length=2**20)]

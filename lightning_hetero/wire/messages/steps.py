@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..values import Value
-from .base import BaseMessage, Count, Name, Slot
+from .base import BaseMessage, Count, LayerNumber, Name, Slot
 
 
 class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the model called one layer, its hidden states and its key-value cache left out, and the
     length of the tuple that it takes the layer to return; 0 stands for a tensor."""
 
-    layer_index: Count
+    layer_index: LayerNumber
     training: bool
     args: Value
     kwargs: Value

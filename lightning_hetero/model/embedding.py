@@ -1,0 +1,62 @@
+"""The input embedding, where it lives on the first worker: layer -1 of the pipeline.
+
+    token ids ─▶ embedding ─▶ layer 0 ─▶ … ─▶ exchange(token ids, [call -1, call 0, …])
+                 gives a placeholder
+
+A model that only hands the embedding's output to its first layer never looks at the placeholder.
+It is made of numbers that are none, so that whatever is computed with it is none either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from .layers import DecoderLayer, models_around, name_of
+
+EMBEDDING = -1
+"""The embedding's number among the layers."""
+
+_REMEDY = "take `embedding: true` out of the plan, so that it stays with the coordinator"
+
+
+def find_embedding(root: nn.Module, layers: Sequence[DecoderLayer]) -> DecoderLayer:
+    """The input embedding of the Hugging Face model with these layers.
+
+    Raises:
+        ModelError: If there is none that could live on a worker.
+    """
+    models = models_around(root, [layer.name for layer in layers])
+    if not models:
+        raise ModelError(
+            "The decoder layers are not inside one Hugging Face model, so its input embedding "
+            f"cannot be found; {_REMEDY}."
+        )
+    module = models[-1].get_input_embeddings()
+    if not isinstance(module, nn.Embedding):
+        raise ModelError(
+            f"The input embedding of {type(models[-1]).__name__} is a {type(module).__name__} and "
+            f"no torch.nn.Embedding; {_REMEDY}."
+        )
+    return DecoderLayer(name_of(root, module), module)
+
+
+def placeholder_of(weight: Tensor, token_ids: Tensor) -> Tensor:
+    """Stands for the embedding's output, (*token_ids.shape, hidden size), in no memory."""
+    value = torch.full((), torch.nan, dtype=weight.dtype, device=token_ids.device)
+    found = value.expand(*token_ids.shape, weight.shape[-1])
+    found.is_placeholder = True  # type: ignore[attr-defined]
+    return found
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Whether it is such a tensor."""
+    return getattr(tensor, "is_placeholder", False)
+
+
+def describe_layer(number: int) -> str:
+    """``layer 3``, or what layer -1 is."""
+    return "the input embedding" if number == EMBEDDING else f"layer {number}"
