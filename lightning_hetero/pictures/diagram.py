@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from .card import (
     CardGrid,
@@ -196,22 +197,21 @@ class _Diagram:
         band = self._band
         y = band.bottom - _BAND_PADDING - _PILL_HEIGHT
         boxes: dict[str, _Box] = {}
+        before, behind = self._topology.own_parts
         x = band.x + _BAND_PADDING
-        for name, width in self._pill_widths(("data", "embedding", "layers")).items():
+        for name, width in self._pill_widths(before).items():
             boxes[name] = _Box(x, y, width, _PILL_HEIGHT)
             x += width + _PILL_GAP
         x = band.right - _BAND_PADDING
-        for name, width in self._pill_widths(("loss", "head")).items():
+        for name, width in self._pill_widths(behind[::-1]).items():
             boxes[name] = _Box(x - width, y, width, _PILL_HEIGHT)
             x -= width + _PILL_GAP
         return boxes
 
     def _pill_widths(self, names: Sequence[str]) -> dict[str, float]:
-        has_layers = self._topology.coordinator.num_layers > 0
         return {
             name: _LAYERS_PILL if name == "layers" else width_of(self._pill_text(name), 12) + 22
             for name in names
-            if has_layers or name != "layers"
         }
 
     def _pill_text(self, name: str) -> str:
@@ -231,11 +231,13 @@ class _Diagram:
                 parts.append(moved(box.x + 10, y + 6, strip))
             else:
                 parts.append(text(x, y + 4.5, self._pill_text(name), "normal ink", "middle"))
-        chain = [name for name in ("data", "embedding", "layers", "head", "loss") if name in boxes]
-        for before, after in zip(chain, chain[1:], strict=False):
-            if after == "head" and self._topology.stages:
-                continue
-            parts.append(_small_arrow(boxes[before], boxes[after]))
+        before, behind = self._topology.own_parts
+        chains = [before, behind] if self._topology.stages else [[*before, *behind]]
+        parts += [
+            _small_arrow(boxes[one], boxes[next_one])
+            for chain in chains
+            for one, next_one in pairwise(chain)
+        ]
         return parts
 
     # the stages
@@ -257,12 +259,13 @@ class _Diagram:
         if index == 0:
             points = self._way_out()
             (x, _), is_straight = points[0], len(points) == 2
-            anchor = "end" if is_straight else "start"
-            shift = -14 if is_straight else 14
+            # What starts at the left edge has no room there.
+            is_left = is_straight and not link.is_one_way
+            anchor, shift = ("end", -14) if is_left else ("start", 14)
             label = label_beside(x + shift, self._band.bottom + GUTTER / 2, link, anchor)
         elif index == last:
             points = self._way_home()
-            (x, y), side = points[-1], -1 if self._is_wrapped else 1
+            (x, y), side = points[-1], 1 if len(points) == 2 else -1
             anchor = "end" if side < 0 else "start"
             label = label_beside(x + side * 14, self._band.bottom + GUTTER / 2, link, anchor)
         elif index % self._columns:
@@ -278,7 +281,7 @@ class _Diagram:
     def _way_out(self) -> list[Point]:
         """From the coordinator's last part before the stages down to the first one."""
         boxes, first = self._pill_boxes, self._boxes[0]
-        start = boxes.get("layers", boxes["embedding"])
+        start = boxes[self._topology.own_parts[0][-1]]
         x = start.middle[0]
         if first.x + 20 <= x <= first.right - 20:
             return [(x, start.bottom), (x, first.y)]
@@ -286,15 +289,18 @@ class _Diagram:
         return [(x, start.bottom), (x, level), (target, level), (target, first.y)]
 
     def _way_home(self) -> list[Point]:
-        """From the last stage to the head."""
-        head, last = self._pill_boxes["head"], self._boxes[-1]
-        x = head.middle[0]
+        """From the last stage to the coordinator's first part behind the stages."""
+        first, last = self._pill_boxes[self._topology.own_parts[1][0]], self._boxes[-1]
+        x = first.middle[0]
+        if not self._is_wrapped and last.x + 20 <= x <= last.right - 20:
+            return [(x, last.y), (x, first.bottom)]
         if not self._is_wrapped:
-            return [(x, last.y), (x, head.bottom)]
+            level, target = self._band.bottom + GUTTER / 2, last.x + 48
+            return [(target, last.y), (target, level), (x, level), (x, first.bottom)]
         rail = self._left + self._inner + 2 * RAIL - 10
         level = self._band.bottom + GUTTER / 2
         y = last.middle[1]
-        return [(last.right, y), (rail, y), (rail, level), (x, level), (x, head.bottom)]
+        return [(last.right, y), (rail, y), (rail, level), (x, level), (x, first.bottom)]
 
     def _next_row(self, index: int) -> list[Point]:
         """From the end of a row to the start of the next one."""

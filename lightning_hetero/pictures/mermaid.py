@@ -34,11 +34,9 @@ def _lines(topology: Topology) -> Iterator[str]:
 def _content(place: Place, topology: Topology) -> str:
     held = layers_as_text(place.layers)
     if place is topology.coordinator:
-        ends = [
-            f"{end}, frozen" if end in topology.frozen_ends else end
-            for end in ("embedding", "head")
-        ]
-        held = " · ".join([ends[0], *([held] if place.num_layers else []), ends[1], "loss"])
+        before, behind = topology.own_parts
+        said = {"layers": held} | {end: f"{end}, frozen" for end in topology.frozen_ends}
+        held = " · ".join(said.get(part, part) for part in [*before, *behind] if part != "data")
     memory = "" if place.memory is None else f"memory {memory_as_text(place.memory)}"
     lines = [place.device, held, memory, " · ".join(place.marks)]
     name = f"<b>{_said(place.name)}</b>"
@@ -48,7 +46,8 @@ def _content(place: Place, topology: Topology) -> str:
 def _arrow(link: Link) -> str:
     above, below = labels(link)
     said = " · ".join(label.content for label in (*above, *below))
-    return f'<-- "{_said(said)}" -->' if said else "<-->"
+    back = "" if link.is_one_way else "<"
+    return f'{back}-- "{_said(said)}" -->' if said else f"{back}-->"
 
 
 def _said(text: str) -> str:

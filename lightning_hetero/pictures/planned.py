@@ -13,7 +13,7 @@ from ..planning.checking import candidate_of
 from ..planning.holding import Need
 from ..planning.profile import ENDS, Profile
 from ..planning.wording import in_percent
-from .topology import Link, Memory, Place, Speed, Topology
+from .topology import EMBEDDING, Link, Memory, Place, Speed, Topology
 
 THIS_MACHINE = "this machine"
 
@@ -63,6 +63,8 @@ def _bare(plan: Plan, title: str) -> Topology:
     num_layers = plan.stages[-1].layers[1]
     stages = [_place(stage) for stage in plan.remote_stages]
     links = [_rounding(narrowing) for narrowing in plan.narrowings] if stages else []
+    if stages and EMBEDDING in stages[0].marks:
+        links[0] = Link(is_one_way=True)
     return Topology(
         title=title,
         num_layers=num_layers,
@@ -75,7 +77,8 @@ def _bare(plan: Plan, title: str) -> Topology:
 
 def _place(stage: StagePlan) -> Place:
     is_here = stage.is_local or stage.worker.startswith("local-")
-    marks = ["recomputed"] if stage.recompute else []
+    marks = [EMBEDDING] if stage.embedding else []
+    marks += ["recomputed"] if stage.recompute else []
     marks += [stage.dtype] if stage.dtype else []
     host = THIS_MACHINE if is_here else ""
     return Place(stage.worker, host, layers=stage.layers, marks=tuple(marks))

@@ -13,6 +13,10 @@ MEMORY_PARTS = ("weights", "training", "in flight", "other")
 """Kinds of memory in the order of the bar: ``training`` is gradients and optimizer state."""
 
 
+EMBEDDING = "embedding"
+"""The mark of a place that has the input embedding, and its name where it stands alone."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """What is taken of a device's memory.
@@ -41,7 +45,8 @@ class Place:
         device: What it computes on.
         layers: Half-open range.
         memory: Its bar.
-        marks: What is special: ``4-bit``, ``frozen``, ``recomputed``, ``float16``.
+        marks: What is special: ``embedding`` (it is here), ``4-bit``, ``frozen``, ``recomputed``,
+            ``float16``.
     """
 
     name: str
@@ -79,12 +84,14 @@ class Link:
         backward: What gradients travel at.
         activation_dtype: What activations are rounded to on it.
         gradient_dtype: The same of gradients.
+        is_one_way: Only token ids travel on it, and no gradient comes back.
     """
 
     forward: Speed | None = None
     backward: Speed | None = None
     activation_dtype: str | None = None
     gradient_dtype: str | None = None
+    is_one_way: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,8 @@ class Topology:
     Args:
         title: What is trained.
         num_layers: Of the whole model.
-        coordinator: With the embedding, the head, the loss, and any first layers.
+        coordinator: With the head, the loss, any first or last layers, and the embedding where the
+            first stage has not got it.
         stages: The workers in the order of the layers.
         links: From the coordinator to the first stage, on to each next one, and from the last back
             to the coordinator; one more than stages, or none where there are no stages.
@@ -114,6 +122,19 @@ class Topology:
     def places(self) -> list[Place]:
         """The coordinator and the stages."""
         return [self.coordinator, *self.stages]
+
+    @property
+    def own_parts(self) -> tuple[list[str], list[str]]:
+        """What the coordinator has before the stages, and behind them."""
+        place = self.coordinator
+        before, behind = ["data", EMBEDDING], ["head", "loss"]
+        if self.stages and EMBEDDING in self.stages[0].marks:
+            before.remove(EMBEDDING)
+        if place.num_layers and place.layers[0] > 0:
+            behind.insert(0, "layers")
+        elif place.num_layers:
+            before.append("layers")
+        return before, behind
 
     @property
     def machines(self) -> list[str]:

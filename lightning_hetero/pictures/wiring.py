@@ -28,10 +28,12 @@ class Label:
 
 
 def both_ways(points: Sequence[Point], link: Link) -> str:
-    """Activations along the points, gradients back."""
-    there = beside(points, APART)
+    """Activations along the points, gradients back; on a link of one way token ids alone."""
+    there = beside(points, 0 if link.is_one_way else APART)
     back = list(reversed(beside(points, -APART)))
-    lines = _arrow(there, "activation") + _arrow(back, "gradient")
+    lines = _arrow(there, "activation")
+    if not link.is_one_way:
+        lines += _arrow(back, "gradient")
     said = [label.content for side in labels(link) for label in side]
     return titled(", ".join(said), lines, class_="link") if said else lines
 

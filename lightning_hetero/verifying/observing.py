@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,14 +42,14 @@ class Observer:
 
     Args:
         module: In evaluation mode, attached to its Trainer.
-        layers: All its decoder layers.
+        layers: What is observed, by number.
         batch: On its device.
         ends: First and last layers of stages.
         seed: Where random numbers start in each step.
     """
 
     module: pl.LightningModule
-    layers: Sequence[DecoderLayer]
+    layers: Mapping[int, DecoderLayer]
     batch: Any
     ends: Sequence[tuple[int, int]]
     seed: int
@@ -99,7 +99,7 @@ class Observer:
     def _gradients(self, deployment: Deployment | None) -> dict[int, dict[str, Tensor]]:
         found: dict[int, dict[str, Tensor]] = {}
         away = _gradients_away(deployment)
-        for number, layer in enumerate(self.layers):
+        for number, layer in self.layers.items():
             here = {
                 name: _copied(parameter.grad)
                 for name, parameter in layer.module.named_parameters()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import BatchError, PlanError
 from ..model.checkpoint_weights import bring_here, weights_in_checkpoint
+from ..model.embedding import describe_layer
 from ..model.layers import DecoderLayer
 from ..model.tensors import flatten, named_contents
 from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
@@ -20,7 +21,7 @@ from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device
 from ..profiling.stepping import with_optimizers
 from ..profiling.traces import no_trace
 from ..runtime.channels.deadlines import Deadlines
-from ..runtime.coordinator.deployment import Deployment, imports_of
+from ..runtime.coordinator.deployment import Deployment, imports_of, layers_of_stage
 from ..runtime.coordinator.fleet import Fleet
 from ..wire.tensors import DTYPES
 from .errors import (
@@ -76,7 +77,7 @@ class Rehearsal:
             self.module.eval()
             rows = min(sample.size or 1, _MOST_SAMPLES)
             batch = to_device(self.module.trainer, sample.first(rows))
-            observer = Observer(self.module, self.layers, batch, self._ends, self.seed)
+            observer = Observer(self.module, self._observed, batch, self._ends, self.seed)
             expected = observer.step()
             widest = self._widest_sum(expected)
             stages = []
@@ -92,6 +93,15 @@ class Rehearsal:
     @property
     def _device(self) -> torch.device:
         return self.module.trainer.strategy.root_device
+
+    @property
+    def _observed(self) -> dict[int, DecoderLayer]:
+        """What is compared: all decoder layers, and the embedding where it is on a worker."""
+        held = {n: layer for stage in self.plan.remote_stages for n, layer in self._held(stage)}
+        return held | dict(enumerate(self.layers))
+
+    def _held(self, stage: StagePlan) -> Iterable[tuple[int, DecoderLayer]]:
+        return layers_of_stage(self.module, self.layers, stage).items()
 
     @property
     def _ends(self) -> list[tuple[int, int]]:
@@ -128,7 +138,7 @@ class Rehearsal:
         try:
             coordinator.serve(names, Narrowing())
             is_mixed = isinstance(self.module.trainer.precision_plugin, MixedPrecision)
-            away = {n: self.layers[n].module for s in plan.remote_stages for n in s.layer_indices}
+            away = {n: layer.module for s in plan.remote_stages for n, layer in self._held(s)}
             # From here and not from the workers, whose memory may be what is wrong.
             kept = _copies_of(away)
             deployment = Deployment(
@@ -161,7 +171,8 @@ class Rehearsal:
         first, end = stages[0].layers[0], stages[-1].layers[1]
         dtype = coarsest(self._dtypes(stages))
         gradient = None
-        if first in expected.before:
+        # In front of an embedding there is none.
+        if first in expected.before and not stages[0].embedding:
             before = found.before.get(first, torch.empty(0))
             gradient = relative_error(before, expected.before[first])
         return Comparison(
@@ -170,7 +181,7 @@ class Rehearsal:
             loss=relative_error(found.loss, expected.loss),
             activation=relative_error(found.activations[end - 1], expected.activations[end - 1]),
             gradient=gradient,
-            parameters=_worst(found, expected, range(first, end)),
+            parameters=_worst(found, expected, [n for s in stages for n, _ in self._held(s)]),
             tolerance=tolerance(dtype, len(self.layers), widest_sum),
         )
 
@@ -210,10 +221,10 @@ def _unrounded(stage: StagePlan) -> StagePlan:
     return replace(stage, activation_dtype=None, gradient_dtype=None)
 
 
-def _worst(found: Observed, expected: Observed, numbers: range) -> Worst:
+def _worst(found: Observed, expected: Observed, numbers: Iterable[int]) -> Worst:
     """The worst parameter's gradient of some layers, by its layer and name."""
     each = [
-        replace(worst, name=f"layer {number}: {worst.name}")
+        replace(worst, name=f"{describe_layer(number)}: {worst.name}")
         for number in numbers
         for worst in [worst_gradient(found.gradients[number], expected.gradients[number])]
     ]

@@ -27,7 +27,13 @@ from transformers import (
 
 from lightning_hetero.errors import ModelError, RemoteProtocolError
 from lightning_hetero.model.calls import LayerCall, hidden_of
-from lightning_hetero.model.collecting import CollectingHooks, collecting, is_collecting
+from lightning_hetero.model.collecting import (
+    CollectingHooks,
+    collect_embedded,
+    collecting,
+    is_collecting,
+)
+from lightning_hetero.model.embedding import EMBEDDING, find_embedding
 from lightning_hetero.model.hollow import Exchange, HollowLayers
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.tensors import named_tensors, set_tensor
@@ -57,6 +63,8 @@ class Elsewhere:
                 layer = self.layers[call.layer_index].train(call.training)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 hidden = hidden_of(layer(hidden, *args, **kwargs), layer, call)
+                if call.layer_index == EMBEDDING:
+                    collect_embedded(hidden)
         return hidden, collected()
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -73,13 +81,16 @@ class Elsewhere:
 
 
 class Hollowed:
-    """A model whose layers 1 to 3 are hollow, and where they went."""
+    """A model whose layers 1 to 3, or others, are hollow, and where they went."""
 
     def __init__(
         self, model: PreTrainedModel, exchange: Exchange | None = None, away: range = AWAY
     ) -> None:
         self.model = model
-        chosen = {number: find_decoder_layers(model)[number] for number in away}
+        layers = find_decoder_layers(model)
+        chosen = {number: layers[number] for number in away if number != EMBEDDING}
+        if EMBEDDING in away:
+            chosen = {EMBEDDING: find_embedding(model, layers), **chosen}
         self.collecting = CollectingHooks(model, [layer.name for layer in chosen.values()])
         self.layers = {number: layer.module for number, layer in chosen.items()}
         self.elsewhere = Elsewhere(self.layers)

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_hetero.pictures.diagram import diagram
 
 from .chromium import FAULTS, evaluate, needs_chromium
-from .topologies import bare, narrowed, topology
+from .topologies import bare, coordinator_last, narrowed, topology
 
 SIZES = (1500, 700)
 
@@ -26,6 +26,7 @@ def test_no_text_is_cut_and_nothing_overlaps(tmp_path: Path) -> None:
         for each in (topology(stages), topology(stages, 0), narrowed(stages), bare(stages))
         if each.num_layers
     ]
+    pictures += [diagram(coordinator_last(stages)) for stages in (1, 2, 3, 4, 12)]
     script = f"{FAULTS} return [document.querySelectorAll('svg').length, [...new Set(faults)]];"
     assert evaluate(page(pictures), script, tmp_path) == [2 * len(pictures), []]
 

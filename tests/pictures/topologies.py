@@ -58,6 +58,21 @@ def topology(num_stages: int, coordinator_layers: int = 3) -> Topology:
     )
 
 
+def coordinator_last(num_stages: int) -> Topology:
+    """The same with the last layers on the coordinator, and the embedding on the first worker."""
+    full = topology(num_stages)
+    end = full.num_layers
+    moved = [replace(p, layers=(p.layers[0] - 3, p.layers[1] - 3)) for p in full.stages]
+    first = replace(moved[0], marks=("embedding", *moved[0].marks))
+    return replace(
+        full,
+        coordinator=replace(full.coordinator, layers=(end - 3, end)),
+        stages=[first, *moved[1:]],
+        links=[Link(full.links[0].forward, full.links[0].backward, is_one_way=True)]
+        + [link(number) for number in range(1, num_stages + 1)],
+    )
+
+
 def link(number: int) -> Link:
     """Links that differ in what is known of them."""
     there, back = Speed(118e6, 0.0004), Speed(118e6 / (1 + number % 2), 0.0125)

@@ -83,7 +83,15 @@ def verify(
     return ended.value.code, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("plan", ["even", "auto"])
+COORDINATOR_LAST = """
+stages:
+- {{workers: ["{}"], layers: [0, 1], embedding: true}}
+- {{workers: ["{}"], layers: [1, 3]}}
+- {{workers: [coordinator], layers: [3, 4]}}
+"""
+
+
+@pytest.mark.parametrize("plan", ["even", "auto", "plan.yaml"])
 def test_workers_that_compute_right_pass_and_nothing_is_trained(
     project: Path,
     workers: list[str],
@@ -91,15 +99,15 @@ def test_workers_that_compute_right_pass_and_nothing_is_trained(
     capsys: pytest.CaptureFixture[str],
     plan: str,
 ) -> None:
+    if plan == "plan.yaml":
+        Path(plan).write_text(COORDINATOR_LAST.format(*workers[:2]))
     configure(workers[:2], plan)
     code, shown = verify(monkeypatch, capsys)
     assert "All workers compute what one device computes." in shown
     assert code == 0
     assert "left as it was True True 0" in shown
-    assert sorted(path.name for path in project.iterdir() if path.suffix) == [
-        "config.yaml",
-        "my_project.py",
-    ]
+    left = {path.name for path in project.iterdir() if path.suffix} - {"plan.yaml"}
+    assert left == {"config.yaml", "my_project.py"}
 
 
 @pytest.mark.parametrize("fault", [WRONG_FORWARD, WRONG_BACKWARD], ids=["forward", "backward"])

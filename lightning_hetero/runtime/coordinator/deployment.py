@@ -67,7 +67,7 @@ class Deployment:
         self.plan = plan
         self.coordinator = coordinator
         self.layers = layers
-        stages = [_layers_of(root, layers, stage) for stage in plan.remote_stages]
+        stages = [layers_of_stage(root, layers, stage) for stage in plan.remote_stages]
         check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._away = {number: layer.module for number, layer in away.items()}
@@ -252,7 +252,7 @@ class Deployment:
         Raises:
             ModelError: With the reason.
         """
-        stages = [_layers_of(self._root, self.layers, stage) for stage in plan.remote_stages]
+        stages = [layers_of_stage(self._root, self.layers, stage) for stage in plan.remote_stages]
         check_layers_stand_alone(self._root, [list(stage.values()) for stage in stages])
         leaving = {
             number: layer
@@ -334,7 +334,7 @@ def imports_of(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> s
     Raises:
         ModelError: If a worker could not build them.
     """
-    stages = [list(_layers_of(root, layers, stage).items()) for stage in plan.remote_stages]
+    stages = [list(layers_of_stage(root, layers, stage).items()) for stage in plan.remote_stages]
     recipes = [write_recipe(root, stage) for stage in stages]
     return {name for recipe in recipes for name in recipe.imports}
 
@@ -369,9 +369,13 @@ def _pieces(request: Request, num_pieces: int) -> list[Request]:
         return [request]
 
 
-def _layers_of(
+def layers_of_stage(
     root: nn.Module, layers: Sequence[DecoderLayer], stage: StagePlan
 ) -> dict[int, DecoderLayer]:
-    """What a stage holds, by number."""
+    """What a stage holds, by number.
+
+    Raises:
+        ModelError: If the plan gives it an embedding that it cannot have.
+    """
     found = {number: layers[number] for number in stage.layer_indices}
     return {EMBEDDING: find_embedding(root, layers), **found} if stage.embedding else found

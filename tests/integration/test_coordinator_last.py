@@ -1,0 +1,208 @@
+"""The last layers on the coordinator, and the input embedding on the first worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import ModelError
+
+from ..models import TinyModule, loader, tiny_llama, trainer
+from .test_exactness import (
+    BATCH_SIZE,
+    NUM_LAYERS,
+    TOLERANCE,
+    assert_close,
+    fit,
+    plain_run,
+    weights_of,
+)
+from .test_generation import Generating, generate
+from .test_moving_layers import Moves
+
+NUM_STEPS = 4
+
+
+def plan_over(
+    workers: list[str],
+    num_stages: int = 3,
+    on_coordinator: int = 2,
+    embedding: bool = True,
+    pieces: int = 4,
+    **options: Any,
+) -> Plan:
+    """The first layers in nearly equal shares on the workers, the last ones on the coordinator."""
+    used, end = workers[: num_stages - 1], NUM_LAYERS - on_coordinator
+    ends = [0, *(end * (i + 1) // len(used) for i in range(len(used)))]
+    stages = [
+        StagePlan([name], (ends[i], ends[i + 1]), embedding=embedding and i == 0, **options)
+        for i, name in enumerate(used)
+    ]
+    stages += [StagePlan(["coordinator"], (end, NUM_LAYERS))] if on_coordinator else []
+    return Plan(stages, micro_batches=pieces)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("on_coordinator", [0, 2])
+def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
+    workers: list[str], num_stages: int, on_coordinator: int
+) -> None:
+    pieces, size = 4, 3
+    plain, piped = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
+    run = trainer(max_steps=NUM_STEPS, accumulate_grad_batches=pieces)
+    run.fit(plain, loader(NUM_STEPS * pieces * size, size))
+    plan = plan_over(workers, num_stages, on_coordinator)
+    run = trainer(HeteroPipelineStrategy(workers[: num_stages - 1], plan), max_steps=NUM_STEPS)
+    run.fit(piped, loader(NUM_STEPS * pieces * size, pieces * size))
+    expected = plain.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in piped.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "micro_batching"),
+    [
+        ({"embedding": False}, "step"),
+        ({"recompute": True}, "step"),
+        ({}, "boundary"),
+        ({"embedding": False}, "boundary"),
+    ],
+    ids=str,
+)
+def test_losses_and_weights_equal_one_device(
+    workers: list[str], options: dict[str, Any], micro_batching: Any
+) -> None:
+    clip = ("norm", 0.05)
+    module, plan = TinyModule(NUM_LAYERS), plan_over(workers, **options)
+    fit(module, HeteroPipelineStrategy(workers[:2], plan, micro_batching=micro_batching), 3, clip)
+    plain = plain_run(3, clip, padded=True)
+    torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
+    assert_close(weights_of(module), weights_of(plain))
+
+
+def test_a_frozen_embedding_stays_as_it_was(workers: list[str]) -> None:
+    modules = [TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)]
+    for module in modules:
+        module.model.get_input_embeddings().requires_grad_(False)
+    plain, piped = modules
+    run = trainer(max_steps=NUM_STEPS)
+    run.fit(plain, loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE))
+    run = trainer(HeteroPipelineStrategy(workers[:2], plan_over(workers)), max_steps=NUM_STEPS)
+    run.fit(piped, loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE))
+    assert_close(weights_of(piped), weights_of(plain))
+    name = "model.model.embed_tokens.weight"
+    assert torch.equal(piped.state_dict()[name], TinyModule(NUM_LAYERS).state_dict()[name])
+
+
+def test_narrow_boundaries_leave_token_ids_alone(workers: list[str]) -> None:
+    narrow = {"activation_dtype": "bfloat16", "gradient_dtype": "bfloat16"}
+    module, plan = TinyModule(NUM_LAYERS), plan_over(workers, **narrow)
+    fit(module, HeteroPipelineStrategy(workers[:2], plan))
+    plain = plain_run(1, None, padded=True)
+    torch.testing.assert_close(module.losses, plain.losses, rtol=1e-2, atol=0)
+
+
+def test_generation_has_the_bits_of_one_device(workers: list[str]) -> None:
+    model, ways = tiny_llama(NUM_LAYERS), [{"do_sample": False}, {"num_beams": 3}]
+    with torch.inference_mode():
+        expected = [generate(model.eval(), **way) for way in ways]
+    piped = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    found = trainer(piped).predict(Generating(model, *ways), loader(1, 1))
+    assert found is not None
+    assert all(torch.equal(mine, its) for mine, its in zip(found[0], expected, strict=True))
+
+
+class Collecting(TinyModule):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch, output_hidden_states=True).hidden_states
+
+
+def test_hidden_states_are_collected_from_the_embedding_on(workers: list[str]) -> None:
+    data, module = loader(4, 4), Collecting(NUM_LAYERS)
+    expected = trainer().predict(module, data)
+    piped = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    found = trainer(piped).predict(module, data)
+    assert found is not None
+    assert expected is not None
+    for one, other in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=1e-6)
+
+
+def test_a_checkpoint_goes_on_under_another_plan_and_on_one_device(
+    workers: list[str], tmp_path: Path
+) -> None:
+    def run(strategy: Any, steps: int, path: str | None = None) -> TinyModule:
+        module = TinyModule(NUM_LAYERS)
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+        options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saving]}
+        fitting = trainer(strategy, max_steps=steps, **options)
+        fitting.fit(module, loader(BATCH_SIZE * 2, BATCH_SIZE, True), ckpt_path=path)
+        return module
+
+    last, first = plan_over(workers), Plan([StagePlan(["coordinator"], (0, 2))])
+    first.stages.append(StagePlan([workers[0]], (2, NUM_LAYERS)))
+    expected = weights_of(run("auto", 4))
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    run(HeteroPipelineStrategy(workers[:2], last), 2)
+    (path,) = map(str, tmp_path.glob("*.ckpt"))
+    for strategy in (
+        HeteroPipelineStrategy(workers[:1], first),
+        HeteroPipelineStrategy(workers[:2], last),
+        "auto",
+    ):
+        assert_close(weights_of(run(strategy, 4, path)), expected)
+
+
+def test_layers_move_with_and_without_the_embedding(workers: list[str]) -> None:
+    def run(moves: dict[int, Plan]) -> TinyModule:
+        module, moving = TinyModule(NUM_LAYERS), Moves(moves)
+        pipeline = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+        fitting = trainer(pipeline, max_steps=6, callbacks=[moving])
+        fitting.fit(module, loader(BATCH_SIZE * 6, BATCH_SIZE, True))
+        assert moving.moved == [*moves]
+        return module
+
+    ring = Plan(
+        [
+            StagePlan(["coordinator"], (0, 1)),
+            StagePlan([workers[0]], (1, 3)),
+            StagePlan([workers[1]], (3, NUM_LAYERS)),
+        ]
+    )
+    plans = [plan_over(workers, on_coordinator=1), ring, plan_over(workers, embedding=False)]
+    moved = run(dict(enumerate([*plans, plan_over(workers)], start=1)))
+    assert_close(weights_of(moved), weights_of(run({})))
+
+
+def test_tied_embeddings_stay_together(workers: list[str]) -> None:
+    module = TinyModule(NUM_LAYERS, tie_word_embeddings=True)
+    run = trainer(HeteroPipelineStrategy(workers[:2], plan_over(workers)), max_steps=1)
+    with pytest.raises(ModelError, match="embed_tokens.weight is shared as.*lm_head.weight"):
+        run.fit(module, loader(BATCH_SIZE, BATCH_SIZE))
+    assert not any(parameter.is_meta for parameter in module.parameters())
+
+
+class Counting(pl.Callback):
+    """Notes what the strategy counted as trained."""
+
+    num_tokens = 0
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, HeteroPipelineStrategy)
+        assert strategy.deployment is not None
+        self.num_tokens = strategy.deployment.coordinator.num_tokens
+
+
+def test_each_token_is_counted_once(workers: list[str]) -> None:
+    counting = Counting()
+    pipeline = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    run = trainer(pipeline, max_steps=2, callbacks=[counting])
+    run.fit(TinyModule(NUM_LAYERS), loader(2 * BATCH_SIZE, BATCH_SIZE))
+    assert counting.num_tokens == 2 * BATCH_SIZE * 10

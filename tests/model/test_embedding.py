@@ -1,0 +1,111 @@
+"""The input embedding as layer -1 of a hollow run: token ids leave, and a placeholder stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.embedding import (
+    EMBEDDING,
+    find_embedding,
+    is_placeholder,
+    placeholder_of,
+)
+from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
+
+from ..models import tiny_llama
+from .test_hollow import Hollowed, gpt2, mistral, qwen2, tokens
+
+FIRST_ONES = range(EMBEDDING, 3)
+
+
+@pytest.fixture
+def hollowed() -> Hollowed:
+    return Hollowed(tiny_llama(5), away=FIRST_ONES)
+
+
+@pytest.mark.parametrize("build", [lambda: tiny_llama(5), mistral, qwen2])
+def test_a_model_without_its_embedding_computes_the_same(build) -> None:  # type: ignore[no-untyped-def]
+    model = build().eval()
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        away = Hollowed(model, away=FIRST_ONES)
+        assert torch.equal(model(tokens()).logits, expected)
+        away.refill()
+        assert torch.equal(model(tokens()).logits, expected)
+
+
+def test_token_ids_leave_and_nothing_else(hollowed: Hollowed) -> None:
+    sent: list[Tensor] = []
+
+    def exchange(
+        hidden: Tensor, calls: list[LayerCall], collect: list[str]
+    ) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+        sent.append(hidden)
+        return hollowed.elsewhere.exchange(hidden, calls, collect)
+
+    away = Hollowed(tiny_llama(5), exchange, away=FIRST_ONES)
+    ids = tokens()
+    away.model(ids, use_cache=False)
+    assert [call.layer_index for call in hollowed.elsewhere.calls[0]] == [*FIRST_ONES]
+    assert [tensor.data_ptr() for tensor in sent] == [ids.data_ptr()]
+
+
+def test_all_hidden_states_are_collected_the_first_ones_too(hollowed: Hollowed) -> None:
+    plain = tiny_llama(5)
+    expected = plain(tokens(), output_hidden_states=True).hidden_states
+    found = hollowed.model(tokens(), output_hidden_states=True).hidden_states
+    assert len(found) == len(expected) == 6
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_placeholder_takes_no_memory_and_what_is_computed_with_it_is_no_number() -> None:
+    weight = torch.zeros(48, 16, dtype=torch.bfloat16)
+    found = placeholder_of(weight, torch.zeros(2, 7, dtype=torch.int64))
+    assert (found.shape, found.dtype) == ((2, 7, 16), torch.bfloat16)
+    assert found.untyped_storage().nbytes() == 2
+    assert is_placeholder(found)
+    assert not is_placeholder(found + 1)
+    assert (found + 1).isnan().all()
+
+
+def test_a_model_that_changes_what_comes_from_its_embedding_is_refused() -> None:
+    away = Hollowed(gpt2(), away=range(EMBEDDING, 2))
+    with pytest.raises(ModelError, match="between the input embedding and layer 0 changed.*out of"):
+        away.model(tokens(), use_cache=False)
+
+
+def test_a_model_called_without_token_ids_is_refused(hollowed: Hollowed) -> None:
+    with pytest.raises(ModelError, match="Layer 0 was called without the input embedding before"):
+        hollowed.model(inputs_embeds=torch.zeros(2, 7, 16), use_cache=False)
+
+
+def test_an_embedding_called_by_itself_is_refused_at_the_end(hollowed: Hollowed) -> None:
+    hollowed.model.get_input_embeddings()(tokens())
+    with pytest.raises(ModelError, match="left the decoder layers after the input embedding"):
+        hollowed.run.check_finished()
+
+
+def test_an_embedding_with_a_hook_stays() -> None:
+    model = tiny_llama(5)
+    model.enable_input_require_grads()
+    with pytest.raises(ModelError, match="embed_tokens has a hook"):
+        Hollowed(model, away=FIRST_ONES)
+
+
+def test_what_is_no_embedding_stays() -> None:
+    model = tiny_llama(5)
+    layers = find_decoder_layers(model)
+    model.set_input_embeddings(nn.Sequential(nn.Embedding(48, 16)))
+    with pytest.raises(ModelError, match="is a Sequential and no torch.nn.Embedding; take"):
+        find_embedding(model, layers)
+
+
+def test_layers_outside_of_hugging_face_models_have_no_embedding() -> None:
+    block = nn.Linear(4, 4)
+    with pytest.raises(ModelError, match="not inside one Hugging Face model.*`embedding: true`"):
+        find_embedding(nn.Sequential(block), [DecoderLayer("0", block)])
