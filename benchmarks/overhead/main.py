@@ -174,8 +174,8 @@ def read_cpu_times(name: str, shape: Shape, num_steps: int) -> dict[str, CpuTime
             {"coordinator": (os.getpid(), here), "worker": (worker.pid, there)}, num_steps
         )
         stages = [
-            StagePlan(["coordinator"], (0, NUM_LOCAL_LAYERS)),
-            StagePlan([worker.address], (NUM_LOCAL_LAYERS, NUM_LAYERS)),
+            StagePlan([worker.address], (0, NUM_LAYERS - NUM_LOCAL_LAYERS), embedding=True),
+            StagePlan(["coordinator"], (NUM_LAYERS - NUM_LOCAL_LAYERS, NUM_LAYERS)),
         ]
         strategy = HeteroPipelineStrategy([worker.address], Plan(stages, NUM_MICROBATCHES))
         train(shape, num_steps, strategy, callback=window)

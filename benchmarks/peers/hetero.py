@@ -1,4 +1,4 @@
-"""HeteroPipelineStrategy: the first layers on the coordinator, the others on one worker."""
+"""HeteroPipelineStrategy: the first layers on one worker, the others with the coordinator."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ def plan_for(job: Job) -> Plan | str:
     if job.plan is not None:
         return with_worker(Plan.from_yaml(job.plan), job.worker)
     narrow: WireDtype | None = "bfloat16" if job.peer == "hetero, 16-bit wire" else None
+    end = job.num_layers - job.split
     remote = StagePlan(
         [job.worker],
-        (job.split, job.num_layers),
+        (0, end),
         activation_dtype=narrow,
         gradient_dtype=narrow,
+        embedding=True,
     )
-    local = StagePlan(["coordinator"], (0, job.split))
-    return Plan([local, remote], job.micro_batches, job.in_flight)
+    local = StagePlan(["coordinator"], (end, job.num_layers))
+    stages = [remote, local] if job.split else [remote]
+    return Plan(stages, job.micro_batches, job.in_flight)
 
 
 def with_worker(plan: Plan, address: str) -> Plan:

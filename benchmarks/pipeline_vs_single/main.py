@@ -52,10 +52,11 @@ def train(strategy: pl.strategies.Strategy | str, num_steps: int) -> float:
 
 
 def plan_for(worker: str, split: int, micro_batches: int, in_flight: int | None) -> Plan:
-    """The first ``split`` layers here, the others on the worker."""
+    """The last ``split`` layers here, the others and the embedding on the worker."""
+    end = CONFIG.num_hidden_layers - split
     stages = [
-        StagePlan(["coordinator"], (0, split)),
-        StagePlan([worker], (split, CONFIG.num_hidden_layers)),
+        StagePlan([worker], (0, end), embedding=True),
+        StagePlan(["coordinator"], (end, CONFIG.num_hidden_layers)),
     ]
     return Plan(stages, micro_batches, in_flight)
 

@@ -10,9 +10,11 @@ It is made of numbers that are none, so that whatever is computed with it is non
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..errors import ModelError
 from .layers import DecoderLayer, models_around, name_of
@@ -50,6 +52,23 @@ def placeholder_of(weight: Tensor, token_ids: Tensor) -> Tensor:
     found = value.expand(*token_ids.shape, weight.shape[-1])
     found.is_placeholder = True  # type: ignore[attr-defined]
     return found
+
+
+@cache
+def look_past_meta() -> None:
+    """Let the ``device`` of Hugging Face models be that of their first parameter that is here.
+
+    Else it is the first parameter's, which is the embedding's; and what is moved to ``meta`` has no
+    content any more. Models whose first parameter is here answer as before.
+    """
+    as_before = vars(PreTrainedModel)["device"].fget
+
+    def device(model: PreTrainedModel) -> torch.device:
+        here = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+        found: torch.device = next(here, None) or as_before(model)
+        return found
+
+    PreTrainedModel.device = property(device)  # type: ignore[assignment, method-assign]
 
 
 def is_placeholder(tensor: Tensor) -> bool:

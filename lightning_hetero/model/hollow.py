@@ -23,7 +23,7 @@ from .adapters import AdapterSwitches
 from .caches import HollowCaches
 from .calls import LayerCall, expected_tuple_length, take_hidden
 from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
-from .embedding import EMBEDDING, describe_layer, placeholder_of
+from .embedding import EMBEDDING, describe_layer, look_past_meta, placeholder_of
 from .four_bit import is_cache_hook, shapes_only
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .layers import DecoderLayer
@@ -78,6 +78,8 @@ class HollowLayers:
             ModelError: If a forward hook on a layer would never fire.
         """
         self._check_layers()
+        if EMBEDDING in self._modules:
+            look_past_meta()
         empty_tensors(self._modules)
         self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
         self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}

@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 
-from ..models import TinyModule, loader, tiny_llama, trainer
+from .. import families
+from ..models import TinyModule, loader, trainer
 from .test_exactness import (
     BATCH_SIZE,
     NUM_LAYERS,
@@ -35,16 +36,17 @@ def plan_over(
     on_coordinator: int = 2,
     embedding: bool = True,
     pieces: int = 4,
+    num_layers: int = NUM_LAYERS,
     **options: Any,
 ) -> Plan:
     """The first layers in nearly equal shares on the workers, the last ones on the coordinator."""
-    used, end = workers[: num_stages - 1], NUM_LAYERS - on_coordinator
+    used, end = workers[: num_stages - 1], num_layers - on_coordinator
     ends = [0, *(end * (i + 1) // len(used) for i in range(len(used)))]
     stages = [
         StagePlan([name], (ends[i], ends[i + 1]), embedding=embedding and i == 0, **options)
         for i, name in enumerate(used)
     ]
-    stages += [StagePlan(["coordinator"], (end, NUM_LAYERS))] if on_coordinator else []
+    stages += [StagePlan(["coordinator"], (end, num_layers))] if on_coordinator else []
     return Plan(stages, micro_batches=pieces)
 
 
@@ -107,11 +109,16 @@ def test_narrow_boundaries_leave_token_ids_alone(workers: list[str]) -> None:
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-2, atol=0)
 
 
-def test_generation_has_the_bits_of_one_device(workers: list[str]) -> None:
-    model, ways = tiny_llama(NUM_LAYERS), [{"do_sample": False}, {"num_beams": 3}]
+# Where a model's device is not the CPU, transformers generates with other kernels for the experts.
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_generation_has_the_bits_of_one_device(workers: list[str], family: str) -> None:
+    options: dict[str, Any] = {"output_router_logits": False} if family == "mixtral" else {}
+    model = families.tiny_model(family, **options)
+    ways = [{"do_sample": False, **options}, {"num_beams": 3, **options}]
     with torch.inference_mode():
         expected = [generate(model.eval(), **way) for way in ways]
-    piped = HeteroPipelineStrategy(workers[:2], plan_over(workers))
+    plan = plan_over(workers, num_layers=families.NUM_LAYERS)
+    piped = HeteroPipelineStrategy(workers[:2], plan)
     found = trainer(piped).predict(Generating(model, *ways), loader(1, 1))
     assert found is not None
     assert all(torch.equal(mine, its) for mine, its in zip(found[0], expected, strict=True))

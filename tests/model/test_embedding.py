@@ -38,6 +38,12 @@ def test_a_model_without_its_embedding_computes_the_same(build) -> None:  # type
         assert torch.equal(model(tokens()).logits, expected)
 
 
+def test_a_model_without_its_embedding_knows_its_device(hollowed: Hollowed) -> None:
+    assert hollowed.model.device.type == "cpu"
+    with torch.device("meta"):
+        assert tiny_llama(2).device.type == "meta"
+
+
 def test_token_ids_leave_and_nothing_else(hollowed: Hollowed) -> None:
     sent: list[Tensor] = []
 
