@@ -322,7 +322,8 @@ def receive_some(
         ChannelError: If the peer has ended the connection.
         RemoteProtocolError: If what arrived is no frame.
     """
-    num_bytes = connection.receive_into(reader.buffer())
+    missing = reader.buffer()
+    num_bytes = connection.receive_into(missing, sure_bytes=len(missing))
     if num_bytes > 0:
         return reader.advance(num_bytes)
     try:
