@@ -198,6 +198,7 @@ class Channel:
                 frame = self._next_frame()
                 if not isinstance(frame.message, _BETWEEN_CHANNELS):
                     inbox.put(Arrival(self, frame))
+                del frame  # the next wait must not keep its tensors alive
         except Exception as error:  # whatever it is, somebody waits for what would come next
             self._end(inbox, error)
 
