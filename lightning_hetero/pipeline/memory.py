@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from .arenas import give_back_free_memory
+
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -54,6 +56,8 @@ def free_cached_memory(device: torch.device) -> None:
     library: Any = getattr(torch, device.type, None)
     if hasattr(library, "empty_cache"):
         library.empty_cache()
+    elif device.type == "cpu":
+        give_back_free_memory()
 
 
 def synchronize(device: torch.device) -> None:

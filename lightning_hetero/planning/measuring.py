@@ -12,6 +12,14 @@ from .profile import Timing
 _MOST_PATIENCE_SECONDS = 0.6
 # Beside the runs that are timed there are those that warm up and those that count memory.
 _SHARE_OF_TIMED_RUNS = 0.5
+# A speed that changes by more while it is measured makes plans that are off by as much.
+_MOST_CHANGE = 0.25
+# A shorter measurement is off by that much on a busy machine, whatever its speed.
+_LEAST_PATIENCE_SECONDS = 0.1
+# The first trial is run again in so much of the time that the device had for all.
+_MOST_SHARE_OF_REPEAT = 0.1
+# A trial's runs that are not for the time, and those that take place in any case.
+_RUNS_OF_TRIAL = 5
 
 
 class LayerJob(NamedTuple):
@@ -43,6 +51,30 @@ def patience_seconds(budget_seconds: float, num_jobs: int) -> float:
     """The time to spend on the timed runs of each job."""
     share = _SHARE_OF_TIMED_RUNS * budget_seconds / max(num_jobs, 1)
     return min(_MOST_PATIENCE_SECONDS, share)
+
+
+def is_worth_repeating(first: Timing, patience_seconds: float, budget_seconds: float) -> bool:
+    """Whether a device's first trial may be run once more when all others are done."""
+    run_seconds = _RUNS_OF_TRIAL * (first.forward_seconds + first.backward_seconds)
+    is_telling = patience_seconds >= _LEAST_PATIENCE_SECONDS
+    return is_telling and run_seconds <= _MOST_SHARE_OF_REPEAT * budget_seconds
+
+
+def change_of_speed(name: str, first: Timing, again: Timing) -> str | None:
+    """What to say of a device that took so long at first, and so long for the same when all was
+    measured; None of one whose speed has not changed much."""
+    before, after = (one.forward_seconds + one.backward_seconds for one in (first, again))
+    least, most = sorted((before, after))
+    if most <= (1 + _MOST_CHANGE) * least:
+        return None
+    samples = "1 sample" if first.micro_batch_size == 1 else f"{first.micro_batch_size} samples"
+    return (
+        f"{name} took {1000 * before:.3g} ms for a {first.part} on {samples} when its measuring "
+        f"began, and {1000 * after:.3g} ms when all was measured: its speed changed meanwhile, by "
+        "another program, a quota or heat, and a plan by these figures may be far from the best. "
+        "Measure again on calm machines, by `PipelineProfiler(force=True)` or `lightning-hetero "
+        "profile CONFIG --force`."
+    )
 
 
 @dataclass

@@ -65,6 +65,13 @@ def trials(
     return result
 
 
+def first_again(subject: Subject, first: Timing, patience_seconds: float) -> Trials:
+    """A device's first trial once more; no timing comes of it where it fails now."""
+    job = LayerJob(first.dtype, first.micro_batch_size, first.part, first.recompute)
+    outcome = yield subject.layer_trial(job, patience_seconds)
+    return DeviceResult([timing_of(job, outcome)] if isinstance(outcome, Measurement) else [])
+
+
 def timing_of(job: LayerJob, found: Measurement) -> Timing:
     """A measurement as the profile has it."""
     return Timing(

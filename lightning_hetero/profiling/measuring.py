@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from ..bars import progress_of_parts
@@ -18,12 +19,19 @@ from ..model.sizes import ends_of
 from ..pipeline.bench import OptimizerMeasurement
 from ..pipeline.measure import Clock
 from ..plan import COORDINATOR
-from ..planning.measuring import LayerJob, LayerSchedule, dtypes_to_measure, layer_jobs
+from ..planning.measuring import (
+    LayerJob,
+    LayerSchedule,
+    change_of_speed,
+    dtypes_to_measure,
+    is_worth_repeating,
+    layer_jobs,
+)
 from ..planning.measuring import patience_seconds as patience_for
 from ..planning.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile
 from ..runtime.coordinator.coordinator import Coordinator
 from ..runtime.device import DeviceDescription
-from .benches import DeviceResult, Trials, trials
+from .benches import DeviceResult, Trials, first_again, trials
 from .here import EndsResult, Tick, lead_trials, measure_ends
 from .parts import model_profile
 from .sighting import Cutting, Sighting
@@ -117,13 +125,14 @@ class Measuring:
         with self._progress(num_ticks) as tick:
             if COORDINATOR in wanted.devices:
                 ends = self._measure_ends(tick)
-                trials_here = self._trials(COORDINATOR, jobs, _SHARE_OF_LAYERS_HERE)
+                trials_here = self._trials(COORDINATOR, jobs)
                 results[COORDINATOR] = here = lead_trials(self.sighting, trials_here, tick)
                 here.optimizers.update(self._optimizers_of_ends())
             self.sighting.bench.forget()
             results.update(self._measure_workers(wanted.workers, jobs, tick))
             seconds = self._seconds(_SHARE_OF_LINKS)
             links = list(measure_links(self.coordinator, wanted.pairs, seconds, tick))
+            self._warn_of_changes(results, jobs)
         return Found(
             devices=[self._device(name, results[name], ends) for name in wanted.devices],
             links=links,
@@ -158,9 +167,33 @@ class Measuring:
         seconds = self._seconds(_SHARE_OF_ENDS)
         return measure_ends(self.sighting, self.cutting, seconds, self.clock, tick)
 
-    def _trials(self, name: str, jobs: Mapping[str, list[LayerJob]], share: float) -> Trials:
+    def _warn_of_changes(
+        self, results: Mapping[str, DeviceResult], jobs: Mapping[str, list[LayerJob]]
+    ) -> None:
+        """Say whose speed is no more what it was when it was measured."""
+        again = {name: self._again(name, found, jobs[name]) for name, found in results.items()}
+        repeated = {name: trials for name, trials in again.items() if trials is not None}
+        found = {}
+        if (here := repeated.pop(COORDINATOR, None)) is not None:
+            found[COORDINATOR] = lead_trials(self.sighting, here, _no_tick)
+            self.sighting.bench.forget()
+        found.update(measure_on_workers(self.coordinator, repeated, _no_tick))
+        for name, result in found.items():
+            for timing in result.timings:
+                if told := change_of_speed(name, results[name].timings[0], timing):
+                    rank_zero_warn(told)
+
+    def _again(self, name: str, found: DeviceResult, jobs: Sequence[LayerJob]) -> Trials | None:
+        """Its first trial once more; None without one, or if that would tell little."""
+        seconds = self._seconds(_share_of(name))
+        patience = patience_for(seconds, len(jobs))
+        if found.timings and is_worth_repeating(found.timings[0], patience, seconds):
+            return first_again(self._subject, found.timings[0], patience)
+        return None
+
+    def _trials(self, name: str, jobs: Mapping[str, list[LayerJob]]) -> Trials:
         """The trials of one device, from now on."""
-        seconds = self._seconds(share)
+        seconds = self._seconds(_share_of(name))
         is_cuda = "cuda" in self.described[name].versions
         most_bytes = None if is_cuda else self._free_bytes(name)
         schedule = LayerSchedule(jobs[name], self.clock() + seconds, most_bytes)
@@ -179,7 +212,7 @@ class Measuring:
         if not names:
             return {}
         prepare_workers(self.coordinator, names, self._subject.blueprint.for_workers())
-        trials_of = {name: self._trials(name, jobs, _SHARE_OF_WORKERS) for name in names}
+        trials_of = {name: self._trials(name, jobs) for name in names}
         return measure_on_workers(self.coordinator, trials_of, tick)
 
     def _optimizers_of_ends(self) -> dict[str, OptimizerMeasurement]:
@@ -217,6 +250,15 @@ class Measuring:
         bar = progress_of_parts(self.module.trainer, "Measuring the devices", total)
         with closing(bar) as progress:
             yield lambda: progress.advance(1)
+
+
+def _share_of(name: str) -> float:
+    """Of the time budget, for the layers on one device."""
+    return _SHARE_OF_LAYERS_HERE if name == COORDINATOR else _SHARE_OF_WORKERS
+
+
+def _no_tick() -> None:
+    """What takes no time worth a bar."""
 
 
 def _optimizers(results: Mapping[str, DeviceResult]) -> dict[str, OptimizerMeasurement]:

@@ -17,6 +17,7 @@ from ..model.checkpoint_weights import bring_here, weights_in_checkpoint
 from ..model.hollow import Unmoved
 from ..model.kinds import fingerprint
 from ..model.layers import DecoderLayer
+from ..pipeline.arenas import give_back_free_memory
 from ..pipeline.measure import Clock
 from ..plan import COORDINATOR
 from ..planning.assembling import (
@@ -77,6 +78,7 @@ class ProfilingRun:
         finally:
             # Optimizers that were only looked at may hold state of all parameters.
             gc.collect()
+            give_back_free_memory()
 
     def _profile(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Profile:
         identity = self._identity(sample, optimizer)

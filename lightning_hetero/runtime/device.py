@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..pipeline.memory import synchronize
+from ..pipeline.memory import free_cached_memory, synchronize
 from ..plan import Dtype
 from .equipment import equipment_here
 
@@ -88,6 +88,7 @@ def _memory(device: torch.device, kept_bytes: int) -> tuple[int, int]:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         # The driver's own share is gone already from what is free; what is kept is reserved.
         return free_bytes + torch.cuda.memory_reserved(device), 0
+    free_cached_memory(device)  # what a run before has freed is not taken
     return _free_main_memory() + kept_bytes, max(0, resident_bytes() - kept_bytes)
 
 

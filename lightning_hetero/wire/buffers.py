@@ -75,6 +75,10 @@ class BufferPool:
         self._most_kept = min(max(count, 1), MOST_KEPT)
         del self._buffers[: -self._most_kept]
 
+    def forget(self) -> None:
+        """Keep none of the buffers; those that are in use live as long as they are."""
+        self._buffers.clear()
+
     def take(self, num_bytes: int) -> Buffer:
         """A buffer of at least ``num_bytes``; its content is undefined.
 

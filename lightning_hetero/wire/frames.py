@@ -115,6 +115,8 @@ class FrameReader:
     def __init__(self, limits: FrameLimits | None = None, pool: BufferPool | None = None) -> None:
         self._limits = limits or FrameLimits()
         self._pool = pool or BufferPool()
+        self._probes = BufferPool()
+        self._probes.keep_at_most(1)
         self._body_bytes: int | None = None
         self._header: Header | None = None
         self._part: Buffer = bytearray(_PREFIX.size)
@@ -199,11 +201,14 @@ class FrameReader:
                 f"{type(self._header.message).__name__} announces {specs}, {expected_bytes} bytes, "
                 f"and the frame carries {body_bytes}."
             )
-        if self._header.message.is_kept:
-            self._part = new_buffer(body_bytes)
-        else:
-            self._part = self._pool.take(body_bytes)
+        self._part = self._memory_for(self._header.message, body_bytes)
         self._missing = memoryview(self._part)[:body_bytes]
+
+    def _memory_for(self, message: Message, body_bytes: int) -> Buffer:
+        if message.is_probe:
+            return self._probes.take(body_bytes)
+        self._probes.forget()
+        return new_buffer(body_bytes) if message.is_kept else self._pool.take(body_bytes)
 
     def _finish_frame(self, header: Header) -> Frame:
         offsets, _ = body_layout(header.tensors)

@@ -1,14 +1,17 @@
-"""How many arenas the C library makes for threads, as it tells itself."""
+"""How many arenas the C library makes for threads, as it tells itself, and what it gives back."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
+import torch
 
-from lightning_hetero.pipeline import arenas
+from lightning_hetero.pipeline import arenas, memory
+from lightning_hetero.runtime.device import describe_device
 
 NUM_THREADS = 3
 
@@ -37,12 +40,40 @@ with tempfile.TemporaryFile() as file:
 """
 
 
+FREE_WHAT_LIES_BELOW = f"""
+import ctypes, os, runpy
+
+give_back = runpy.run_path({arenas.__file__!r})["give_back_free_memory"]
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+give_back()
+*below, last = [libc.malloc(100_000) for _ in range(500)]
+for place in below:
+    ctypes.memset(place, 1, 100_000)
+for place in below:
+    libc.free(place)
+print(resident_bytes(), give_back(), resident_bytes())
+"""
+
+
 def count_arenas(*arguments: str, **variables: str) -> list[str]:
     """What ``share_one_arena`` returned in a new process, and the arenas of its threads."""
     environment = {name: v for name, v in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    return run_in_a_new_process(COUNT_ARENAS, *arguments, environment={**environment, **variables})
+
+
+def run_in_a_new_process(
+    program: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> list[str]:
+    """The words that it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", COUNT_ARENAS, *arguments],
-        env={**environment, **variables},
+        [sys.executable, "-c", program, *arguments],
+        env=environment,
         capture_output=True,
         text=True,
         check=True,
@@ -63,7 +94,26 @@ class TestArenas:
         assert count_arenas("share", MALLOC_ARENA_MAX="2") == ["False", "2"]
 
 
+@pytest.mark.skipif(not arenas._is_glibc(), reason="the C library is not glibc")
+def test_what_lies_below_something_in_use_is_given_back() -> None:
+    before, is_given, after = run_in_a_new_process(FREE_WHAT_LIES_BELOW)
+    assert is_given == "True"
+    assert int(before) - int(after) > 40_000_000
+
+
+def test_a_processor_keeps_nothing_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(memory, "give_back_free_memory", lambda: asked.append(True))
+    memory.free_cached_memory(torch.device("meta"))
+    assert not asked
+    memory.free_cached_memory(torch.device("cpu"))
+    assert len(asked) == 1
+    describe_device(torch.device("cpu"))
+    assert len(asked) == 2
+
+
 def test_nothing_is_done_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     monkeypatch.setattr(os, "confstr", lambda _: None)
     assert not arenas.share_one_arena.__wrapped__()
+    assert not arenas.give_back_free_memory()

@@ -7,7 +7,9 @@ import pytest
 from lightning_hetero.planning.measuring import (
     LayerJob,
     LayerSchedule,
+    change_of_speed,
     dtypes_to_measure,
+    is_worth_repeating,
     layer_jobs,
     micro_batch_sizes,
     patience_seconds,
@@ -49,6 +51,47 @@ def lead(
         else:
             schedule.note_out_of_memory(job)
     return tried
+
+
+def taking(seconds: float, size: int = 1) -> Timing:
+    return Timing("layer", size, forward_seconds=seconds / 4, backward_seconds=3 * seconds / 4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        (0.01, 0.01, False),
+        (0.01, 0.012, False),
+        (0.012, 0.01, False),
+        (0.01, 0.013, True),
+        (0.013, 0.01, True),
+        (0.01, 0.02, True),
+        (0.0, 0.0, False),
+        (0.0, 0.01, True),
+    ],
+)
+def test_a_change_of_over_a_quarter_either_way_is_told(
+    before: float, after: float, changed: bool
+) -> None:
+    assert (change_of_speed("local-1", taking(before), taking(after)) is not None) is changed
+
+
+def test_who_changed_is_named_with_both_figures_and_the_remedy() -> None:
+    told = change_of_speed("old-tower:9", taking(0.0123, 2), taking(0.02468, 2))
+    assert told is not None
+    assert "old-tower:9 took 12.3 ms for a layer on 2 samples" in told
+    assert "and 24.7 ms" in told
+    assert "--force" in told
+
+
+@pytest.mark.parametrize(
+    ("seconds", "patience", "expected"),
+    [(0.001, 0.6, True), (0.001, 0.05, False), (0.48, 0.6, True), (0.5, 0.6, False)],
+)
+def test_only_what_is_telling_and_cheap_is_repeated(
+    seconds: float, patience: float, expected: bool
+) -> None:
+    assert is_worth_repeating(taking(seconds), patience, 24.0) is expected
 
 
 @pytest.mark.parametrize(

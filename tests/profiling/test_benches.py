@@ -15,7 +15,7 @@ from lightning_hetero.pipeline.measure import Measurement
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Dtype
 from lightning_hetero.planning.measuring import LayerSchedule, layer_jobs
-from lightning_hetero.profiling.benches import DeviceResult, trials
+from lightning_hetero.profiling.benches import DeviceResult, Trials, first_again, trials
 from lightning_hetero.profiling.blueprint import Blueprint
 from lightning_hetero.profiling.ends import Example
 from lightning_hetero.profiling.stepping import OptimizerSettings
@@ -62,7 +62,10 @@ def lead(
     """What is measured on a device, and what it was asked."""
     measured = subject([1, 2, 4])
     schedule = LayerSchedule(layer_jobs(["layer"], [1, 2, 4], dtypes), end_seconds)
-    conversation = trials(measured, schedule, 0.1, Clock(), "old-tower")
+    return talk(trials(measured, schedule, 0.1, Clock(), "old-tower"), device)
+
+
+def talk(conversation: Trials, device: Device) -> tuple[DeviceResult, list[Trial]]:
     asked: list[Trial] = []
     try:
         trial = next(conversation)
@@ -98,6 +101,20 @@ def test_everything_is_measured_and_the_optimizer_once() -> None:
     assert sum(not isinstance(trial, LayerTrial) for trial in asked) == 1
     # The last layer of a kind stands for it.
     assert {trial.number for trial in asked} == {1}
+
+
+def test_the_first_trial_is_asked_for_again() -> None:
+    result, asked = lead(sound)
+    again, repeated = talk(first_again(subject([1, 2, 4]), result.timings[0], 0.1), sound)
+    assert repeated == asked[:1]
+    assert again.timings == result.timings[:1]
+
+
+def test_a_first_trial_that_fails_the_second_time_tells_nothing() -> None:
+    result, _ = lead(sound)
+    failed = failing(True, lambda trial: True)
+    again, _ = talk(first_again(subject([1, 2, 4]), result.timings[0], 0.1), failed)
+    assert again.timings == []
 
 
 def test_a_device_without_time_is_asked_once_for_each_kind() -> None:

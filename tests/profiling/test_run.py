@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric
 from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler
 from lightning_hetero.errors import PlanError, ProfileError, StageFailed, WorkerUnreachable
 from lightning_hetero.model.imports import Allowed
+from lightning_hetero.planning import measuring
 from lightning_hetero.planning.profile import EMBEDDING, HEAD, Profile
 
 from ..families import tiny_model
@@ -117,6 +118,20 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
         assert 1 in sizes <= {1, 2, 4}
         plain_ones = [t for t in device.timings if t.part in profile.model.layers]
         assert all(t.saved_bytes < t.peak_bytes for t in plain_ones)
+
+
+def test_a_device_that_changed_while_it_was_measured_is_named(
+    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that everybody has changed, however short the measuring.
+    monkeypatch.setattr(measuring, "_MOST_CHANGE", 0.0)
+    monkeypatch.setattr(measuring, "_LEAST_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "_MOST_SHARE_OF_REPEAT", 1e9)
+    strategy = HeteroPipelineStrategy(workers[:1], plan="even")
+    with pytest.warns(UserWarning, match="its speed changed meanwhile") as told:
+        fit(TinyModule(), strategy, profiler(tmp_path / "profile.yaml"))
+    said = [str(one.message) for one in told if "its speed changed" in str(one.message)]
+    assert [message.split()[0] for message in said] == ["coordinator", workers[0]]
 
 
 def test_the_second_start_measures_nothing(

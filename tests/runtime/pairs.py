@@ -98,7 +98,7 @@ class MemoryConnection:
     def set_timeout(self, seconds: float) -> None:
         self._timeout_seconds = seconds
 
-    def receive_into(self, buffer: memoryview) -> int:
+    def receive_into(self, buffer: memoryview, sure_bytes: int = 1) -> int:
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._arrived or self._is_over, self._timeout_seconds

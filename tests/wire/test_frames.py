@@ -90,6 +90,25 @@ def test_large_tensors_of_earlier_frames_stay_as_they_are() -> None:
     assert_same(kept, frames[1::2])
 
 
+def test_the_buffers_of_probes_are_used_again_and_not_kept() -> None:
+    sizes = [2**20, 2**20, 2**22, 2**22]
+    probes = [Frame(m.Probe(0), (torch.zeros(size, dtype=torch.uint8),)) for size in sizes]
+    content, reader, places = joined(*probes), FrameReader(), []
+    tracemalloc.start()
+    try:
+        for frame in feed(reader, content):
+            places.append(frame.tensors[0].data_ptr())
+            del frame
+        assert tracemalloc.get_traced_memory()[0] > 2**22
+        assert tracemalloc.get_traced_memory()[1] < 2**20 + 2**22 + 2**18
+        list(feed(reader, joined(Frame(m.Ping()))))
+        assert tracemalloc.get_traced_memory()[0] < 2**18
+    finally:
+        tracemalloc.stop()
+    assert places[0] == places[1]
+    assert places[2] == places[3]
+
+
 def test_a_large_tensor_is_sent_from_its_own_memory() -> None:
     tensor = torch.zeros(1000)
     buffers = encode_frame(Frame(m.LoadTensor("weight"), (tensor,)))

@@ -198,6 +198,7 @@ class Channel:
                 frame = self._next_frame()
                 if not isinstance(frame.message, _BETWEEN_CHANNELS):
                     inbox.put(Arrival(self, frame))
+                del frame  # the next wait must not keep its tensors alive
         except Exception as error:  # whatever it is, somebody waits for what would come next
             self._end(inbox, error)
 
@@ -322,7 +323,8 @@ def receive_some(
         ChannelError: If the peer has ended the connection.
         RemoteProtocolError: If what arrived is no frame.
     """
-    num_bytes = connection.receive_into(reader.buffer())
+    missing = reader.buffer()
+    num_bytes = connection.receive_into(missing, sure_bytes=len(missing))
     if num_bytes > 0:
         return reader.advance(num_bytes)
     try:

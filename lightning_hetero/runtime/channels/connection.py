@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import sys
@@ -15,6 +16,11 @@ from typing import Protocol
 _MOST_BUFFERS = 512
 _SOCKET_BUFFER_BYTES = 4 * 2**20
 _WASTE_BYTES = 2**16
+# A slow link brings packets one by one, and each would wake the thread that reads and take the
+# interpreter from the one that computes. It sleeps until that much is there, unless less is to come
+# than a packet brings; waiting for more saves no more.
+_MOST_AWAITED_BYTES = 2**15
+_LEAST_AWAITED_BYTES = 1400
 # Where Linux's `struct tcp_info` has the milliseconds since the last acknowledgement came.
 _LAST_ACK = struct.Struct("=56xI")
 
@@ -37,8 +43,12 @@ class Connection(Protocol):
     def set_timeout(self, seconds: float) -> None:
         """Let every later call that has to wait raise TimeoutError after so long."""
 
-    def receive_into(self, buffer: memoryview) -> int:
-        """Take what has arrived, as far as it fits; 0 says that the peer sends no more."""
+    def receive_into(self, buffer: memoryview, sure_bytes: int = 1) -> int:
+        """Take what has arrived, as far as it fits; 0 says that the peer sends no more.
+
+        Args:
+            sure_bytes: As many come whatever happens at this end, so that one may wait for them.
+        """
 
     def send(self, buffers: Sequence[memoryview]) -> int:
         """Send something of the buffers; how many bytes of them need not be offered again.
@@ -62,6 +72,7 @@ class SocketConnection:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        self._awaited_bytes = 1
         self.traffic = Traffic()
 
     @property
@@ -72,8 +83,15 @@ class SocketConnection:
     def set_timeout(self, seconds: float) -> None:
         self._socket.settimeout(seconds)
 
-    def receive_into(self, buffer: memoryview) -> int:
-        num_bytes = self._socket.recv_into(buffer)
+    def receive_into(self, buffer: memoryview, sure_bytes: int = 1) -> int:
+        self._await(awaited_bytes(sure_bytes))
+        try:
+            num_bytes = self._socket.recv_into(buffer)
+        except TimeoutError:
+            # The link may be so slow that less has come; that is no silence.
+            if self._awaited_bytes == 1 or not self._has_anything():
+                raise
+            num_bytes = self._socket.recv_into(buffer)
         self.traffic.received_bytes += num_bytes
         return num_bytes
 
@@ -99,6 +117,20 @@ class SocketConnection:
     def close(self) -> None:
         self._socket.close()
 
+    def _await(self, num_bytes: int) -> None:
+        """Sleep in later calls until so many bytes are there, or the peer sends no more."""
+        if sys.platform.startswith("linux") and num_bytes != self._awaited_bytes:
+            self._awaited_bytes = num_bytes
+            # Who cannot is woken more often.
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+
+    def _has_anything(self) -> bool:
+        self._await(1)
+        arrivals = select.poll()
+        arrivals.register(self._socket, select.POLLIN)
+        return bool(arrivals.poll(0))
+
     def close_after_last_word(self, patience_seconds: float) -> None:
         """Close, but let the peer read what was said last.
 
@@ -113,6 +145,11 @@ class SocketConnection:
                 if self._socket.recv_into(waste) == 0:
                     break
         self._socket.close()
+
+
+def awaited_bytes(sure_bytes: int) -> int:
+    """How many bytes to wait for of those that are sure to come."""
+    return min(sure_bytes, _MOST_AWAITED_BYTES) if sure_bytes >= _LEAST_AWAITED_BYTES else 1
 
 
 def prepare_socket(connected: socket.socket) -> None:

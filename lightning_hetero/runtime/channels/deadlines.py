@@ -16,8 +16,9 @@ class Deadlines:
         discovery_seconds: To hear from workers that are announced on the local network.
         heartbeat_seconds: A channel with nothing to say gives a sign of life that often, also while
             its process computes.
-        silence_seconds: Silence after which a peer is given up: with a heartbeat more, it is named
-            within ten seconds. However long a step takes is another matter.
+        silence_seconds: Silence after which a peer is given up: in whole heartbeats, and with one
+            more if it ends inside a tensor, it is named within ten seconds. However long a step
+            takes is another matter.
         frozen_seconds: The same for a coordinator whose machine still answers. User code may keep a
             whole process from speaking, as reading a large JSON file does, and a person may stop
             it for a while (Ctrl-Z).
@@ -31,7 +32,7 @@ class Deadlines:
     connect_seconds: float = 8.0
     busy_seconds: float = 3.0
     discovery_seconds: float = 3.0
-    heartbeat_seconds: float = 2.0
+    heartbeat_seconds: float = 1.9
     silence_seconds: float = 7.5
     frozen_seconds: float = 60.0
     request_seconds: float = 300.0

@@ -22,6 +22,9 @@ from .tls_faults import trust_error
 # fast link, and little enough to stay in a core's cache.
 CHUNK_BYTES = 2**18
 
+# The longest record of TLS 1.3, its header included.
+_RECORD_BYTES = 5 + 2**14 + 256
+
 
 class TlsConnection:
     """Speaks TLS with a peer over a connection that is closed with this one.
@@ -59,13 +62,16 @@ class TlsConnection:
     def set_timeout(self, seconds: float) -> None:
         self._below.set_timeout(seconds)
 
-    def receive_into(self, buffer: memoryview) -> int:
+    def receive_into(self, buffer: memoryview, sure_bytes: int = 1) -> int:
         while True:
             with self._lock:
                 num_bytes = self._decrypt_into(buffer)
+                # What is taken from below and not given on is part of one record at most, and
+                # records are longer than what they hold.
+                sure_below = sure_bytes - self._incoming.pending - _RECORD_BYTES
             if num_bytes is not None:
                 return num_bytes
-            num_arrived = self._below.receive_into(self._arrived)
+            num_arrived = self._below.receive_into(self._arrived, max(1, sure_below))
             if num_arrived == 0:
                 return 0
             with self._lock:

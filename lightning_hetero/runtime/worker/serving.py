@@ -172,6 +172,7 @@ class StageSession:
         finally:
             self._neighbors.close()
             self._layers.retire()
+            self._measuring.forget()
 
     def _next_arrival(self) -> Arrival:
         with self._recorder.span("wait"):

@@ -26,10 +26,12 @@ class BaseMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all messages; the tag on the wire is the class's name.
 
     ``is_kept`` says that the receiver keeps the tensors for long, as weights are, so that they
-    come in memory of their own instead of a buffer that is used again.
+    come in memory of their own instead of a buffer that is used again. ``is_probe`` says that they
+    are large and nothing like what comes later, so that their buffers are not kept.
     """
 
     is_kept: ClassVar[bool] = False
+    is_probe: ClassVar[bool] = False
 
     def __str__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}

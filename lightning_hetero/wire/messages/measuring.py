@@ -103,11 +103,14 @@ class LinkMeasured(BaseMessage, frozen=True, tag=True):
 class Probe(BaseMessage, frozen=True, tag=True):
     """Asks for an answer of so many bytes; may itself carry some."""
 
+    is_probe = True
     answer_bytes: ProbeBytes
 
 
 class ProbeAnswer(BaseMessage, frozen=True, tag=True):
     """The bytes that a probe asked for."""
+
+    is_probe = True
 
 
 class NotMeasured(BaseMessage, frozen=True, tag=True):

@@ -145,7 +145,7 @@ def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
     mine, theirs = memory_pair()
     waits = []
 
-    def wait_long(buffer: memoryview) -> int:
+    def wait_long(buffer: memoryview, sure_bytes: int = 1) -> int:
         if not waits:
             waits.append(time.sleep(3 * QUICK.silence_seconds))
             raise TimeoutError

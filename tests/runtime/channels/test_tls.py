@@ -34,7 +34,15 @@ from lightning_hetero.wire import messages as m
 from lightning_hetero.wire.frames import Frame, encode_frame
 from lightning_hetero.wire.session import coordinator_session, upstream_session
 
-from ..pairs import PATIENCE_SECONDS, QUICK, End, linked_sessions, memory_pair, worker_thread
+from ..pairs import (
+    PATIENCE_SECONDS,
+    QUICK,
+    End,
+    MemoryConnection,
+    linked_sessions,
+    memory_pair,
+    worker_thread,
+)
 
 TOKEN, OTHER_TOKEN = Token.new(), Token.new()
 OURS, THEIRS = Credentials(TOKEN), Credentials(OTHER_TOKEN)
@@ -152,11 +160,36 @@ def test_any_bytes_arrive_however_little_is_taken_at_once(most_bytes: int) -> No
     assert bytes(received) == sent.numpy().tobytes()
 
 
-def test_a_record_that_was_changed_on_the_way_ends_the_connection() -> None:
-    one, other = memory_pair()
+def secured_both(one: Connection, other: Connection) -> tuple[Connection, Connection]:
+    """The same two ends under TLS, a client and a server."""
     with ThreadPoolExecutor(1) as thread:
         answered = thread.submit(secured, other, OURS, True, PATIENCE_SECONDS)
-        client, server = secured(one, OURS, False, PATIENCE_SECONDS), answered.result()
+        return secured(one, OURS, False, PATIENCE_SECONDS), answered.result()
+
+
+@pytest.mark.parametrize("most_bytes", [700, 16_000, 40_000, 2**30])
+def test_no_more_is_waited_for_than_comes(most_bytes: int) -> None:
+    one, other = memory_pair()
+    client, server = secured_both(one, other)
+    asked = []
+
+    def receive(buffer: memoryview, sure_bytes: int = 1) -> int:
+        asked.append((sure_bytes, len(other._arrived)))
+        return MemoryConnection.receive_into(other, buffer[:most_bytes])
+
+    other.receive_into = receive  # type: ignore[method-assign]
+    for size in (1, 20, 16_384, 17_000, 50_000, 300_000):
+        send_buffers(client, [memoryview(bytes(size))], PATIENCE_SECONDS)
+        missing = memoryview(bytearray(size))
+        while missing:
+            missing = missing[server.receive_into(missing, len(missing)) :]
+    assert all(1 <= awaited <= to_come for awaited, to_come in asked)
+    assert max(awaited for awaited, _ in asked) > 2**17  # and it does wait
+
+
+def test_a_record_that_was_changed_on_the_way_ends_the_connection() -> None:
+    one, other = memory_pair()
+    client, server = secured_both(one, other)
     client.send([memoryview(b"pay 1")])
     other._arrived[-1] ^= 1
     with pytest.raises(TrustError, match="TLS failed"):
@@ -222,10 +255,8 @@ def test_the_most_talkative_log_does_not_have_the_secret(
 @contextmanager
 def tls_channels() -> Iterator[tuple[End, End]]:
     """A channel at each end of a socket pair, under TLS."""
-    with ThreadPoolExecutor(1) as thread:
-        one, other = (SocketConnection(end) for end in socket.socketpair())
-        answered = thread.submit(secured, other, OURS, True, PATIENCE_SECONDS)
-        connections = [secured(one, OURS, False, PATIENCE_SECONDS), answered.result()]
+    one, other = (SocketConnection(end) for end in socket.socketpair())
+    connections = secured_both(one, other)
     ends = [
         End(Channel(connection, session, "the other", Deadlines()), SimpleQueue())
         for connection, session in zip(connections, linked_sessions(), strict=True)
