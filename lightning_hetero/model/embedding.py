@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +62,11 @@ def look_past_meta() -> None:
     Else it is the first parameter's, which is the embedding's; and what is moved to ``meta`` has no
     content any more. Models whose first parameter is here answer as before.
     """
-    as_before = vars(PreTrainedModel)["device"].fget
+    as_before: Any = PreTrainedModel.device
 
     def device(model: PreTrainedModel) -> torch.device:
         here = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
-        found: torch.device = next(here, None) or as_before(model)
+        found: torch.device = next(here, None) or as_before.fget(model)
         return found
 
     PreTrainedModel.device = property(device)  # type: ignore[assignment, method-assign]

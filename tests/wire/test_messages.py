@@ -173,7 +173,7 @@ def test_the_messages_that_the_refusals_spoil_are_sound() -> None:
         ({"type": "Failure", "reason": "r" * (2**20 + 1)}, "reason"),
         (ARGUMENTS | {"calls": [CALL | {"args": {"type": "code"}}]}, "code"),
         (ARGUMENTS | {"calls": [CALL | {"args": {"type": "tensor", "index": "0"}}]}, "index"),
-        (ARGUMENTS | {"calls": [CALL | {"layer_index": -1}]}, "layer_index"),
+        (ARGUMENTS | {"calls": [CALL | {"layer_index": -2}]}, "layer_index"),
         (ARGUMENTS | {"calls": [CALL | {"tuple_length": -1}]}, "tuple_length"),
         (with_cache(number=-1), "number"),
         (with_cache(place=-1), "place"),
