@@ -135,7 +135,7 @@ def _coordinator(place: Place, module: pl.LightningModule, layers: Sequence[Deco
 
 
 def _place(place: Place, equipment: Equipment, stage: StagePlan, deployment: Deployment) -> Place:
-    layers = _numbered(deployment.layers, stage.layer_indices)
+    layers = deployment.modules_of(stage)
     weights = stored_bytes(layers, deployment.weights_dtype_of(stage))
     return replace(
         place,

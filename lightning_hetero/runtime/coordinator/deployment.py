@@ -147,11 +147,16 @@ class Deployment:
             if name in norms and p in named
         }
 
+    def modules_of(self, stage: StagePlan) -> dict[int, nn.Module]:
+        """What a stage holds, by number."""
+        held = layers_of_stage(self._root, self.layers, stage)
+        return {number: layer.module for number, layer in held.items()}
+
     def modules_under(self, plan: Plan) -> dict[int, nn.Module]:
         """All modules that may be on workers under a plan, by their numbers."""
         found = {number: layer.module for number, layer in enumerate(self.layers)}
-        if any(stage.embedding for stage in plan.stages):
-            found[EMBEDDING] = find_embedding(self._root, self.layers).module
+        for stage in plan.remote_stages:
+            found |= self.modules_of(stage)
         return found
 
     def check_between_steps(self) -> None:
