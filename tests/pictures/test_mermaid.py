@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lightning_hetero.pictures.mermaid import mermaid
 
-from .topologies import bare, topology
+from .topologies import bare, coordinator_last, topology
 
 
 def test_every_place_and_link_is_there() -> None:
@@ -22,6 +22,13 @@ def test_every_place_and_link_is_there() -> None:
         (f"stage{i}", f"stage{(i + 1) % 6}") for i in range(6)
     ]
     assert "embedding, frozen · layers 0–2 · head, frozen · loss" in "".join(lines)
+
+
+def test_token_ids_go_one_way() -> None:
+    text = mermaid(coordinator_last(2))
+    assert "<br/>layers 10–12 · head, frozen · loss<br/>" in text
+    arrows = [line.strip() for line in text.splitlines() if "-->" in line]
+    assert [arrow.split()[1][0] for arrow in arrows] == ["-", "<", "<"]
 
 
 def test_without_measurements_links_say_nothing() -> None:

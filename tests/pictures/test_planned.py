@@ -50,6 +50,19 @@ def test_a_plan_alone_says_who_holds_what() -> None:
     assert all(place.memory is None and not place.device for place in found.places)
 
 
+def test_a_coordinator_with_the_last_layers_has_them_before_the_head() -> None:
+    stages = [
+        StagePlan(["fast:1"], (0, 5), embedding=True, activation_dtype="int8"),
+        StagePlan(["local-1"], (5, 7)),
+        StagePlan(["coordinator"], (7, 8)),
+    ]
+    found = topology_of(Plan(stages))
+    assert found.own_parts == (["data"], ["layers", "head", "loss"])
+    assert found.stages[0].marks == ("embedding",)
+    # What is only token ids is not rounded.
+    assert found.links == [Link(is_one_way=True), Link(activation_dtype="int8"), Link()]
+
+
 def test_a_profile_adds_devices_memory_links_and_the_prediction() -> None:
     found = topology_of(PLAN, measured(), "tiny")
     fast, local = found.stages
