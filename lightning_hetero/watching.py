@@ -55,7 +55,8 @@ class Watch:
             number: stage.worker
             for number, stage in enumerate(deployment.plan.remote_stages, start=1)
         }
-        self._has_layers = any(s.is_local and s.layer_indices for s in deployment.plan.stages)
+        # Those behind the workers' run in one action with the head and the loss.
+        self._has_first_layers = not deployment.plan.starts_on_worker
         # What is known of steps of which somebody has yet to tell.
         self._steps: dict[int, dict[str, StageSeconds]] = {}
         self._has_drifted = False
@@ -74,7 +75,7 @@ class Watch:
             through = (laps.seconds("forward") + laps.seconds("backward")) / pieces
             ends = laps.seconds("loss") / pieces
             own = StageSeconds(through, ends)
-            if not self._has_layers:
+            if not self._has_first_layers:
                 own = StageSeconds(0, through + ends)
             self._note(self._deployment.coordinator.step, COORDINATOR, own)
 

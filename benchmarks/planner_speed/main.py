@@ -111,6 +111,7 @@ def make_profile(case: Case, batch_size: int, seed: int) -> Profile:
         tokens_per_sample=1024,
         activation_bytes_per_sample=2**23,
         gradient_bytes_per_sample=2**23,
+        embedding_may_leave=True,
     )
     return Profile(
         VERSION, model, devices, default_link=LinkSpeed(0.0001, 1e9), batch_size=batch_size

@@ -37,14 +37,17 @@ _TRIED_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline: the relative speed and the number of layers of each stage, coordinator first."""
+    """A pipeline: the relative speed and the number of layers of each stage, in their order; the
+    first one's are on the coordinator, or else the last one's."""
 
     speeds: tuple[float, ...]
     layers: tuple[int, ...]
+    ends_here: bool = False
 
     @property
     def name(self) -> str:
-        return f"{_colons(self.speeds)} with {_colons(self.layers)}"
+        last = ", coordinator last" if self.ends_here else ""
+        return f"{_colons(self.speeds)} with {_colons(self.layers)}{last}"
 
 
 CASES = [
@@ -52,6 +55,8 @@ CASES = [
     Case((4, 2, 1), (4, 2, 1)),
     Case((1, 1, 1, 1), (2, 2, 2, 2)),
     Case((4, 2, 1, 1), (4, 2, 1, 1)),
+    Case((1, 1, 1), (2, 2, 2), ends_here=True),
+    Case((1, 2, 4), (1, 2, 4), ends_here=True),
 ]
 
 
@@ -153,24 +158,33 @@ def bound_seconds(stages: Sequence[Times], num_microbatches: int) -> float:
     )
 
 
-def predicted_seconds(stages: Sequence[Times], num_microbatches: int, max_in_flight: int) -> float:
+def predicted_seconds(
+    case: Case, stages: Sequence[Times], num_microbatches: int, max_in_flight: int
+) -> float:
     """What the planner's simulator says, with links that cost nothing."""
     names = [f"link {number}" for number in range(len(stages))]
+    loss_seconds = 0.0
+    if case.ends_here:
+        *workers, own = stages
+        # All that the coordinator does is behind the workers.
+        stages, loss_seconds = [Times(0.0, 0.0), *workers], own.both_seconds
     pipeline = Pipeline(
         stages=[StageTimes(t.forward_seconds, t.backward_seconds) for t in stages],
-        loss_seconds=0.0,
+        loss_seconds=loss_seconds,
         forward_hops=[Hop(f"{name} forward", 0.0) for name in names],
         backward_hops=[Hop(f"{name} backward", 0.0) for name in names],
         num_microbatches=num_microbatches,
         max_in_flight=max_in_flight,
+        starts_first=case.ends_here,
     )
     return simulate(pipeline).step_seconds
 
 
 def plan_for(case: Case, num_microbatches: int, in_flight: int | None) -> Plan:
-    """The coordinator's layers first, then those of each local worker."""
+    """Consecutive layers for the coordinator and each local worker."""
     ends = [*itertools.accumulate(case.layers)]
-    names = ["coordinator", *(f"local-{number}" for number in range(1, len(ends)))]
+    names = [f"local-{number}" for number in range(1, len(ends))]
+    names.insert(len(names) if case.ends_here else 0, "coordinator")
     stages = [
         StagePlan([name], (end - count, end))
         for name, count, end in zip(names, case.layers, ends, strict=True)
@@ -226,7 +240,8 @@ def report(seconds: dict[Case, list[float]], options: argparse.Namespace, consol
         step_seconds = median(values)
         bound = bound_seconds(stages, plan.micro_batches)
         steady = plan.micro_batches * max(times.both_seconds for times in stages)
-        predicted = predicted_seconds(stages, plan.micro_batches, plan.max_in_flight)
+        in_flight = plan.max_in_flight
+        predicted = predicted_seconds(case, stages, plan.micro_batches, in_flight)
         table.add_row(
             case.name,
             f"{step_seconds * 1e3:.0f}",

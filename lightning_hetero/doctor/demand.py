@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ..plan import COORDINATOR, Plan
+from ..plan import Plan
 from ..planning.candidates import Candidate
 from ..planning.checking import candidate_of
+from ..planning.forms import Form
 from ..planning.profile import Link, Profile
 from ..planning.solver import solve
 from ..planning.wording import in_bytes, in_percent
@@ -81,8 +82,10 @@ def _bytes_per_step(candidate: Candidate, worker: str) -> tuple[int, int]:
     model, batch_size = candidate.costs.profile.model, candidate.costs.batch_size
     activations = model.activation_bytes_per_sample * batch_size
     gradients = model.gradient_bytes_per_sample * batch_size
-    names = [name for name in candidate.names if name != COORDINATOR]
-    is_first, is_last = worker == names[0], worker == names[-1]
-    there = is_first * activations + is_last * gradients
-    back = is_last * activations + is_first * gradients
+    first_there, first_back = activations, gradients
+    if candidate.form is Form.LINE:
+        first_there, first_back = model.token_id_bytes_per_sample * batch_size, 0
+    is_first, is_last = worker == candidate.workers[0], worker == candidate.workers[-1]
+    there = is_first * first_there + is_last * gradients
+    back = is_last * activations + is_first * first_back
     return there, back

@@ -13,6 +13,7 @@ from ..planning.bounds import Speed, least_bottleneck
 from ..planning.candidates import Costs
 from ..planning.checking import candidate_of
 from ..planning.profile import Profile
+from ..planning.search import speeds_of
 from ..planning.simulation import LOSS, Hop, Pipeline, Simulation, StageTimes, predict
 from ..planning.simulation import Span as Played
 from ..wire.records import SpanKind
@@ -69,8 +70,7 @@ def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Pr
 def bound_seconds(plan: Plan, profile: Profile) -> float:
     """What the step would take at the sum of all measured devices' speeds."""
     costs = Costs(profile, {})
-    size = costs.size(plan.micro_batches)
-    speeds = [costs.holder(device.name, size).speed for device in profile.devices]
+    speeds = speeds_of(costs, profile.workers, plan.micro_batches)
     endless = [Speed(speed.layer_seconds, speed.fixed_seconds) for speed in speeds]
     return plan.micro_batches * least_bottleneck(endless, len(profile.model.layers))
 
@@ -90,6 +90,7 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
         [_hop(stage, (stage.stage or last + 1) - 1) for stage in step.stages],
         count,
         min(plan.max_in_flight, count),
+        plan.starts_on_worker,
     )
 
 

@@ -67,8 +67,9 @@ def least_seconds(pipeline: Pipeline) -> float:
     """A time that no schedule of the pipeline can beat.
 
     A stage is idle until the first micro-batch has come through those before it, and those
-    before it work on after its last backward; a medium carries all micro-batches; and only so many
-    micro-batches are under way at once.
+    before it work on after its last backward; the same is true of the coordinator's last part and
+    all that is before that; a medium carries all micro-batches; and only so many micro-batches are
+    under way at once.
     """
     count = pipeline.num_microbatches
     stages, loss = pipeline.stages, pipeline.loss_seconds
@@ -80,6 +81,7 @@ def least_seconds(pipeline: Pipeline) -> float:
     travel = sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
     way = sum(own) + loss + travel
     bounds = [math.ceil(count / pipeline.max_in_flight) * way, count * (own[0] + loss)]
+    bounds.append(way + (count - 1) * loss)
     bounds += [count * busy for busy in busy_seconds_of_media(hops).values()]
     before = 0.0
     for index in range(1, len(stages)):

@@ -12,10 +12,12 @@ import numpy as np
 
 from ..plan import COORDINATOR, Narrowing, Plan, StagePlan, WireDtype, bytes_per_number
 from .bounds import busy_seconds_of_media, least_seconds
-from .holding import Holder, Need, Option
-from .profile import EMBEDDING, HEAD, Link, ModelProfile, Profile
+from .costs import Cost, cost_at, layer_seconds
+from .forms import START, WORKER, Form, Role
+from .holding import End, Holder, Need, Option
+from .profile import EMBEDDING, ENDS, HEAD, Link, ModelProfile, Profile
 from .simulation import Hop, Pipeline, Simulation, StageTimes, predict
-from .splitting import Matrix, best_split, bottleneck
+from .splitting import Matrix
 
 
 class Costs:
@@ -32,7 +34,8 @@ class Costs:
         self.batch_size = profile.batch_size or 1
         self._kinds = {device.name: _kind_of(device) for device in profile.devices}
         self._links = {(link.source, link.target): link for link in profile.links}
-        self._holders: dict[tuple[bytes, int], Holder] = {}
+        self._holders: dict[tuple[bytes, int, Role], Holder] = {}
+        self._hops: dict[tuple[str, str, float], Hop] = {}
 
     def size(self, micro_batches: int) -> int:
         """Samples in the largest of so many micro-batches."""
@@ -42,26 +45,76 @@ class Costs:
         """Equal for devices that were measured alike."""
         return self._kinds[name]
 
-    def holder(self, name: str, size: int) -> Holder:
-        """The device at a micro-batch size."""
-        key = (self._kinds[name], size)
+    def holder(self, name: str, size: int, role: Role | None = None) -> Holder:
+        """The device at a micro-batch size, in its role of the form with the coordinator first
+        where no other is given."""
+        if role is None:
+            role = Form.FIRST.role(0) if name == COORDINATOR else WORKER
+        key = (self._kinds[name], size, role)
         if key not in self._holders:
-            device = self.profile.device(name)
-            self._holders[key] = Holder(device, self.profile.model, size)
+            device, ends = self.profile.device(name), self._ends(name, size, role)
+            self._holders[key] = Holder(device, self.profile.model, size, role, ends)
         return self._holders[key]
 
-    def matrix(self, name: str, size: int, in_flight: int) -> Matrix:
+    def _ends(self, name: str, size: int, role: Role) -> list[End]:
+        """What a role's ends take."""
+        own, model = self.profile.device(COORDINATOR), self.profile.model
+        found = []
+        for end in role.ends:
+            part = EMBEDDING if end == START else end
+            cost = cost_at(own, part, model.dtype, False, size)
+            found.append(End(end, cost, own.optimizer_seconds.get(end, 0.0)))
+        are_together = role.ends == ENDS
+        return found if are_together else [self._apart(end, name, size) for end in found]
+
+    def _apart(self, end: End, name: str, size: int) -> End:
+        """One of a line's ends. Both were measured on the coordinator, as if the embedding were
+        there: its forward is nearly all the start, which stays; its backward, optimizer's step and
+        memory are the embedding's. A worker takes so many times as long for these as it takes for
+        decoder layers."""
+        if end.cost is None or end.name == HEAD:
+            return end
+        if end.name == START:
+            return End(START, Cost(end.cost.forward_seconds, 0.0, 0.0, 0.0))
+        factor = self._times_as_long(name, size)
+        backward = end.cost.backward_seconds * factor
+        cost = end.cost._replace(forward_seconds=0.0, backward_seconds=backward)
+        return End(EMBEDDING, cost, end.optimizer_seconds * factor)
+
+    def _times_as_long(self, name: str, size: int) -> float:
+        """A worker's time for decoder layers by the coordinator's; 1 where one is not known."""
+        model = self.profile.model
+        own, its = (
+            layer_seconds(self.profile.device(each), model, model.dtype, size)
+            for each in (COORDINATOR, name)
+        )
+        return its / own if 0 < own < math.inf and its < math.inf else 1.0
+
+    def matrix(self, name: str, size: int, in_flight: int, role: Role | None = None) -> Matrix:
         """The seconds of every stage that the device may hold, its pin kept to."""
-        seconds = self.holder(name, size).matrix(in_flight)
+        holder = self.holder(name, size, role)
+        seconds = holder.matrix(in_flight)
         if name not in self.pins:
             return seconds
+        first, end = self.pins[name]
+        if first == end:  # the coordinator without layers
+            first = end = len(seconds) - 1 if holder.role.has_last else 0
         pinned = np.full_like(seconds, np.inf)
-        pinned[self.pins[name]] = seconds[self.pins[name]]
+        pinned[first, end] = seconds[first, end]
         return pinned
 
     def link(self, source: str, target: str) -> Link:
         """As `Profile.link`, without looking through all of them."""
         return self._links.get((source, target)) or self.profile.link(source, target)
+
+    def hop(self, source: str, target: str, num_bytes: float) -> Hop:
+        """So many bytes over that link."""
+        key = (source, target, num_bytes)
+        if key not in self._hops:
+            link = self.link(source, target)
+            medium = link.shared or f"{link.source} to {link.target}"
+            self._hops[key] = Hop(medium, num_bytes / link.bytes_per_second, link.latency_seconds)
+        return self._hops[key]
 
 
 def _kind_of(device: msgspec.Struct) -> bytes:
@@ -76,12 +129,14 @@ class Candidate:
 
     Args:
         costs: What it was made from.
-        names: The devices in the order of the layers, the coordinator first.
+        names: The coordinator in any form first, then the workers in the order of the layers.
         ranges: Their layers.
         options: How each runs them.
         micro_batches: As in the plan.
         in_flight: As in the plan.
         narrowings: What is rounded on its way, as in the plan; the planner itself rounds nothing.
+        form: Whether the coordinator's layers are the first or the last ones, and who has the
+            embedding.
     """
 
     costs: Costs
@@ -91,6 +146,7 @@ class Candidate:
     micro_batches: int
     in_flight: int
     narrowings: Sequence[Narrowing] = ()
+    form: Form = Form.FIRST
 
     @property
     def size(self) -> int:
@@ -102,18 +158,24 @@ class Candidate:
         """Its workers in their order."""
         return tuple(self.names[1:])
 
+    def holder(self, index: int) -> Holder:
+        """A stage's device in its role."""
+        return self.costs.holder(self.names[index], self.size, self.form.role(index))
+
     @cached_property
     def pipeline(self) -> Pipeline:
         """What the simulator plays."""
-        ends = self.costs.holder(COORDINATOR, self.size)
-        there, back = hops_between(self.costs, self.names, self.size, self.narrowings)
+        there, back = hops_between(self.costs, self.names, self.size, self.narrowings, self.form)
+        first, end = self.ranges[0]
         return Pipeline(
             [self._times(index) for index in range(len(self.names))],
-            ends.end_seconds(HEAD),
+            self._loss_seconds,
             there,
             back,
             self.micro_batches,
             self.in_flight,
+            # As `Plan.starts_on_worker` has it.
+            starts_first=self.form is not Form.FIRST or first == end,
         )
 
     @property
@@ -146,59 +208,78 @@ class Candidate:
 
     def need(self, index: int) -> Need:
         """The memory that a stage needs."""
-        holder = self.costs.holder(self.names[index], self.size)
-        return holder.need(self.options[index], *self.ranges[index], self.in_flight)
+        return self.holder(index).need(self.options[index], *self.ranges[index], self.in_flight)
+
+    def layer_seconds(self, index: int) -> tuple[float, float]:
+        """A stage's layers, forward and backward of one micro-batch."""
+        (first, end), option = self.ranges[index], self.options[index]
+        forward, backward = (sums[end] - sums[first] for sums in (option.forward, option.backward))
+        return float(forward), float(backward)
+
+    def has_embedding(self, index: int) -> bool:
+        """Whether a stage is a worker's that has the embedding."""
+        role = self.form.role(index)
+        return EMBEDDING in role.ends and not role.is_coordinator
 
     def plan(self) -> Plan:
         """As a plan. A coordinator without layers is left out of it."""
-        dtype = self.costs.profile.model.dtype
-        return Plan(
-            [
-                StagePlan(
-                    [name],
-                    span,
-                    option.recompute,
-                    None if option.dtype == dtype else option.dtype,
-                )
-                for name, span, option in zip(self.names, self.ranges, self.options, strict=True)
-                if span[0] < span[1]
-            ],
-            self.micro_batches,
-            self.in_flight,
+        stages = [self._stage_plan(index) for index in range(len(self.names))]
+        held = [stage for stage in self.form.in_layer_order(stages) if stage.layer_indices]
+        return Plan(held, self.micro_batches, self.in_flight)
+
+    def _stage_plan(self, index: int) -> StagePlan:
+        option, dtype = self.options[index], self.costs.profile.model.dtype
+        return StagePlan(
+            [self.names[index]],
+            self.ranges[index],
+            option.recompute,
+            None if option.dtype == dtype else option.dtype,
+            embedding=self.has_embedding(index),
         )
 
     def _times(self, index: int) -> StageTimes:
-        (first, end), option = self.ranges[index], self.options[index]
-        holder = self.costs.holder(self.names[index], self.size)
-        forward = float(option.forward[end] - option.forward[first])
-        backward = float(option.backward[end] - option.backward[first])
-        embedding = holder.ends.get(EMBEDDING)
-        if embedding is not None:
-            forward += embedding.forward_seconds
-            backward += embedding.backward_seconds
-        parts = [*self.costs.profile.model.layers[first:end], *holder.ends]
-        step = sum(holder.device.optimizer_seconds.get(part, 0.0) for part in parts)
+        (first, end), holder = self.ranges[index], self.holder(index)
+        is_behind = index == 0 and self.form is not Form.FIRST
+        forward, backward = (0.0, 0.0) if is_behind else self.layer_seconds(index)
+        before = holder.before_layers
+        forward, backward = forward + before.forward_seconds, backward + before.backward_seconds
+        layers = self.costs.profile.model.layers[first:end]
+        step = sum(holder.device.optimizer_seconds.get(kind, 0.0) for kind in layers)
+        step += sum(each.optimizer_seconds for each in holder.ends.values())
         return StageTimes(forward, backward, step)
+
+    @property
+    def _loss_seconds(self) -> float:
+        head = self.holder(0).end_seconds(HEAD)
+        return head if self.form is Form.FIRST else head + sum(self.layer_seconds(0))
 
 
 def hops_between(
-    costs: Costs, names: Sequence[str], size: int, narrowings: Sequence[Narrowing] = ()
+    costs: Costs,
+    names: Sequence[str],
+    size: int,
+    narrowings: Sequence[Narrowing] = (),
+    form: Form = Form.FIRST,
 ) -> tuple[list[Hop], list[Hop]]:
     """The hops that leave each stage forward and backward."""
     model = costs.profile.model
     narrowings = narrowings or [Narrowing()] * len(names)
     activation_bytes = model.activation_bytes_per_sample * size
     gradient_bytes = model.gradient_bytes_per_sample * size
-    there = [
-        _hop(costs.link(source, target), activation_bytes * _share(model, form.activation_dtype))
-        for source, target, form in zip(names, [*names[1:], names[0]], narrowings, strict=True)
-    ]
-    before, forms = [names[-1], *names[:-1]], [narrowings[-1], *narrowings[:-1]]
-    back = [
-        _hop(costs.link(source, target), gradient_bytes * _share(model, form.gradient_dtype))
-        for source, target, form in zip(names, before, forms, strict=True)
-    ]
-    return there, back
+    there = [activation_bytes * _share(model, each.activation_dtype) for each in narrowings]
+    around = [narrowings[-1], *narrowings[:-1]]
+    back = [gradient_bytes * _share(model, each.gradient_dtype) for each in around]
+    if form is Form.LINE:
+        there[0], back[1] = model.token_id_bytes_per_sample * size, 0.0
+    behind, before = [*names[1:], names[0]], [names[-1], *names[:-1]]
+    return _hops(costs, names, behind, there), _hops(costs, names, before, back)
+
+
+def _hops(
+    costs: Costs, sources: Sequence[str], targets: Sequence[str], num_bytes: Sequence[float]
+) -> list[Hop]:
+    pairs = zip(sources, targets, num_bytes, strict=True)
+    return [costs.hop(source, target, amount) for source, target, amount in pairs]
 
 
 def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
@@ -206,60 +287,3 @@ def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
     if wire_dtype is None:
         return 1.0
     return min(1.0, bytes_per_number(wire_dtype) / bytes_per_number(model.dtype))
-
-
-def _hop(link: Link, num_bytes: float) -> Hop:
-    medium = link.shared or f"{link.source} to {link.target}"
-    return Hop(medium, num_bytes / link.bytes_per_second, link.latency_seconds)
-
-
-def place(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[Candidate]:
-    """The exact split of the layers over this order, for several numbers in flight.
-
-    Twice as many micro-batches in flight as processes hide the way there and back; fewer are
-    tried where they leave memory for a better split.
-    """
-    processes = len(workers) + 1
-    levels = {2 * processes, processes, math.ceil(processes / 2), 1} if workers else {1}
-    size = costs.size(micro_batches)
-    unlimited = bottleneck([costs.matrix(name, size, 1) for name in (COORDINATOR, *workers)])
-    found: list[Candidate] = []
-    for in_flight in sorted({min(level, micro_batches) for level in levels}, reverse=True):
-        if np.isinf(unlimited):
-            break
-        candidate = place_at(costs, workers, micro_batches, in_flight)
-        if candidate is not None:
-            found.append(candidate)
-            if candidate.bottleneck_seconds <= unlimited:
-                break
-    return found
-
-
-def place_at(
-    costs: Costs, workers: Sequence[str], micro_batches: int, in_flight: int
-) -> Candidate | None:
-    """The exact split for this number in flight; None where it does not fit."""
-    names, size = [COORDINATOR, *workers], costs.size(micro_batches)
-    there, back = hops_between(costs, names, size)
-    media = busy_seconds_of_media([*there, *back])
-    floor = max(media.values()) if workers else 0.0
-    split = best_split([costs.matrix(name, size, in_flight) for name in names], floor)
-    if split is None:
-        return None
-    return with_ranges(costs, names, split.ranges, micro_batches, in_flight)
-
-
-def with_ranges(
-    costs: Costs,
-    names: Sequence[str],
-    ranges: Sequence[tuple[int, int]],
-    micro_batches: int,
-    in_flight: int,
-) -> Candidate:
-    """These layers for these devices, each run in the fastest way that fits."""
-    size = costs.size(micro_batches)
-    options = [
-        costs.holder(name, size).option_for(*span, in_flight)
-        for name, span in zip(names, ranges, strict=True)
-    ]
-    return Candidate(costs, names, ranges, options, micro_batches, in_flight)

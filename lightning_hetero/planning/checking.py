@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..errors import PlanError
-from ..plan import COORDINATOR, Plan, StagePlan
+from ..plan import Plan
 from .candidates import Candidate, Costs
+from .forms import Form, with_coordinator
 from .profile import Profile
 from .shortage import shortages
 
@@ -32,15 +33,22 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
             f"A batch of {profile.batch_size} samples cannot be cut into {plan.micro_batches} "
             f"micro-batches; ask for 1 to {profile.batch_size}."
         )
-    stages = list(plan.stages)
-    if not (stages and stages[0].is_local):
-        stages.insert(0, StagePlan([COORDINATOR], (0, 0)))
-    costs = Costs(profile, {})
+    form, costs = Form.of(plan), Costs(profile, {})
+    stages = form.coordinator_first(with_coordinator(plan))
     size = costs.size(plan.micro_batches)
     options = [
-        costs.holder(stage.worker, size).option(stage.dtype or profile.model.dtype, stage.recompute)
-        for stage in stages
+        costs.holder(stage.worker, size, form.role(index)).option(
+            stage.dtype or profile.model.dtype, stage.recompute
+        )
+        for index, stage in enumerate(stages)
     ]
-    names, ranges = [stage.worker for stage in stages], [stage.layers for stage in stages]
-    in_flight = min(plan.max_in_flight, plan.micro_batches)
-    return Candidate(costs, names, ranges, options, plan.micro_batches, in_flight, plan.narrowings)
+    return Candidate(
+        costs,
+        [stage.worker for stage in stages],
+        [stage.layers for stage in stages],
+        options,
+        plan.micro_batches,
+        min(plan.max_in_flight, plan.micro_batches),
+        plan.narrowings,
+        form,
+    )

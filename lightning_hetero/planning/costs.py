@@ -69,7 +69,7 @@ def allowed_dtypes(device: DeviceProfile, model: ModelProfile, size: int) -> lis
     a narrower one to save time. The coordinator computes in the user's precision and no other.
     """
     seconds = {
-        dtype: _layer_seconds(device, model, dtype, size)
+        dtype: layer_seconds(device, model, dtype, size)
         for dtype in get_args(Dtype)
         if any(t.dtype == dtype and t.part in model.layers for t in device.timings)
     }
@@ -82,7 +82,7 @@ def allowed_dtypes(device: DeviceProfile, model: ModelProfile, size: int) -> lis
     return [wanted, "float32"] if is_wide_faster else [wanted]
 
 
-def _layer_seconds(device: DeviceProfile, model: ModelProfile, dtype: Dtype, size: int) -> float:
+def layer_seconds(device: DeviceProfile, model: ModelProfile, dtype: Dtype, size: int) -> float:
     """One layer of each kind, forward and backward; infinite where a kind cannot go there."""
     costs = [cost_at(device, kind, dtype, False, size) for kind in model.kinds]
     return sum(cost.forward_seconds + cost.backward_seconds if cost else math.inf for cost in costs)

@@ -6,17 +6,19 @@ and, with arrays for `first` and `end`, all possible stages at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..plan import COORDINATOR, Dtype
+from ..plan import Dtype
 from .bounds import Speed
 from .costs import Cost, allowed_dtypes, cost_at
-from .profile import EMBEDDING, ENDS, DeviceProfile, ModelProfile
+from .forms import START, WORKER, Role
+from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, ModelProfile
 from .splitting import Matrix
 
 KEPT_FREE = 0.05
@@ -100,6 +102,19 @@ class Option:
         return most
 
 
+class End(NamedTuple):
+    """What one of the model's ends takes where it is; no cost where it cannot be there."""
+
+    name: str
+    cost: Cost | None
+    optimizer_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward; infinite where it cannot be there."""
+        return self.cost.forward_seconds + self.cost.backward_seconds if self.cost else np.inf
+
+
 class Holder:
     """A device at one micro-batch size.
 
@@ -107,20 +122,32 @@ class Holder:
         device: Its profile.
         model: What is trained.
         size: Samples in a micro-batch.
+        role: What it does besides computing layers.
+        ends: Those that the role gives it.
     """
 
-    def __init__(self, device: DeviceProfile, model: ModelProfile, size: int) -> None:
+    def __init__(
+        self,
+        device: DeviceProfile,
+        model: ModelProfile,
+        size: int,
+        role: Role = WORKER,
+        ends: Sequence[End] = (),
+    ) -> None:
         self.device = device
+        self.role = role
+        self.ends = {end.name: end for end in ends}
         self._model = model
         self._size = size
-        self.is_coordinator = device.name == COORDINATOR
         self._matrices: dict[int, tuple[Matrix, npt.NDArray[np.intp]]] = {}
         self._options: dict[tuple[Dtype, bool], Option] = {}
 
     @cached_property
     def options(self) -> list[Option]:
-        """Dtypes as `allowed_dtypes` says, each without and with recomputation."""
-        dtypes = allowed_dtypes(self.device, self._model, self._size) or [self._model.dtype]
+        """Dtypes as `allowed_dtypes` says, each without and with recomputation. With an end the
+        stage computes in the user's precision."""
+        dtypes = [] if self.ends else allowed_dtypes(self.device, self._model, self._size)
+        dtypes = dtypes or [self._model.dtype]
         return [self.option(dtype, again) for dtype in dtypes for again in (False, True)]
 
     def option(self, dtype: Dtype, recompute: bool) -> Option:
@@ -130,32 +157,29 @@ class Holder:
             self._options[dtype, recompute] = made
         return self._options[dtype, recompute]
 
-    @cached_property
-    def ends(self) -> dict[str, Cost | None]:
-        """The embedding's and the head's cost, on the coordinator."""
-        if not self.is_coordinator:
-            return {}
-        dtype = self._model.dtype
-        return {end: cost_at(self.device, end, dtype, False, self._size) for end in ENDS}
-
     @property
     def usable_bytes(self) -> float:
         """Its memory less what is kept free."""
         return self.device.memory_bytes * (1 - KEPT_FREE)
 
+    @property
+    def before_layers(self) -> Cost:
+        """What it does before the first layer, if anything."""
+        found = self.ends.get(EMBEDDING) or self.ends.get(START)
+        return (found.cost if found else None) or Cost(0.0, 0.0, 0.0, 0.0)
+
     def end_seconds(self, end: str) -> float:
-        """Forward and backward of an end; infinite where it does not fit."""
-        cost = self.ends[end]
-        return cost.forward_seconds + cost.backward_seconds if cost else np.inf
+        """Forward and backward of an end; infinite where it does not fit, none where it is not."""
+        return self.ends[end].seconds if end in self.ends else 0.0
 
     def seconds(self, option: Option, first: Index, end: Index) -> Numbers:
         """What one micro-batch takes here in all."""
-        return option.seconds(first, end) + sum(self.end_seconds(name) for name in self.ends)
+        return option.seconds(first, end) + sum(each.seconds for each in self.ends.values())
 
     def need(self, option: Option, first: Index, end: Index, in_flight: int) -> Need:
         """The memory for a stage with so many micro-batches in flight."""
         kept, working = self._kept(option, first, end), self._working(option, first, end)
-        parts = [self._model.part(name) for name in self.ends]
+        parts = [self._model.part(name) for name in self.ends if name in ENDS]
         return Need(
             base=self.device.base_bytes,
             weights=_between(option.weights, first, end) + sum(p.parameter_bytes for p in parts),
@@ -184,7 +208,7 @@ class Holder:
     def speed(self) -> Speed:
         """For bounds: the cheapest layer's time here, and how many layers fit at best."""
         seconds = self.matrix(in_flight=1)
-        fixed = sum(self.end_seconds(end) for end in self.ends)
+        fixed = sum(each.seconds for each in self.ends.values())
         held = np.argwhere(np.isfinite(seconds))
         most = int((held[:, 1] - held[:, 0]).max(initial=0))
         layers = np.arange(len(self._model.layers))
@@ -208,8 +232,12 @@ class Holder:
         """The ends of all ranges of layers, and which of these can be stages here."""
         points = np.arange(len(self._model.layers) + 1)
         first, end = points[:, None], points[None, :]
-        possible = (first == 0) if self.is_coordinator else (first < end)
-        return first, end, possible & (first <= end)
+        possible = (first <= end) if self.role.is_coordinator else (first < end)
+        if self.role.has_first:
+            possible = possible & (first == 0)
+        if self.role.has_last:
+            possible = possible & (end == points[-1])
+        return first, end, possible
 
     def _fitting(self, option: Option, first: Index, end: Index, in_flight: int) -> Numbers:
         is_fitting = self.need(option, first, end, in_flight).total <= self.usable_bytes
@@ -218,18 +246,29 @@ class Holder:
     def _kept(self, option: Option, first: Index, end: Index) -> Numbers:
         """What each micro-batch in flight holds."""
         activation = self._model.activation_bytes_per_sample * self._size
+        kept: Numbers = 0.0 if self.role.has_last else self._graph(option, first, end)
+        if EMBEDDING in self.ends or not self.role.is_coordinator:
+            kept = kept + activation  # what goes out is part of the graph
+        if HEAD in self.ends:
+            # What comes back waits for the coordinator.
+            kept = kept + activation + self._model.tied_gradient_bytes
+        return kept if self._runs_all_anew(option) else kept + self.before_layers.saved_bytes
+
+    def _runs_all_anew(self, option: Option) -> bool:
+        """Whether only the stage's input is kept, on a worker."""
+        return option.recompute and not self.role.is_coordinator
+
+    def _graph(self, option: Option, first: Index, end: Index) -> Numbers:
+        """What the layers keep of a micro-batch for its backward."""
         if not option.recompute:
-            kept = _between(option.saved, first, end)
-        else:
-            # A worker keeps the stage's input, the coordinator that of each of its layers.
-            num_layers = np.subtract(end, first)
-            inputs = num_layers if self.is_coordinator else np.minimum(num_layers, 1)
-            kept = activation * np.asarray(inputs, np.float64)
-        embedding = self.ends.get(EMBEDDING)
-        if embedding is None:
-            return kept + activation  # what goes out is part of the graph
-        # What comes back waits for the head.
-        return kept + 2 * activation + embedding.saved_bytes + self._model.tied_gradient_bytes
+            return _between(option.saved, first, end)
+        activation = self._model.activation_bytes_per_sample * self._size
+        # A worker keeps the stage's input, the coordinator that of each of its layers.
+        num_layers = np.subtract(end, first)
+        inputs = np.minimum(num_layers, 1) if self._runs_all_anew(option) else num_layers
+        if self._runs_all_anew(option) and EMBEDDING in self.ends:
+            inputs = 0 * inputs  # token ids are next to nothing
+        return activation * np.asarray(inputs, np.float64)
 
     def _working(self, option: Option, first: Index, end: Index) -> Numbers:
         """What one action takes for itself, with a boundary being sent and one being received."""
@@ -237,13 +276,19 @@ class Holder:
         both_ways = model.activation_bytes_per_sample + model.gradient_bytes_per_sample
         if not option.recompute:
             working = option.scratch(first, end)
-        elif self.is_coordinator:
+        elif self.role.is_coordinator:
             working = option.peak(first, end)
         else:
             # Its backward makes the graph of all the stage's layers anew.
             working = option.scratch(first, end) + _between(option.saved, first, end)
-        peaks = [cost.peak_bytes for cost in self.ends.values() if cost is not None]
-        return np.maximum(working, max(peaks, default=0.0)) + 2 * both_ways * self._size
+        head = self.ends.get(HEAD)
+        if head is not None and head.cost is not None:
+            working = np.maximum(working, head.cost.peak_bytes)
+        if self.role.has_last:
+            # One action: forward, head, loss and backward, so of one micro-batch at a time.
+            working = working + self._graph(option, first, end)
+        working = np.maximum(working, self.before_layers.peak_bytes)
+        return working + self.role.num_boundaries * both_ways * self._size
 
 
 def _each(model: ModelProfile, costs: dict[str, Cost | None]) -> list[Cost | None]:

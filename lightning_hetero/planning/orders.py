@@ -40,14 +40,20 @@ class Orders:
         pins = {name: self._costs.pins[name] for name in workers if name in self._costs.pins}
         fixed = sorted(pins, key=lambda name: pins[name])
         free = [name for name in self.by_speed if name in workers and name not in pins]
-        start = self._costs.pins.get(COORDINATOR, (0, 0))[1]
+        start, end = self._free_layers()
         starts = [start, *(pins[name][1] for name in fixed)]
-        ends = [*(pins[name][0] for name in fixed), len(self._costs.profile.model.layers)]
+        ends = [*(pins[name][0] for name in fixed), end]
         gaps = self._filled([end - first for first, end in zip(starts, ends, strict=True)], free)
         order = gaps[0]
         for name, gap_after in zip(fixed, gaps[1:], strict=True):
             order = [*order, name, *gap_after]
         return order
+
+    def _free_layers(self) -> tuple[int, int]:
+        """The layers that no pin gives to the coordinator."""
+        num_layers = len(self._costs.profile.model.layers)
+        start, end = self._costs.pins.get(COORDINATOR, (0, 0))
+        return (end, num_layers) if start == 0 else (0, start)
 
     def _filled(self, num_layers: Sequence[int], free: Sequence[str]) -> list[list[str]]:
         """The free devices for each gap of so many layers: each goes where most is left."""

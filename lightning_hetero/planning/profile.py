@@ -20,7 +20,8 @@ VERSION = 1
 EMBEDDING = "embedding"
 HEAD = "head"
 ENDS = (EMBEDDING, HEAD)
-"""The coordinator's own parts: what comes before the layers, and what comes after with the loss."""
+"""What comes before the layers, and what comes after with the loss. Both are measured on the
+coordinator only, which has them unless the embedding is on a worker."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -64,6 +65,9 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         dtype: What the user's precision multiplies in; a stage without its own dtype does too.
         tied_gradient_bytes: Gradients that the coordinator holds once per micro-batch in flight,
             those of an embedding that is also the head.
+        embedding_may_leave: Whether a worker with the first layer may have the input embedding: it
+            is the whole `EMBEDDING` part but for buffers, and its output goes to the first layer
+            and nowhere else.
     """
 
     fingerprint: Name
@@ -74,10 +78,16 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     gradient_bytes_per_sample: Count
     dtype: Dtype = "float32"
     tied_gradient_bytes: Count = 0
+    embedding_may_leave: bool = False
 
     def part(self, name: str) -> Part:
         """The kind of layer, or the end, of that name."""
         return next(part for part in self.parts if part.name == name)
+
+    @property
+    def token_id_bytes_per_sample(self) -> int:
+        """What crosses a boundary before the embedding; an id is an int64."""
+        return 8 * self.tokens_per_sample
 
     @property
     def kinds(self) -> list[str]:

@@ -29,6 +29,11 @@ def sentences(verdict: Verdict) -> list[str]:
         f"{_rate(verdict.tokens_per_second)}, bubble {in_percent(verdict.bubble)}",
     ]
     lines += [
+        f"{stage.worker} has the input embedding: token ids go there, and no gradient comes back"
+        for stage in verdict.stages
+        if stage.embedding
+    ]
+    lines += [
         f"bound by {bound.name}: {_rate(bound.tokens_per_second)}, of which this plan reaches "
         f"{in_percent(verdict.tokens_per_second / bound.tokens_per_second)}"
         for bound in verdict.bounds

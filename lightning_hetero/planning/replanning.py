@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
-from .bounds import busy_seconds_of_media
-from .candidates import Candidate, hops_between
+from .candidates import Candidate
 from .checking import candidate_of
+from .forms import with_coordinator
 from .profile import DeviceProfile, Profile
 from .splitting import Matrix, best_split
 from .watching import StageSeconds
@@ -61,8 +61,9 @@ def replan(
 
     With a profile, its times are scaled to the present ones, memory is kept to, and steps are
     simulated. Without one, all layers of a stage are taken for alike and the slowest stage is made
-    as fast as possible; a coordinator without layers gets none then. A coordinator that is not
-    among ``seconds`` keeps the layers that it has.
+    as fast as possible; a coordinator without layers gets none then, and one with the last layers
+    keeps them, since their time is not known apart from the head's. A coordinator that is not among
+    ``seconds`` keeps the layers that it has.
 
     Returns:
         None where the layers do not fit, by the profile.
@@ -79,23 +80,22 @@ def _by_profile(
 ) -> Replanned | None:
     before = candidate_of(plan, profile)
     matrices = [
-        before.costs.holder(name, before.size).matrix_of(option, before.in_flight)
-        for name, option in zip(before.names, before.options, strict=True)
+        before.holder(index).matrix_of(option, before.in_flight)
+        for index, option in enumerate(before.options)
     ]
     if COORDINATOR not in seconds:
         matrices[0] = _only(matrices[0], before.ranges[0])
-    hops = hops_between(before.costs, before.names, before.size, before.narrowings)
-    media = busy_seconds_of_media([*hops[0], *hops[1]])
-    split = best_split(matrices, max(media.values()))
+    media = before.busy_seconds_of_media
+    split = best_split(before.form.in_layer_order(matrices), max(media.values(), default=0.0))
     if split is None:
         return None
-    after = dataclasses.replace(before, ranges=split.ranges)
+    after = dataclasses.replace(before, ranges=before.form.coordinator_first(split.ranges))
     gain = 1 - after.step_seconds / before.step_seconds
     return Replanned(_with_ranges(plan, split.ranges), gain, profile)
 
 
 def _by_seconds(plan: Plan, seconds: Mapping[str, StageSeconds]) -> Replanned | None:
-    stages = _with_coordinator(plan)
+    stages = with_coordinator(plan)
     num_layers = stages[-1].layers[1]
     matrices = [_matrix(stage, seconds.get(stage.worker), num_layers) for stage in stages]
     split = best_split(matrices)
@@ -113,11 +113,13 @@ def _matrix(stage: StagePlan, seconds: StageSeconds | None, num_layers: int) -> 
     present = seconds or StageSeconds(0.0)
     num_present = len(stage.layer_indices)
     each = present.layers / max(1, num_present)
-    possible = (first == 0) & (first <= end) if stage.is_local else first < end
-    matrix = np.where(possible, present.ends + each * (end - first), np.inf)
-    if stage.is_local and (seconds is None or num_present == 0):
+    matrix = np.where(first <= end, present.ends + each * (end - first), np.inf)
+    if not stage.is_local:
+        return np.where(first < end, matrix, np.inf)
+    if present.layers == 0 or num_present == 0:
         return _only(matrix, stage.layers)
-    return matrix
+    is_possible = first == 0 if stage.layers[0] == 0 else end == num_layers
+    return np.where(is_possible, matrix, np.inf)
 
 
 def _only(matrix: Matrix, layers: tuple[int, int]) -> Matrix:
@@ -154,18 +156,11 @@ def _stage_seconds(candidate: Candidate) -> dict[str, float]:
     return dict(zip(candidate.names, times, strict=True))
 
 
-def _with_coordinator(plan: Plan) -> list[StagePlan]:
-    """The stages, with one of the coordinator's in any case."""
-    if plan.stages[0].is_local:
-        return list(plan.stages)
-    return [StagePlan([COORDINATOR], (0, 0)), *plan.stages]
-
-
 def _with_ranges(plan: Plan, ranges: Sequence[tuple[int, int]]) -> Plan:
+    had_coordinator = any(stage.is_local for stage in plan.stages)
     stages = [
         dataclasses.replace(stage, layers=layers)
-        for stage, layers in zip(_with_coordinator(plan), ranges, strict=True)
+        for stage, layers in zip(with_coordinator(plan), ranges, strict=True)
+        if had_coordinator or not stage.is_local or layers[0] < layers[1]
     ]
-    if not plan.stages[0].is_local and ranges[0] == (0, 0):
-        del stages[0]
     return dataclasses.replace(plan, stages=stages)

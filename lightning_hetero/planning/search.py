@@ -9,6 +9,9 @@ the fastest links. Those for which (micro-batches + processes - 1) times the bou
 is least are split, those of them with the lowest bounds are simulated. Up to ten workers, two are
 exchanged then, or one is left out or added, or the batch is cut otherwise, as long as that helps.
 
+All of that with the coordinator first and with it last (`forms.py`); it stays first where it is not
+faster last.
+
 At last as few micro-batches are taken in flight as are nearly as fast.
 """
 
@@ -20,9 +23,11 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 
 from ..plan import COORDINATOR
-from .bounds import least_bottleneck
-from .candidates import Candidate, Costs, place, place_at, with_ranges
+from .bounds import Speed, least_bottleneck
+from .candidates import Candidate, Costs
+from .forms import Form, forms_for, lightest_form
 from .orders import EXCHANGES_UP_TO, Orders, interchangeable
+from .placing import place, place_at, place_both, place_last, with_ranges
 
 ALL_ORDERS_UP_TO = 5
 """Workers of which all subsets in all orders are looked at: 325 arrangements."""
@@ -35,6 +40,9 @@ MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
 
 LEAST_GAIN = 0.02
 """A device has to shorten the step by this share: each one more can drift, or fail."""
+
+LEAST_GAIN_OF_FORM = 1e-9
+"""What a coordinator that is last has to gain: less is the rounding of sums."""
 
 LEAST_GAIN_IN_FLIGHT = 0.005
 """More micro-batches in flight have to shorten it by this share: each keeps its activations."""
@@ -92,19 +100,30 @@ class Search:
         layers = len(self._costs.profile.model.layers)
         alone = name == COORDINATOR
         names = [name] if alone else [COORDINATOR, name]
-        ranges = [(0, layers)] if alone else [(0, 0), (0, layers)]
-        placed = [
-            with_ranges(self._costs, names, ranges, pieces, min(in_flight, pieces))
-            for pieces in self.micro_batches
-            for in_flight in ((1,) if alone else (4, 2, 1))
-            if all(
-                math.isfinite(
-                    self._costs.holder(each, self._costs.size(pieces)).matrix(in_flight)[span]
-                )
-                for each, span in zip(names, ranges, strict=True)
-            )
-        ]
+        placed = []
+        for form in (Form.FIRST,) if alone else forms_for(self._costs.profile.model):
+            ranges = [(0, layers)] if alone else [form.no_layers(layers), (0, layers)]
+            placed += [
+                with_ranges(self._costs, names, ranges, pieces, min(in_flight, pieces), form)
+                for pieces in self.micro_batches
+                for in_flight in ((1,) if alone else (4, 2, 1))
+                if self._fits(names, ranges, pieces, in_flight, form)
+            ]
         return _best_played(placed, math.inf, MOST_PLAYED)
+
+    def _fits(
+        self,
+        names: Sequence[str],
+        ranges: Sequence[tuple[int, int]],
+        pieces: int,
+        in_flight: int,
+        form: Form,
+    ) -> bool:
+        size = self._costs.size(pieces)
+        return all(
+            math.isfinite(self._costs.holder(name, size, form.role(i)).matrix(in_flight)[span])
+            for i, (name, span) in enumerate(zip(names, ranges, strict=True))
+        )
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
         """One of those workers, or of all, for each class of interchangeable ones."""
@@ -143,7 +162,7 @@ class Search:
             found = [
                 candidate
                 for order in self._orders.usual(choice.workers)
-                for candidate in place(self._costs, order, choice.micro_batches)
+                for candidate in place_both(self._costs, order, choice.micro_batches)
             ]
             placed += found
             num_split += bool(found)
@@ -157,18 +176,17 @@ class Search:
         ]
 
     def _choice(self, workers: tuple[str, ...], pieces: int) -> Choice:
-        size = self._costs.size(pieces)
-        speeds = [self._costs.holder(name, size).speed for name in (COORDINATOR, *workers)]
+        speeds = speeds_of(self._costs, workers, pieces)
         slowest = least_bottleneck(speeds, len(self._costs.profile.model.layers))
         return Choice(pieces * slowest, (pieces + len(workers)) * slowest, pieces, workers)
 
     def _best_order(self, choice: Choice, below: float) -> Candidate | None:
-        placed = [
-            candidate
-            for workers in self._all_orders(choice.workers)
-            for candidate in place(self._costs, workers, choice.micro_batches)
-        ]
-        return _best_played(placed, below, MOST_PLAYED)
+        orders, pieces = list(self._all_orders(choice.workers)), choice.micro_batches
+        placed = [c for order in orders for c in place(self._costs, order, pieces, below=below)]
+        first = _best_played(placed, below, MOST_PLAYED)
+        below = (below if first is None else first.step_seconds) * (1 - LEAST_GAIN_OF_FORM)
+        placed = [c for order in orders for c in place_last(self._costs, order, pieces, below)]
+        return _best_played(placed, below, MOST_PLAYED) or first
 
     def _subsets(self) -> Iterator[tuple[str, ...]]:
         """Each with all pinned workers."""
@@ -200,7 +218,7 @@ class Search:
             climbed = self._climb(best)
             placed = [climbed, *self._changed(climbed)]
             for pieces in self.micro_batches:
-                placed += place(self._costs, climbed.workers, pieces)
+                placed += place_both(self._costs, climbed.workers, pieces)
             found = _best_played(placed, best.step_seconds, MOST_OF_MANY_PLAYED)
             if found is None:
                 return best
@@ -218,7 +236,9 @@ class Search:
         orders = [*self._exchanged(best.workers), *self._one_less(best.workers)]
         orders += self._one_more(best.workers)
         placed = (
-            place_at(self._costs, order, best.micro_batches, best.in_flight) for order in orders
+            place_at(self._costs, order, best.micro_batches, best.in_flight, best.form)
+            for order in orders
+            if order or best.form is Form.FIRST
         )
         return [candidate for candidate in placed if candidate is not None]
 
@@ -253,19 +273,31 @@ class Search:
 
     def _with_enough_in_flight(self, best: Candidate) -> Candidate:
         """The same devices with the fewest in flight that are nearly as fast as any number, of
-        those from one to three times as many as processes."""
+        those from one to three times as many as processes; of few devices in any form."""
         processes = len(best.workers) + 1
         if processes == 1:
             return best
         counts = {min(processes * quarters // 4, best.micro_batches) for quarters in range(4, 13)}
+        forms = forms_for(self._costs.profile.model) if self._looks_at_all else (best.form,)
         trials = [
-            place_at(self._costs, best.workers, best.micro_batches, count)
-            for count in counts - {best.in_flight}
+            place_at(self._costs, best.workers, best.micro_batches, count, form)
+            for form in forms
+            for count in counts
+            if (form, count) != (best.form, best.in_flight)
         ]
         found = [best, *(trial for trial in trials if trial is not None)]
         limit = min(c.step_seconds for c in found) * (1 + LEAST_GAIN_IN_FLIGHT)
         fast = [candidate for candidate in found if candidate.step_seconds <= limit]
         return min(fast, key=lambda candidate: (candidate.in_flight, candidate.step_seconds))
+
+
+def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[Speed]:
+    """For a bound on any form: the coordinator with the fewest of the ends, and nobody with the
+    others."""
+    form = lightest_form(costs.profile.model, workers)
+    size = costs.size(micro_batches)
+    own = costs.holder(COORDINATOR, size, form.role(0)).speed
+    return [own, *(costs.holder(name, size).speed for name in workers)]
 
 
 def _best_played(placed: Iterable[Candidate], below: float, most: int) -> Candidate | None:

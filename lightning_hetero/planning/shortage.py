@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from ..errors import PlanError
 from ..plan import COORDINATOR
 from .candidates import Candidate, Costs
+from .forms import WORKER, Form, forms_for, lightest_form
 from .holding import Holder
+from .profile import ENDS
 from .wording import in_bytes, in_layers
 
 
@@ -55,7 +57,7 @@ def shortages(candidate: Candidate) -> list[Shortage]:
 
 def _shortage(candidate: Candidate, index: int) -> Shortage | None:
     name, (first, end) = candidate.names[index], candidate.ranges[index]
-    holder = candidate.costs.holder(name, candidate.size)
+    holder = candidate.holder(index)
     option = candidate.options[index]
     if math.isinf(float(holder.seconds(option, first, end))):
         return Shortage(name, end - first, math.inf, False, 0)
@@ -65,11 +67,15 @@ def _shortage(candidate: Candidate, index: int) -> Shortage | None:
         return None
     again = holder.option(option.dtype, recompute=True)
     with_recompute = float(holder.need(again, first, end, in_flight).total) <= holder.usable_bytes
+    fewer = [
+        (start, end) if holder.role.has_last else (first, first + end - start)
+        for start in range(first, end + 1)
+    ]
     excess = next(
         (
-            end - fewer
-            for fewer in range(end, first - 1, -1)
-            if float(holder.need(option, first, fewer, in_flight).total) <= holder.usable_bytes
+            number
+            for number, left in enumerate(fewer)
+            if float(holder.need(option, *left, in_flight).total) <= holder.usable_bytes
         ),
         0,
     )
@@ -84,27 +90,31 @@ def explain_shortage(costs: Costs, micro_batches: Sequence[int]) -> PlanError:
 
 
 def _ends_that_do_not_fit(costs: Costs, size: int) -> list[str]:
-    holder = costs.holder(COORDINATOR, size)
-    unfit = [end for end, cost in holder.ends.items() if cost is None]
+    form = lightest_form(costs.profile.model, costs.profile.workers)
+    holder, num_layers = costs.holder(COORDINATOR, size, form.role(0)), _num_layers(costs)
+    unfit = [end.name for end in holder.ends.values() if end.cost is None]
     if unfit:
         return [
             f"The coordinator cannot run its {' and its '.join(unfit)} on {size} samples at once: "
             f"at most {holder.device.largest_micro_batch} fit, and its precision is "
             f"{costs.profile.model.dtype}. Use more micro-batches or a smaller batch."
         ]
-    short = _short_bytes(holder, 0, 0)
+    short = _short_bytes(holder, *form.no_layers(num_layers))
     if short <= 0:
         return []
+    ends = [end for end in holder.ends if end in ENDS]
+    do = "do" if len(ends) > 1 else "does"
     return [
-        f"The embedding and the head do not fit: the coordinator is {in_bytes(short)} short. Free "
-        "memory there, or use more micro-batches, a smaller batch or a quantised model."
+        f"The {' and the '.join(ends)} {do} not fit: the coordinator is {in_bytes(short)} short. "
+        "Free memory there, or use more micro-batches, a smaller batch or a quantised model."
     ]
 
 
 def _pins_that_do_not_fit(costs: Costs, size: int) -> list[str]:
     reasons = []
     for name, (start, end) in costs.pins.items():
-        holder = costs.holder(name, size)
+        is_behind = name == COORDINATOR and start > 0
+        holder = costs.holder(name, size, Form.LAST.role(0) if is_behind else None)
         if math.isfinite(holder.matrix(1)[start, end]):
             continue
         short = _short_bytes(holder, start, end)
@@ -117,9 +127,8 @@ def _pins_that_do_not_fit(costs: Costs, size: int) -> list[str]:
 
 
 def _too_many_layers(costs: Costs, size: int) -> list[str]:
-    layers = len(costs.profile.model.layers)
-    holders = {device.name: costs.holder(device.name, size) for device in costs.profile.devices}
-    most = {name: int(holder.speed.most_layers) for name, holder in holders.items()}
+    layers = _num_layers(costs)
+    most = {name: _most_layers(costs, name, size) for name in _names(costs)}
     each = ", ".join(f"`{name}` {count}" for name, count in most.items())
     if sum(most.values()) >= layers:
         return [
@@ -135,6 +144,23 @@ def _too_many_layers(costs: Costs, size: int) -> list[str]:
         f"({each}), so {in_layers(missing)} or about {in_bytes(short)} are short. Add a worker, "
         "take back an exclusion, free memory, use more micro-batches, or quantise the model."
     ]
+
+
+def _num_layers(costs: Costs) -> int:
+    return len(costs.profile.model.layers)
+
+
+def _names(costs: Costs) -> list[str]:
+    return [device.name for device in costs.profile.devices]
+
+
+def _most_layers(costs: Costs, name: str, size: int) -> int:
+    """In the form that leaves most room for them."""
+    roles = [WORKER]
+    if name == COORDINATOR:
+        forms = forms_for(costs.profile.model) if costs.profile.workers else (Form.FIRST,)
+        roles = [form.role(0) for form in forms]
+    return int(max(costs.holder(name, size, role).speed.most_layers for role in roles))
 
 
 def _beside_pins(costs: Costs) -> str:

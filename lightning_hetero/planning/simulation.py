@@ -1,8 +1,9 @@
 """The simulator: plays one training step of a pipeline, action by action, with the runtime's rule.
 
-As in the runtime: the coordinator is stage 0, starts the micro-batches, and runs the head and the
-loss when one returns, their backward at once; a stage runs one action at a time; what it sends
-travels while it goes on; a link carries one thing at a time.
+As in the runtime: the coordinator is stage 0, starts the micro-batches, and when one returns runs
+all that is left of it, its own last layers if it has those, the head, the loss, and their backward
+at once; a stage runs one action at a time; what it sends travels while it goes on; a link carries
+one thing at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ MOST_PLAYED = 256
 """Micro-batches that `predict` plays."""
 
 LOSS = 1
-"""Visit of the coordinator's forward that is the head and the loss; the runtime needs no such
-number, since no micro-batch has both forwards ready."""
+"""Visit of the coordinator's forward that ends with the head and the loss; the runtime needs no
+such number, since no micro-batch has both forwards ready."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,16 @@ class Pipeline:
     """One training step to be played.
 
     Args:
-        stages: The coordinator's own part first, with the embedding and without the head.
-        loss_seconds: The head and the loss, forward and backward.
+        stages: The coordinator's own part first, as far as it comes before the workers' layers.
+        loss_seconds: What the coordinator does behind those, forward and backward: the head and
+            the loss, and the last layers where it has them.
         forward_hops: From each stage to the next one, and from the last back to the coordinator.
         backward_hops: From each stage to the one before, and from the coordinator (first) to the
             last stage. Entry i leaves stage i, as in ``forward_hops``.
         num_microbatches: Pieces of the batch.
         max_in_flight: As in the plan.
+        starts_first: Whether the coordinator begins micro-batches as early as it may: in the
+            runtime, where it has no layers before the workers'. See `choose`.
     """
 
     stages: Sequence[StageTimes]
@@ -67,6 +71,7 @@ class Pipeline:
     backward_hops: Sequence[Hop]
     num_microbatches: int
     max_in_flight: int
+    starts_first: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.stages) == len(self.forward_hops) == len(self.backward_hops):
@@ -204,7 +209,9 @@ class _Run:
         stage = self._stages[index]
         if stage.is_busy or not stage.ready:
             return
-        action = choose(stage.ready, stage.in_flight, self._pipeline.max_in_flight)
+        pipeline = self._pipeline
+        starts_first = pipeline.starts_first and index == 0
+        action = choose(stage.ready, stage.in_flight, pipeline.max_in_flight, starts_first)
         if action is None:
             return
         stage.ready.remove(action)

@@ -10,7 +10,8 @@ from ..plan import COORDINATOR, Dtype
 from .advice import Advice, advise
 from .bounds import Speed, least_bottleneck
 from .candidates import Candidate
-from .search import Search
+from .profile import HEAD
+from .search import Search, speeds_of
 from .solver import Solution
 
 
@@ -26,10 +27,11 @@ class StageVerdict:
         recompute: As in the plan.
         needed_bytes: The memory that it needs.
         available_bytes: The memory that there is, the share kept free included.
-        forward_seconds: One micro-batch; of the coordinator with the embedding.
+        forward_seconds: One micro-batch; of who has the embedding with that.
         backward_seconds: The same; of the coordinator with the head and the loss.
         link_seconds: How long its activation and its gradient of one micro-batch travel.
         busy_share: How much of the step it computes.
+        embedding: Whether it is a worker that has the embedding.
     """
 
     worker: str
@@ -43,6 +45,7 @@ class StageVerdict:
     backward_seconds: float
     link_seconds: float
     busy_share: float
+    embedding: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,9 @@ def judge_candidate(candidate: Candidate, search: Search) -> Verdict:
     """
     tokens = _tokens(candidate)
     single = _best_single(candidate, search)
+    stages = [_stage(candidate, index) for index in range(len(candidate.names))]
     return Verdict(
-        stages=[_stage(candidate, index) for index in range(len(candidate.names))],
+        stages=candidate.form.in_layer_order(stages),
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.size,
         in_flight=candidate.in_flight,
@@ -130,7 +134,9 @@ def _rate(tokens: int, candidate: Candidate) -> float:
 
 def _stage(candidate: Candidate, index: int) -> StageVerdict:
     pipeline, option = candidate.pipeline, candidate.options[index]
-    times = pipeline.stages[index]
+    holder = candidate.holder(index)
+    forward, backward = candidate.layer_seconds(index)
+    before = holder.before_layers
     hops = [pipeline.forward_hops[index], pipeline.backward_hops[index]]
     travel = 0.0 if pipeline.is_alone else sum(h.busy_seconds + h.latency_seconds for h in hops)
     device = candidate.costs.profile.device(candidate.names[index])
@@ -142,10 +148,11 @@ def _stage(candidate: Candidate, index: int) -> StageVerdict:
         recompute=option.recompute,
         needed_bytes=float(candidate.need(index).total),
         available_bytes=device.memory_bytes,
-        forward_seconds=times.forward_seconds,
-        backward_seconds=times.backward_seconds + (pipeline.loss_seconds if index == 0 else 0.0),
+        forward_seconds=forward + before.forward_seconds,
+        backward_seconds=backward + before.backward_seconds + holder.end_seconds(HEAD),
         link_seconds=travel,
         busy_share=candidate.simulation.busy_shares[index],
+        embedding=candidate.has_embedding(index),
     )
 
 
@@ -169,9 +176,7 @@ def _least_step(candidate: Candidate, search: Search, with_memory: bool) -> floa
     layers = len(costs.profile.model.layers)
     steps = []
     for pieces in {*search.micro_batches, candidate.micro_batches}:
-        speeds = [
-            costs.holder(device.name, costs.size(pieces)).speed for device in costs.profile.devices
-        ]
+        speeds = speeds_of(costs, costs.profile.workers, pieces)
         if not with_memory:
             speeds = [Speed(s.layer_seconds, s.fixed_seconds) for s in speeds]
         steps.append(pieces * least_bottleneck(speeds, layers))

@@ -30,8 +30,8 @@ class StageSeconds:
 
     Args:
         layers: Forward and backward of its layers.
-        ends: Of the coordinator besides: the head and the loss, and the embedding where it has no
-            layers.
+        ends: Of the coordinator besides: the head and the loss; where it does not have the first
+            layers, all that it computes.
     """
 
     layers: float

@@ -138,10 +138,11 @@ def _check_pins(pins: Mapping[str, tuple[int, int]], num_layers: int) -> None:
                 f"The pin {name}={start}:{end} is no range of the model's {num_layers} layers; "
                 f"it must keep to 0 <= START < END <= {num_layers}."
             )
-        if name == COORDINATOR and start > 0:
+        if name == COORDINATOR and start > 0 and end < num_layers:
             raise PlanError(
                 f"The pin {name}={start}:{end} cannot be honoured: the coordinator can only hold "
-                "the first layers, so its pin starts at 0."
+                "the first layers or the last ones, so its pin starts at 0 or ends at "
+                f"{num_layers}."
             )
     ordered = sorted(pins.items(), key=lambda pin: pin[1])
     for (name, (_, end)), (other, (start, _)) in zip(ordered, ordered[1:], strict=False):

@@ -24,6 +24,7 @@ from ..pipeline.measure import Clock, Measurement, median_of_blocks
 from ..pipeline.memory import MemoryMeter, metering, synchronize
 from ..pipeline.stage import Surroundings
 from ..stepping import loss_of
+from .leaving import Unreadable
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,13 @@ class _Pass:
         return leaf
 
 
+class _AnythingBehind(_Pass):
+    """A run that goes on with any numbers behind the last layer."""
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return super().leave(torch.randn_like(hidden))
+
+
 class EndsRunner:
     """Runs ``training_step`` on micro-batches while no layer computes.
 
@@ -126,7 +134,8 @@ class EndsRunner:
         Raises:
             ModelError: If the model does not come to its layers, or not through all of them.
         """
-        passed, passing = self._forward(batch, None)[1:]
+        passed = self._new_pass()
+        _, passing = self._forward(batch, passed)
         if passed.around is None or not passed.leaves:
             raise ModelError(
                 f"`training_step` of {type(self._module).__name__} does not run all decoder layers,"
@@ -134,6 +143,14 @@ class EndsRunner:
             )
         wants_gradient = passed.entered[0].requires_grad
         return Example(passing.inputs, wants_gradient, passed.around, passing.calls)
+
+    def only_layers_read(self, embedding: nn.Module, batch: Any) -> bool:
+        """Whether what an embedding gives enters the first layer as it is and goes nowhere else."""
+        passed = _AnythingBehind(self._clock, self.device, None)
+        with Unreadable(embedding) as unreadable:
+            loss, _ = self._forward(batch, passed)
+        is_a_number = loss is not None and bool(loss.isfinite().all())
+        return is_a_number and unreadable.is_what_entered(passed.entered)
 
     def measure(self, batch: Any, patience_seconds: float) -> Ends:
         """What both ends take for a micro-batch; the ends have gradients afterwards."""
@@ -162,7 +179,8 @@ class EndsRunner:
         )
 
     def _run(self, batch: Any, meter: MemoryMeter | None) -> _Pass:
-        loss, passed, _ = self._forward(batch, meter)
+        passed = self._new_pass(meter)
+        loss, _ = self._forward(batch, passed)
         passed.mark()
         # Parts of the model may share a piece of the graph, as in the driver.
         if loss is not None and loss.requires_grad:
@@ -175,10 +193,10 @@ class EndsRunner:
         passed.mark()
         return passed
 
-    def _forward(
-        self, batch: Any, meter: MemoryMeter | None
-    ) -> tuple[Tensor | None, _Pass, PassingLayers]:
-        passed = _Pass(self._clock, self.device, meter)
+    def _new_pass(self, meter: MemoryMeter | None = None) -> _Pass:
+        return _Pass(self._clock, self.device, meter)
+
+    def _forward(self, batch: Any, passed: _Pass) -> tuple[Tensor | None, PassingLayers]:
         passing = PassingLayers(
             self._module,
             self._layers,
@@ -192,7 +210,7 @@ class EndsRunner:
             passed.mark()
             with trainer.precision_plugin.train_step_context():
                 result = self._step()(batch)
-        return loss_of(result), passed, passing
+        return loss_of(result), passing
 
     def _step(self) -> Callable[[Any], Any]:
         step = self._module.training_step

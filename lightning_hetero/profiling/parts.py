@@ -47,6 +47,7 @@ def model_profile(
         gradient_bytes_per_sample=hidden_bytes // samples,
         dtype=subject.dtype,
         tied_gradient_bytes=gradient_bytes(tied_parameters(root, layers)),
+        embedding_may_leave=subject.embedding_may_leave,
     )
 
 

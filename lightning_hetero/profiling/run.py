@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
+import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..callbacks.profiler import ProfilingOptions
@@ -32,6 +33,7 @@ from ..planning.profile import VERSION, Profile
 from ..runtime.coordinator.coordinator import Coordinator
 from ..runtime.device import DeviceDescription, describe_device
 from .cache import Identity, cache_file, read_known, write_known
+from .leaving import embedding_to_leave
 from .measuring import Found, Measuring, Wanted
 from .sample import SampleBatch, sample_batch, to_device
 from .sighting import Cutting, sight
@@ -97,7 +99,9 @@ class ProfilingRun:
         return with_present_memory(restricted(known, list(described)), stations)
 
     def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Identity:
+        could_leave = embedding_to_leave(self.module, self.layers) is not None
         settings = {
+            "embedding": "could leave" if could_leave else "stays",
             "precision": str(self.module.trainer.precision_plugin.precision),
             "batch": sample.form,
             "cut": "boundary" if self.cuts_boundary else "step",
@@ -157,7 +161,9 @@ class ProfilingRun:
 
 def _joined(found: Found, identity: Identity, known: Profile | None) -> Profile:
     """What is measured now, with what was known of the model where the coordinator was not."""
-    model = found.model if known is None or found.model_is_measured else known.model
+    model = found.model
+    if known is not None and not found.model_is_measured:
+        model = msgspec.structs.replace(known.model, embedding_may_leave=model.embedding_may_leave)
     return Profile(
         version=VERSION,
         model=model,

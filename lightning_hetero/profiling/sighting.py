@@ -20,6 +20,7 @@ from ..planning.measuring import micro_batch_sizes
 from ..wire.tensors import dtype_name
 from .blueprint import Blueprint, MadeUpOutputs
 from .ends import EndsRunner, Example
+from .leaving import embedding_to_leave
 from .sample import SampleBatch
 from .stepping import OptimizerSettings
 from .subject import Subject, cut_example
@@ -90,6 +91,7 @@ def sight(
         optimizer=optimizer,
         dtype=_dtype(first),
         converts_weights=not isinstance(trainer.precision_plugin, MixedPrecision),
+        embedding_may_leave=_embedding_may_leave(runner, module, layers, cutting, max(examples)),
     )
     return Sighting(subject, bench, runner, batch_size)
 
@@ -115,6 +117,21 @@ def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Exam
             break
     free_cached_memory(runner.device)
     return cutting.sample.size, examples
+
+
+def _embedding_may_leave(
+    runner: EndsRunner,
+    module: pl.LightningModule,
+    layers: Sequence[DecoderLayer],
+    cutting: Cutting,
+    size: int,
+) -> bool:
+    embedding = embedding_to_leave(module, layers)
+    if embedding is None:
+        return False
+    sample = cutting.sample
+    batch = sample.batch if cutting.at_boundary else sample.first(size)
+    return runner.only_layers_read(embedding, batch)
 
 
 def _sizes(batch_size: int, cutting: Cutting) -> list[int]:

@@ -28,6 +28,7 @@ class Subject:
         optimizer: What steps over them; None where nothing does.
         dtype: What the user's precision multiplies in.
         converts_weights: Whether a stage's own dtype is for its weights too.
+        embedding_may_leave: Whether a worker may have the input embedding.
     """
 
     blueprint: Blueprint
@@ -36,6 +37,7 @@ class Subject:
     optimizer: OptimizerSettings | None
     dtype: Dtype
     converts_weights: bool
+    embedding_may_leave: bool = False
 
     @property
     def kinds(self) -> list[str]:

@@ -33,6 +33,17 @@ def test_each_worker_carries_its_own_boundaries() -> None:
     assert first.outcome == last.outcome == "passed"
 
 
+def test_in_a_line_the_first_worker_gets_token_ids_and_the_last_one_sends_most() -> None:
+    stages = [StagePlan(["a:1"], (0, 4), embedding=True), StagePlan(["b:1"], (4, 8))]
+    wanted = Wanted(MEASURED, Plan(stages, micro_batches=4))
+    names = ("there_bytes_per_step", "back_bytes_per_step")
+    first, last = (
+        tuple(against_plan(wanted, worker, links(worker, 1e12)).figures[name] for name in names)
+        for worker in ("a:1", "b:1")
+    )
+    assert (first, last) == ((8 * 16, 0), (3000 * 16, 1000 * 16))
+
+
 def test_a_link_that_is_the_bottleneck_fails() -> None:
     model = MEASURED.model
     most = max(model.activation_bytes_per_sample, model.gradient_bytes_per_sample) * 4

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.plan import COORDINATOR, StagePlan
-from lightning_hetero.planning.candidates import Costs, place, with_ranges
+from lightning_hetero.planning.candidates import Costs
+from lightning_hetero.planning.forms import Form
+from lightning_hetero.planning.placing import place, place_last, with_ranges
 from lightning_hetero.planning.profile import EMBEDDING, HEAD, Link, Part, Profile
 from lightning_hetero.planning.simulation import Hop, StageTimes
 
@@ -54,6 +56,63 @@ def test_a_candidate_is_a_plan() -> None:
         StagePlan(["old"], (3, 4), dtype="float16"),
     ]
     assert (plan.micro_batches, plan.max_in_flight) == (4, 3)
+
+
+def test_a_coordinator_that_is_last_does_its_layers_with_the_loss() -> None:
+    names = [COORDINATOR, "fast", "old"]
+    last = with_ranges(costs(), names, [(3, 4), (0, 2), (2, 3)], 4, 3, Form.LAST)
+    assert last.pipeline.stages[:2] == [StageTimes(1, 2, 12), StageTimes(20, 40, 4)]
+    assert last.pipeline.loss_seconds == 12 + 300
+    assert last.pipeline.starts_first
+    assert last.bottleneck_seconds == 3 + 312
+    assert [stage.worker for stage in last.plan().stages] == ["fast", "old", COORDINATOR]
+
+
+def test_in_a_line_token_ids_go_out_and_no_gradient_comes_back() -> None:
+    names = [COORDINATOR, "fast", "old"]
+    ring, line = (
+        with_ranges(costs(), names, [(3, 4), (0, 2), (2, 3)], 4, 3, form)
+        for form in (Form.LAST, Form.LINE)
+    )
+    # The start stays. The worker is ten times as fast, so the rest takes it a tenth.
+    assert line.pipeline.stages[:2] == [StageTimes(1, 0, 7), StageTimes(20, 40.2, 4.5)]
+    assert line.pipeline.forward_hops[1:] == ring.pipeline.forward_hops[1:]
+    assert line.pipeline.forward_hops[0].busy_seconds == pytest.approx(
+        ring.pipeline.forward_hops[0].busy_seconds * 8 / 20
+    )
+    assert line.pipeline.backward_hops[1] == Hop(f"fast to {COORDINATOR}", 0)
+    assert line.pipeline.backward_hops[::2] == ring.pipeline.backward_hops[::2]
+    assert line.plan().stages[0] == StagePlan(["fast"], (0, 2), embedding=True)
+
+
+@pytest.mark.parametrize(
+    ("own", "form"), [((0, 1), Form.FIRST), ((0, 0), Form.FIRST), ((4, 4), Form.LINE)]
+)
+def test_it_starts_as_the_runtime_does(own: tuple[int, int], form: Form) -> None:
+    ranges = [own, (own[1] % 4, 4)]
+    candidate = with_ranges(costs(), [COORDINATOR, "fast"], ranges, 4, 3, form)
+    assert candidate.pipeline.starts_first == candidate.plan().starts_on_worker
+
+
+@pytest.mark.parametrize(
+    ("may_leave", "mbits", "form"),
+    [(True, 0.1, Form.LINE), (False, 0.1, Form.LAST), (True, 1e9, Form.LAST)],
+)
+def test_the_embedding_leaves_where_the_links_gain_more_than_the_worker_loses(
+    may_leave: bool, mbits: float, form: Form
+) -> None:
+    own = coordinator([*device("", 1, 2).timings, *ends(1, 2)])
+    crossing = {f"{what}_bytes_per_sample": 10**6 for what in ("activation", "gradient")}
+    model = {**crossing, "embedding_may_leave": may_leave}
+    given = profile(
+        4,
+        [device("w", 4, 8)],
+        own,
+        [Link(COORDINATOR, "w", 0, mbits * 1e5), Link("w", COORDINATOR, 0, mbits * 1e5)],
+        model,
+        batch_size=8,
+    )
+    assert place_last(Costs(given, {}), ["w"], 8)[-1].form is form
 
 
 @pytest.mark.parametrize(("pieces", "size"), [(1, 10), (3, 4), (4, 3), (10, 1)])

@@ -10,6 +10,7 @@ import pytest
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planning.candidates import Candidate
 from lightning_hetero.planning.checking import candidate_of, check_plan
+from lightning_hetero.planning.forms import Form
 from lightning_hetero.planning.profile import EMBEDDING, HEAD, Part, Profile
 from lightning_hetero.planning.simulation import Hop
 from lightning_hetero.planning.solver import solve
@@ -41,6 +42,20 @@ def test_a_plan_without_the_coordinator_is_checked_with_its_ends() -> None:
     assert candidate_of(edited, cluster()).names == ["coordinator", "tower", "laptop"]
 
 
+def test_a_plan_is_taken_in_its_form() -> None:
+    line = Plan([StagePlan(["tower"], (0, 4), embedding=True), StagePlan(["coordinator"], (4, 6))])
+    candidate = candidate_of(line, cluster())
+    assert (candidate.form, candidate.names) == (Form.LINE, ["coordinator", "tower"])
+    assert candidate.ranges == [(4, 6), (0, 4)]
+    assert candidate.plan().stages == line.stages
+    alone = Plan([StagePlan(["tower"], (0, 6), embedding=True)])
+    assert candidate_of(alone, cluster()).ranges == [(6, 6), (0, 6)]
+    assert candidate_of(alone, cluster()).plan().stages == alone.stages
+    last = plan(("tower", 0, 5), ("coordinator", 5, 6))
+    assert candidate_of(last, cluster()).form is Form.LAST
+    assert candidate_of(plan(("coordinator", 0, 6)), cluster()).form is Form.FIRST
+
+
 @pytest.mark.parametrize(
     ("edited", "expected"),
     [
@@ -60,6 +75,16 @@ def test_a_plan_without_the_coordinator_is_checked_with_its_ends() -> None:
 def test_a_fault_is_said(edited: Plan, expected: str) -> None:
     (fault,) = check_plan(edited, cluster())
     assert expected in fault
+
+
+def test_of_the_last_layers_the_first_ones_have_to_move() -> None:
+    kinds, small = ["layer"] * 5 + ["large"], cluster()
+    parts = [*small.model.parts, Part("large", 2 * GIB)]
+    own = coordinator([*ends(), timing("layer", 1, 1), timing("large", 1, 1)], memory_bytes=4 * GIB)
+    given = profile(kinds, small.devices[1:], own, (), {"parts": parts}, batch_size=8)
+    (fault,) = check_plan(plan(("tower", 0, 2), ("coordinator", 2, 6)), given)
+    # Of 5 GiB 3.8 fit; of the last layers one would have been enough.
+    assert fault == "does not fit: `coordinator` is 1.2 GiB short; move 2 layers."
 
 
 def test_every_stage_that_does_not_fit_is_named() -> None:

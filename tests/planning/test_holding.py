@@ -5,8 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lightning_hetero.plan import COORDINATOR
+from lightning_hetero.planning.candidates import Costs
+from lightning_hetero.planning.forms import Form
 from lightning_hetero.planning.holding import KEPT_FREE, Holder
-from lightning_hetero.planning.profile import EMBEDDING, HEAD, ModelProfile, Part
+from lightning_hetero.planning.profile import (
+    EMBEDDING,
+    HEAD,
+    VERSION,
+    DeviceProfile,
+    ModelProfile,
+    Part,
+    Profile,
+    Timing,
+)
 
 from .profiles import coordinator, device, model, timing
 
@@ -33,6 +45,13 @@ TIMINGS = [
 def holder(memory_bytes: int = 2**30, **others: object) -> Holder:
     worker = device("w", 0, 0, timings=TIMINGS, memory_bytes=memory_bytes, base_bytes=7, **others)
     return Holder(worker, mixed_model(), size=1)
+
+
+def in_role(form: Form, index: int, own: DeviceProfile, **model: object) -> Holder:
+    """The coordinator at index 0 of a form, or else the worker."""
+    worker = device("w", 0, 0, timings=TIMINGS, base_bytes=7)
+    both = Profile(VERSION, mixed_model(**model), [own, worker])
+    return Costs(both, {}).holder(COORDINATOR if index == 0 else "w", 1, form.role(index))
 
 
 def test_a_stage_takes_the_sum_of_its_layers() -> None:
@@ -75,14 +94,7 @@ def test_a_kind_that_was_not_measured_cannot_be_there() -> None:
 
 
 def test_the_coordinator_has_its_ends_besides() -> None:
-    own = coordinator(
-        [
-            timing(EMBEDDING, 1, 2, saved_bytes=5, peak_bytes=6),
-            timing(HEAD, 10, 20, saved_bytes=500, peak_bytes=900),
-            *TIMINGS,
-        ]
-    )
-    here = Holder(own, mixed_model(tied_gradient_bytes=30), size=1)
+    here = in_role(Form.FIRST, 0, ends_with(*TIMINGS), tied_gradient_bytes=30)
     seconds = here.matrix(in_flight=1)
     assert [seconds[0, 0], seconds[0, 1]] == [33, 36]
     assert np.isinf(seconds[1, 2])
@@ -94,10 +106,69 @@ def test_the_coordinator_has_its_ends_besides() -> None:
 
 def test_the_coordinator_recomputes_layer_by_layer() -> None:
     timings = [timing(EMBEDDING, 1, 2), timing(HEAD, 1, 2), *TIMINGS]
-    here = Holder(coordinator(timings), mixed_model(), size=1)
+    here = in_role(Form.FIRST, 0, coordinator(timings))
     need = here.need(here.option("float32", True), 0, 3, in_flight=2)
     assert need.in_flight == 2 * (3 * 3 + 2 * 3)
     assert need.working == 50 + 2 * (3 + 2)
+
+
+def ends_with(*others: Timing) -> DeviceProfile:
+    return coordinator(
+        [
+            timing(EMBEDDING, 1, 2, saved_bytes=5, peak_bytes=6),
+            timing(HEAD, 10, 20, saved_bytes=500, peak_bytes=900),
+            *others,
+        ],
+        optimizer_seconds={EMBEDDING: 4, HEAD: 2},
+    )
+
+
+def test_a_coordinator_that_is_last_has_the_graph_of_one_micro_batch() -> None:
+    here = in_role(Form.LAST, 0, ends_with(*TIMINGS), tied_gradient_bytes=30)
+    seconds = here.matrix(in_flight=1)
+    assert [seconds[3, 3], seconds[2, 3], seconds[1, 3]] == [33, 36, 48]
+    assert np.isinf([seconds[0, 0], seconds[0, 1], seconds[1, 2]]).all()
+    need = here.need(here.option("float32", False), 1, 3, in_flight=7)
+    assert (need.weights, need.gradients) == (1000 + 2000 + 400 + 100, 20 + 10 + 50)
+    # The embedding's output and what comes back wait; the two layers' graph is there once.
+    assert need.in_flight == 7 * (2 * 3 + 5 + 30)
+    assert need.working == (20 + 10) + 900 + 2 * (3 + 2)
+    again = here.need(here.option("float32", True), 1, 3, in_flight=7)
+    assert again.working == 2 * 3 + 900 + 2 * (3 + 2)
+
+
+def test_in_a_line_the_coordinator_has_no_embedding() -> None:
+    here = in_role(Form.LINE, 0, ends_with(*TIMINGS))
+    # The forward before the layers is all but the embedding's.
+    assert here.matrix(in_flight=1)[2, 3] == 34
+    need = here.need(here.option("float32", False), 2, 3, in_flight=7)
+    assert (need.weights, need.gradients, need.optimizer) == (2100, 60, 220)
+    # What comes back waits; nothing that was sent does, and there is one boundary.
+    assert need.in_flight == 7 * 3
+    assert need.working == 10 + 900 + (3 + 2)
+
+
+def test_in_a_line_the_first_worker_has_the_embedding() -> None:
+    # It is half as fast as the coordinator, so it takes twice as long for the backward.
+    halved = [timing("dense", 0.5, 1), timing("moe", 2, 4)]
+    there = in_role(Form.LINE, 1, ends_with(*halved))
+    assert [there.matrix(1)[0, 1], there.matrix(1)[0, 3]] == [3 + 4, 18 + 4]
+    assert np.isinf(there.matrix(1)[1, 2])
+    assert there.ends[EMBEDDING].optimizer_seconds == 8
+    need = there.need(there.option("float32", False), 0, 1, in_flight=7)
+    assert (need.weights, need.gradients, need.optimizer) == (1100, 70, 240)
+    assert need.in_flight == 7 * (10 + 3 + 5)
+    assert need.working == 6 + (3 + 2)
+    again = there.need(there.option("float32", True), 0, 1, in_flight=7)
+    assert again.in_flight == 7 * 3
+
+
+def test_an_embedding_is_not_held_in_another_dtype() -> None:
+    own = ends_with(timing("dense", 1, 2, dtype="float16"))
+    half = device("w", 0, 0, timings=[timing("dense", 1, 2, dtype="float16")])
+    costs = Costs(Profile(VERSION, mixed_model(), [own, half]), {})
+    assert costs.holder("w", 1).speed.most_layers == 1
+    assert costs.holder("w", 1, Form.LINE.role(1)).speed.most_layers == 0
 
 
 def test_recomputation_is_taken_where_memory_asks_for_it() -> None:

@@ -57,6 +57,40 @@ def test_a_coordinator_whose_layers_are_not_known_keeps_what_it_has(is_timed: bo
     assert shares(found) == ([8, 2] if is_timed else [2, 7, 1])
 
 
+def line_of(*shares: int) -> Plan:
+    """Layers of a, of b and of the coordinator, the embedding on a."""
+    stages, first = [], 0
+    for name, count in zip(["a", "b", COORDINATOR], shares, strict=False):
+        stages.append(StagePlan([name], (first, first + count), embedding=name == "a"))
+        first += count
+    return Plan(stages, micro_batches=4, in_flight=3)
+
+
+def test_a_coordinator_with_the_last_layers_keeps_them_without_a_profile() -> None:
+    # What its layers take cannot be told from the head.
+    found = replan(line_of(4, 4, 2), None, {COORDINATOR: StageSeconds(0, 9), **seconds(a=4, b=16)})
+    assert shares(found) == [7, 1, 2]
+    assert found is not None
+    assert [stage.embedding for stage in found.plan.stages] == [True, False, False]
+
+
+@pytest.mark.parametrize("own", [0, 4])
+def test_with_a_profile_the_last_layers_move(own: int) -> None:
+    plan, measured = line_of(5 - own // 2, 5 - own // 2, *[own] if own else []), cluster()
+    expected = expected_seconds(plan, measured)
+    assert expected is not None
+    assert expected[COORDINATOR] == pytest.approx(0.25 + 0.5 + 3 * own)
+    now = {name: StageSeconds(value) for name, value in expected.items()}
+    found = replan(plan, measured, {**now, "b": StageSeconds(6 * expected["b"])})
+    assert found is not None
+    assert found.is_worth_it
+    found.plan.check(10, ["a", "b"])
+    *_, last = found.plan.stages
+    assert last.is_local
+    assert len(last.layer_indices) > own
+    assert found.plan.stages[0].embedding
+
+
 def test_a_worker_keeps_a_layer() -> None:
     found = replan(plan_of(1, 1, 1), None, {COORDINATOR: StageSeconds(1), **seconds(a=1, b=99)})
     assert shares(found)[2] == 1

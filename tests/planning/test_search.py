@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.plan import COORDINATOR
-from lightning_hetero.planning.candidates import Candidate, Costs, place_at
+from lightning_hetero.planning.candidates import Candidate, Costs
+from lightning_hetero.planning.forms import Form
+from lightning_hetero.planning.placing import place_at
 from lightning_hetero.planning.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
 from lightning_hetero.planning.search import LEAST_GAIN, LEAST_GAIN_IN_FLIGHT, Search
 from lightning_hetero.planning.simulation import Hop, Pipeline, StageTimes, simulate
@@ -20,7 +23,12 @@ from lightning_hetero.planning.wishes import Wishes
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
 
+Ranges = list[tuple[int, int]]
+
 FORWARD_SHARE = 0.25
+
+BOUNDARY_BYTES = 1000
+"""Of one sample, which is a token; its id has 8."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +41,22 @@ class Case:
     end_seconds: float
     hop_seconds: dict[tuple[int, int], float]
     micro_batches: int
+    embedding_may_leave: bool
 
     def time(self, number: int, first: int, end: int) -> float:
         return sum(self.seconds[number][kind] for kind in self.layers[first:end])
 
-    def hop(self, source: int, target: int) -> Hop:
-        return Hop(f"{source} to {target}", self.hop_seconds.get((source, target), 0))
+    def hop(self, source: int, target: int, share: float = 1) -> Hop:
+        return Hop(f"{source} to {target}", share * self.hop_seconds.get((source, target), 0))
+
+    def embedding_seconds(self, number: int) -> float:
+        """Its backward. Measured on the coordinator; elsewhere as many times as long as a layer of
+        each kind."""
+        own, its = (
+            sum(self.seconds[each][kind] for kind in set(self.layers)) for each in (0, number)
+        )
+        # The last digit counts where two things happen at one moment.
+        return self.end_seconds * 2 / 3 * (its / own)
 
 
 @st.composite
@@ -63,6 +81,7 @@ def cases(draw: st.DrawFn, max_workers: int, max_layers: int) -> Case:
         draw(st.integers(0, 20)),
         {(a, b): each for (a, b), each in draw(hops).items() if a != b},
         draw(st.integers(1, 6)),
+        draw(st.booleans()),
     )
 
 
@@ -88,44 +107,57 @@ def profile_of(case: Case) -> Profile:
             devices.append(device(name_of(number), 0, 0, timings=timings, memory_bytes=memory))
     kinds = [Part(kind, GIB) for kind in dict.fromkeys(case.layers)]
     links = [
-        Link(name_of(source), name_of(target), 0, 1 / seconds)
+        Link(name_of(source), name_of(target), 0, BOUNDARY_BYTES / seconds)
         for (source, target), seconds in case.hop_seconds.items()
     ]
     options = {
         "parts": [Part(EMBEDDING, 0), Part(HEAD, 0), *kinds],
-        "activation_bytes_per_sample": 1,
-        "gradient_bytes_per_sample": 1,
+        "activation_bytes_per_sample": BOUNDARY_BYTES,
+        "gradient_bytes_per_sample": BOUNDARY_BYTES,
+        "embedding_may_leave": case.embedding_may_leave,
     }
     return profile(
         case.layers, devices[1:], devices[0], links, options, batch_size=case.micro_batches
     )
 
 
-def ways_to_cut(num_layers: int, num_stages: int) -> Iterator[list[tuple[int, int]]]:
-    """All splits in which only the first stage may be empty."""
+def ways_to_cut(num_layers: int, num_stages: int, form: Form) -> Iterator[Ranges]:
+    """All splits in which only the coordinator's stage may be empty, with that first."""
     for cuts in combinations(range(num_layers), num_stages - 1):
         bounds = [0, *cuts, num_layers]
-        yield list(zip(bounds, bounds[1:], strict=False))
-        assert len(bounds) == num_stages + 1
+        if form is Form.FIRST:
+            yield list(zip(bounds, bounds[1:], strict=False))
+        else:
+            ends = [num_layers - bound for bound in bounds]
+            coordinator, *others = [(a, b) for b, a in zip(ends, ends[1:], strict=False)]
+            yield [coordinator, *others[::-1]]
 
 
-def pipeline_of(case: Case, order: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Pipeline:
-    stages = []
-    for number, (first, end) in zip(order, ranges, strict=True):
+def pipeline_of(
+    case: Case, order: Sequence[int], ranges: Sequence[tuple[int, int]], form: Form
+) -> Pipeline:
+    """As the runtime would do it; the coordinator is first in the order and in the ranges."""
+    stages, loss_seconds = [], case.end_seconds
+    for index, (number, (first, end)) in enumerate(zip(order, ranges, strict=True)):
         time = case.time(number, first, end)
-        own = case.end_seconds if number == 0 else 0
-        stages.append(
-            StageTimes(FORWARD_SHARE * time + own / 3, (1 - FORWARD_SHARE) * time + own * 2 / 3)
-        )
-    around = [*order, order[0]]
-    there = [case.hop(a, b) for a, b in zip(order, around[1:], strict=True)]
+        if number == 0 and form is not Form.FIRST:
+            loss_seconds, time = case.end_seconds + time, 0
+        has_embedding = index == (1 if form is Form.LINE else 0)
+        start = case.end_seconds / 3 if number == 0 else 0
+        more = case.embedding_seconds(number) if has_embedding else 0
+        stages.append(StageTimes(FORWARD_SHARE * time + start, (1 - FORWARD_SHARE) * time + more))
+    there = [case.hop(a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
     back = [case.hop(a, b) for a, b in zip(order, [order[-1], *order[:-1]], strict=True)]
+    if form is Form.LINE:
+        there[0] = case.hop(order[0], order[1], share=8 / BOUNDARY_BYTES)
+        back[1] = case.hop(order[1], order[0], share=0)
     limit = min(case.micro_batches, 2 * len(order)) if len(order) > 1 else 1
-    return Pipeline(stages, case.end_seconds, there, back, case.micro_batches, limit)
+    starts_first = form is not Form.FIRST or ranges[0] == (0, 0)
+    return Pipeline(stages, loss_seconds, there, back, case.micro_batches, limit, starts_first)
 
 
 def brute_force(case: Case) -> float | None:
-    """The shortest step over all subsets, orders and splits with the least bottleneck.
+    """The shortest step over all subsets, orders, forms and splits with the least bottleneck.
 
     Of those with the same bottleneck and the same sum the longest step counts: no split is owed
     the luck of a tie.
@@ -135,29 +167,43 @@ def brute_force(case: Case) -> float | None:
     for count in range(len(case.seconds)):
         for chosen in permutations(workers, count):
             order = (0, *chosen)
-            tied = _min_max_splits(case, order)
-            if tied:
-                played = [simulate(pipeline_of(case, order, ranges)) for ranges in tied]
+            for form, tied in _splits_of_forms(case, order).items():
+                played = [simulate(pipeline_of(case, order, cut, form)) for cut in tied]
                 steps.append(max(each.step_seconds for each in played))
     return min(steps, default=None)
 
 
-def _min_max_splits(case: Case, order: Sequence[int]) -> list[list[tuple[int, int]]]:
+def _splits_of_forms(case: Case, order: Sequence[int]) -> dict[Form, list[Ranges]]:
+    """The splits with the least bottleneck; that with the coordinator last and the embedding there
+    counts only where its bottleneck is less than with the embedding on the worker."""
+    forms = [Form.FIRST]
+    if len(order) > 1:
+        forms += [Form.LAST, Form.LINE] if case.embedding_may_leave else [Form.LAST]
+    found = {form: _min_max_splits(case, order, form) for form in forms}
+    if Form.LINE in found and found[Form.LINE][0] <= found[Form.LAST][0]:
+        del found[Form.LAST]
+    return {form: splits for form, (_, splits) in found.items() if splits}
+
+
+def _min_max_splits(case: Case, order: Sequence[int], form: Form) -> tuple[float, list[Ranges]]:
+    """The least bottleneck, and the splits that have it with the least sum."""
     scored = []
-    for ranges in ways_to_cut(len(case.layers), len(order)):
+    for ranges in ways_to_cut(len(case.layers), len(order), form):
         pairs = list(zip(order, ranges, strict=True))
         if any(end - first > case.caps[number] for number, (first, end) in pairs):
             continue
-        times = [case.time(number, *span) for number, span in pairs]
-        times[0] += 2 * case.end_seconds
-        pipeline = pipeline_of(case, order, ranges)
+        pipeline = pipeline_of(case, order, ranges, form)
+        times = [each.forward_seconds + each.backward_seconds for each in pipeline.stages]
+        times[0] += pipeline.loss_seconds
         hops = [*pipeline.forward_hops, *pipeline.backward_hops] if len(order) > 1 else []
         busy: dict[str, float] = {}
         for hop in hops:
             busy[hop.medium] = busy.get(hop.medium, 0) + hop.busy_seconds
         scored.append((max([*times, *busy.values()]), sum(times), ranges))
-    least = min((score[:2] for score in scored), default=None)
-    return [ranges for slowest, total, ranges in scored if (slowest, total) == least]
+    slowest = min((score[0] for score in scored), default=math.inf) * (1 + 1e-9)
+    least = min((total for each, total, _ in scored if each <= slowest), default=0) * (1 + 1e-9)
+    tied = [ranges for each, total, ranges in scored if each <= slowest and total <= least]
+    return slowest, tied
 
 
 def check_against_brute_force(case: Case) -> None:
@@ -182,7 +228,7 @@ def assert_possible(case: Case, candidate: Candidate) -> None:
     order = [0, *(int(name[1:]) for name in candidate.workers)]
     for number, (first, end) in zip(order, candidate.ranges, strict=True):
         assert end - first <= case.caps[number]
-    played = simulate(pipeline_of(case, order, candidate.ranges))
+    played = simulate(pipeline_of(case, order, candidate.ranges, candidate.form))
     assert played.step_seconds == pytest.approx(candidate.step_seconds)
 
 
@@ -267,7 +313,7 @@ def test_the_fewest_are_in_flight_that_are_nearly_as_fast_as_any(
     costs = Costs(given_profile, {})
     seconds = {}
     for count in range(num_workers + 1, 3 * (num_workers + 1) + 1):
-        placed = place_at(costs, chosen.workers, 16, count)
+        placed = place_at(costs, chosen.workers, 16, count, chosen.form)
         assert placed is not None
         seconds[count] = placed.step_seconds
     limit = min(seconds.values()) * (1 + LEAST_GAIN_IN_FLIGHT)

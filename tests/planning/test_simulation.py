@@ -33,6 +33,7 @@ def pipeline(
     loss: float = 1,
     there: Sequence[Hop] | None = None,
     back: Sequence[Hop] | None = None,
+    starts_first: bool = False,
 ) -> Pipeline:
     instant = [Hop(f"hop {index}", 0) for index in range(len(stages))]
     return Pipeline(
@@ -42,6 +43,7 @@ def pipeline(
         back or instant,
         count,
         limit,
+        starts_first,
     )
 
 
@@ -68,6 +70,16 @@ def test_the_rules_own_picture_comes_out() -> None:
     picture = [line[14:] for line in (rule.__doc__ or "").splitlines() if "    stage " in line]
     assert len(picture) == 3
     assert drawn(simulate(pipeline([(1, 1)] * 3, count=5, limit=4)), 3) == picture
+
+
+def test_a_coordinator_that_only_hands_over_starts_before_all_else() -> None:
+    def worker(starts_first: bool) -> str:
+        played = simulate(pipeline([(0, 0), (2, 2)], 4, 3, loss=3, starts_first=starts_first))
+        return " ".join(str(each.action) for each in spans_of(played, 1))
+
+    # While the loss of micro-batch 2 is computed the worker has no input, or that of 3.
+    assert worker(False) == "1F0 1F1 1F2 1B0 1B1 1B2 1F3 1B3"
+    assert worker(True) == "1F0 1F1 1F2 1B0 1B1 1F3 1B2 1B3"
 
 
 def test_the_coordinator_alone_does_one_after_the_other() -> None:
@@ -160,7 +172,8 @@ def any_pipeline(draw: st.DrawFn) -> Pipeline:
     times = st.builds(StageTimes, seconds, seconds, seconds)
     stages = draw(st.lists(times, min_size=num_stages, max_size=num_stages))
     count, limit = draw(st.integers(1, 8)), draw(st.integers(1, 9))
-    return Pipeline(stages, draw(seconds), draw(hops), draw(hops), count, limit)
+    starts_first = draw(st.booleans())
+    return Pipeline(stages, draw(seconds), draw(hops), draw(hops), count, limit, starts_first)
 
 
 def spans_of(simulation: Simulation, index: int) -> list[Span]:

@@ -76,6 +76,29 @@ def test_each_stage_has_its_numbers() -> None:
     assert verdict.assumed_links == 1
 
 
+def test_a_line_is_shown_in_the_order_of_its_layers() -> None:
+    own = coordinator([*ends(1, 2), timing("layer", 2, 4)])
+    crossing = {f"{what}_bytes_per_sample": 10**6 for what in ("activation", "gradient")}
+    line = profile(
+        4,
+        [device("w:1", 2, 4)],
+        own,
+        [Link("coordinator", "w:1", 0, 1e5), Link("w:1", "coordinator", 0, 1e5)],
+        {**crossing, "embedding_may_leave": True},
+        batch_size=16,
+    )
+    verdict = judge(solve(line, Wishes(micro_batches=16)))
+    first, last = verdict.stages
+    assert (first.worker, first.embedding, first.layers[0]) == ("w:1", True, 0)
+    assert (last.worker, last.embedding, last.layers[1]) == ("coordinator", False, 4)
+    # The start, two layers, the head: each in its direction.
+    layers = last.layers[1] - last.layers[0]
+    assert (last.forward_seconds, last.backward_seconds) == (1 + 2 * layers, 4 * layers + 3)
+    assert "w:1 has the input embedding: token ids go there, and no gradient comes back" in (
+        sentences(verdict)
+    )
+
+
 def shown(verdict: Verdict) -> str:
     console = Console(width=150)
     with console.capture() as captured:

@@ -9,15 +9,17 @@ import pytest
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.planning.profile import Link, Profile
+from lightning_hetero.planning.solver import solve
 from lightning_hetero.planning.wishes import Wishes, apply, parse_memory, parse_pin
 
-from .profiles import GIB, device, profile
+from .profiles import GIB, coordinator, device, ends, profile
 
 
 def cluster(**others: Any) -> Profile:
     workers = [device("fast:1", 1, 2), device("slow:1", 2, 4)]
     links = [Link("fast:1", "slow:1", 0, 1), Link("coordinator", "fast:1", 0, 1)]
-    return profile(10, workers, links=links, **({"batch_size": 8} | others))
+    own = coordinator([*device("", 1, 2).timings, *ends()])
+    return profile(10, workers, own, links, **({"batch_size": 8} | others))
 
 
 def test_a_pin_names_a_worker_that_may_hold_colons() -> None:
@@ -77,7 +79,7 @@ REFUSED: dict[str, tuple[Wishes, str]] = {
     "a pin backwards": (Wishes(pins={"fast:1": (5, 2)}), "0 <= START < END <= 10"),
     "a coordinator in the middle": (
         Wishes(pins={"coordinator": (2, 4)}),
-        "the coordinator can only hold the first layers",
+        "can only hold the first layers or the last ones, so its pin starts at 0 or ends at 10.",
     ),
     "no coordinator": (Wishes(exclude=["coordinator"]), "The coordinator cannot be left out"),
     "pinned and excluded": (
@@ -98,6 +100,13 @@ REFUSED: dict[str, tuple[Wishes, str]] = {
 def test_what_cannot_be_wished_is_said(wishes: Wishes, expected: str) -> None:
     with pytest.raises(PlanError, match=re.escape(expected)):
         apply(wishes, cluster())
+
+
+@pytest.mark.parametrize("pin", [(0, 4), (0, 0), (6, 10), (10, 10)])
+def test_the_coordinator_is_pinned_to_the_first_or_to_the_last_layers(pin: tuple[int, int]) -> None:
+    solution = solve(cluster(), Wishes(pins={"coordinator": pin}))
+    stages = {stage.worker: stage.layers for stage in solution.plan.stages}
+    assert stages.get("coordinator") == (pin if pin[0] < pin[1] else None)
 
 
 def test_a_profile_without_a_batch_size_asks_for_one() -> None:

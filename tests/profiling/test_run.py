@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -103,6 +104,7 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
     fit(plain, "auto")
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
     profile = Profile.from_yaml(path)
+    assert profile.model.embedding_may_leave
     assert [device.name for device in profile.devices] == ["coordinator", *workers[:2]]
     assert profile.model.layers == ["LlamaDecoderLayer"] * 5
     assert len(profile.links) == 6
@@ -118,6 +120,33 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
         assert 1 in sizes <= {1, 2, 4}
         plain_ones = [t for t in device.timings if t.part in profile.model.layers]
         assert all(t.saved_bytes < t.peak_bytes for t in plain_ones)
+
+
+def test_over_slow_links_token_ids_travel(
+    workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.yaml"
+    fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), profiler(path))
+    found = Profile.from_yaml(path)
+    # As if this process were slow, and so that a boundary takes as long as many layers.
+    own = found.device("coordinator")
+    slowed = [
+        msgspec.structs.replace(timing, forward_seconds=1.0, backward_seconds=2.0)
+        for timing in own.timings
+        if timing.part in found.model.layers
+    ]
+    ends = [timing for timing in own.timings if timing.part not in found.model.layers]
+    own = msgspec.structs.replace(own, timings=[*ends, *slowed])
+    num_bytes = found.model.activation_bytes_per_sample
+    links = [msgspec.structs.replace(link, bytes_per_second=num_bytes) for link in found.links]
+    msgspec.structs.replace(found, devices=[own, found.devices[1]], links=links).to_yaml(path)
+    module, plain = TinyModule(), TinyModule()
+    strategy = HeteroPipelineStrategy(workers[:1], "auto")
+    with caplog.at_level(logging.INFO):
+        fit(module, strategy, profiler(path))
+    assert "stage 1: the input embedding and layers 0 to" in caplog.text
+    fit(plain, "auto")
+    torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
 
 
 def test_a_device_that_changed_while_it_was_measured_is_named(

@@ -1,0 +1,121 @@
+"""Whether the embedding may leave: by what it is, and by what the model does with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.model.kinds import kinds_of_layers
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.profiling.blueprint import Blueprint, MadeUpOutputs
+from lightning_hetero.profiling.ends import EndsRunner
+from lightning_hetero.profiling.leaving import embedding_to_leave
+from lightning_hetero.profiling.traces import no_trace
+
+from ..families import tiny_model
+from ..models import TinyModule, loader, trainer
+
+
+def may_leave(module: TinyModule) -> bool:
+    """What the profiler finds for a module in a Trainer."""
+    layers = find_decoder_layers(module)
+    embedding = embedding_to_leave(module, layers)
+    if embedding is None:
+        return False
+    run = trainer()
+    run.strategy.connect(module)
+    module.trainer = run
+    drawn = Blueprint.draw(module, layers, kinds_of_layers(layers, first_wants_gradient=True))
+    device = torch.device("cpu")
+    outputs = MadeUpOutputs(drawn, drawn.bench(device))
+    runner = EndsRunner(module, layers, drawn.on_meta(), outputs, time.perf_counter)
+    with no_trace(module, [layer.module for layer in layers]):
+        return runner.only_layers_read(embedding, next(iter(loader(2, 2))))
+
+
+class OfFamily(TinyModule):
+    def __init__(self, family: str, **options: Any) -> None:
+        super().__init__()
+        self.model = tiny_model(family, **options)
+
+
+class Reading(TinyModule):
+    """Looks at what the embedding gave in the loss too."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        given: list[Tensor] = []
+        embedding = self.model.get_input_embeddings()
+        embedding.register_forward_hook(lambda _module, _args, output: given.append(output))
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + given[0].square().mean()
+
+
+class Twice(TinyModule):
+    """Calls the embedding by itself too."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.model.get_input_embeddings()(batch["input_ids"])
+        return loss
+
+
+class Scaled(TinyModule):
+    """Gives the layers what it has changed in place."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.model.get_input_embeddings()(batch["input_ids"])
+        with torch.no_grad():
+            hidden.mul_(2)
+        loss: Tensor = self.model(inputs_embeds=hidden, labels=batch["labels"]).loss
+        return loss
+
+
+class BesideOthers(TinyModule):
+    """Trains something else before the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Parameter(torch.zeros(1))
+        del self._modules["model"]
+        self.model = TinyModule().model
+
+
+def tied() -> TinyModule:
+    return TinyModule(tie_word_embeddings=True)
+
+
+def with_a_hook() -> TinyModule:
+    module = TinyModule()
+    module.model.enable_input_require_grads()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (TinyModule, True),
+        (lambda: OfFamily("gemma2", tie_word_embeddings=False), True),
+        (lambda: OfFamily("gpt2", tie_word_embeddings=False), False),
+        (tied, False),
+        (with_a_hook, False),
+        (BesideOthers, False),
+        (Reading, False),
+        (Twice, False),
+        (Scaled, False),
+    ],
+)
+def test_an_embedding_leaves_that_only_the_first_layer_reads(
+    build: Callable[[], TinyModule], expected: bool
+) -> None:
+    assert may_leave(build()) is expected
+
+
+def test_looking_leaves_no_hook() -> None:
+    module = TinyModule()
+    assert may_leave(module)
+    assert not module.model.get_input_embeddings()._forward_hooks
