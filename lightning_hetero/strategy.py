@@ -227,6 +227,24 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         return self._training.step(super().training_step, args, kwargs)
 
     @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._finished(super().validation_step(*args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._finished(super().test_step(*args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._finished(super().predict_step(*args, **kwargs))
+
+    def _finished(self, result: Any) -> Any:
+        """A step's result, if it has gone through all layers that are away."""
+        if self._deployment is not None:
+            self._deployment.check_forward_finished()
+        return result
+
+    @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
         self._is_inside_window = False

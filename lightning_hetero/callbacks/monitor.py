@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from ..model.embedding import EMBEDDING
+from ..model.embedding import EMBEDDING_LAYER
 from ..observing.flops import flops_per_token
 from ..observing.prediction import bound_seconds
 from ..observing.shares import Window, difference, pipeline_metrics, stage_metrics
@@ -219,7 +219,7 @@ def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[
     stage_of = {
         layer: number
         for number, stage in enumerate(deployment.plan.remote_stages, start=1)
-        for layer in (*stage.layer_indices, *([EMBEDDING] if stage.embedding else []))
+        for layer in (*stage.layer_indices, *([EMBEDDING_LAYER] if stage.embedding else []))
     }
     norms: dict[int, list[float]] = {0: gradient_norms(here)}
     for name, norm in deployment.coordinator.gradient_norms().items():

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from ..errors import ModelError
 from .layers import DecoderLayer, models_around, name_of
 
-EMBEDDING = -1
+EMBEDDING_LAYER = -1
 """The embedding's number among the layers."""
 
 _REMEDY = "take `embedding: true` out of the plan, so that it stays with the coordinator"
@@ -38,7 +39,10 @@ def find_embedding(root: nn.Module, layers: Sequence[DecoderLayer]) -> DecoderLa
             "The decoder layers are not inside one Hugging Face model, so its input embedding "
             f"cannot be found; {_REMEDY}."
         )
-    module = models[-1].get_input_embeddings()
+    try:
+        module = models[-1].get_input_embeddings()
+    except NotImplementedError:  # transformers does not know it
+        module = None
     if not isinstance(module, nn.Embedding):
         raise ModelError(
             f"The input embedding of {type(models[-1]).__name__} is a {type(module).__name__} and "
@@ -47,12 +51,61 @@ def find_embedding(root: nn.Module, layers: Sequence[DecoderLayer]) -> DecoderLa
     return DecoderLayer(name_of(root, module), module)
 
 
+def check_token_ids(embedding: nn.Module, token_ids: Tensor) -> None:
+    """Refuse what is outside of the vocabulary, before a GPU sees it, whose context it would end.
+
+    Raises:
+        ModelError: With the number.
+    """
+    if token_ids.dtype not in (torch.int64, torch.int32):
+        raise ModelError(f"The input embedding was given {token_ids.dtype} instead of token ids.")
+    most = embedding.get_parameter("weight").shape[0]
+    for token_id in token_ids.aminmax() if token_ids.numel() else ():
+        if not 0 <= int(token_id) < most:
+            raise ModelError(
+                f"The token id {int(token_id)} is outside of the input embedding, which has {most} "
+                "rows; see whether the tokenizer belongs to the model."
+            )
+
+
 def placeholder_of(weight: Tensor, token_ids: Tensor) -> Tensor:
     """Stands for the embedding's output, (*token_ids.shape, hidden size), in no memory."""
-    value = torch.full((), torch.nan, dtype=weight.dtype, device=token_ids.device)
-    found = value.expand(*token_ids.shape, weight.shape[-1])
+    # What is made in inference mode does not count the changes that are made to it.
+    with torch.inference_mode(False):
+        value = torch.full((), torch.nan, dtype=weight.dtype, device=token_ids.device)
+        found = value.expand(*token_ids.shape, weight.shape[-1])
     found.is_placeholder = True  # type: ignore[attr-defined]
     return found
+
+
+class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `torch.nn.Embedding` is made with besides its sizes; a model's config may say otherwise,
+    as after ``config.pad_token_id = …``."""
+
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
+
+    @classmethod
+    def of(cls, embedding: nn.Module) -> EmbeddingOptions:
+        """Those of an embedding."""
+        return cls(*(getattr(embedding, name) for name in cls.__struct_fields__))
+
+    def apply(self, embedding: nn.Module) -> None:
+        """Give them to an embedding that was built from the model's config.
+
+        Raises:
+            ModelError: If it is none.
+        """
+        if not isinstance(embedding, nn.Embedding):
+            raise ModelError(
+                f"The model's input embedding is a {type(embedding).__name__} on this worker; "
+                "install the coordinator's version of transformers."
+            )
+        for name in self.__struct_fields__:
+            setattr(embedding, name, getattr(self, name))
 
 
 @cache
@@ -60,7 +113,8 @@ def look_past_meta() -> None:
     """Let the ``device`` of Hugging Face models be that of their first parameter that is here.
 
     Else it is the first parameter's, which is the embedding's; and what is moved to ``meta`` has no
-    content any more. Models whose first parameter is here answer as before.
+    content any more. Models whose first parameter is here answer as before, so that this is never
+    undone.
     """
     as_before: Any = PreTrainedModel.device
 
@@ -79,4 +133,4 @@ def is_placeholder(tensor: Tensor) -> bool:
 
 def describe_layer(number: int) -> str:
     """``layer 3``, or what layer -1 is."""
-    return "the input embedding" if number == EMBEDDING else f"layer {number}"
+    return "the input embedding" if number == EMBEDDING_LAYER else f"layer {number}"

@@ -23,7 +23,7 @@ from .adapters import AdapterSwitches
 from .caches import HollowCaches
 from .calls import LayerCall, expected_tuple_length, take_hidden
 from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
-from .embedding import EMBEDDING, describe_layer, look_past_meta, placeholder_of
+from .embedding import EMBEDDING_LAYER, describe_layer, look_past_meta, placeholder_of
 from .four_bit import is_cache_hook, shapes_only
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .layers import DecoderLayer
@@ -45,7 +45,7 @@ class HollowLayers:
     """A run of consecutive hollow layers.
 
     Args:
-        layers: The layers with their numbers, in order; the embedding's is `EMBEDDING`.
+        layers: The layers with their numbers, in order; the embedding's is `EMBEDDING_LAYER`.
         exchange: Gets the hidden states, the recorded calls and the kinds of outputs that the
             model collects; returns the hidden states behind the last layer, and those outputs.
         remote: Where the weights are; asked by ``state_dict`` and ``load_state_dict``.
@@ -63,7 +63,7 @@ class HollowLayers:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
         self._exchange = exchange
-        self._first_with_cache = min(layers.keys() - {EMBEDDING}, default=0)
+        self._first_with_cache = min(layers.keys() - {EMBEDDING_LAYER}, default=0)
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._modules, remote)
         self._records = threading.local()
@@ -78,7 +78,7 @@ class HollowLayers:
             ModelError: If a forward hook on a layer would never fire.
         """
         self._check_layers()
-        if EMBEDDING in self._modules:
+        if EMBEDDING_LAYER in self._modules:
             look_past_meta()
         empty_tensors(self._modules)
         self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
@@ -154,7 +154,7 @@ class HollowLayers:
         if is_first:
             self._records.calls = [call]
             self._records.sent = hidden
-            if number == EMBEDDING:
+            if number == EMBEDDING_LAYER:
                 hidden = placeholder_of(layer.get_parameter("weight"), hidden)
             self._records.hidden = hidden
             self._records.version = _version(hidden)
@@ -172,7 +172,7 @@ class HollowLayers:
         self._records.hidden = None
         hidden, collected = self._exchange(sent, calls, wanted_kinds())
         # Behind an embedding on a worker the first of the collected hidden states come back too.
-        add_collected(None if EMBEDDING in self._modules else sent, collected)
+        add_collected(None if EMBEDDING_LAYER in self._modules else sent, collected)
         return hidden
 
     def _tuple_length(
@@ -202,7 +202,7 @@ class HollowLayers:
         calls = getattr(self._records, "calls", None)
         before, both = describe_layer(number - 1), f"layers {number - 1} and {number}"
         remedy = "put the layers before and after it into the coordinator's stage"
-        if number - 1 == EMBEDDING:
+        if number - 1 == EMBEDDING_LAYER:
             both, remedy = f"{before} and layer 0", "take `embedding: true` out of the plan"
         if not calls or calls[-1].layer_index != number - 1:
             raise ModelError(

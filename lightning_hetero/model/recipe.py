@@ -22,6 +22,7 @@ from .adapters import Adapters, describe_adapters, inject_adapters, without_wrap
 from .blocks import BlocksRecipe, build_blocks, describe_blocks
 from .collecting import install_hooks
 from .configs import experts_kind, plain_config, read_config
+from .embedding import EMBEDDING_LAYER, EmbeddingOptions
 from .four_bit import apply_four_bit, describe_four_bit
 from .imports import Allowed
 from .layers import DecoderLayer
@@ -47,6 +48,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
             take the fastest that it has.
         four_bit: How tensors inside the layers are stored in 4 bits, by their paths in the model.
         adapters: The adapters inside the layers.
+        embedding: What the input embedding is made with, if it is among the layers.
     """
 
     model_class: str
@@ -56,6 +58,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
     experts: str | None = None
     four_bit: dict[str, FourBit] = {}
     adapters: Adapters | None = None
+    embedding: EmbeddingOptions | None = None
 
     @property
     def imports(self) -> list[str]:
@@ -107,6 +110,9 @@ def write_recipe(
             for path, four_bit in describe_four_bit(layer.module).items()
         },
         adapters=describe_adapters(owner, [layer.module for _, layer in layers]),
+        embedding=next(
+            (EmbeddingOptions.of(layer.module) for n, layer in layers if n == EMBEDDING_LAYER), None
+        ),
     )
 
 
@@ -132,6 +138,8 @@ def build_layers(
         found = {str(n): model.get_submodule(path) for n, path in recipe.layers.items()}
     except AttributeError as error:
         raise ModelError(f"{recipe.model_class} has no such layer: {error}.") from error
+    if recipe.embedding is not None and EMBEDDING_LAYER in recipe.layers:
+        recipe.embedding.apply(found[str(EMBEDDING_LAYER)])
     return nn.ModuleDict(found)
 
 

@@ -56,8 +56,8 @@ def choose(
         ready: Actions of one stage whose inputs are there.
         in_flight: Micro-batches whose forward has begun and whose backward is not done.
         max_in_flight: A forward of one more micro-batch than this has to wait.
-        starts_first: A micro-batch's first forward goes before all else: it only hands over, so
-            that others have work, where the coordinator has no layers before theirs.
+        starts_first: A micro-batch's first forward goes before all else. Where the coordinator has
+            no layers before the workers' it does little but hand over, and they have work.
     """
     ready = list(ready)
     here = {action.key.microbatch for action in ready}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..model.calls import LayerCall, hidden_of
 from ..model.collecting import collect_embedded, collecting
-from ..model.embedding import EMBEDDING
+from ..model.embedding import EMBEDDING_LAYER
 from .activation import Activation, Collected, Gradients, leaf_of
 from .caches import StageCaches
 from .compiling import CompiledLayers
@@ -175,7 +175,7 @@ class Stage:
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 hidden = hidden_of(run(hidden, *args, **kwargs), layer, call)
-                if call.layer_index == EMBEDDING:
+                if call.layer_index == EMBEDDING_LAYER:
                     collect_embedded(hidden)
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in collected()))

@@ -152,7 +152,8 @@ class _Stage:
         keys = [Key(microbatch) for microbatch in range(num_microbatches)]
         self.forwards = [Action(index, "F", key) for key in keys]
         self.backwards = [Action(index, "B", key) for key in keys]
-        self.losses = [Action(index, "F", Key(key.microbatch, LOSS)) for key in keys]
+        # Only the coordinator has them, and thousands of stages are made in a search.
+        self.losses = [Action(index, "F", Key(key.microbatch, LOSS)) for key in keys if index == 0]
         self.ready: list[Action] = []
         self.in_flight: set[int] = set()
         self.peak_in_flight = 0

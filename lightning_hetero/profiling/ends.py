@@ -145,12 +145,14 @@ class EndsRunner:
         return Example(passing.inputs, wants_gradient, passed.around, passing.calls)
 
     def only_layers_read(self, embedding: nn.Module, batch: Any) -> bool:
-        """Whether what an embedding gives enters the first layer as it is and goes nowhere else."""
+        """Whether what an embedding gives enters the first layer as it is and goes nowhere else,
+        and nobody reads its weight."""
         passed = _AnythingBehind(self._clock, self.device, None)
         with Unreadable(embedding) as unreadable:
             loss, _ = self._forward(batch, passed)
-        is_a_number = loss is not None and bool(loss.isfinite().all())
-        return is_a_number and unreadable.is_what_entered(passed.entered)
+            if loss is None or not loss.isfinite().all() or unreadable.is_weight_read(loss):
+                return False
+        return unreadable.is_what_entered(passed.entered)
 
     def measure(self, batch: Any, patience_seconds: float) -> Ends:
         """What both ends take for a micro-batch; the ends have gradients afterwards."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..model.calls import LayerCall
-from ..model.embedding import EMBEDDING, find_embedding
+from ..model.embedding import EMBEDDING_LAYER, find_embedding
 from ..model.hollow import HollowLayers
 from ..model.layers import DecoderLayer, check_layers_stand_alone
 from ..model.sizes import ends_of
@@ -27,7 +27,7 @@ def embedding_to_leave(root: nn.Module, layers: Sequence[DecoderLayer]) -> nn.Mo
         found = find_embedding(root, layers)
         check_layers_stand_alone(root, [[found]])
         nobody = _Nobody()
-        HollowLayers({EMBEDDING: found}, nobody.exchange, nobody).check()
+        HollowLayers({EMBEDDING_LAYER: found}, nobody.exchange, nobody).check()
     except ModelError:
         return None
     before, _ = ends_of(root, layers)
@@ -57,7 +57,8 @@ def _refuse() -> NoReturn:
 
 
 class Unreadable:
-    """Inside, an embedding gives no numbers, so that whatever is computed with them is none.
+    """Inside, an embedding gives no numbers, so that whatever is computed with them is none, and
+    its weight asks for a gradient, so that whoever reads it by itself can be told.
 
     Args:
         embedding: Of a model that runs inside.
@@ -65,15 +66,26 @@ class Unreadable:
 
     def __init__(self, embedding: nn.Module) -> None:
         self._embedding = embedding
+        self._weight = embedding.get_parameter("weight")
         self._given: list[Tensor] = []
         self._is_plain = True
 
     def __enter__(self) -> Unreadable:
         self._handle = self._embedding.register_forward_hook(self._replace, with_kwargs=True)
+        self._was_trained = self._weight.requires_grad
+        self._weight.requires_grad_()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._handle.remove()
+        self._weight.requires_grad_(self._was_trained)
+
+    def is_weight_read(self, loss: Tensor) -> bool:
+        """Whether a loss that was computed inside depends on the weight."""
+        if not loss.requires_grad:
+            return False
+        (gradient,) = torch.autograd.grad(loss, self._weight, allow_unused=True)
+        return gradient is not None
 
     def is_what_entered(self, entered: Sequence[Tensor]) -> bool:
         """Whether these are what it gave, each once, untouched and for token ids alone."""

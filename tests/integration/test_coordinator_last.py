@@ -9,12 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.errors import ModelError
+from lightning_hetero.callbacks import StageMonitor
+from lightning_hetero.errors import ModelError, StageFailed
 
 from .. import families
-from ..models import TinyModule, loader, trainer
+from ..models import VOCABULARY, TinyModule, loader, trainer
 from .test_exactness import (
     BATCH_SIZE,
     NUM_LAYERS,
@@ -193,6 +195,61 @@ def test_tied_embeddings_stay_together(workers: list[str]) -> None:
     with pytest.raises(ModelError, match="embed_tokens.weight is shared as.*lm_head.weight"):
         run.fit(module, loader(BATCH_SIZE, BATCH_SIZE))
     assert not any(parameter.is_meta for parameter in module.parameters())
+
+
+class Lonely(TinyModule):
+    """Reads the embedding by itself."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.model.get_input_embeddings()(batch["input_ids"]).mean())
+
+
+def test_an_embedding_that_is_called_by_itself_is_refused(workers: list[str]) -> None:
+    run = trainer(HeteroPipelineStrategy(workers[:2], plan_over(workers)))
+    with pytest.raises(ModelError, match="left the decoder layers after the input embedding"):
+        run.validate(Lonely(NUM_LAYERS), loader(4, 4), verbose=False)
+
+
+class Beyond(TinyModule):
+    """Has a token that the model does not know."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch["input_ids"][0, 0] = VOCABULARY
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_token_id_outside_of_the_vocabulary_is_named(workers: list[str]) -> None:
+    run = trainer(HeteroPipelineStrategy(workers[:2], plan_over(workers)), max_steps=1)
+    with pytest.raises(StageFailed, match=f"The token id {VOCABULARY} is outside of the input emb"):
+        run.fit(Beyond(NUM_LAYERS), loader(4, 4))
+
+
+class Logged(Logger):
+    """Keeps what is logged."""
+
+    name = version = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, float] = {}
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.found |= metrics
+
+    def log_hyperparams(self, params: Any) -> None: ...
+
+
+def test_a_monitor_has_the_gradient_norm_of_the_embedding(workers: list[str]) -> None:
+    logger = Logged()
+    monitor = StageMonitor(every_n_steps=1, gradient_norms=True)
+    run = trainer(
+        HeteroPipelineStrategy(workers[:2], plan_over(workers)),
+        max_steps=2,
+        logger=logger,
+        callbacks=[monitor],
+    )
+    run.fit(TinyModule(NUM_LAYERS), loader(2 * BATCH_SIZE, BATCH_SIZE))
+    assert all(logger.found[f"stage/{n}/gradient_norm"] > 0 for n in (1, 2)), logger.found
 
 
 class Counting(pl.Callback):

@@ -9,17 +9,19 @@ from torch import Tensor, nn
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.calls import LayerCall
 from lightning_hetero.model.embedding import (
-    EMBEDDING,
+    EMBEDDING_LAYER,
+    check_token_ids,
     find_embedding,
     is_placeholder,
     placeholder_of,
 )
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
+from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 
 from ..models import tiny_llama
 from .test_hollow import Hollowed, gpt2, mistral, qwen2, tokens
 
-FIRST_ONES = range(EMBEDDING, 3)
+FIRST_ONES = range(EMBEDDING_LAYER, 3)
 
 
 @pytest.fixture
@@ -79,8 +81,49 @@ def test_a_placeholder_takes_no_memory_and_what_is_computed_with_it_is_no_number
     assert (found + 1).isnan().all()
 
 
+def test_what_is_written_into_the_placeholder_in_inference_mode_is_refused(
+    hollowed: Hollowed,
+) -> None:
+    def overwrite(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        hidden = output.clone() if output._is_view() and not output.is_inference() else output
+        return hidden.index_fill_(0, torch.tensor([0]), 0.0)
+
+    hollowed.model.get_input_embeddings().register_forward_hook(overwrite)
+    with torch.inference_mode(), pytest.raises(ModelError, match="changed the hidden states"):
+        hollowed.model(tokens(), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "fault"),
+    [
+        (torch.tensor([[0, 47, 48]]), "token id 48 .* has 48 rows; see whether the tokenizer"),
+        (torch.tensor([[-1, 5]]), "token id -1 "),
+        (torch.zeros(1, 2), "float32 instead of token ids"),
+    ],
+)
+def test_what_is_no_token_id_is_refused_before_it_is_looked_up(
+    token_ids: Tensor, fault: str
+) -> None:
+    embedding = nn.Embedding(48, 16)
+    check_token_ids(embedding, torch.tensor([[0, 47]]))
+    check_token_ids(embedding, torch.zeros(0, 3, dtype=torch.int64))
+    with pytest.raises(ModelError, match=fault):
+        check_token_ids(embedding, token_ids)
+
+
+def test_a_worker_builds_the_embedding_as_it_is_and_not_as_its_config_says() -> None:
+    model = tiny_llama(5)
+    embedding = model.get_input_embeddings()
+    embedding.padding_idx, embedding.scale_grad_by_freq = 3, True
+    model.config.pad_token_id = 7
+    layers = find_decoder_layers(model)
+    recipe = write_recipe(model, [(EMBEDDING_LAYER, find_embedding(model, layers))])
+    (built,) = build_layers(Recipe.from_json(recipe.to_json())).values()
+    assert (built.padding_idx, built.scale_grad_by_freq, built.max_norm) == (3, True, None)
+
+
 def test_a_model_that_changes_what_comes_from_its_embedding_is_refused() -> None:
-    away = Hollowed(gpt2(), away=range(EMBEDDING, 2))
+    away = Hollowed(gpt2(), away=range(EMBEDDING_LAYER, 2))
     with pytest.raises(ModelError, match="between the input embedding and layer 0 changed.*out of"):
         away.model(tokens(), use_cache=False)
 

@@ -33,7 +33,7 @@ from lightning_hetero.model.collecting import (
     collecting,
     is_collecting,
 )
-from lightning_hetero.model.embedding import EMBEDDING, find_embedding
+from lightning_hetero.model.embedding import EMBEDDING_LAYER, find_embedding
 from lightning_hetero.model.hollow import Exchange, HollowLayers
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.tensors import named_tensors, set_tensor
@@ -63,7 +63,7 @@ class Elsewhere:
                 layer = self.layers[call.layer_index].train(call.training)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 hidden = hidden_of(layer(hidden, *args, **kwargs), layer, call)
-                if call.layer_index == EMBEDDING:
+                if call.layer_index == EMBEDDING_LAYER:
                     collect_embedded(hidden)
         return hidden, collected()
 
@@ -88,9 +88,9 @@ class Hollowed:
     ) -> None:
         self.model = model
         layers = find_decoder_layers(model)
-        chosen = {number: layers[number] for number in away if number != EMBEDDING}
-        if EMBEDDING in away:
-            chosen = {EMBEDDING: find_embedding(model, layers), **chosen}
+        chosen = {number: layers[number] for number in away if number != EMBEDDING_LAYER}
+        if EMBEDDING_LAYER in away:
+            chosen = {EMBEDDING_LAYER: find_embedding(model, layers), **chosen}
         self.collecting = CollectingHooks(model, [layer.name for layer in chosen.values()])
         self.layers = {number: layer.module for number, layer in chosen.items()}
         self.elsewhere = Elsewhere(self.layers)

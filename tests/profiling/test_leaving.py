@@ -75,6 +75,18 @@ class Scaled(TinyModule):
         return loss
 
 
+class Penalized(TinyModule):
+    """Reads the weight by itself, frozen or not."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.model.get_input_embeddings().requires_grad_(not is_frozen)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + 0.1 * self.model.get_input_embeddings().weight.norm()
+
+
 class BesideOthers(TinyModule):
     """Trains something else before the layers."""
 
@@ -107,6 +119,8 @@ def with_a_hook() -> TinyModule:
         (Reading, False),
         (Twice, False),
         (Scaled, False),
+        (lambda: Penalized(is_frozen=False), False),
+        (lambda: Penalized(is_frozen=True), False),
     ],
 )
 def test_an_embedding_leaves_that_only_the_first_layer_reads(
@@ -115,7 +129,10 @@ def test_an_embedding_leaves_that_only_the_first_layer_reads(
     assert may_leave(build()) is expected
 
 
-def test_looking_leaves_no_hook() -> None:
+def test_looking_leaves_no_hook_and_no_gradient() -> None:
     module = TinyModule()
+    embedding = module.model.get_input_embeddings().requires_grad_(False)
     assert may_leave(module)
-    assert not module.model.get_input_embeddings()._forward_hooks
+    assert not embedding._forward_hooks
+    assert not embedding.weight.requires_grad
+    assert all(parameter.grad is None for parameter in module.parameters())

@@ -15,7 +15,7 @@ from ...errors import BatchError, HeteroError, ModelError
 from ...model.calls import LayerCall
 from ...model.checkpoint_weights import CheckpointWeights, weights_in_checkpoint
 from ...model.collecting import CollectingHooks
-from ...model.embedding import EMBEDDING, find_embedding
+from ...model.embedding import EMBEDDING_LAYER, find_embedding
 from ...model.hollow import HollowLayers, is_hollow
 from ...model.layers import DecoderLayer, check_layers_stand_alone
 from ...model.recipe import write_recipe
@@ -383,4 +383,4 @@ def layers_of_stage(
         ModelError: If the plan gives it an embedding that it cannot have.
     """
     found = {number: layers[number] for number in stage.layer_indices}
-    return {EMBEDDING: find_embedding(root, layers), **found} if stage.embedding else found
+    return {EMBEDDING_LAYER: find_embedding(root, layers), **found} if stage.embedding else found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import HeteroError, LocalProtocolError, WorkerUnreachable
-from ...model.embedding import EMBEDDING
+from ...model.embedding import EMBEDDING_LAYER, check_token_ids
 from ...model.four_bit import multiply_in
 from ...model.imports import Allowed
 from ...pipeline.compiling import CompiledLayers
@@ -316,6 +316,9 @@ class StageSession:
         self._runner.take_arguments(key, self._copies.to_device(tensors, read))
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
+        embedding = self._layers.numbered.get(EMBEDDING_LAYER)
+        if embedding is not None and tensors:
+            check_token_ids(embedding, tensors[0])
         key = Key(message.microbatch, message.visit)
         activation = self._copies.to_device(tensors, partial(read_activation, message))
         self._runner.take_activation(message.step, key, activation)
@@ -351,5 +354,5 @@ def _shown(stage_index: int, numbered: Mapping[int, nn.Module]) -> str:
     """What a stage serves, for people."""
     first, last = min(numbered), max(numbered)
     kind = type(numbered[last]).__name__
-    with_embedding = "the input embedding and " if first == EMBEDDING else ""
+    with_embedding = "the input embedding and " if first == EMBEDDING_LAYER else ""
     return f"stage {stage_index}, {with_embedding}layers {max(first, 0)} to {last} ({kind})"
