@@ -21,7 +21,7 @@ from benchmarks.processes import environment, memory_bytes, on_core, worker_proc
 
 EVEN = "torch 1F1B, even split"
 TORCH = ("torch 1F1B", EVEN, "torch GPipe")
-HETERO = ("hetero", "hetero, 16-bit wire")
+HETERO = ("hetero", "hetero, coordinator first", "hetero, 16-bit wire")
 
 
 @dataclass(frozen=True)

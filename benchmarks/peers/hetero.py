@@ -1,4 +1,4 @@
-"""HeteroPipelineStrategy: the first layers on one worker, the others with the coordinator."""
+"""HeteroPipelineStrategy: the last layers on the coordinator, or its first ones; one worker."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ def plan_for(job: Job) -> Plan | str:
     if job.plan is not None:
         return with_worker(Plan.from_yaml(job.plan), job.worker)
     narrow: WireDtype | None = "bfloat16" if job.peer == "hetero, 16-bit wire" else None
+    if job.peer == "hetero, coordinator first":
+        local = StagePlan(["coordinator"], (0, job.split))
+        remote = StagePlan([job.worker], (job.split, job.num_layers))
+        return Plan([local, remote], job.micro_batches, job.in_flight)
     end = job.num_layers - job.split
     remote = StagePlan(
         [job.worker],

@@ -152,18 +152,21 @@ class HollowLayers:
         length = self._tuple_length(number, hidden, args, kwargs)
         call = LayerCall(number, layer.training, args, kwargs, length, cache)
         if is_first:
-            self._records.calls = [call]
-            self._records.sent = hidden
-            if number == EMBEDDING_LAYER:
-                hidden = placeholder_of(layer.get_parameter("weight"), hidden)
-            self._records.hidden = hidden
-            self._records.version = _version(hidden)
+            hidden = self._enter(layer, call, hidden)
         else:
             self._check_continues(number, hidden)
             self._records.calls.append(call)
         if number == max(self._modules):
             hidden = self._leave()
         return (hidden, *[None] * (length - 1)) if length else hidden
+
+    def _enter(self, layer: nn.Module, call: LayerCall, hidden: Tensor) -> Tensor:
+        """Begin the record; what the model hands to the next layer of the run."""
+        self._records.calls, self._records.sent = [call], hidden
+        if call.layer_index == EMBEDDING_LAYER:
+            hidden = placeholder_of(layer.get_parameter("weight"), hidden)
+        self._records.hidden, self._records.version = hidden, _version(hidden)
+        return hidden
 
     def _leave(self) -> Tensor:
         """What the model goes on with behind the last layer of the run."""

@@ -15,7 +15,7 @@ from ...errors import BatchError, HeteroError, ModelError
 from ...model.calls import LayerCall
 from ...model.checkpoint_weights import CheckpointWeights, weights_in_checkpoint
 from ...model.collecting import CollectingHooks
-from ...model.embedding import EMBEDDING_LAYER, find_embedding
+from ...model.embedding import EMBEDDING_LAYER, describe_layer, find_embedding
 from ...model.hollow import HollowLayers, is_hollow
 from ...model.layers import DecoderLayer, check_layers_stand_alone
 from ...model.recipe import write_recipe
@@ -361,8 +361,8 @@ def _check_weights_can_be_sent(
     lost = [number for number, layer in layers.items() if is_hollow(layer)]
     if lost:
         raise ModelError(
-            f"Decoder layer {lost[0]} has not come back from the worker that was lost in the run "
-            "before; build the module anew and continue with `ckpt_path`."
+            f"What was {describe_layer(lost[0])} has not come back from the worker that was lost "
+            "in the run before; build the module anew and continue with `ckpt_path`."
         )
 
 
