@@ -27,6 +27,11 @@ EMBEDDING_LAYER = -1
 _REMEDY = "take `embedding: true` out of the plan, so that it stays with the coordinator"
 
 
+def describe_layer(number: int) -> str:
+    """``layer 3``, or what layer -1 is."""
+    return "the input embedding" if number == EMBEDDING_LAYER else f"layer {number}"
+
+
 def find_embedding(root: nn.Module, layers: Sequence[DecoderLayer]) -> DecoderLayer:
     """The input embedding of the Hugging Face model with these layers.
 
@@ -78,6 +83,11 @@ def placeholder_of(weight: Tensor, token_ids: Tensor) -> Tensor:
     return found
 
 
+def is_placeholder(tensor: Tensor) -> bool:
+    """Whether it is such a tensor."""
+    return getattr(tensor, "is_placeholder", False)
+
+
 class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `torch.nn.Embedding` is made with besides its sizes; a model's config may say otherwise,
     as after ``config.pad_token_id = …``."""
@@ -124,13 +134,3 @@ def look_past_meta() -> None:
         return found
 
     PreTrainedModel.device = property(device)  # type: ignore[assignment, method-assign]
-
-
-def is_placeholder(tensor: Tensor) -> bool:
-    """Whether it is such a tensor."""
-    return getattr(tensor, "is_placeholder", False)
-
-
-def describe_layer(number: int) -> str:
-    """``layer 3``, or what layer -1 is."""
-    return "the input embedding" if number == EMBEDDING_LAYER else f"layer {number}"

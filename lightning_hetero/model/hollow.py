@@ -203,16 +203,14 @@ class HollowLayers:
 
     def _check_continues(self, number: int, hidden: Tensor) -> None:
         calls = getattr(self._records, "calls", None)
-        before, both = describe_layer(number - 1), f"layers {number - 1} and {number}"
-        remedy = "put the layers before and after it into the coordinator's stage"
-        if number - 1 == EMBEDDING_LAYER:
-            both, remedy = f"{before} and layer 0", "take `embedding: true` out of the plan"
         if not calls or calls[-1].layer_index != number - 1:
             raise ModelError(
-                f"Layer {number} was called without {before} before it; what lives on workers must "
-                f"be called one after the other, in its order, or {remedy}."
+                f"Layer {number} was called without {describe_layer(number - 1)} before it; what "
+                "lives on workers must be called one after the other, in its order, or "
+                f"{_with_the_one_before(number)[1]}."
             )
         if hidden is not self._records.hidden or _version(hidden) != self._records.version:
+            both, remedy = _with_the_one_before(number)
             raise ModelError(
                 f"Something between {both} changed the hidden states, and both live on workers; "
                 f"{remedy}."
@@ -250,6 +248,14 @@ class Unmoved:
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> nn.Module:
         return self._layer
+
+
+def _with_the_one_before(number: int) -> tuple[str, str]:
+    """A layer and the one before it in words, and what to do if they cannot be away together."""
+    if number - 1 == EMBEDDING_LAYER:
+        return "the input embedding and layer 0", "take `embedding: true` out of the plan"
+    remedy = "put the layers before and after it into the coordinator's stage"
+    return f"layers {number - 1} and {number}", remedy
 
 
 def _version(hidden: Tensor) -> int:
