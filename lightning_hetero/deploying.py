@@ -68,7 +68,8 @@ class Deployer:
         plan = self.plan_choice.without_measuring(self.module.trainer, len(layers), names)
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
-            return None
+            if not self._cuts_batches(plan):
+                return None
         self._check(layers)
         imported_for = _all_on_one(names, layers) if self.may_move else plan
         coordinator = self._connect(workers_of(plan), layers, imported_for)
@@ -111,10 +112,15 @@ class Deployer:
             plan = self.plan_choice.measured(run, given)
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
-        rank_zero_info("no worker would make it faster, so the model runs here alone")
-        coordinator.close()
-        self.fleet.end(self.deadlines)
-        return None
+            rank_zero_info("no worker would make it faster, so the model runs here alone")
+            coordinator.serve([], plan.coordinator_narrowing)
+            self.fleet.end(self.deadlines)
+            return self.carry_out(plan, layers, coordinator) if self._cuts_batches(plan) else None
+
+    def _cuts_batches(self, plan: Plan) -> bool:
+        """Whether a plan without workers is more than what Lightning does: a whole batch may not
+        fit into the memory here."""
+        return self.cuts_step and plan.micro_batches > 1
 
     def _check(self, layers: Sequence[DecoderLayer]) -> None:
         check_callbacks(self.module.trainer)

@@ -128,8 +128,8 @@ class Plan:
     def coordinator_narrowing(self) -> Narrowing:
         """What the coordinator sends as what: activations to the first stage, gradients to the
         last one."""
-        first, *_, last = self.narrowings
-        return Narrowing(first.activation_dtype, last.gradient_dtype)
+        narrowings = self.narrowings
+        return Narrowing(narrowings[0].activation_dtype, narrowings[-1].gradient_dtype)
 
     @property
     def stage_narrowings(self) -> list[Narrowing]:

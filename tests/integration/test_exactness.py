@@ -109,6 +109,22 @@ def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
     assert differing == []
 
 
+@pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
+@pytest.mark.parametrize("workers_wanted", [2, ["127.0.0.1:1"]], ids=["local", "listed"])
+def test_a_plan_without_workers_cuts_batches_and_needs_none_of_them(
+    workers_wanted: int | list[str],
+) -> None:
+    pieces, size = 4, 3
+    plain, alone = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
+    run = trainer(max_steps=NUM_STEPS, accumulate_grad_batches=pieces)
+    run.fit(plain, loader(NUM_STEPS * pieces * size, size))
+    plan = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=pieces)
+    run = trainer(HeteroPipelineStrategy(workers_wanted, plan), max_steps=NUM_STEPS)
+    run.fit(alone, loader(NUM_STEPS * pieces * size, pieces * size))
+    expected = plain.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in alone.state_dict().items())
+
+
 @pytest.mark.parametrize("clip", [None, ("norm", 0.05), ("value", 1e-3)], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("pieces", [1, 3, 4])

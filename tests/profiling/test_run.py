@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -250,8 +251,10 @@ class FragileModule(TinyModule):
         self.embed = nn.Embedding(48, 8)
         self.blocks = nn.ModuleList(Fragile(most_samples, complaint) for _ in range(3))
         self.head = nn.Linear(8, 48)
+        self.sizes: list[int] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.sizes.append(len(batch["input_ids"]))
         hidden = self.embed(batch["input_ids"])
         for block in self.blocks:
             hidden = block(hidden)
@@ -284,6 +287,30 @@ def test_who_runs_out_of_memory_reports_the_largest_that_fits_and_goes_on(
     assert f"{allowing} has not enough memory for a Fragile (layer 2) on 4 samples" in caplog.text
     assert len(module.losses) == 2
     assert strategy.plan_choice.plan == "auto"
+
+
+def test_a_model_that_no_worker_makes_faster_is_cut_to_what_fits_here(
+    allowing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.yaml"
+
+    def run() -> FragileModule:
+        module = FragileModule(2, "CUDA out of memory. Tried to allocate 2.00 GiB.")
+        strategy = HeteroPipelineStrategy([allowing], "auto", layers="blocks")
+        fit(module, strategy, profiler(path, budget_seconds=2.0), data=loader(16, 8))
+        return module
+
+    run()
+    content = yaml.safe_load(path.read_text())
+    for timing in content["devices"][1]["timings"]:
+        timing["forward_seconds"] = timing["backward_seconds"] = 10.0
+    path.write_text(yaml.safe_dump(content))
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        module = run()
+    assert "no worker would make it faster, so the model runs here alone" in caplog.text
+    assert module.sizes == [2] * 8
+    assert len(module.losses) == 2
 
 
 def test_who_has_no_memory_for_a_layer_gets_none(allowing: str, tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ class Fleet:
     def connect(
         self, names: Sequence[str], imports: set[str], device: torch.device, deadlines: Deadlines
     ) -> Coordinator:
-        """Conversations with some of the workers; local ones are started, all of them.
+        """Conversations with some of the workers; local ones are started, all of them, if any is
+        wanted.
 
         Args:
             names: Some of the names.
@@ -81,7 +82,7 @@ class Fleet:
         """
         identity = Identity(equipment_here(device))
         if isinstance(self._workers, int):
-            if not self._local:
+            if names and not self._local:
                 self._start(self._workers, imports)
             addresses = {worker.name: worker.address for worker in self._local}
             seconds = max(deadlines.connect_seconds, START_SECONDS)
