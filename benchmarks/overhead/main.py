@@ -86,7 +86,8 @@ def train(
 
 def alone() -> HeteroPipelineStrategy:
     """The strategy with every layer on the coordinator."""
-    return HeteroPipelineStrategy([], Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))]))
+    plan = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=1)
+    return HeteroPipelineStrategy([], plan)
 
 
 @dataclass(frozen=True)
