@@ -98,7 +98,10 @@ def hear(recogniser: Recogniser, hosts: Sequence[str], seconds: float) -> Heard:
             names.add(name)
 
     with _network(hosts) as network:
-        library.ServiceBrowser(network, SERVICE, handlers=[note])
+        # Answers go to everyone: one that goes to the asker alone comes to any of those who share
+        # the port on this machine, such as a worker.
+        everyone = library.DNSQuestionType.QM
+        library.ServiceBrowser(network, SERVICE, handlers=[note], question_type=everyone)
         time.sleep(seconds)
         services = [library.ServiceInfo(SERVICE, name) for name in sorted(names)]
         heard = [_announcement_in(each) for each in services if each.load_from_cache(network)]
