@@ -128,7 +128,7 @@ class _RunningStep:
 
     def run(self) -> list[Any]:
         while self._not_started or self._in_flight:
-            # By the rule the loss of an older micro-batch goes before a new forward.
+            # By the rule what has come back goes before a new forward.
             for returned in self._driver.stages.take_arrived():
                 self._take(returned)
             ready = self._ready()
