@@ -83,6 +83,16 @@ class Narrowing:
     gradient_dtype: WireDtype | None = None
 
 
+def most_started(max_in_flight: int, sends_token_ids: bool) -> int:
+    """How many micro-batches may have begun on the coordinator: half more than are in flight on a
+    worker where only token ids go out.
+
+    They weigh nothing while they wait for the first worker; and that a micro-batch has ended is
+    heard of behind the activations that wait for the same link.
+    """
+    return max_in_flight + (math.ceil(max_in_flight / 2) if sends_token_ids else 0)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Who computes what, and in how many pieces.
@@ -91,8 +101,9 @@ class Plan:
         stages: The stages in the order of the layers. The coordinator may hold the first one or
             the last one.
         micro_batches: Pieces into which a training batch is cut.
-        in_flight: Most micro-batches between their forward's start and their backward's end;
-            ``None`` for two per process, which is enough to hide the way there and back.
+        in_flight: Most micro-batches between their forward's start and their backward's end on
+            each process; ``None`` for two per process, which is enough to hide the way there and
+            back. On the coordinator see `most_started`.
     """
 
     stages: list[StagePlan]
@@ -143,6 +154,12 @@ class Plan:
     def max_in_flight(self) -> int:
         """The bound on micro-batches in flight, with its default filled in."""
         return self.in_flight or 2 * (len(self.remote_stages) + 1)
+
+    @property
+    def max_started(self) -> int:
+        """The bound on micro-batches that have begun on the coordinator."""
+        sends_token_ids = any(stage.embedding for stage in self.stages)
+        return most_started(self.max_in_flight, sends_token_ids)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Plan:

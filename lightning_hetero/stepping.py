@@ -90,8 +90,8 @@ class MicrobatchedStep:
         ]
         step = self._deployment.coordinator.step + 1
         with _logging_to(self._module, log), metrics.gathering(self._module):
-            in_flight = self._deployment.plan.max_in_flight
-            results = self._driver.run(step, work, in_flight, accumulate)
+            plan = self._deployment.plan
+            results = self._driver.run(step, work, plan.max_in_flight, accumulate, plan.max_started)
         log.publish(self._module.log)
         return self._merge(results, weights.all, scale)
 

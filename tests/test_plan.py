@@ -44,8 +44,8 @@ any_plan = st.builds(
 )
 
 
-def stage(worker: str, first: int, end: int) -> StagePlan:
-    return StagePlan([worker], (first, end))
+def stage(worker: str, first: int, end: int, **options: Any) -> StagePlan:
+    return StagePlan([worker], (first, end), **options)
 
 
 HERE = stage("coordinator", 0, 2)
@@ -132,6 +132,14 @@ def test_micro_batches_in_flight_are_bounded_by_the_number_of_stages_unless_said
     stages: list[StagePlan], in_flight: int | None, expected: int
 ) -> None:
     assert Plan(stages, in_flight=in_flight).max_in_flight == expected
+
+
+@pytest.mark.parametrize(("embedding", "expected"), [(False, 3), (True, 5)])
+def test_half_more_may_have_begun_where_only_token_ids_go_out(
+    embedding: bool, expected: int
+) -> None:
+    stages = [stage("old-tower:9999", 0, 6, embedding=embedding), stage("coordinator", 6, 8)]
+    assert Plan(stages, in_flight=3).max_started == expected
 
 
 @pytest.mark.parametrize(

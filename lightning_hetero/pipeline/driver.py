@@ -87,13 +87,25 @@ class Driver:
     recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")))
 
     def run(
-        self, step: int, work: Sequence[MicrobatchStep], max_in_flight: int, accumulate: bool
+        self,
+        step: int,
+        work: Sequence[MicrobatchStep],
+        max_in_flight: int,
+        accumulate: bool,
+        max_started: int | None = None,
     ) -> list[Any]:
         """The results of all micro-batches; the gradients are in ``gradients``.
 
         What a ``training_step`` raises is raised here, with every other micro-batch unwound.
+
+        Args:
+            step: Its number.
+            work: A micro-batch each.
+            max_in_flight: The bound on micro-batches in flight on each remote stage.
+            accumulate: Whether gradients are added to those that are there.
+            max_started: The bound on those that have begun here; None for the same.
         """
-        running = _RunningStep(self, step, work, max_in_flight)
+        running = _RunningStep(self, step, work, max_started or max_in_flight)
         self.stages.begin_step(max_in_flight, accumulate)
         self.gradients.begin(accumulate)
         # Micro-batches draw from streams of their own; the user's stream stays where it is.
@@ -112,12 +124,12 @@ class _RunningStep:
     """One step: the coordinator's actions that could run, and the micro-batches in flight."""
 
     def __init__(
-        self, driver: Driver, step: int, work: Sequence[MicrobatchStep], max_in_flight: int
+        self, driver: Driver, step: int, work: Sequence[MicrobatchStep], max_started: int
     ) -> None:
         self._driver = driver
         self._step = step
         self._work = work
-        self._max_in_flight = max_in_flight
+        self._max_started = max_started
         self._in_flight: dict[int, _Microbatch] = {}
         self._results: dict[int, Any] = {}
         self._activations: dict[Key, Activation] = {}
@@ -132,7 +144,7 @@ class _RunningStep:
             for returned in self._driver.stages.take_arrived():
                 self._take(returned)
             ready = self._ready()
-            action = choose(ready, self._in_flight, self._max_in_flight, self._driver.starts_first)
+            action = choose(ready, self._in_flight, self._max_started, self._driver.starts_first)
             if action is None:
                 self._take(self._driver.stages.receive())
                 continue

@@ -80,7 +80,10 @@ def least_seconds(pipeline: Pipeline) -> float:
     hops = [*pipeline.forward_hops, *pipeline.backward_hops]
     travel = sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
     way = sum(own) + loss + travel
-    bounds = [math.ceil(count / pipeline.max_in_flight) * way, count * (own[0] + loss)]
+    to_worker = [pipeline.forward_hops[0], pipeline.backward_hops[1]]
+    on_workers = way - own[0] - sum(hop.busy_seconds + hop.latency_seconds for hop in to_worker)
+    bounds = [math.ceil(count / pipeline.limit(0)) * way, count * (own[0] + loss)]
+    bounds.append(math.ceil(count / pipeline.max_in_flight) * on_workers)
     bounds.append(way + (count - 1) * loss)
     bounds += [count * busy for busy in busy_seconds_of_media(hops).values()]
     before = 0.0

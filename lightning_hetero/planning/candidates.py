@@ -10,7 +10,15 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from ..plan import COORDINATOR, Narrowing, Plan, StagePlan, WireDtype, bytes_per_number
+from ..plan import (
+    COORDINATOR,
+    Narrowing,
+    Plan,
+    StagePlan,
+    WireDtype,
+    bytes_per_number,
+    most_started,
+)
 from .bounds import busy_seconds_of_media, least_seconds
 from .costs import Cost, cost_at, layer_seconds
 from .forms import START, WORKER, Form, Role
@@ -176,6 +184,7 @@ class Candidate:
             self.in_flight,
             # As `Plan.starts_on_worker` has it.
             starts_first=self.form is not Form.FIRST or first == end,
+            max_started=most_started(self.in_flight, sends_token_ids=self.form is Form.LINE),
         )
 
     @property

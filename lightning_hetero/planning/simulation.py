@@ -61,6 +61,7 @@ class Pipeline:
             last stage. Entry i leaves stage i, as in ``forward_hops``.
         num_microbatches: Pieces of the batch.
         max_in_flight: As in the plan.
+        max_started: As in the plan; None for ``max_in_flight``.
         starts_first: Whether the coordinator begins micro-batches as early as it may: in the
             runtime, where it has no layers before the workers'. See `choose`.
     """
@@ -72,6 +73,7 @@ class Pipeline:
     num_microbatches: int
     max_in_flight: int
     starts_first: bool = False
+    max_started: int | None = None
 
     def __post_init__(self) -> None:
         if not len(self.stages) == len(self.forward_hops) == len(self.backward_hops):
@@ -79,6 +81,12 @@ class Pipeline:
                 f"A pipeline of {len(self.stages)} stages has {len(self.forward_hops)} forward and "
                 f"{len(self.backward_hops)} backward hops; it needs one of each per stage."
             )
+
+    def limit(self, index: int) -> int:
+        """How many micro-batches a stage may have in flight."""
+        if index == 0 and self.max_started is not None:
+            return self.max_started
+        return self.max_in_flight
 
     @property
     def is_alone(self) -> bool:
@@ -212,7 +220,7 @@ class _Run:
             return
         pipeline = self._pipeline
         starts_first = pipeline.starts_first and index == 0
-        action = choose(stage.ready, stage.in_flight, pipeline.max_in_flight, starts_first)
+        action = choose(stage.ready, stage.in_flight, pipeline.limit(index), starts_first)
         if action is None:
             return
         stage.ready.remove(action)

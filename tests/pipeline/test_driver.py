@@ -23,6 +23,7 @@ from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.driver import Driver, MicrobatchStep
 from lightning_hetero.pipeline.gradients import StepGradients
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
+from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.turns import current_turn
 
 from ..families import tiny_model
@@ -93,6 +94,7 @@ class Pipeline:
     Args:
         num_stages: Remote stages.
         timing: Seed of the chain's timing.
+        max_started: How many micro-batches may have begun; None for as many as are in flight.
         training_step: What runs for each micro-batch.
     """
 
@@ -102,6 +104,7 @@ class Pipeline:
     tied: bool = False
     dropout: float = 0.0
     recompute: bool = False
+    max_started: int | None = None
     model: Model = field(init=False)
     layers: Layers = field(init=False)
     chain: Chain = field(init=False)
@@ -148,7 +151,7 @@ class Pipeline:
             )
             for tokens, factor in zip(inputs, factors, strict=True)
         ]
-        results = self.driver.run(self.chain.step + 1, work, limit, accumulate)
+        results = self.driver.run(self.chain.step + 1, work, limit, accumulate, self.max_started)
         if not accumulate:
             self.model.zero_grad()
         self.driver.gradients.publish()
@@ -247,6 +250,24 @@ def test_no_stage_and_not_the_coordinator_holds_more_than_the_bound(
     pipeline.run(microbatches(7), limit)
     assert len(ended) == 7
     assert all(0 < held <= limit for held in pipeline.chain.most_in_flight.values())
+
+
+@pytest.mark.parametrize("timing", range(5))
+def test_more_may_have_begun_than_are_in_flight_on_a_stage(timing: int) -> None:
+    pipeline = Pipeline(2, timing, max_started=4)
+    pipeline.driver.starts_first = True
+    send, begun = pipeline.chain.send_forward, []
+
+    def counted(key: Key, *request: Any) -> None:
+        begun.append(key.microbatch)
+        if len(begun) == 4:
+            assert not any(action.kind == "B" for action in pipeline.chain.actions)
+        send(key, *request)
+
+    pipeline.chain.send_forward = counted  # type: ignore[method-assign]
+    assert_equals_sequential(pipeline, count=7, limit=2)
+    assert begun == [*range(7)]
+    assert all(0 < held <= 2 for held in pipeline.chain.most_in_flight.values())
 
 
 def test_one_forward_one_backward_follows_from_the_rule() -> None:

@@ -92,6 +92,7 @@ def test_it_starts_as_the_runtime_does(own: tuple[int, int], form: Form) -> None
     ranges = [own, (own[1] % 4, 4)]
     candidate = with_ranges(costs(), [COORDINATOR, "fast"], ranges, 4, 3, form)
     assert candidate.pipeline.starts_first == candidate.plan().starts_on_worker
+    assert candidate.pipeline.limit(0) == candidate.plan().max_started
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.plan import COORDINATOR
+from lightning_hetero.plan import COORDINATOR, most_started
 from lightning_hetero.planning.candidates import Candidate, Costs
 from lightning_hetero.planning.forms import Form
 from lightning_hetero.planning.placing import place_at
@@ -153,7 +153,8 @@ def pipeline_of(
         back[1] = case.hop(order[1], order[0], share=0)
     limit = min(case.micro_batches, 2 * len(order)) if len(order) > 1 else 1
     starts_first = form is not Form.FIRST or ranges[0] == (0, 0)
-    return Pipeline(stages, loss_seconds, there, back, case.micro_batches, limit, starts_first)
+    count, started = case.micro_batches, most_started(limit, form is Form.LINE)
+    return Pipeline(stages, loss_seconds, there, back, count, limit, starts_first, started)
 
 
 def brute_force(case: Case) -> float | None:
