@@ -68,7 +68,7 @@ def choose(
     ready = list(ready)
     here = {action.key.microbatch for action in ready}
     feeds_first = here.issuperset(in_flight)
-    order = ("start", "end", "go on") if starts_first else ("go on", "start", "end")
+    start, end, go_on = (0, 1, 2) if starts_first else (1, 2, 0)
 
     def rank(action: Action) -> int:
         """Lower goes first."""
@@ -76,8 +76,8 @@ def choose(
         if action.stage_index > 0:
             return int(is_forward != feeds_first)
         if is_forward:
-            return order.index("go on" if action.key.microbatch in in_flight else "start")
-        return order.index("end" if action.key.visit == 0 else "go on")
+            return go_on if action.key.microbatch in in_flight else start
+        return end if action.key.visit == 0 else go_on
 
     def urgency(action: Action) -> tuple[int, int, int]:
         """Of one micro-batch's backwards the latest visit goes first."""
