@@ -31,6 +31,9 @@ class Cable:
 
     def plug(self) -> None:
         _ip("-n", self.namespace, "link", "set", self.far, "up")
+        # Who did not answer meanwhile is taken for unreachable for some seconds.
+        _ip("neigh", "flush", "dev", self.near)
+        _ip("-n", self.namespace, "neigh", "flush", "dev", self.far)
 
 
 @contextmanager
