@@ -69,7 +69,8 @@ def interrupt(process: subprocess.Popen[str], signum: signal.Signals) -> None:
     """Send a signal inside a second batch, and again when Lightning has taken it."""
     assert process.stdout is not None
     assert process.stderr is not None
-    assert process.stdout.readline() == "inside\n"
+    said = process.stdout.readline()
+    assert said == "inside\n", said or process.stderr.read()
     process.send_signal(signum)
     go_on(process)
     if signum is signal.SIGINT:
