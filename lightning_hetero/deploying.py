@@ -113,7 +113,7 @@ class Deployer:
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
             rank_zero_info("no worker would make it faster, so the model runs here alone")
-            coordinator.serve([], plan.coordinator_narrowing)
+            coordinator.keep([])
             self.fleet.end(self.deadlines)
             return self.carry_out(plan, layers, coordinator) if self._cuts_batches(plan) else None
 

@@ -69,7 +69,7 @@ def least_seconds(pipeline: Pipeline) -> float:
     A stage is idle until the first micro-batch has come through those before it, and those
     before it work on after its last backward; the same is true of the coordinator's last part and
     all that is before that; a medium carries all micro-batches; and only so many micro-batches are
-    under way at once.
+    under way at once, from any stage on.
     """
     count = pipeline.num_microbatches
     stages, loss = pipeline.stages, pipeline.loss_seconds
@@ -80,15 +80,13 @@ def least_seconds(pipeline: Pipeline) -> float:
     hops = [*pipeline.forward_hops, *pipeline.backward_hops]
     travel = sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
     way = sum(own) + loss + travel
-    to_worker = [pipeline.forward_hops[0], pipeline.backward_hops[1]]
-    on_workers = way - own[0] - sum(hop.busy_seconds + hop.latency_seconds for hop in to_worker)
     bounds = [math.ceil(count / pipeline.limit(0)) * way, count * (own[0] + loss)]
-    bounds.append(math.ceil(count / pipeline.max_in_flight) * on_workers)
     bounds.append(way + (count - 1) * loss)
     bounds += [count * busy for busy in busy_seconds_of_media(hops).values()]
     before = 0.0
     for index in range(1, len(stages)):
         there, back = pipeline.forward_hops[index - 1], pipeline.backward_hops[index]
         before += own[index - 1] + sum(h.busy_seconds + h.latency_seconds for h in (there, back))
+        bounds.append(math.ceil(count / pipeline.limit(index)) * (way - before))
         bounds.append(before + count * own[index])
     return max(bounds) + optimizer
