@@ -1,7 +1,8 @@
 """A training script that a test interrupts, with a folder and workers for its arguments.
 
-It trains on one device and then over workers. Inside the second batch of each run, and when the
-first one was interrupted, it says so and goes on with the next line of its standard input.
+It trains on one device and then over workers. Inside the second batch of each run, while Lightning
+shuts it down, and when the first one has ended, it says so and goes on with the next line of its
+standard input.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hetero import HeteroPipelineStrategy
@@ -19,8 +21,18 @@ from ..models import TinyModule, loader, trainer
 
 
 def say(text: str) -> None:
+    """Say something, and wait for a line."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+    sys.stdin.readline()
+
+
+class ShuttingDown(Callback):
+    """Waits where Lightning ignores a second Ctrl-C; before it and after it a signal would end
+    something else."""
+
+    def on_exception(self, *_: Any) -> None:
+        say("shutting down")
 
 
 class Waiting(TinyModule):
@@ -34,13 +46,13 @@ class Waiting(TinyModule):
         self.calls_left -= batch_idx == 1
         if batch_idx == 1 and self.calls_left == 0:
             say("inside")
-            sys.stdin.readline()
         return super().training_step(batch, batch_idx)
 
 
 def fit(strategy: Any, folder: str, num_calls: int) -> None:
     checkpoint = ModelCheckpoint(folder, filename="interrupted", save_on_exception=True)
-    run = trainer(strategy, max_epochs=1, callbacks=[checkpoint], enable_checkpointing=True)
+    callbacks = [ShuttingDown(), checkpoint]
+    run = trainer(strategy, max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
     run.fit(Waiting(num_calls), loader(60, 12))
 
 
@@ -52,8 +64,6 @@ def main(folder: str, *workers: str) -> None:
         fit("auto", f"{folder}/plain", num_calls=1)
     except SystemExit as end:
         say(f"ended {end.code or 0}")
-        # The test's last signal is meant for this run, so the next one waits for the test's word.
-        sys.stdin.readline()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     strategy = HeteroPipelineStrategy(list(workers), "even", micro_batches=3)
     fit(strategy, f"{folder}/cut", num_calls=2)
