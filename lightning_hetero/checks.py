@@ -65,6 +65,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: callable(value) or value in ("samples", "labels", "auto"),
         '"samples", "labels", "auto", or a function from a micro-batch to its weight',
     ),
+    "cut_layers": (lambda value: isinstance(value, bool), "True or False"),
     "replan": (lambda value: isinstance(value, bool), "True or False"),
     "checkpoint_weights": (lambda value: value in ("all", "trainable"), '"all" or "trainable"'),
 }

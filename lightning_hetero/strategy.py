@@ -26,6 +26,7 @@ from .errors import ModelError
 from .gradients import clip_by_global_norm, norms_by_name
 from .model.checkpoint_weights import weights_in_checkpoint
 from .model.four_bit import keep_layout
+from .model.halves import cut_layers, join_layers
 from .model.imports import refuse_training_in_worker
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .moving import AtHome, bring_home, check_move, give_back, moves_layers, moving_averages
@@ -81,6 +82,10 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             that is to save 5 % of the step, and 20 steps after the last move at the earliest. Where
             nothing was measured, the memory of the workers is not known. Under manual optimization
             layers stay.
+        cut_layers: Whether each decoder layer is cut in two behind its attention, so that few or
+            large layers can be spread more evenly. Plans then count the halves: 0 is the first
+            layer's attention and 1 what follows it. For layers of Hugging Face that add to the
+            hidden states twice, first by the attention, as most do; others are refused.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy; None writes files without a copy in memory.
         precision_plugin: As for every Lightning strategy.
@@ -99,6 +104,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         loss_weighting: LossWeighting = "auto",
         checkpoint_weights: Literal["all", "trainable"] = "all",
         replan: bool = False,
+        cut_layers: bool = False,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -119,10 +125,12 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             loss_weighting=loss_weighting,
             checkpoint_weights=checkpoint_weights,
             replan=replan,
+            cut_layers=cut_layers,
         )
         self._fleet = Fleet(workers, token_file)
         self.plan_choice = PlanChoice(plan, micro_batches)
         self._layers: LayerChoice = layers
+        self._cuts_layers = cut_layers
         self._micro_batching = micro_batching
         self._loss_weighting = loss_weighting
         # Lightning's connector fills this in; the coordinator computes on the first of them.
@@ -158,6 +166,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         module = self._module()
         keep_layout(module)
         layers = find_decoder_layers(module, self._layers)
+        layers = cut_layers(layers) if self._cuts_layers else layers
         if layers:
             if self.rehearsal is not None:
                 self.rehearsal(module, layers, self._fleet)
@@ -365,6 +374,8 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             self._leave_weights()
             super().teardown()
         finally:
+            if self.lightning_module is not None:
+                join_layers(self.lightning_module)
             self._fleet.end(self.deadlines)
 
     def _deployer(self) -> Deployer:

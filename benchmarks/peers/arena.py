@@ -21,7 +21,10 @@ from benchmarks.processes import environment, memory_bytes, on_core, worker_proc
 
 EVEN = "torch 1F1B, even split"
 TORCH = ("torch 1F1B", EVEN, "torch GPipe")
-HETERO = ("hetero", "hetero, coordinator first", "hetero, 16-bit wire")
+CUT = "hetero, cut layers"
+HETERO = ("hetero", CUT, "hetero, coordinator first", "hetero, 16-bit wire")
+PLANNED = ("hetero", CUT)
+"""Those that take a plan, if one is given."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ class Arena:
             interface=self.link.interface,
             addresses=self.link.addresses,
             before_second=self._before(1),
-            plan=self.plan if peer == "hetero" else None,
+            plan=self.plan if peer in PLANNED else None,
             in_flight=self.in_flight,
         )
 

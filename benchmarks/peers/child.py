@@ -16,6 +16,7 @@ MODULES = {
     "torch GPipe": "torch_pipeline",
     "Ray server": "parameter_server",
     "hetero": "hetero",
+    "hetero, cut layers": "hetero",
     "hetero, coordinator first": "hetero",
     "hetero, 16-bit wire": "hetero",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.peers import workload
+from benchmarks.peers.arena import CUT
 from benchmarks.peers.job import Job, Speaker
 from benchmarks.peers.one_device import TellAtEnd
 from benchmarks.training import Decoder, fit
@@ -21,15 +22,25 @@ def run(job: Job) -> None:
     """The coordinator; the worker is a process that listens already."""
     speaker = Speaker()
     strategy = HeteroPipelineStrategy(
-        workers=[job.worker], plan=plan_for(job), micro_batches=job.micro_batches
+        workers=[job.worker],
+        plan=plan_for(job),
+        micro_batches=job.micro_batches,
+        cut_layers=job.peer == CUT,
     )
     module = Decoder(workload.config(job.num_layers))
     fit(
         module,
         workload.loader(job.num_steps, job.micro_batches),
         strategy,
-        callbacks=[TellAtEnd(speaker)],
+        callbacks=[TellAtEnd(speaker, lambda: layers_here(strategy))],
     )
+
+
+def layers_here(strategy: HeteroPipelineStrategy) -> int:
+    """How many the coordinator holds."""
+    assert strategy.deployment is not None
+    stages = strategy.deployment.plan.stages
+    return sum(len(stage.layer_indices) for stage in stages if stage.is_local)
 
 
 def plan_for(job: Job) -> Plan | str:
@@ -43,7 +54,8 @@ def plan_for(job: Job) -> Plan | str:
         local = StagePlan(["coordinator"], (0, job.split))
         remote = StagePlan([job.worker], (job.split, job.num_layers))
         return Plan([local, remote], job.micro_batches, job.in_flight)
-    end = job.num_layers - job.split
+    num_layers = job.num_layers * (2 if job.peer == CUT else 1)
+    end = num_layers - job.split
     remote = StagePlan(
         [job.worker],
         (0, end),
@@ -51,7 +63,7 @@ def plan_for(job: Job) -> Plan | str:
         gradient_dtype=narrow,
         embedding=True,
     )
-    local = StagePlan(["coordinator"], (end, job.num_layers))
+    local = StagePlan(["coordinator"], (end, num_layers))
     stages = [remote, local] if job.split else [remote]
     return Plan(stages, job.micro_batches, job.in_flight)
 

@@ -20,7 +20,7 @@ class Job:
     Args:
         peer: Its name.
         role: Which of its two processes this one is.
-        split: Layers (for a parameter server: micro-batches) of the first process.
+        split: Layers (or their halves, for a parameter server: micro-batches) of the first process.
         num_layers: Of the model.
         num_steps: To train; the first is not timed.
         micro_batches: Of each batch.

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.peers import report, workload
-from benchmarks.peers.arena import EVEN, HETERO, TORCH, Arena, Outcome, Setting
+from benchmarks.peers.arena import CUT, EVEN, HETERO, PLANNED, TORCH, Arena, Outcome, Setting
 from benchmarks.peers.links import bits_per_second, missing
 from benchmarks.peers.one_device import WHOLE_BATCHES
 from benchmarks.peers.report import ONE_CORE, SLOWED_CORE, Measured
@@ -126,6 +126,7 @@ def ranges(micro_batches: int) -> dict[str, tuple[int, int]]:
     return {
         **dict.fromkeys(TORCH, (0, workload.NUM_LAYERS)),
         **dict.fromkeys(HETERO, (0, workload.NUM_LAYERS - 1)),
+        CUT: (0, 2 * workload.NUM_LAYERS - 1),
         SERVER: (0, micro_batches),
         EVEN: (workload.NUM_LAYERS // 2, workload.NUM_LAYERS // 2),
     }
@@ -163,7 +164,7 @@ def measure(arena: Arena, options: argparse.Namespace, console: Console) -> Meas
             measured.skipped[peer] = reason
     splits = {peer: default for peer, default in chosen_splits(options).items() if peer in peers}
     if options.best_split:
-        fixed = {peer for peer, _ in options.split} | ({"hetero"} if options.plan else set())
+        fixed = {peer for peer, _ in options.split} | ({*PLANNED} if options.plan else set())
         for peer in splits.keys() - fixed:
             splits[peer] = best_split(arena, peer, splits[peer])
             console.print(f"{arena.setting.name}, {peer}: best split {splits[peer]}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import lightning.pytorch as pl
 
 from benchmarks.peers import workload
@@ -14,14 +16,15 @@ WHOLE_BATCHES = "one core, whole batches"
 class TellAtEnd(pl.Callback):
     """Tells of the run when its last step is done, before weights are brought back."""
 
-    def __init__(self, speaker: Speaker) -> None:
+    def __init__(self, speaker: Speaker, count_here: Callable[[], int]) -> None:
         self._speaker = speaker
+        self._count_here = count_here
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, Decoder)
-        layers = module.model.model.layers
-        here = [layer for layer in layers if not next(layer.parameters()).is_meta]
-        self._speaker.done(step_seconds=module.step_seconds, losses=module.losses, split=len(here))
+        self._speaker.done(
+            step_seconds=module.step_seconds, losses=module.losses, split=self._count_here()
+        )
 
 
 def run(job: Job) -> None:
@@ -33,5 +36,5 @@ def run(job: Job) -> None:
         Decoder(workload.config(job.num_layers)),
         workload.loader(job.num_steps, job.micro_batches, accumulate),
         accumulate=accumulate,
-        callbacks=[TellAtEnd(speaker)],
+        callbacks=[TellAtEnd(speaker, lambda: job.num_layers)],
     )

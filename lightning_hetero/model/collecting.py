@@ -19,6 +19,7 @@ from transformers.utils import output_capturing
 
 from ..errors import ModelError, RemoteProtocolError
 from .embedding import is_placeholder
+from .four_bit import is_cache_hook
 from .layers import models_around
 
 HIDDEN_STATES = "hidden_states"
@@ -171,6 +172,13 @@ class SilencedHooks:
         for module, key, hook in self._taken:
             module._forward_hooks[key] = hook
         self._taken.clear()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks besides those of libraries, which layers on workers do without."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    return not all(is_collecting(hook) or is_cache_hook(hook) for hook in hooks)
 
 
 def is_collecting(hook: Callable[..., Any]) -> bool:

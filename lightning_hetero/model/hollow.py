@@ -22,9 +22,16 @@ from ..errors import ModelError
 from .adapters import AdapterSwitches
 from .caches import HollowCaches
 from .calls import LayerCall, expected_tuple_length, take_hidden
-from .collecting import SilencedHooks, add_collected, is_collecting, wanted_kinds
+from .collecting import (
+    HIDDEN_STATES,
+    SilencedHooks,
+    add_collected,
+    has_hooks,
+    wanted_kinds,
+)
 from .embedding import EMBEDDING_LAYER, describe_layer, look_past_meta, placeholder_of
-from .four_bit import is_cache_hook, shapes_only
+from .four_bit import shapes_only
+from .halves import in_tree, is_second_half, put_out_of
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .layers import DecoderLayer
 from .tensors import (
@@ -63,7 +70,8 @@ class HollowLayers:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
         self._exchange = exchange
-        self._first_with_cache = min(layers.keys() - {EMBEDDING_LAYER}, default=0)
+        with_cache = (n for n, layer in self._modules.items() if not is_second_half(layer))
+        self._first_with_cache = min({*with_cache} - {EMBEDDING_LAYER}, default=0)
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._modules, remote)
         self._records = threading.local()
@@ -86,7 +94,8 @@ class HollowLayers:
         for number, layer in self._modules.items():
             layer.forward = _HollowForward(self, number)
             # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
-            layer._apply = Unmoved(layer)  # type: ignore[method-assign]
+            for module in in_tree(layer):
+                module._apply = Unmoved(module)  # type: ignore[method-assign]
         self.state_dicts.attach()
 
     def check(self) -> None:
@@ -115,7 +124,8 @@ class HollowLayers:
             switches.release()
         for layer in self._modules.values():
             del layer.forward
-            del layer._apply
+            for module in in_tree(layer):
+                del module._apply
 
     def forget_calls(self) -> None:
         """Drop what an aborted forward left behind in this thread."""
@@ -141,6 +151,15 @@ class HollowLayers:
         self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | tuple[Tensor | None, ...]:
         """What a hollow layer's ``forward`` does."""
+        try:
+            return self._call(number, args, kwargs)
+        except BaseException:
+            self.forget_calls()  # or the next forward would be said to have left half-way
+            raise
+
+    def _call(
+        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | tuple[Tensor | None, ...]:
         hidden, args, kwargs = take_hidden(number, args, kwargs)
         layer, is_first = self._modules[number], number == min(self._modules)
         if is_first:
@@ -173,7 +192,13 @@ class HollowLayers:
         calls, self._records.calls = self._records.calls, None
         sent, self._records.sent = self._records.sent, None
         self._records.hidden = None
-        hidden, collected = self._exchange(sent, calls, wanted_kinds())
+        kinds = wanted_kinds()
+        if HIDDEN_STATES in kinds and any(put_out_of(layer) for layer in self._modules.values()):
+            raise ModelError(
+                "The hidden states between layers cannot be collected from halves of layers; call "
+                "the model without output_hidden_states, or leave out `cut_layers`."
+            )
+        hidden, collected = self._exchange(sent, calls, kinds)
         # Behind an embedding on a worker the first of the collected hidden states come back too.
         add_collected(None if EMBEDDING_LAYER in self._modules else sent, collected)
         return hidden
@@ -264,7 +289,7 @@ def _version(hidden: Tensor) -> int:
 
 
 def _check_no_hooks(layer: DecoderLayer) -> None:
-    hooked = [name for name, module in layer.module.named_modules() if _has_hooks(module)]
+    hooked = [name for name, module in layer.module.named_modules() if has_hooks(module)]
     hooked += [
         name
         for name, parameter in layer.module.named_parameters()
@@ -287,9 +312,3 @@ def _check_no_own_forward(layer: DecoderLayer) -> None:
                 + " has a `forward` of its own over that of its class, which a worker cannot "
                 "rebuild; take it away, or keep the layer with the coordinator."
             )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    return not all(is_collecting(hook) or is_cache_hook(hook) for hook in hooks)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
+from .halves import in_tree
 from .state_dicts import keys_of, leave_out, places, tensor_at, tensors_by_key
 from .tensors import flatten, state_in
 
@@ -49,8 +50,9 @@ class HollowStateDicts:
     def attach(self) -> None:
         """Begin; the layers are empty from now on."""
         for number, layer in self._layers.items():
+            outermost = in_tree(layer)
             for path, module in layer.named_modules():
-                fill = partial(self._fill, number, path)
+                fill = partial(self._fill, number, path, module in outermost)
                 pass_on = partial(self._pass_on, _name(number, path))
                 self._hooks += [
                     module.register_state_dict_post_hook(fill),
@@ -67,13 +69,14 @@ class HollowStateDicts:
         self,
         number: int,
         path: str,
+        is_outermost: bool,
         module: nn.Module,
         state: dict[str, Any],
         prefix: str,
         _metadata: Any,
     ) -> None:
         """Put real tensors where ``state_dict`` found ``meta`` ones: a layer's with one request."""
-        if path and _has_entered_parent(state, prefix, path):
+        if not is_outermost and _has_entered_parent(state, prefix, path):
             return  # which asks for all that it has
         if self.left_out:
             leave_out(state, keys_of(self.left_out, module, prefix), prefix)

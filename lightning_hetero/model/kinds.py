@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .configs import experts_kind
 from .four_bit import describe_four_bit
+from .halves import is_second_half, put_out_of
 from .layers import DecoderLayer
 
 # A stage recomputes as a whole, and modes come with each call.
@@ -33,7 +34,9 @@ def kinds_of_layers(layers: Sequence[DecoderLayer], first_wants_gradient: bool) 
     """
     wants = wants_gradient(layers, first_wants_gradient)
     outlines = [_outline(layer.module) for layer in layers]
-    numbering = _numbering(outlines)
+    # Two halves of a layer have its name and its number.
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(e.name for e in layers))}
+    numbering = _numbering(outlines, [numbers[layer.name] for layer in layers])
     name_of: dict[Hashable, str] = {}
     names = []
     for layer, outline, wanted in zip(layers, outlines, wants, strict=True):
@@ -78,10 +81,10 @@ def _outline(layer: nn.Module) -> _Outline:
     return found
 
 
-def _numbering(outlines: Sequence[_Outline]) -> set[tuple[str, str]]:
+def _numbering(outlines: Sequence[_Outline], numbers: Sequence[int]) -> set[tuple[str, str]]:
     """Settings that only say which layer it is: they grow with the layers' numbers."""
     offsets: defaultdict[tuple[str, str], list[int | None]] = defaultdict(list)
-    for number, outline in enumerate(outlines):
+    for number, outline in zip(numbers, outlines, strict=True):
         for key, value in outline.items():
             is_number = isinstance(value, int) and not isinstance(value, bool)
             offsets[key].append(value - number if is_number else None)  # type: ignore[operator]
@@ -111,8 +114,10 @@ def _trains(layer: nn.Module) -> bool:
 
 
 def _plain_name(layer: nn.Module) -> str:
-    """The class, with its kind of attention where it says so."""
+    """The class, with its kind of attention where it says so, and which half it is."""
     name = type(layer).__name__
+    if put_out_of(layer):
+        name += "-rest" if is_second_half(layer) else "-attention"
     for module, attribute in itertools.product(
         [layer, *layer.children()], ("attention_type", "layer_type")
     ):

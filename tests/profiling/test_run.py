@@ -123,6 +123,18 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
         assert all(t.saved_bytes < t.peak_bytes for t in plain_ones)
 
 
+def test_auto_measures_halves_of_layers_apart(workers: list[str], tmp_path: Path) -> None:
+    path, module, plain = tmp_path / "profile.yaml", TinyModule(), TinyModule()
+    fit(module, HeteroPipelineStrategy(workers[:2], "auto", cut_layers=True), profiler(path))
+    fit(plain, "auto")
+    torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
+    profile = Profile.from_yaml(path)
+    assert profile.model.layers == ["LlamaDecoderLayer-attention", "LlamaDecoderLayer-rest"] * 5
+    first, rest = profile.model.parts[:2]
+    whole = sum(p.nbytes for p in module.model.model.layers[0].parameters())
+    assert first.parameter_bytes + rest.parameter_bytes == whole
+
+
 def test_over_slow_links_token_ids_travel(
     workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,248 @@
+"""Decoder layers cut in two behind their attention, so that a plan can be finer than whole layers.
+
+    layer 3       h + attention(norm(h))   │   h + mlp(norm(h))
+    as halves     6                        │   7
+
+A half is a layer of the same class that shares the children of the whole one, but for those of the
+other half: these are put out, and give zeros. What is added to the hidden states is then the half's
+own. Where a class can be cut is found by calling its ``forward`` with stand-ins for its children:
+the two halves, one after the other, must give the bits of the whole layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from .calls import take_hidden, without_cache
+from .collecting import has_hooks
+from .layers import DecoderLayer
+
+PutOutNames = Mapping[str, bool]
+"""The children of the other half, and whether each returns a tuple, as attention mostly does."""
+
+
+class PutOut(nn.Module):
+    """Stands for a child of the other half: nothing is added to the hidden states."""
+
+    def __init__(self, in_tuple: bool) -> None:
+        super().__init__()
+        self.in_tuple = in_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
+        zeros = torch.zeros_like(_hidden(args, kwargs))
+        return (zeros, None) if self.in_tuple else zeros
+
+
+def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
+    """Two halves in the place of each layer, which calls them until `join_layers`.
+
+    Raises:
+        ModelError: If a layer cannot be cut.
+    """
+    cuts: dict[Hashable, tuple[PutOutNames, PutOutNames]] = {}
+    found = []
+    for layer in layers:
+        module = layer.module
+        _check_can_be_cut(layer)
+        kind = type(module), *(name for name, _ in module.named_children())
+        if kind not in cuts:
+            cuts[kind] = _find_cut(module) or ({}, {})
+        cut = cuts[kind]
+        if not all(cut):
+            raise ModelError(
+                f"{layer.name} ({type(module).__name__}) cannot be cut behind its attention: the "
+                "two halves, one after the other, would not be the layer. Leave out `cut_layers`."
+            )
+        halves = [half_of(module, put_out) for put_out in cut]
+        _check_nothing_is_shared(layer, halves)
+        found.append(halves)
+    for layer, halves in zip(layers, found, strict=True):
+        layer.module.forward = _InHalves(layer.module, halves)
+    return [
+        DecoderLayer(layer.name, half)
+        for layer, halves in zip(layers, found, strict=True)
+        for half in halves
+    ]
+
+
+def join_layers(root: nn.Module) -> None:
+    """Make whole again what `cut_layers` has cut."""
+    for module in root.modules():
+        if isinstance(vars(module).get("forward"), _InHalves):
+            del module.forward
+
+
+def half_of(layer: nn.Module, put_out: PutOutNames) -> nn.Module:
+    """The layer without these children.
+
+    Raises:
+        ModelError: If it has no such children.
+    """
+    unknown = sorted(put_out.keys() - layer._modules.keys())
+    if unknown:
+        raise ModelError(f"A {type(layer).__name__} has no {unknown} to be put out.")
+    return _with(layer, {name: PutOut(in_tuple) for name, in_tuple in put_out.items()})
+
+
+def put_out_of(layer: nn.Module) -> dict[str, bool]:
+    """What is put out in a half; nothing in a whole layer."""
+    children = layer.named_children()
+    return {name: child.in_tuple for name, child in children if isinstance(child, PutOut)}
+
+
+def is_second_half(layer: nn.Module) -> bool:
+    """Whether the attention is put out."""
+    return any(_is_attention(name) for name in put_out_of(layer))
+
+
+def in_tree(layer: nn.Module) -> list[nn.Module]:
+    """The modules of the user's own that a layer stands for: itself, or the children of a half."""
+    if not put_out_of(layer):
+        return [layer]
+    return [child for child in layer.children() if not isinstance(child, PutOut)]
+
+
+class _InHalves:
+    """A layer's ``forward`` that calls its halves."""
+
+    def __init__(self, layer: nn.Module, halves: Sequence[nn.Module]) -> None:
+        self._layer = layer
+        self._halves = halves
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, args, kwargs = take_hidden(0, args, kwargs)
+        first, second = self._halves
+        first.training = second.training = self._layer.training
+        result = first(hidden, *args, **kwargs)
+        # What is in a cache is the attention's.
+        args, kwargs = without_cache(args, kwargs)
+        return second(result[0] if isinstance(result, tuple) else result, *args, **kwargs)
+
+
+class _StandIn(nn.Module):
+    """Computes something in a child's place, and notes that it was called."""
+
+    def __init__(self, name: str, number: int, in_tuple: bool, called: list[str]) -> None:
+        super().__init__()
+        self.name = name
+        self._number = number
+        self._in_tuple = in_tuple
+        self._called = called
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
+        self._called.append(self.name)
+        result = torch.sin(_hidden(args, kwargs) * (1 + self._number) + self._number)
+        return (result, None) if self._in_tuple else result
+
+
+def _check_can_be_cut(layer: DecoderLayer) -> None:
+    module, name = layer.module, f"{layer.name} ({type(layer.module).__name__})"
+    if type(module).__module__.partition(".")[0] != transformers.__name__:
+        raise ModelError(
+            f"{name} is none of transformers' layers, and `cut_layers` is for those; put two "
+            "modules in its place in the list of layers."
+        )
+    if has_hooks(module):
+        raise ModelError(
+            f"{name} has a hook, which would see hidden states that are computed elsewhere; remove "
+            "it, or leave out `cut_layers`."
+        )
+    if getattr(module, "gradient_checkpointing", False):
+        raise ModelError(
+            f"{name} has gradient checkpointing on, which runs whole layers again; leave it out, "
+            "and let the plan say `recompute: true`."
+        )
+    if module._parameters or module._buffers:
+        own = next(iter({**module._parameters, **module._buffers}))
+        raise ModelError(
+            f"{name} has a tensor of its own, {own!r}, which is neither the attention's nor "
+            "behind it. Leave out `cut_layers`."
+        )
+
+
+def _check_nothing_is_shared(layer: DecoderLayer, halves: Sequence[nn.Module]) -> None:
+    first, second = ({*half.parameters(), *half.buffers()} for half in halves)
+    if first & second:
+        raise ModelError(
+            f"The attention of {layer.name} shares a tensor with what follows it. Leave out "
+            "`cut_layers`."
+        )
+
+
+def _find_cut(layer: nn.Module) -> tuple[PutOutNames, PutOutNames] | None:
+    """What the first half and the second one are without."""
+    for in_tuple in (True, False):
+        called: list[str] = []
+        stand_ins = {
+            name: _StandIn(name, number, in_tuple and _is_attention(name), called)
+            for number, (name, _) in zip(count(1), layer.named_children(), strict=False)
+        }
+        whole = _with(layer, stand_ins)
+        expected = _try(whole)
+        order = list(dict.fromkeys(called))
+        ends = [number for number, name in enumerate(order, start=1) if _is_attention(name)]
+        for end in range(min(ends, default=len(order)), len(order)):
+            behind = dict.fromkeys(order[end:], False)
+            before = {n: in_tuple and _is_attention(n) for n in stand_ins if n not in behind}
+            found = _try(half_of(whole, behind), half_of(whole, before))
+            if expected is not None and found is not None and torch.equal(expected, found):
+                return behind, before
+    return None
+
+
+def _try(*layers: nn.Module) -> Tensor | None:
+    """Hidden states behind layers whose children are stand-ins; None where they do not work."""
+    for layer in layers:
+        layer.training = False  # nothing is dropped at random
+    hidden = torch.linspace(-1, 1, 2 * 3 * 4, dtype=torch.float64).view(2, 3, 4)
+    with torch.no_grad():
+        for layer in layers:
+            try:
+                result = type(layer).forward(layer, hidden, **_required(type(layer)))
+            except Exception:  # whatever a class does not find in a stand-in
+                return None
+            hidden = result[0] if isinstance(result, tuple) else result
+    return hidden
+
+
+def _required(layer_class: type[nn.Module]) -> dict[str, None]:
+    """None for what its forward cannot be called without, besides the hidden states."""
+    _self, _hidden_states, *others = inspect.signature(layer_class.forward).parameters.values()
+    named = (each for each in others if each.kind is not inspect.Parameter.VAR_POSITIONAL)
+    return {each.name: None for each in named if _must_be_given(each)}
+
+
+def _must_be_given(parameter: inspect.Parameter) -> bool:
+    is_collected = parameter.kind is inspect.Parameter.VAR_KEYWORD
+    return parameter.default is inspect.Parameter.empty and not is_collected
+
+
+def _with(layer: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
+    """A layer of the same class and attributes with others among its children, and no hooks."""
+    made = type(layer).__new__(type(layer))
+    vars(made).update(vars(layer) | copy.deepcopy(vars(nn.Module())))
+    vars(made)["_modules"] = {**layer._modules, **children}
+    vars(made)["training"] = layer.training
+    vars(made).pop("forward", None)
+    return made
+
+
+def _is_attention(name: str) -> bool:
+    """Whether a child of that name mixes positions; norms and dropouts are named after it."""
+    is_about = "attn" in name or "attention" in name
+    return is_about and not any(word in name for word in ("norm", "dropout", "ln_"))
+
+
+def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The hidden states that a child is called with."""
+    hidden, _, _ = take_hidden(0, args, dict(kwargs))
+    return hidden

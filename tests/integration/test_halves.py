@@ -1,0 +1,150 @@
+"""Layers cut in two behind their attention: plans count the halves, and no number changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import ModelError
+
+from ..families import CONFIGS, MIXTURES, NUM_LAYERS, tiny_model
+from ..models import TinyModule, loader, trainer
+from . import test_families as families
+from .test_exactness import assert_close, weights_of
+from .test_generation import Generating, generate
+from .test_moving_layers import Moves
+
+UNCUT = ("phi", "gpt_neox", "falcon", "falcon-alibi")
+"""Families whose attention and perceptron both read what comes into the layer."""
+
+Ends = tuple[int, ...]
+
+
+def piped(workers: list[str], ends: Ends, last: bool, **options: Any) -> HeteroPipelineStrategy:
+    """The halves up to each end on one process after the other; the coordinator is the last one, or
+    else the first."""
+    used = workers[: len(ends)]
+    names = [*used, "coordinator"] if last else ["coordinator", *used]
+    ranges = zip((0, *ends), (*ends, 2 * NUM_LAYERS), strict=True)
+    stages = [StagePlan([name], span) for name, span in zip(names, ranges, strict=True)]
+    stages[0] = replace(stages[0], **options)
+    return HeteroPipelineStrategy(used, Plan(stages, micro_batches=3), cut_layers=True)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["coordinator first", "coordinator last"])
+@pytest.mark.parametrize("family", [f for f in CONFIGS if f not in (*UNCUT, *MIXTURES)])
+def test_a_family_in_halves_equals_one_device(family: str, last: bool, workers: list[str]) -> None:
+    expected = families.fit(tiny_model(family), "auto")
+    found = families.fit(tiny_model(family), piped(workers, (3, 6), last))
+    families.assert_equal_runs(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("ends", "last", "options"),
+    [
+        ((3,), False, {}),
+        ((2, 5), False, {"recompute": True}),
+        ((5,), True, {"embedding": True}),
+        ((3, 6), True, {"recompute": True}),
+    ],
+)
+def test_halves_have_the_bits_of_whole_layers(
+    ends: Ends, last: bool, options: dict[str, Any], workers: list[str]
+) -> None:
+    whole, halves = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
+    trainer(max_epochs=1, accumulate_grad_batches=3).fit(whole, loader(36, 4))
+    trainer(piped(workers, ends, last, **options), max_epochs=1).fit(halves, loader(36, 12))
+    assert_equal_bits(weights_of(halves), weights_of(whole))
+
+
+def test_a_checkpoint_of_halves_is_one_of_whole_layers(workers: list[str], tmp_path: Path) -> None:
+    modules, folders = [TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)], ["whole", "halves"]
+    for module, folder in zip(modules, folders, strict=True):
+        use = "auto" if folder == "whole" else piped(workers, (3,), last=False)
+        saving = ModelCheckpoint(tmp_path / folder, filename="last")
+        run = trainer(use, max_steps=2, callbacks=[saving], enable_checkpointing=True)
+        run.fit(module, loader(24, 12))
+    whole, halves = (torch.load(tmp_path / f / "last.ckpt", weights_only=True) for f in folders)
+    assert_close(halves["state_dict"], whole["state_dict"])
+    assert [*halves["state_dict"]] == [*whole["state_dict"]]
+    for module, ckpt in zip(modules, folders[::-1], strict=True):
+        use = "auto" if ckpt == "whole" else piped(workers, (5,), last=True)
+        run = trainer(use, max_steps=4)
+        run.fit(module, loader(24, 12), ckpt_path=tmp_path / ckpt / "last.ckpt")
+    assert_close(weights_of(modules[1]), weights_of(modules[0]))
+
+
+def test_the_module_is_whole_again_after_the_run(workers: list[str]) -> None:
+    module = TinyModule(NUM_LAYERS)
+    before = [dict(vars(layer)) for layer in module.model.model.layers]
+    trainer(piped(workers, (3,), last=False), max_steps=1).fit(module, loader(12, 12))
+    assert [vars(layer).keys() for layer in module.model.model.layers] == [b.keys() for b in before]
+    assert not any(parameter.is_meta for parameter in module.parameters())
+    trainer(HeteroPipelineStrategy(workers[:1], "even"), max_steps=1).fit(module, loader(12, 12))
+
+
+def test_halves_move(workers: list[str]) -> None:
+    still, moved = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
+    strategy = piped(workers, (3,), last=False)
+    then = Plan([StagePlan([workers[0]], (0, 5)), StagePlan(["coordinator"], (5, 8))], 3)
+    trainer(piped(workers, (3,), last=False), max_epochs=1).fit(still, loader(48, 12))
+    trainer(strategy, max_epochs=1, callbacks=[Moves({2: then})]).fit(moved, loader(48, 12))
+    assert_equal_bits(weights_of(moved), weights_of(still))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_generation_has_the_bits_of_one_device(workers: list[str], last: bool) -> None:
+    model = tiny_model("llama")
+    ways: list[dict[str, Any]] = [{"do_sample": False}, {"num_beams": 3}]
+    with torch.inference_mode():
+        expected = [generate(model.eval(), **way) for way in ways]
+    found = trainer(piped(workers, (3, 6), last)).predict(Generating(model, *ways), loader(1, 1))
+    assert found is not None
+    assert all(torch.equal(mine, its) for mine, its in zip(found[0], expected, strict=True))
+
+
+def test_adapters_in_halves_equal_one_device(workers: list[str]) -> None:
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        targets = ["q_proj", "down_proj"]
+        return get_peft_model(tiny_model("llama"), LoraConfig(target_modules=targets))
+
+    expected = families.fit(adapted(), "auto")
+    found = families.fit(adapted(), piped(workers, (3, 6), last=True))
+    families.assert_equal_runs(found, expected)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_in_halves_has_its_router_loss(family: str, workers: list[str]) -> None:
+    expected = families.fit_by_hand(tiny_model(family))
+    found = families.fit(tiny_model(family), piped(workers, (3, 6), last=True), padded=False)
+    families.assert_equal_runs(found, expected)
+
+
+class Collecting(TinyModule):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch, output_hidden_states=True).hidden_states
+
+
+def test_hidden_states_between_halves_are_refused(workers: list[str]) -> None:
+    with pytest.raises(ModelError, match="cannot be collected from halves of layers"):
+        trainer(piped(workers, (3,), last=False)).predict(Collecting(NUM_LAYERS), loader(4, 4))
+
+
+@pytest.mark.parametrize("family", UNCUT)
+def test_a_layer_that_cannot_be_cut_is_refused(workers: list[str], family: str) -> None:
+    with pytest.raises(ModelError, match="cannot be cut behind its attention"):
+        families.fit(tiny_model(family), piped(workers, (3,), last=False))
+
+
+def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
