@@ -38,8 +38,9 @@ class PutOut(nn.Module):
         self.in_tuple = in_tuple
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
-        zeros = torch.zeros_like(_hidden(args, kwargs))
-        return (zeros, None) if self.in_tuple else zeros
+        # Not plus zero: that would turn the other zero's sign. Without dimensions it costs little.
+        zero = _hidden(args, kwargs).new_full((), -0.0)
+        return (zero, None) if self.in_tuple else zero
 
 
 def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
