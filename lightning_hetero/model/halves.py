@@ -4,7 +4,7 @@
     as halves     6                        │   7
 
 A half is a layer of the same class that shares the children of the whole one, but for those of the
-other half: these are put out, and give zeros. What is added to the hidden states is then the half's
+other half: they are absent, and give zeros. What is added to the hidden states is then the half's
 own. Where a class can be cut is found by calling its ``forward`` with stand-ins for its children:
 the two halves, one after the other, must give the bits of the whole layer.
 """
@@ -26,11 +26,11 @@ from .calls import take_hidden, without_cache
 from .collecting import has_hooks
 from .layers import DecoderLayer
 
-PutOutNames = Mapping[str, bool]
+AbsentChildren = Mapping[str, bool]
 """The children of the other half, and whether each returns a tuple, as attention mostly does."""
 
 
-class PutOut(nn.Module):
+class Absent(nn.Module):
     """Stands for a child of the other half: nothing is added to the hidden states."""
 
     def __init__(self, in_tuple: bool) -> None:
@@ -44,15 +44,19 @@ class PutOut(nn.Module):
 
 
 def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
-    """Two halves in the place of each layer, which calls them until `join_layers`.
+    """Two halves in the place of each layer, which calls them until `join_layers`. A layer that is
+    still cut keeps its halves.
 
     Raises:
         ModelError: If a layer cannot be cut.
     """
-    cuts: dict[Hashable, tuple[PutOutNames, PutOutNames]] = {}
-    found = []
+    cuts: dict[Hashable, tuple[AbsentChildren, AbsentChildren]] = {}
+    found: list[Sequence[nn.Module]] = []
     for layer in layers:
         module = layer.module
+        if (left := _halves_of(module)) is not None:
+            found.append(left)
+            continue
         _check_can_be_cut(layer)
         kind = type(module), *(name for name, _ in module.named_children())
         if kind not in cuts:
@@ -63,7 +67,7 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
                 f"{layer.name} ({type(module).__name__}) cannot be cut behind its attention: the "
                 "two halves, one after the other, would not be the layer. Leave out `cut_layers`."
             )
-        halves = [half_of(module, put_out) for put_out in cut]
+        halves = [half_of(module, absent) for absent in cut]
         _check_nothing_is_shared(layer, halves)
         found.append(halves)
     for layer, halves in zip(layers, found, strict=True):
@@ -76,40 +80,42 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 
 def join_layers(root: nn.Module) -> None:
-    """Make whole again what `cut_layers` has cut."""
+    """Make whole again what `cut_layers` has cut, but for what has not come back from a worker,
+    which goes on to say so when it is called."""
     for module in root.modules():
-        if isinstance(vars(module).get("forward"), _InHalves):
+        halves = _halves_of(module)
+        if halves is not None and not any("forward" in vars(half) for half in halves):
             del module.forward
 
 
-def half_of(layer: nn.Module, put_out: PutOutNames) -> nn.Module:
+def half_of(layer: nn.Module, absent: AbsentChildren) -> nn.Module:
     """The layer without these children.
 
     Raises:
         ModelError: If it has no such children.
     """
-    unknown = sorted(put_out.keys() - layer._modules.keys())
+    unknown = sorted(absent.keys() - layer._modules.keys())
     if unknown:
-        raise ModelError(f"A {type(layer).__name__} has no {unknown} to be put out.")
-    return _with(layer, {name: PutOut(in_tuple) for name, in_tuple in put_out.items()})
+        raise ModelError(f"A {type(layer).__name__} has no children {unknown} to be without.")
+    return _with(layer, {name: Absent(in_tuple) for name, in_tuple in absent.items()})
 
 
-def put_out_of(layer: nn.Module) -> dict[str, bool]:
-    """What is put out in a half; nothing in a whole layer."""
+def absent_in(layer: nn.Module) -> dict[str, bool]:
+    """What a half is without; nothing in a whole layer."""
     children = layer.named_children()
-    return {name: child.in_tuple for name, child in children if isinstance(child, PutOut)}
+    return {name: child.in_tuple for name, child in children if isinstance(child, Absent)}
 
 
 def is_second_half(layer: nn.Module) -> bool:
-    """Whether the attention is put out."""
-    return any(_is_attention(name) for name in put_out_of(layer))
+    """Whether the attention is absent."""
+    return any(_is_attention(name) for name in absent_in(layer))
 
 
 def in_tree(layer: nn.Module) -> list[nn.Module]:
     """The modules of the user's own that a layer stands for: itself, or the children of a half."""
-    if not put_out_of(layer):
+    if not absent_in(layer):
         return [layer]
-    return [child for child in layer.children() if not isinstance(child, PutOut)]
+    return [child for child in layer.children() if not isinstance(child, Absent)]
 
 
 class _InHalves:
@@ -117,16 +123,22 @@ class _InHalves:
 
     def __init__(self, layer: nn.Module, halves: Sequence[nn.Module]) -> None:
         self._layer = layer
-        self._halves = halves
+        self.halves = halves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden, args, kwargs = take_hidden(0, args, kwargs)
-        first, second = self._halves
+        first, second = self.halves
         first.training = second.training = self._layer.training
         result = first(hidden, *args, **kwargs)
         # What is in a cache is the attention's.
         args, kwargs = without_cache(args, kwargs)
         return second(result[0] if isinstance(result, tuple) else result, *args, **kwargs)
+
+
+def _halves_of(layer: nn.Module) -> Sequence[nn.Module] | None:
+    """Those of a layer that is cut."""
+    forward = vars(layer).get("forward")
+    return forward.halves if isinstance(forward, _InHalves) else None
 
 
 class _StandIn(nn.Module):
@@ -179,7 +191,7 @@ def _check_nothing_is_shared(layer: DecoderLayer, halves: Sequence[nn.Module]) -
         )
 
 
-def _find_cut(layer: nn.Module) -> tuple[PutOutNames, PutOutNames] | None:
+def _find_cut(layer: nn.Module) -> tuple[AbsentChildren, AbsentChildren] | None:
     """What the first half and the second one are without."""
     for in_tuple in (True, False):
         called: list[str] = []

@@ -31,7 +31,7 @@ from .collecting import (
 )
 from .embedding import EMBEDDING_LAYER, describe_layer, look_past_meta, placeholder_of
 from .four_bit import shapes_only
-from .halves import in_tree, is_second_half, put_out_of
+from .halves import absent_in, in_tree, is_second_half
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .layers import DecoderLayer
 from .tensors import (
@@ -193,7 +193,7 @@ class HollowLayers:
         sent, self._records.sent = self._records.sent, None
         self._records.hidden = None
         kinds = wanted_kinds()
-        if HIDDEN_STATES in kinds and any(put_out_of(layer) for layer in self._modules.values()):
+        if HIDDEN_STATES in kinds and any(absent_in(layer) for layer in self._modules.values()):
             raise ModelError(
                 "The hidden states between layers cannot be collected from halves of layers; call "
                 "the model without output_hidden_states, or leave out `cut_layers`."

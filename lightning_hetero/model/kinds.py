@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .configs import experts_kind
 from .four_bit import describe_four_bit
-from .halves import is_second_half, put_out_of
+from .halves import absent_in, is_second_half
 from .layers import DecoderLayer
 
 # A stage recomputes as a whole, and modes come with each call.
@@ -116,7 +116,7 @@ def _trains(layer: nn.Module) -> bool:
 def _plain_name(layer: nn.Module) -> str:
     """The class, with its kind of attention where it says so, and which half it is."""
     name = type(layer).__name__
-    if put_out_of(layer):
+    if absent_in(layer):
         name += "-rest" if is_second_half(layer) else "-attention"
     for module, attribute in itertools.product(
         [layer, *layer.children()], ("attention_type", "layer_type")

@@ -24,7 +24,7 @@ from .collecting import install_hooks
 from .configs import experts_kind, plain_config, read_config
 from .embedding import EMBEDDING_LAYER, EmbeddingOptions
 from .four_bit import apply_four_bit, describe_four_bit
-from .halves import half_of, put_out_of
+from .halves import absent_in, half_of
 from .imports import Allowed
 from .layers import DecoderLayer
 from .packed import FourBit
@@ -50,7 +50,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
         four_bit: How tensors inside the layers are stored in 4 bits, by their paths in the model.
         adapters: The adapters inside the layers.
         embedding: What the input embedding is made with, if it is among the layers.
-        put_out: What the halves of layers among them are without, by their numbers.
+        absent: The children that halves among the layers are without, by the layers' numbers.
     """
 
     model_class: str
@@ -61,7 +61,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
     four_bit: dict[str, FourBit] = {}
     adapters: Adapters | None = None
     embedding: EmbeddingOptions | None = None
-    put_out: dict[int, dict[str, bool]] = {}
+    absent: dict[int, dict[str, bool]] = {}
 
     @property
     def imports(self) -> list[str]:
@@ -116,9 +116,7 @@ def write_recipe(
         embedding=next(
             (EmbeddingOptions.of(layer.module) for n, layer in layers if n == EMBEDDING_LAYER), None
         ),
-        put_out={
-            number: put_out for number, layer in layers if (put_out := put_out_of(layer.module))
-        },
+        absent={number: absent for number, layer in layers if (absent := absent_in(layer.module))},
     )
 
 
@@ -144,8 +142,8 @@ def build_layers(
         found = {str(n): model.get_submodule(path) for n, path in recipe.layers.items()}
     except AttributeError as error:
         raise ModelError(f"{recipe.model_class} has no such layer: {error}.") from error
-    for number, put_out in recipe.put_out.items():
-        found[str(number)] = half_of(found[str(number)], put_out)
+    for number, absent in recipe.absent.items():
+        found[str(number)] = half_of(found[str(number)], absent)
     if recipe.embedding is not None and EMBEDDING_LAYER in recipe.layers:
         recipe.embedding.apply(found[str(EMBEDDING_LAYER)])
     return nn.ModuleDict(found)

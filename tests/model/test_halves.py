@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.halves import (
+    absent_in,
     cut_layers,
     half_of,
     in_tree,
     is_second_half,
     join_layers,
-    put_out_of,
 )
 from lightning_hetero.model.kinds import kinds_of_layers
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
@@ -67,6 +67,17 @@ def test_joined_layers_are_as_before() -> None:
     assert [vars(layer).keys() for layer in model.model.layers] == before
 
 
+def test_what_has_not_come_back_stays_cut() -> None:
+    model = tiny_llama(2)
+    halves = halves_of(model)
+    halves[1].module.forward = halves[1].module.forward  # as a hollow one has
+    join_layers(model)
+    assert ["forward" in vars(layer) for layer in model.model.layers] == [True, False]
+    again = halves_of(model)
+    assert [half.module for half in again[:2]] == [half.module for half in halves[:2]]
+    assert all(half.module not in [h.module for h in halves] for half in again[2:])
+
+
 def test_a_half_stands_for_its_children_and_a_whole_layer_for_itself() -> None:
     model = tiny_llama(1)
     layer = model.model.layers[0]
@@ -74,7 +85,7 @@ def test_a_half_stands_for_its_children_and_a_whole_layer_for_itself() -> None:
     assert in_tree(layer) == [layer]
     assert {*in_tree(first)} == {layer.self_attn, layer.input_layernorm}
     assert {*in_tree(second)} == {layer.mlp, layer.post_attention_layernorm}
-    assert not put_out_of(layer)
+    assert not absent_in(layer)
 
 
 def test_halves_have_two_kinds_in_all() -> None:
@@ -90,12 +101,12 @@ def test_a_recipe_builds_halves() -> None:
     assert {*built} == {"1", "2"}
     for number, half in built.items():
         expected = halves[int(number)].module
-        assert put_out_of(half) == put_out_of(expected)
+        assert absent_in(half) == absent_in(expected)
         assert {*half.state_dict()} == {*expected.state_dict()}
 
 
-def test_children_that_a_layer_does_not_have_cannot_be_put_out() -> None:
-    with pytest.raises(ModelError, match=r"has no \['norm'\] to be put out"):
+def test_a_layer_cannot_be_without_children_that_it_does_not_have() -> None:
+    with pytest.raises(ModelError, match=r"has no children \['norm'\]"):
         half_of(tiny_llama(1).model.layers[0], {"norm": False})
 
 
