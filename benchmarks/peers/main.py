@@ -188,7 +188,7 @@ def why_not(peer: str, setting: Setting) -> str | None:
 
 def chosen_splits(options: argparse.Namespace) -> dict[str, int]:
     """The splits that were given, and halves."""
-    halves = {peer: sum(span) // 2 for peer, span in ranges(options.micro_batches).items()}
+    halves = {peer: (sum(span) + 1) // 2 for peer, span in ranges(options.micro_batches).items()}
     return {**halves, **dict(options.split)}
 
 

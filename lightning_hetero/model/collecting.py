@@ -113,9 +113,10 @@ class CollectingHooks:
     Args:
         root: The LightningModule.
         layer_names: Paths of the layers in it.
+        are_cut: Whether some are halves, between which no hidden states may be gathered.
     """
 
-    def __init__(self, root: nn.Module, layer_names: Sequence[str]) -> None:
+    def __init__(self, root: nn.Module, layer_names: Sequence[str], are_cut: bool = False) -> None:
         models = models_around(root, layer_names)
         modules = list(models[0].modules()) if models else []
         before = [
@@ -126,7 +127,8 @@ class CollectingHooks:
         self._added = [
             (m, key) for m, _, keys in before for key in m._forward_hooks if key not in keys
         ]
-        self._checks = [model.register_forward_hook(_refuse_repeated) for model in models[-1:]]
+        checks = [_refuse_repeated, *([_refuse_gathered] if are_cut else [])]
+        self._checks = [m.register_forward_hook(check) for m in models[-1:] for check in checks]
 
     def remove(self) -> None:
         """Leave the model as it was; transformers adds its hooks when they are wanted again."""
@@ -143,17 +145,32 @@ def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
 
     Up to the last layer of a run on workers, the model passes on the hidden states that it put in.
     """
-    values = output.values() if isinstance(output, dict) else output
-    if isinstance(values, Tensor) or not isinstance(values, Iterable):
-        return
-    gathered = [value for value in values if isinstance(value, tuple)]
-    for first, second in (pair for value in gathered for pair in pairwise(value)):
+    for first, second in (pair for value in _gathered(output) for pair in pairwise(value)):
         if isinstance(first, Tensor) and (first is second or is_placeholder(first)):
             raise ModelError(
                 f"{type(model).__name__} gathers the hidden states between its layers by itself, "
                 "and those between layers on workers are not here; call it without "
                 "output_hidden_states, or keep its layers with the coordinator."
             )
+
+
+def _refuse_gathered(model: nn.Module, _args: Any, output: Any) -> None:
+    """Refuse hidden states that were gathered between layers of which some are halves."""
+    for value in _gathered(output):
+        if len(value) > 1 and all(isinstance(t, Tensor) and t.ndim == 3 for t in value):
+            raise ModelError(
+                f"{type(model).__name__} gathers the hidden states between its layers by itself, "
+                "and between halves of layers there are others; call it without "
+                "output_hidden_states, or leave out `cut_layers`."
+            )
+
+
+def _gathered(output: Any) -> list[tuple[Any, ...]]:
+    """The tuples in what a model returns."""
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(values, Tensor) or not isinstance(values, Iterable):
+        return []
+    return [value for value in values if isinstance(value, tuple)]
 
 
 class SilencedHooks:

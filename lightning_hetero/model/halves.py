@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .calls import take_hidden, without_cache
 from .collecting import has_hooks
-from .layers import DecoderLayer
+from .layers import DecoderLayer, identity_of
 
 AbsentChildren = Mapping[str, bool]
 """The children of the other half, and whether each returns a tuple, as attention mostly does."""
@@ -50,30 +50,26 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
     Raises:
         ModelError: If a layer cannot be cut.
     """
-    cuts: dict[Hashable, tuple[AbsentChildren, AbsentChildren]] = {}
     found: list[Sequence[nn.Module]] = []
     for layer in layers:
         module = layer.module
-        if (left := _halves_of(module)) is not None:
+        if (left := halves_of(module)) is not None:
             found.append(left)
             continue
         _check_can_be_cut(layer)
-        kind = type(module), *(name for name, _ in module.named_children())
-        if kind not in cuts:
-            cuts[kind] = _find_cut(module) or ({}, {})
-        cut = cuts[kind]
-        if not all(cut):
+        cut = _find_cut(module)
+        if cut is None:
             raise ModelError(
-                f"{layer.name} ({type(module).__name__}) cannot be cut behind its attention: the "
-                "two halves, one after the other, would not be the layer. Leave out `cut_layers`."
+                f"{layer.name} ({type(module).__name__}) cannot be cut behind its attention: two "
+                "halves, one after the other, would not be the layer, or it cannot be told whether "
+                "they would. Leave out `cut_layers`."
             )
-        halves = [half_of(module, absent) for absent in cut]
-        _check_nothing_is_shared(layer, halves)
-        found.append(halves)
+        found.append([half_of(module, absent) for absent in cut])
+        _check_nothing_is_shared(layer, found[-1])
     for layer, halves in zip(layers, found, strict=True):
         layer.module.forward = _InHalves(layer.module, halves)
     return [
-        DecoderLayer(layer.name, half)
+        DecoderLayer(layer.name, half, tuple(name for name, _ in _own_children(half)))
         for layer, halves in zip(layers, found, strict=True)
         for half in halves
     ]
@@ -83,7 +79,7 @@ def join_layers(root: nn.Module) -> None:
     """Make whole again what `cut_layers` has cut, but for what has not come back from a worker,
     which goes on to say so when it is called."""
     for module in root.modules():
-        halves = _halves_of(module)
+        halves = halves_of(module)
         if halves is not None and not any("forward" in vars(half) for half in halves):
             del module.forward
 
@@ -113,9 +109,11 @@ def is_second_half(layer: nn.Module) -> bool:
 
 def in_tree(layer: nn.Module) -> list[nn.Module]:
     """The modules of the user's own that a layer stands for: itself, or the children of a half."""
-    if not absent_in(layer):
-        return [layer]
-    return [child for child in layer.children() if not isinstance(child, Absent)]
+    return [child for _, child in _own_children(layer)] if absent_in(layer) else [layer]
+
+
+def _own_children(half: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [each for each in half.named_children() if not isinstance(each[1], Absent)]
 
 
 class _InHalves:
@@ -132,10 +130,15 @@ class _InHalves:
         result = first(hidden, *args, **kwargs)
         # What is in a cache is the attention's.
         args, kwargs = without_cache(args, kwargs)
-        return second(result[0] if isinstance(result, tuple) else result, *args, **kwargs)
+        if not isinstance(result, tuple):
+            return second(result, *args, **kwargs)
+        hidden, *others = second(result[0], *args, **kwargs)
+        # Attentions are the first half's, router logits the second one's.
+        pairs = zip(result[1:], others, strict=True)
+        return (hidden, *(other if mine is None else mine for mine, other in pairs))
 
 
-def _halves_of(layer: nn.Module) -> Sequence[nn.Module] | None:
+def halves_of(layer: nn.Module) -> Sequence[nn.Module] | None:
     """Those of a layer that is cut."""
     forward = vars(layer).get("forward")
     return forward.halves if isinstance(forward, _InHalves) else None
@@ -164,6 +167,12 @@ def _check_can_be_cut(layer: DecoderLayer) -> None:
             f"{name} is none of transformers' layers, and `cut_layers` is for those; put two "
             "modules in its place in the list of layers."
         )
+    if "forward" in vars(module):
+        raise ModelError(
+            f"{name} has a `forward` of its own over that of its class: a patch, which halves "
+            "would do without, or it has not come back from a worker that was lost in a run before."
+            " Leave out `cut_layers`, or build the module anew and continue with `ckpt_path`."
+        )
     if has_hooks(module):
         raise ModelError(
             f"{name} has a hook, which would see hidden states that are computed elsewhere; remove "
@@ -171,7 +180,7 @@ def _check_can_be_cut(layer: DecoderLayer) -> None:
         )
     if getattr(module, "gradient_checkpointing", False):
         raise ModelError(
-            f"{name} has gradient checkpointing on, which runs whole layers again; leave it out, "
+            f"{name} has gradient checkpointing on, which knows nothing of halves; switch it off, "
             "and let the plan say `recompute: true`."
         )
     if module._parameters or module._buffers:
@@ -183,7 +192,9 @@ def _check_can_be_cut(layer: DecoderLayer) -> None:
 
 
 def _check_nothing_is_shared(layer: DecoderLayer, halves: Sequence[nn.Module]) -> None:
-    first, second = ({*half.parameters(), *half.buffers()} for half in halves)
+    first, second = (
+        {identity_of(tensor) for tensor in (*half.parameters(), *half.buffers())} for half in halves
+    )
     if first & second:
         raise ModelError(
             f"The attention of {layer.name} shares a tensor with what follows it. Leave out "
@@ -202,8 +213,10 @@ def _find_cut(layer: nn.Module) -> tuple[AbsentChildren, AbsentChildren] | None:
         whole = _with(layer, stand_ins)
         expected = _try(whole)
         order = list(dict.fromkeys(called))
+        if _leaves_out_some(layer, order):
+            return None
         ends = [number for number, name in enumerate(order, start=1) if _is_attention(name)]
-        for end in range(min(ends, default=len(order)), len(order)):
+        for end in range(max(ends, default=len(order)), len(order)):
             behind = dict.fromkeys(order[end:], False)
             before = {n: in_tuple and _is_attention(n) for n in stand_ins if n not in behind}
             found = _try(half_of(whole, behind), half_of(whole, before))
@@ -212,11 +225,21 @@ def _find_cut(layer: nn.Module) -> tuple[AbsentChildren, AbsentChildren] | None:
     return None
 
 
+def _leaves_out_some(layer: nn.Module, called: Sequence[str]) -> bool:
+    """Whether a child with weights was not called, but for attention to an encoder, so that more
+    may happen in the layer than was tried."""
+    return any(
+        name not in called and "cross" not in name and any(True for _ in child.parameters())
+        for name, child in layer.named_children()
+    )
+
+
 def _try(*layers: nn.Module) -> Tensor | None:
     """Hidden states behind layers whose children are stand-ins; None where they do not work."""
     for layer in layers:
         layer.training = False  # nothing is dropped at random
-    hidden = torch.linspace(-1, 1, 2 * 3 * 4, dtype=torch.float64).view(2, 3, 4)
+    # Five samples, since two could be taken for a tuple of two.
+    hidden = torch.linspace(-1, 1, 5 * 3 * 4, dtype=torch.float64).view(5, 3, 4)
     with torch.no_grad():
         for layer in layers:
             try:
@@ -245,7 +268,8 @@ def _with(layer: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
     vars(made).update(vars(layer) | copy.deepcopy(vars(nn.Module())))
     vars(made)["_modules"] = {**layer._modules, **children}
     vars(made)["training"] = layer.training
-    vars(made).pop("forward", None)
+    for name in ("forward", "_compiled_call_impl"):
+        vars(made).pop(name, None)
     return made
 
 

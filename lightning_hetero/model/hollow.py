@@ -31,7 +31,7 @@ from .collecting import (
 )
 from .embedding import EMBEDDING_LAYER, describe_layer, look_past_meta, placeholder_of
 from .four_bit import shapes_only
-from .halves import absent_in, in_tree, is_second_half
+from .halves import absent_in, halves_of, in_tree, is_second_half
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .layers import DecoderLayer
 from .tensors import (
@@ -94,8 +94,7 @@ class HollowLayers:
         for number, layer in self._modules.items():
             layer.forward = _HollowForward(self, number)
             # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
-            for module in in_tree(layer):
-                module._apply = Unmoved(module)  # type: ignore[method-assign]
+            hold_in_place(layer)
         self.state_dicts.attach()
 
     def check(self) -> None:
@@ -124,8 +123,7 @@ class HollowLayers:
             switches.release()
         for layer in self._modules.values():
             del layer.forward
-            for module in in_tree(layer):
-                del module._apply
+            let_move(layer)
 
     def forget_calls(self) -> None:
         """Drop what an aborted forward left behind in this thread."""
@@ -262,10 +260,23 @@ class _HollowForward:
 
 def is_hollow(layer: nn.Module) -> bool:
     """Whether a layer is away, or was when its worker was lost."""
-    return isinstance(vars(layer).get("forward"), _HollowForward)
+    is_itself = isinstance(vars(layer).get("forward"), _HollowForward)
+    return is_itself or any(is_hollow(half) for half in halves_of(layer) or ())
 
 
-class Unmoved:
+def hold_in_place(layer: nn.Module) -> None:
+    """Let ``.to()`` of the tree pass a layer by, until `let_move`."""
+    for module in in_tree(layer):
+        module._apply = _Unmoved(module)  # type: ignore[method-assign]
+
+
+def let_move(layer: nn.Module) -> None:
+    """The end of `hold_in_place`; two layers may have a child in common."""
+    for module in in_tree(layer):
+        vars(module).pop("_apply", None)
+
+
+class _Unmoved:
     """Stands in for ``Module._apply``."""
 
     def __init__(self, layer: nn.Module) -> None:

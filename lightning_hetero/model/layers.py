@@ -16,10 +16,21 @@ LayerChoice = str | list[str] | Callable[[nn.Module], Iterable[nn.Module]] | Non
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer and its dotted name inside the LightningModule."""
+    """One decoder layer, or half of one, and its dotted name inside the LightningModule.
+
+    ``children`` are a half's; None for a whole layer.
+    """
 
     name: str
     module: nn.Module
+    children: tuple[str, ...] | None = None
+
+    @property
+    def prefixes(self) -> list[str]:
+        """What the names of its tensors begin with."""
+        if self.children is None:
+            return [f"{self.name}."]
+        return [f"{self.name}.{child}." for child in self.children]
 
 
 def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[DecoderLayer]:
@@ -156,12 +167,12 @@ def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderL
     """
     owners: dict[Hashable, set[str]] = {}
     for kind, name, tensor in _tensors(root):
-        owners.setdefault((kind, _identity(tensor)), set()).add(name)
+        owners.setdefault((kind, identity_of(tensor)), set()).add(name)
     for stage in stages:
-        prefixes = tuple(f"{layer.name}." for layer in stage)
+        prefixes = tuple(prefix for layer in stage for prefix in layer.prefixes)
         for layer in stage:
             for kind, name, tensor in _tensors(layer.module):
-                shared = owners[kind, _identity(tensor)]
+                shared = owners[kind, identity_of(tensor)]
                 if not all(owner.startswith(prefixes) for owner in shared):
                     raise ModelError(
                         f"The {kind} {layer.name}.{name} is shared as {sorted(shared)}, and these "
@@ -184,7 +195,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         yield "buffer", name, buffer
 
 
-def _identity(tensor: Tensor) -> Hashable:
+def identity_of(tensor: Tensor) -> Hashable:
     """Equal for two tensors that have the same memory; tied by `.data` they are two objects."""
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return id(tensor)

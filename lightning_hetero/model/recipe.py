@@ -96,6 +96,11 @@ def write_recipe(
         ModelError: If the layers cannot be rebuilt elsewhere.
     """
     found = _owner_of(root, [layer for _, layer in layers])
+    if found is None and any(absent_in(layer.module) for _, layer in layers):
+        raise ModelError(
+            f"{layers[0][1].name} is in no model of a class of transformers, so that workers could "
+            "not build halves of it. Leave out `cut_layers`."
+        )
     if found is None:
         return describe_blocks(layers)
     owner_name, owner = found
@@ -143,6 +148,8 @@ def build_layers(
     except AttributeError as error:
         raise ModelError(f"{recipe.model_class} has no such layer: {error}.") from error
     for number, absent in recipe.absent.items():
+        if number not in recipe.layers:
+            raise ModelError(f"The recipe has a half {number} that is none of its layers.")
         found[str(number)] = half_of(found[str(number)], absent)
     if recipe.embedding is not None and EMBEDDING_LAYER in recipe.layers:
         recipe.embedding.apply(found[str(EMBEDDING_LAYER)])

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..callbacks.profiler import ProfilingOptions
 from ..model.checkpoint_weights import bring_here, weights_in_checkpoint
-from ..model.hollow import Unmoved
+from ..model.hollow import hold_in_place, let_move
 from ..model.kinds import fingerprint
 from ..model.layers import DecoderLayer
 from ..pipeline.arenas import give_back_free_memory
@@ -196,12 +196,12 @@ def _ends_here(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> It
             weights.is_deployed = True
             undo.callback(setattr, weights, "is_deployed", False)
         for layer in layers:
-            layer.module._apply = Unmoved(layer.module)  # type: ignore[method-assign]
+            hold_in_place(layer.module)
         try:
             module.to(device)
         finally:
             for layer in layers:
-                del layer.module._apply
+                let_move(layer.module)
         yield
 
 

@@ -76,7 +76,7 @@ def test_a_checkpoint_of_halves_is_one_of_whole_layers(workers: list[str], tmp_p
     assert_close(halves["state_dict"], whole["state_dict"])
     assert [*halves["state_dict"]] == [*whole["state_dict"]]
     for module, ckpt in zip(modules, folders[::-1], strict=True):
-        use = "auto" if ckpt == "whole" else piped(workers, (5,), last=True)
+        use = "auto" if ckpt == "halves" else piped(workers, (5,), last=True)
         run = trainer(use, max_steps=4)
         run.fit(module, loader(24, 12), ckpt_path=tmp_path / ckpt / "last.ckpt")
     assert_close(weights_of(modules[1]), weights_of(modules[0]))

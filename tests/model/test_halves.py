@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
 
 from lightning_hetero.errors import ModelError
+from lightning_hetero.model.collecting import CollectingHooks
 from lightning_hetero.model.halves import (
     absent_in,
     cut_layers,
@@ -15,8 +18,13 @@ from lightning_hetero.model.halves import (
     is_second_half,
     join_layers,
 )
+from lightning_hetero.model.hollow import hold_in_place, let_move
 from lightning_hetero.model.kinds import kinds_of_layers
-from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
+from lightning_hetero.model.layers import (
+    DecoderLayer,
+    check_layers_stand_alone,
+    find_decoder_layers,
+)
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 
 from ..families import tiny_model
@@ -131,9 +139,24 @@ def with_shared(layer: Any) -> None:
     layer.post_attention_layernorm.weight = layer.input_layernorm.weight
 
 
+def with_tied(layer: Any) -> None:
+    layer.post_attention_layernorm.weight.data = layer.input_layernorm.weight.data
+
+
+def with_patch(layer: Any) -> None:
+    layer.forward = layer.forward
+
+
+def with_idle_child(layer: Any) -> None:
+    layer.other_mlp = nn.Linear(2, 2)
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
+        (with_patch, "a `forward` of its own"),
+        (with_idle_child, "cannot be told"),
+        (with_tied, "shares a tensor"),
         (with_hook, "has a hook"),
         (with_checkpointing, "gradient checkpointing on"),
         (with_tensor, "a tensor of its own, 'scale'"),
@@ -145,7 +168,79 @@ def test_what_cannot_be_cut_is_refused_and_left_alone(change: Any, fault: str) -
     change(model.model.layers[1])
     with pytest.raises(ModelError, match=fault):
         halves_of(model)
-    assert not any("forward" in vars(layer) for layer in model.model.layers)
+    assert "forward" not in vars(model.model.layers[0])
+
+
+class Mine(LlamaForCausalLM):
+    """A model that workers do not know."""
+
+
+def test_halves_in_a_model_that_workers_do_not_know_are_refused() -> None:
+    model = Mine(tiny_llama(2).config)
+    halves = list(enumerate(halves_of(model)))
+    with pytest.raises(ModelError, match="in no model of a class of transformers"):
+        write_recipe(model, halves)
+
+
+def test_a_recipe_of_halves_that_are_none_of_its_layers_is_refused() -> None:
+    model = tiny_llama(2)
+    recipe = write_recipe(model, list(enumerate(halves_of(model)))[:2])
+    with pytest.raises(ModelError, match="a half 9 that is none of its layers"):
+        build_layers(msgspec.structs.replace(recipe, absent={9: {"mlp": False}}))
+
+
+def gathering_model() -> GPTNeoForCausalLM:
+    """It gathers hidden states and attentions by itself."""
+    config = GPTNeoConfig(
+        vocab_size=16, hidden_size=8, num_layers=2, num_heads=2, attention_types=[[["global"], 2]]
+    )
+    model = GPTNeoForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def test_hidden_states_that_a_model_gathers_between_halves_are_refused() -> None:
+    model = gathering_model()
+    names = [half.name for half in halves_of(model)]
+    hooks = CollectingHooks(model, names, are_cut=True)
+    model(tokens(), output_attentions=True)
+    for as_dict in (True, False):
+        with pytest.raises(ModelError, match="between halves of layers there are others"):
+            model(tokens(), output_hidden_states=True, return_dict=as_dict)
+    hooks.remove()
+    assert len(model(tokens(), output_hidden_states=True).hidden_states) == 3
+
+
+def test_what_else_a_layer_returns_comes_from_either_half() -> None:
+    model = gathering_model()
+    expected = model(tokens(), output_attentions=True).attentions
+    halves_of(model)
+    found = model(tokens(), output_attentions=True).attentions
+    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+
+
+def test_two_layers_with_a_child_in_common_are_held_in_place_and_let_go() -> None:
+    model = tiny_llama(2)
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    halves = halves_of(model)
+    for half in halves:
+        hold_in_place(half.module)
+    model.to(torch.float64)
+    assert model.lm_head.weight.dtype == torch.float64
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    for half in halves:
+        let_move(half.module)
+    assert model.to(torch.float64).model.layers[0].mlp.up_proj.weight.dtype == torch.float64
+
+
+def test_a_tensor_of_a_half_that_another_stage_has_is_refused() -> None:
+    model = tiny_llama(2)
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    halves = halves_of(model)
+    check_layers_stand_alone(model, [[*halves]])
+    with pytest.raises(ModelError, match="is shared as"):
+        check_layers_stand_alone(model, [halves[:3]])
 
 
 def test_layers_of_ones_own_are_not_cut() -> None:

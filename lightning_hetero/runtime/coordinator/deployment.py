@@ -16,6 +16,7 @@ from ...model.calls import LayerCall
 from ...model.checkpoint_weights import CheckpointWeights, weights_in_checkpoint
 from ...model.collecting import CollectingHooks
 from ...model.embedding import EMBEDDING_LAYER, describe_layer, find_embedding
+from ...model.halves import absent_in
 from ...model.hollow import HollowLayers, is_hollow
 from ...model.layers import DecoderLayer, check_layers_stand_alone
 from ...model.recipe import write_recipe
@@ -87,7 +88,11 @@ class Deployment:
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.equipment)
         self._send(stages, seed)
-        self._collecting = CollectingHooks(root, [layer.name for layer in away.values()])
+        self._collecting = CollectingHooks(
+            root,
+            [layer.name for layer in away.values()],
+            are_cut=any(absent_in(module) for module in self._away.values()),
+        )
         self._hollow.caches.listen(root, [layer.name for layer in away.values()])
         with contextlib.ExitStack() as undo:
             undo.callback(self._collecting.remove)
