@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -156,7 +155,7 @@ class _StandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
         self._called.append(self.name)
-        result = torch.sin(_hidden(args, kwargs) * (1 + self._number) + self._number)
+        result = torch.sin(_hidden(args, kwargs) * (2 + self._number) + self._number)
         return (result, None) if self._in_tuple else result
 
 
@@ -208,19 +207,19 @@ def _find_cut(layer: nn.Module) -> tuple[AbsentChildren, AbsentChildren] | None:
         called: list[str] = []
         stand_ins = {
             name: _StandIn(name, number, in_tuple and _is_attention(name), called)
-            for number, (name, _) in zip(count(1), layer.named_children(), strict=False)
+            for number, (name, _) in enumerate(layer.named_children())
         }
         whole = _with(layer, stand_ins)
         expected = _try(whole)
         order = list(dict.fromkeys(called))
-        if _leaves_out_some(layer, order):
-            return None
+        if expected is None or _leaves_out_some(layer, order):
+            continue
         ends = [number for number, name in enumerate(order, start=1) if _is_attention(name)]
         for end in range(max(ends, default=len(order)), len(order)):
             behind = dict.fromkeys(order[end:], False)
             before = {n: in_tuple and _is_attention(n) for n in stand_ins if n not in behind}
             found = _try(half_of(whole, behind), half_of(whole, before))
-            if expected is not None and found is not None and torch.equal(expected, found):
+            if found is not None and torch.equal(expected, found):
                 return behind, before
     return None
 

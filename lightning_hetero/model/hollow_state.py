@@ -1,7 +1,7 @@
 """What state dicts say of hollow layers: they are filled from where the tensors are.
 
 state_dict ─▶ layer 4, its keys with meta tensors ─▶ fetch all of layer 4 ─▶ real tensors
-                (of a half: each of its children)
+                                                           (a half: of each of its children)
 load_state_dict ─▶ what would be copied into a meta tensor ─▶ store
 """
 

@@ -6,7 +6,13 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
+from transformers import (
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.collecting import CollectingHooks
@@ -64,6 +70,17 @@ def test_the_cut_is_where_the_attention_has_been_added() -> None:
     first, second, *_ = halves_of(tiny_model("gemma2"))
     assert names_in(first) == {"self_attn", "input_layernorm", "post_attention_layernorm"}
     assert names_in(second) == {"mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+
+
+def test_attention_that_is_no_tuple_is_put_apart_too() -> None:
+    config = Qwen3NextConfig(
+        num_hidden_layers=4, hidden_size=8, intermediate_size=8, num_experts=2, vocab_size=16
+    )
+    with torch.device("meta"):
+        model = Qwen3NextForCausalLM(config)
+    halves = halves_of(model)
+    assert names_in(halves[0]) == {"linear_attn", "input_layernorm"}
+    assert names_in(halves[6]) == {"self_attn", "input_layernorm"}
 
 
 def test_joined_layers_are_as_before() -> None:
