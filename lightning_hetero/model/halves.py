@@ -68,7 +68,7 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
     for layer, halves in zip(layers, found, strict=True):
         layer.module.forward = _InHalves(layer.module, halves)
     return [
-        DecoderLayer(layer.name, half, tuple(name for name, _ in _own_children(half)))
+        DecoderLayer(layer.name, half)
         for layer, halves in zip(layers, found, strict=True)
         for half in halves
     ]
@@ -108,11 +108,9 @@ def is_second_half(layer: nn.Module) -> bool:
 
 def in_tree(layer: nn.Module) -> list[nn.Module]:
     """The modules of the user's own that a layer stands for: itself, or the children of a half."""
-    return [child for _, child in _own_children(layer)] if absent_in(layer) else [layer]
-
-
-def _own_children(half: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [each for each in half.named_children() if not isinstance(each[1], Absent)]
+    if not absent_in(layer):
+        return [layer]
+    return [child for child in layer.children() if not isinstance(child, Absent)]
 
 
 class _InHalves:

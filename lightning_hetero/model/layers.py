@@ -16,21 +16,10 @@ LayerChoice = str | list[str] | Callable[[nn.Module], Iterable[nn.Module]] | Non
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer, or half of one, and its dotted name inside the LightningModule.
-
-    ``children`` are a half's; None for a whole layer.
-    """
+    """One decoder layer, or half of one, and the layer's dotted name inside the LightningModule."""
 
     name: str
     module: nn.Module
-    children: tuple[str, ...] | None = None
-
-    @property
-    def prefixes(self) -> list[str]:
-        """What the names of its tensors begin with."""
-        if self.children is None:
-            return [f"{self.name}."]
-        return [f"{self.name}.{child}." for child in self.children]
 
 
 def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[DecoderLayer]:
@@ -169,11 +158,11 @@ def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderL
     for kind, name, tensor in _tensors(root):
         owners.setdefault((kind, identity_of(tensor)), set()).add(name)
     for stage in stages:
-        prefixes = tuple(prefix for layer in stage for prefix in layer.prefixes)
+        own = {f"{layer.name}.{name}" for layer in stage for _, name, _ in _tensors(layer.module)}
         for layer in stage:
             for kind, name, tensor in _tensors(layer.module):
                 shared = owners[kind, identity_of(tensor)]
-                if not all(owner.startswith(prefixes) for owner in shared):
+                if not shared <= own:
                     raise ModelError(
                         f"The {kind} {layer.name}.{name} is shared as {sorted(shared)}, and these "
                         f"would live on different workers; {_REMEDY_FOR_SHARED[kind]}, or keep "
