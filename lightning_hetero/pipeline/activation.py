@@ -66,11 +66,14 @@ class Gradients:
     land: Land = field(default=already_here, compare=False, repr=False)
 
 
-def join_activations(pieces: list[Activation]) -> Activation:
-    """One activation for a batch whose pieces went through the stages, in their order."""
+def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
+    """One activation for a batch whose pieces went through the stages, in their order.
+
+    ``dim`` counts the samples of the hidden states; it is 0 where outputs are collected.
+    """
     first = pieces[0]
     return Activation(
-        torch.cat([piece.hidden for piece in pieces]),
+        torch.cat([piece.hidden for piece in pieces], dim),
         tuple(
             Collected(kind, torch.cat([piece.collected[place].tensor for piece in pieces]))
             for place, (kind, _) in enumerate(first.collected)

@@ -141,7 +141,7 @@ class Boundary(torch.autograd.Function):
 
     ``anchor`` is a scalar that requires a gradient: without it a backward would never reach the
     stages when everything before them is frozen. ``kinds`` is filled with the kinds of the
-    collected outputs that follow the hidden states.
+    collected outputs that follow the hidden states. ``dim`` counts the samples.
     """
 
     @staticmethod
@@ -154,13 +154,14 @@ class Boundary(torch.autograd.Function):
         visit: int,
         kinds: list[str],
         most_under_way: int,
+        dim: int,
     ) -> tuple[Tensor, ...]:
         returned = exchange_pieces(stages, pieces, visit, most_under_way)
-        joined = join_activations(returned).map(lambda tensor: tensor.to(hidden.device))
+        joined = join_activations(returned, dim).map(lambda tensor: tensor.to(hidden.device))
         kinds += [kind for kind, _ in joined.collected]
         ctx.stages, ctx.visit, ctx.device = stages, visit, hidden.device
-        ctx.most_under_way = most_under_way
-        ctx.sizes = [[len(tensor) for tensor in piece.tensors] for piece in returned]
+        ctx.most_under_way, ctx.dim = most_under_way, dim
+        ctx.sizes = [[tensor.shape[dim] for tensor in piece.tensors] for piece in returned]
         # Otherwise autograd makes zeros for outputs that no loss depends on.
         ctx.set_materialize_grads(False)
         return joined.tensors
@@ -170,12 +171,12 @@ class Boundary(torch.autograd.Function):
         _check_backward(anchor_node=ctx.next_functions[1][0])
         # What autograd itself asks when it runs compiled graphs: did the user say `retain_graph`?
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        pieces = _split_gradients(gradients, ctx.sizes, keeps_graph)
+        pieces = _split_gradients(gradients, ctx.sizes, keeps_graph, ctx.dim)
         returned = exchange_gradients(ctx.stages, pieces, ctx.visit, ctx.most_under_way)
         found = [piece.tensors[0] for piece in returned if piece.tensors[0] is not None]
         wanted = ctx.needs_input_grad[0] and len(found) == len(pieces)
-        joined = torch.cat(found).to(ctx.device) if wanted else None
-        return joined, None, None, None, None, None, None
+        joined = torch.cat(found, ctx.dim).to(ctx.device) if wanted else None
+        return joined, None, None, None, None, None, None, None
 
 
 def _check_backward(anchor_node: Any) -> None:
@@ -195,11 +196,13 @@ def _check_backward(anchor_node: Any) -> None:
 
 
 def _split_gradients(
-    gradients: Sequence[Tensor | None], sizes: Sequence[Sequence[int]], keeps_graph: bool
+    gradients: Sequence[Tensor | None], sizes: Sequence[Sequence[int]], keeps_graph: bool, dim: int
 ) -> list[Gradients]:
-    """The gradients of each piece; ``sizes`` holds the rows of each tensor in each piece."""
+    """The gradients of each piece; ``sizes`` holds the samples of each tensor in each piece."""
     columns = [
-        [None] * len(sizes) if gradient is None else gradient.split([row[place] for row in sizes])
+        [None] * len(sizes)
+        if gradient is None
+        else gradient.split([row[place] for row in sizes], dim)
         for place, gradient in enumerate(gradients)
     ]
     return [Gradients(piece, keeps_graph) for piece in zip(*columns, strict=True)]

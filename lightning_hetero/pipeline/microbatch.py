@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, SupportsFloat
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from ..errors import BatchError
@@ -17,26 +18,125 @@ from .copies import Copies
 # What Hugging Face and `torch.nn.functional.cross_entropy` leave out of a mean.
 IGNORED_LABEL = -100
 
-LossWeighting = Literal["auto", "samples", "labels"] | Callable[[Any], float]
+LossWeighting = Literal["auto", "samples", "labels", "sum"] | Callable[[Any], float]
 
 
-def split_batch(batch: Any, num_microbatches: int, of_several_loaders: bool = False) -> list[Any]:
-    """Cut a batch along the first dimension of its tensors into nearly equal micro-batches.
+@dataclass(frozen=True)
+class Samples:
+    """Where the samples of a batch are.
+
+    Args:
+        count: How many there are.
+        dim: The dimension of its tensors that counts them. A tensor whose first dimension alone
+            counts them, such as one label per sample, is cut along that one.
+        are_listed: Whether the batch is a list with one entry per sample.
+    """
+
+    count: int
+    dim: int = 0
+    are_listed: bool = False
+
+
+def find_samples(
+    batch: Any, expected: int | None = None, dim: int | None = None, may_be_listed: bool = False
+) -> Samples:
+    """Where the samples of a batch are.
+
+    Args:
+        batch: What the data loader gave.
+        expected: How many samples the data loader put into it; None if that is not known.
+        dim: The dimension of its tensors that counts samples, if that is known. Otherwise it is
+            the one that has as many entries as ``expected``, or the first one.
+        may_be_listed: Whether a list may hold one entry per sample. The collate function of torch
+            makes no such list.
+
+    Raises:
+        BatchError: If there is no tensor with a dimension.
+    """
+    if _is_list_of_samples(batch):
+        return Samples(len(batch), 0, are_listed=True)
+    shapes = [tensor.shape for tensor in _tensors(batch) if tensor.ndim > 0]
+    if not shapes:
+        raise BatchError(f"A batch of type {type(batch).__name__} holds no tensor to be cut.")
+    if expected is not None and may_be_listed and _lists_samples(batch, shapes, expected):
+        return Samples(len(batch), 0, are_listed=True)
+    dim = _dim_of(shapes, expected, dim)
+    return Samples(next((shape[dim] for shape in shapes if len(shape) > dim), shapes[0][0]), dim)
+
+
+class SampleFinder:
+    """Finds the samples of one batch after another, and keeps to the dimension that one has shown.
+
+    A batch with as many samples as positions does not show it.
+
+    Args:
+        dim: The dimension that counts samples, if it is known.
+    """
+
+    def __init__(self, dim: int | None) -> None:
+        self._dim = dim
+
+    def find(self, batch: Any, expected: int | None, may_be_listed: bool) -> Samples:
+        """As `find_samples`."""
+        found = find_samples(batch, expected, self._dim, may_be_listed)
+        is_square = all(t.shape[0] == t.shape[1] for t in _tensors(batch) if t.ndim > 1)
+        if not found.are_listed and not is_square:
+            self._dim = found.dim
+        return found
+
+
+def _lists_samples(batch: Any, shapes: Sequence[torch.Size], expected: int) -> bool:
+    """Whether a list has one entry per sample. A list of two tensors that each hold all samples
+    has as many entries as a batch of two samples."""
+    is_long_enough = isinstance(batch, list) and len(batch) == expected
+    return is_long_enough and not all(shape[0] == expected for shape in shapes)
+
+
+def _dim_of(shapes: Sequence[torch.Size], expected: int | None, dim: int | None) -> int:
+    """The dimension that counts the samples: the one that is known, or the one that has as many
+    entries as are expected, or else the first one."""
+    wide = [shape for shape in shapes if len(shape) > 1]
+    if expected is None or not wide:
+        return dim or 0
+    has_first = all(shape[0] == expected for shape in wide)
+    has_second = all(shape[1] == expected for shape in wide)
+    if dim is None:
+        return 1 if has_second and not has_first else 0
+    # A model may turn batches with their samples first into layers' arguments with them second.
+    return 0 if has_first and not has_second else dim
+
+
+def split_batch(
+    batch: Any,
+    num_microbatches: int,
+    of_several_loaders: bool = False,
+    samples: Samples | None = None,
+) -> list[Any]:
+    """Cut a batch along its samples into nearly equal micro-batches.
 
     The containers keep their types. A batch of fewer samples gives fewer micro-batches. Tensors
     without dimensions, numbers and texts go into every micro-batch. A list of dicts is one of
     samples, unless it holds a batch of each of several data loaders.
+
+    Args:
+        batch: What the data loader gave.
+        num_microbatches: The most that are made.
+        of_several_loaders: Whether the batch is a list with a batch of each loader.
+        samples: Where its samples are; None takes the first dimension.
 
     Raises:
         BatchError: If something in the batch cannot be cut; the text says what.
     """
     if of_several_loaders and isinstance(batch, list):
         return _split_each(batch, num_microbatches)
-    size = batch_size(batch)
-    return [_cut(batch, start, end, size) for start, end in spans(size, num_microbatches)]
+    samples = samples or find_samples(batch)
+    pieces = spans(samples.count, num_microbatches)
+    return [_cut(batch, start, end, samples) for start, end in pieces]
 
 
-def first_samples(batch: Any, count: int, of_several_loaders: bool = False) -> Any:
+def first_samples(
+    batch: Any, count: int, of_several_loaders: bool = False, samples: Samples | None = None
+) -> Any:
     """The first samples of a batch as a micro-batch; those of each loader where it is of several.
 
     Raises:
@@ -44,8 +144,8 @@ def first_samples(batch: Any, count: int, of_several_loaders: bool = False) -> A
     """
     if of_several_loaders and isinstance(batch, list):
         return [first_samples(part, count) for part in batch]
-    size = batch_size(batch)
-    return _cut(batch, 0, min(count, size), size)
+    samples = samples or find_samples(batch)
+    return _cut(batch, 0, min(count, samples.count), samples)
 
 
 def _split_each(batches: list[Any], num_microbatches: int) -> list[list[Any]]:
@@ -61,18 +161,13 @@ def _split_each(batches: list[Any], num_microbatches: int) -> list[list[Any]]:
 
 
 def batch_size(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor, or the entries of a list of
-    dicts, one per sample.
+    """Samples in a batch of which nothing else is known: the first dimension of its first tensor,
+    or the entries of a list of dicts.
 
     Raises:
         BatchError: If there is no tensor with a dimension.
     """
-    if _is_list_of_samples(batch):
-        return len(batch)
-    for tensor in _tensors(batch):
-        if tensor.ndim > 0:
-            return tensor.shape[0]
-    raise BatchError(f"A batch of type {type(batch).__name__} holds no tensor to be cut.")
+    return find_samples(batch).count
 
 
 def spans(size: int, num_pieces: int) -> list[tuple[int, int]]:
@@ -84,7 +179,7 @@ def spans(size: int, num_pieces: int) -> list[tuple[int, int]]:
 
 
 class LossWeights:
-    """How much each micro-batch's loss counts in the batch's; the weights add up to 1.
+    """How much each micro-batch's loss counts in the batch's. The weights of a mean add up to 1.
 
     A device counts labels while the first forwards are asked for, and nobody waits before a weight
     is used.
@@ -125,7 +220,7 @@ def loss_weights(
     """Begin to find how much the micro-batches' losses count.
 
     ``"labels"`` counts the labels that a token mean counts, ``"samples"`` the samples; ``"auto"``
-    takes labels where the batch has them.
+    takes labels where the batch has them. ``"sum"`` adds the losses up.
 
     Raises:
         BatchError: If labels are asked for and the batch has none, or a weight is negative.
@@ -133,13 +228,39 @@ def loss_weights(
     if callable(weighting):
         counts = [float(weighting(microbatch)) for microbatch in microbatches]
         return LossWeights(partial(list, _shares(counts, sample_counts)))
-    if weighting == "samples" or (weighting == "auto" and _labels(microbatches[0]) is None):
+    if weighting == "sum":
+        return LossWeights(partial(list, [1.0] * len(microbatches)))
+    if weighting == "samples":
         return LossWeights(partial(_shares, sample_counts, sample_counts))
+    if weighting == "auto" and _labels(microbatches[0]) is None:
+        return _weights_by_samples(microbatches, sample_counts, copies)
     copy = copies.to_host([counted_labels(microbatch) for microbatch in microbatches])
 
     def find() -> list[float]:
         copy.wait()
         return _shares([int(count) for count in copy.tensors], sample_counts)
+
+    return LossWeights(find)
+
+
+def _weights_by_samples(
+    microbatches: Sequence[Any], sample_counts: Sequence[int], copies: Copies
+) -> LossWeights:
+    """Those by samples; says so where a batch seems to have labels under another name."""
+    whole_numbers = (t for t in _tensors(list(microbatches)) if t.ndim and not t.is_floating_point())
+    are_ignored = [(tensor == IGNORED_LABEL).any() for tensor in whole_numbers]
+    copy = copies.to_host(are_ignored)
+
+    def find() -> list[float]:
+        copy.wait()
+        if any(map(bool, copy.tensors)):
+            rank_zero_warn(
+                f"A batch holds the whole number {IGNORED_LABEL}, which marks labels that a loss "
+                "leaves out, and has no single entry `labels`. The losses of micro-batches are "
+                "weighted by their samples; if the loss is a mean over labels, pass a function "
+                "that counts them as `loss_weighting`, or 'samples' if it is not."
+            )
+        return _shares(sample_counts, sample_counts)
 
     return LossWeights(find)
 
@@ -164,11 +285,11 @@ def counted_labels(batch: Any) -> Tensor:
     labels = _labels(batch)
     if labels is None:
         raise BatchError(
-            "loss_weighting='labels' needs a batch with a `labels` entry; this one is a "
+            "loss_weighting='labels' needs a batch with one `labels` entry; this one is a "
             f"{type(batch).__name__} without it. Use 'samples' or pass a function."
         )
     counted = labels != IGNORED_LABEL
-    inputs = _entry(batch, "input_ids")
+    inputs = _entry(_holder_of_labels(batch), "input_ids")
     if labels.ndim != 2 or not isinstance(inputs, Tensor) or inputs.shape != labels.shape:
         return counted.sum()
     is_shifted_later = ((labels == inputs) | ~counted).all()
@@ -176,9 +297,22 @@ def counted_labels(batch: Any) -> Tensor:
 
 
 def _labels(batch: Any) -> Tensor | None:
-    labels = _entry(batch, "labels")
-    is_counted = isinstance(labels, Tensor) and not labels.is_floating_point()
-    return labels if is_counted else None
+    holder = _holder_of_labels(batch)
+    return None if holder is None else _entry(holder, "labels")
+
+
+def _holder_of_labels(batch: Any) -> Any:
+    """The part of a batch with an entry ``labels`` of whole numbers. None if there is none, or if
+    there are several below the top, of which no one can tell which the loss counts."""
+    if _has_labels(batch):
+        return batch
+    inside = [part for part in _parts(batch) if _has_labels(part)]
+    return inside[0] if len(inside) == 1 else None
+
+
+def _has_labels(part: Any) -> bool:
+    labels = _entry(part, "labels")
+    return isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim > 0
 
 
 def _entry(batch: Any, name: str) -> Any:
@@ -187,43 +321,67 @@ def _entry(batch: Any, name: str) -> Any:
     return getattr(batch, name, None)
 
 
-def _cut(part: Any, start: int, end: int, size: int) -> Any:
+def _parts(batch: Any) -> Iterator[Any]:
+    """Every container and every value inside a batch, at any depth."""
+    if isinstance(batch, Mapping):
+        inside: list[Any] = list(batch.values())
+    elif isinstance(batch, (list, tuple)):
+        inside = list(batch)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        inside = [getattr(batch, field.name) for field in fields(batch)]
+    else:
+        return
+    for part in inside:
+        yield part
+        yield from _parts(part)
+
+
+def _cut(part: Any, start: int, end: int, samples: Samples) -> Any:
     if isinstance(part, Tensor):
-        return _cut_tensor(part, start, end, size)
+        return _cut_tensor(part, start, end, samples)
     if part is None or isinstance(part, (str, bytes, bool, int, float)):
         return part
     if isinstance(part, Mapping):
         cut = copy.copy(part)
-        cut.update({key: _cut(value, start, end, size) for key, value in part.items()})  # type: ignore[attr-defined]
+        cut.update({key: _cut(value, start, end, samples) for key, value in part.items()})  # type: ignore[attr-defined]
         return cut
     if isinstance(part, (list, tuple)):
-        return _cut_sequence(part, start, end, size)
+        return _cut_sequence(part, start, end, samples)
     if is_dataclass(part) and not isinstance(part, type):
         values = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
-        return replace(part, **{k: _cut(value, start, end, size) for k, value in values.items()})
+        return replace(part, **{k: _cut(value, start, end, samples) for k, value in values.items()})
     raise BatchError(f"A {type(part).__name__} in the batch cannot be cut.")
 
 
-def _cut_tensor(tensor: Tensor, start: int, end: int, size: int) -> Tensor:
+def _cut_tensor(tensor: Tensor, start: int, end: int, samples: Samples) -> Tensor:
     if tensor.ndim == 0:
         return tensor
-    if tensor.shape[0] != size:
+    dim = _dim_in(tensor, samples)
+    if dim is None:
         raise BatchError(
-            f"The batch has {size} samples and a tensor of shape {tuple(tensor.shape)}, whose "
-            "first dimension is not the samples."
+            f"The batch has {samples.count} samples and a tensor of shape {tuple(tensor.shape)}, "
+            f"whose {'second' if samples.dim else 'first'} dimension is not the samples."
         )
-    return tensor[start:end]
+    return tensor.narrow(dim, start, end - start)
 
 
-def _cut_sequence(part: Sequence[Any], start: int, end: int, size: int) -> Any:
+def _dim_in(tensor: Tensor, samples: Samples) -> int | None:
+    """The dimension of a tensor that counts the samples."""
+    dims = (d for d in (samples.dim, 0) if d < tensor.ndim and tensor.shape[d] == samples.count)
+    return next(dims, None)
+
+
+def _cut_sequence(part: Sequence[Any], start: int, end: int, samples: Samples) -> Any:
     """One entry per sample is cut; a container of batched things is cut inside."""
-    if _is_list_of_samples(part):
+    if samples.are_listed or _is_list_of_samples(part):
         return part[start:end]
     tensors = list(_tensors(part))
-    is_batched = bool(tensors) and all(t.ndim == 0 or t.shape[0] == size for t in tensors)
-    if len(part) == size and not is_batched:
+    is_batched = bool(tensors) and all(
+        t.ndim == 0 or _dim_in(t, samples) is not None for t in tensors
+    )
+    if len(part) == samples.count and not is_batched:
         return part[start:end]
-    cut = [_cut(value, start, end, size) for value in part]
+    cut = [_cut(value, start, end, samples) for value in part]
     if hasattr(part, "_fields"):
         return type(part)(*cut)
     return type(part)(cut)  # type: ignore[call-arg]
@@ -235,14 +393,4 @@ def _is_list_of_samples(part: Any) -> bool:
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, Mapping):
-        for value in part.values():
-            yield from _tensors(value)
-    elif isinstance(part, (list, tuple)):
-        for value in part:
-            yield from _tensors(value)
-    elif is_dataclass(part) and not isinstance(part, type):
-        for field in fields(part):
-            yield from _tensors(getattr(part, field.name))
+    return (each for each in (part, *_parts(part)) if isinstance(each, Tensor))

@@ -38,7 +38,7 @@ from .measuring import Found, Measuring, Wanted
 from .sample import SampleBatch, sample_batch, to_device
 from .sighting import Cutting, sight
 from .stepping import OptimizerSettings, with_optimizers
-from .traces import no_trace
+from ..dry_run import no_trace
 from .workers import describe_workers
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -20,6 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..dry_run import restoring_generator
 from ..errors import BatchError, HeteroError
 from ..pipeline.microbatch import batch_size, first_samples
 
@@ -149,7 +148,9 @@ def _generators_kept(loaders: list[Any]) -> Iterator[None]:
         for loader in loaders:
             for owner in _owners_of_generators(loader):
                 for value in getattr(owner, "__dict__", {}).values():
-                    _keep_state(value, undo)
+                    restore = restoring_generator(value)
+                    if restore is not None:
+                        undo.callback(restore)
         yield
 
 
@@ -158,14 +159,3 @@ def _owners_of_generators(loader: Any) -> Iterator[Any]:
     yield from (loader, batches, getattr(loader, "sampler", None))
     yield from (getattr(batches, "sampler", None), getattr(loader, "dataset", None))
     yield getattr(loader, "collate_fn", None)
-
-
-def _keep_state(value: Any, undo: ExitStack) -> None:
-    generator: Any = value
-    if isinstance(value, (torch.Generator, np.random.RandomState)):
-        undo.callback(generator.set_state, generator.get_state())
-    elif isinstance(generator, random.Random):
-        undo.callback(generator.setstate, generator.getstate())
-    elif isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        undo.callback(setattr, bits, "state", bits.state)

@@ -19,7 +19,7 @@ from ..model.tensors import flatten, named_contents
 from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
 from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device
 from ..profiling.stepping import with_optimizers
-from ..profiling.traces import no_trace
+from ..dry_run import no_trace
 from ..runtime.channels.deadlines import Deadlines
 from ..runtime.coordinator.deployment import Deployment, imports_of, layers_of_stage
 from ..runtime.coordinator.fleet import Fleet

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import BatchError, HeteroError, ModelError
+from ...errors import HeteroError, ModelError
 from ...model.calls import LayerCall
 from ...model.checkpoint_weights import CheckpointWeights, weights_in_checkpoint
 from ...model.collecting import CollectingHooks
@@ -24,7 +24,6 @@ from ...model.state_dicts import is_frozen
 from ...model.tensors import named_tensors
 from ...pipeline.activation import Activation, Collected, join_activations
 from ...pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
-from ...pipeline.pieces import cut_request
 from ...pipeline.turns import current_turn
 from ...plan import Plan, StagePlan
 from ...wire.tensors import DTYPES
@@ -33,8 +32,11 @@ from .own_layers import adjust_own, check_can_be_compiled, restore_own
 from .progress import Progress
 from .remote_stage import remote_stages
 from .trained_parameters import TrainedParameters
+from .whole_batches import BatchOptions, WholeBatches
 
 logger = logging.getLogger(__name__)
+
+_FIRST_TRIAL = 2**30
 
 
 class Deployment:
@@ -50,6 +52,7 @@ class Deployment:
         seed: Start of all dropout masks.
         converts_weights: Whether a stage's ``dtype`` is for its weights too; under autocast it is
             not.
+        batches: How hand-overs of whole batches are cut.
 
     Raises:
         ModelError: If the layers cannot live apart.
@@ -64,6 +67,7 @@ class Deployment:
         coordinator: Coordinator,
         seed: int,
         converts_weights: bool = True,
+        batches: BatchOptions = BatchOptions(),
     ) -> None:
         self.plan = plan
         self.coordinator = coordinator
@@ -83,6 +87,10 @@ class Deployment:
         # What is not only in the checkpoint may have been trained before layers moved.
         self._was_here = {tensor for tensor in self.names_of if not tensor.is_meta}
         self._visits: int | None = None
+        self._num_trials = 0
+        # Whether forwards are trials at present, and if so whether they are cut.
+        self._trial_is_cut: bool | None = None
+        self._whole_batches = WholeBatches(self._away, plan, batches, self._try)
         self._progress: Progress | None = None
         self._hollow = HollowLayers(away, self._exchange, self)
         self._hollow.check()  # before any weight travels
@@ -121,6 +129,28 @@ class Deployment:
                 yield
         finally:
             self._visits = None
+
+    @contextmanager
+    def batch_of(self, num_samples: int | None) -> Iterator[None]:
+        """Inside, hand-overs are of a batch with so many samples; None if that is not known."""
+        self._whole_batches.num_samples = num_samples
+        try:
+            yield
+        finally:
+            self._whole_batches.num_samples = None
+
+    @contextmanager
+    def trying(self, *, is_cut: bool) -> Iterator[None]:
+        """Inside, forwards leave nothing behind on the stages; nothing is dropped at random.
+
+        Args:
+            is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
+        """
+        self._trial_is_cut = is_cut
+        try:
+            yield
+        finally:
+            self._trial_is_cut = None
 
     def abort(self) -> None:
         """Make everyone forget the present step, after an exception in it."""
@@ -307,23 +337,23 @@ class Deployment:
         with contextlib.ExitStack() as stack:
             if self._visits is None:
                 # An evaluation, or a user's own call of the model: a step by itself.
-                in_flight = self.plan.micro_batches
-                stack.enter_context(self.whole_batch_step(in_flight, accumulate=True))
+                in_flight, is_trial = self.plan.micro_batches, self._trial_is_cut is not None
+                step = self.whole_batch_step(in_flight, accumulate=True, is_trial=is_trial)
+                stack.enter_context(step)
             return self._exchange_whole(request)
 
     def _exchange_whole(self, request: Request) -> Activation:
+        if self._trial_is_cut is not None:
+            pieces, dim = [request], 0
+            if self._trial_is_cut:
+                pieces, dim = self._whole_batches.cut(request)
+            return self._try(pieces, dim)
         if request.surroundings.grad_enabled:
             self.follow_trained_ones()
+        pieces, dim = self._whole_batches.pieces(request)
         visit, self._visits = self._visits or 0, (self._visits or 0) + 1
-        # With a cache a batch goes in one piece. Matrix products over fewer rows may add up in
-        # another order: of the tests' 14 models, cut, not one gave the bits of one device, and
-        # one other bit can make another token.
-        is_whole = request.surroundings.has_cache
-        pieces = [request] if is_whole else _pieces(request, self.plan.micro_batches)
         if not request.surroundings.grad_enabled:
-            found = exchange_pieces(self.coordinator, pieces, visit, self.plan.max_in_flight)
-            returned = join_activations(found)
-            return returned.map(lambda tensor: tensor.to(request.hidden.device))
+            return self._join(pieces, dim, visit)
         anchor = torch.zeros((), requires_grad=True)
         kinds: list[str] = []
         hidden, *others = Boundary.apply(  # type: ignore[no-untyped-call]
@@ -334,8 +364,23 @@ class Deployment:
             visit,
             kinds,
             self.plan.max_in_flight,
+            dim,
         )
         return Activation(hidden, tuple(map(Collected, kinds, others)))
+
+    def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
+        """Run pieces so that nothing is left behind on the stages."""
+        self._num_trials += 1
+        tried = [
+            Request(piece.hidden, replace(piece.surroundings, is_trial=True)) for piece in pieces
+        ]
+        # The number differs from that of every other visit of the step.
+        return self._join(tried, dim, _FIRST_TRIAL + self._num_trials)
+
+    def _join(self, pieces: Sequence[Request], dim: int, visit: int) -> Activation:
+        found = exchange_pieces(self.coordinator, pieces, visit, self.plan.max_in_flight)
+        device = pieces[0].hidden.device
+        return join_activations(found, dim).map(lambda tensor: tensor.to(device))
 
 
 def imports_of(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> set[str]:
@@ -369,14 +414,6 @@ def _check_weights_can_be_sent(
             f"What was {describe_layer(lost[0])} has not come back from the worker that was lost "
             "in the run before; build the module anew and continue with `ckpt_path`."
         )
-
-
-def _pieces(request: Request, num_pieces: int) -> list[Request]:
-    try:
-        return cut_request(request, num_pieces)
-    except BatchError as error:
-        warnings.warn(f"The batch goes through the stages in one piece. {error}", stacklevel=2)
-        return [request]
 
 
 def layers_of_stage(

@@ -1,0 +1,205 @@
+"""Hand-overs of whole batches: how they are cut, and whether cutting them changes the result.
+
+Evaluation, manual optimization and ``micro_batching="boundary"`` hand over the hidden states of a
+whole batch. They are cut into pieces along the samples, so that all stages work at once. Layers
+that mix samples would then compute something else. So the first two pieces of the first hand-over
+of each kind also run as one, and both results are compared. Two take no more memory than two
+micro-batches in flight do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...errors import BatchError, StageFailed
+from ...pipeline.activation import Activation
+from ...pipeline.handover import Request
+from ...pipeline.pieces import (
+    SampleDimension,
+    cut_request,
+    first_of_request,
+    takes_sequence_first,
+)
+from ...pipeline.rounding import coarsest, norm_error, rounding_of_hidden
+from ...plan import Plan
+from ...wire.tensors import DTYPES
+
+CheckFirstBatch = Literal["stop", "warn", "off"]
+
+# A larger difference stops the run.
+STOPPING_DIFFERENCE = 0.01
+GO_ON = "To go on all the same, set `check_first_batch='warn'`."
+_NUM_COMPARED = 2
+
+# Runs pieces without gradients, and joins what comes back along a dimension.
+Trial = Callable[[Sequence[Request], int], Activation]
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What the user said of batches.
+
+    Args:
+        dim: The dimension that counts samples; None where it is to be found.
+        check: What a difference between a batch and its pieces does.
+    """
+
+    dim: int | None = None
+    check: CheckFirstBatch = "off"
+
+
+class WholeBatches:
+    """Cuts the hand-overs of whole batches into pieces.
+
+    Args:
+        layers: The layers on workers by their numbers.
+        plan: Says how many pieces there are.
+        options: What the user said.
+        trial: Runs pieces on the stages and leaves nothing behind.
+
+    Attributes:
+        num_samples: How many samples the batch at hand has, if that is known.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, nn.Module], plan: Plan, options: BatchOptions, trial: Trial
+    ) -> None:
+        self._layers = layers
+        self._num_pieces = plan.micro_batches
+        self._dtypes = [DTYPES[stage.dtype] for stage in plan.stages if stage.dtype is not None]
+        is_sequence_first = any(map(takes_sequence_first, layers.values()))
+        self._dimension = SampleDimension(options.dim, is_sequence_first)
+        self._check = options.check
+        self._trial = trial
+        self._batch_norms = [
+            (number, name, module)
+            for number, layer in layers.items()
+            for name, module in layer.named_modules()
+            if isinstance(module, _BatchNorm)
+        ]
+        self._checked: set[tuple[bool, bool]] = set()
+        self._said: set[str] = set()
+        self.num_samples: int | None = None
+
+    def pieces(self, request: Request) -> tuple[list[Request], int]:
+        """The pieces of a hand-over, and the dimension along which they are joined again.
+
+        Raises:
+            BatchError: If the first pieces give another result than the whole, and the check is
+                to stop the run.
+        """
+        pieces, dim = self.cut(request)
+        if len(pieces) > 1:
+            self._check_once(request, dim)
+        return pieces, dim
+
+    def cut(self, request: Request) -> tuple[list[Request], int]:
+        """The same without a check."""
+        # A cache holds all samples of a batch. Products of fewer rows may also round differently,
+        # and one other bit can make another token.
+        if request.surroundings.has_cache or self._num_pieces == 1:
+            return [request], 0
+        try:
+            self._refuse_batch_statistics()
+            dim = self._dimension.find(request.hidden, self.num_samples)
+            if dim is not None:
+                return cut_request(request, self._num_pieces, dim), dim
+        except BatchError as error:
+            self._say_once(str(error))
+        return [request], 0
+
+    def _refuse_batch_statistics(self) -> None:
+        for number, name, module in self._batch_norms:
+            if module.training:
+                raise BatchError(
+                    f"Layer {number} has BatchNorm ({name}), whose statistics are those of the "
+                    "whole batch."
+                )
+
+    def _say_once(self, cause: str) -> None:
+        if cause not in self._said:
+            self._said.add(cause)
+            warnings.warn(
+                "The batch goes through the stages in one piece, so that they work one after the "
+                f"other. {cause}",
+                stacklevel=2,
+            )
+
+    def _check_once(self, request: Request, dim: int) -> None:
+        """Compare pieces with the whole, for the first hand-over of its kind."""
+        around = request.surroundings
+        kind = (around.grad_enabled, any(call.training for call in around.calls))
+        if self._check == "off" or kind in self._checked:
+            return
+        self._checked.add(kind)
+        pieces, whole = self._compared(request, dim)
+        expected = self._run([whole], dim)
+        difference = _difference(self._run(pieces, dim), expected)
+        tolerance = self._tolerance(request)
+        if difference <= tolerance:
+            return
+        if difference <= 2 * _difference(self._run([whole], dim), expected):
+            rank_zero_info(
+                "whether layers on workers mix the samples of a batch was not checked: they draw "
+                "random numbers in evaluation mode too, so that every forward gives another result"
+            )
+            return
+        text = (
+            "The layers on workers compute other hidden states for a batch than for its "
+            f"micro-batches: the difference is {difference:.2g} of their norm. They mix the "
+            "samples of a batch, or another dimension than the one that is cut counts them."
+        )
+        if self._check == "stop" and difference > max(tolerance, STOPPING_DIFFERENCE):
+            remedies = self._remedies(request, dim)
+            raise BatchError(f"{text} This repairs it: {remedies}. {GO_ON}")
+        rank_zero_warn(f"{text} With `micro_batches=1` the batch stays whole.")
+
+    def _compared(self, request: Request, dim: int) -> tuple[list[Request], Request]:
+        """The first pieces of a request, and all of them as one."""
+        pieces = cut_request(request, self._num_pieces, dim)[:_NUM_COMPARED]
+        count = sum(piece.hidden.shape[dim] for piece in pieces)
+        return pieces, first_of_request(request, count, dim)
+
+    def _remedies(self, request: Request, dim: int) -> str:
+        """What was tried with success, and what always helps."""
+        other = 1 - dim
+        if other < request.hidden.ndim - 1 and self._is_right_along(request, other):
+            return f"`batch_dim={other}`, or `micro_batches=1`"
+        return "`micro_batches=1`, or these layers on the coordinator"
+
+    def _is_right_along(self, request: Request, dim: int) -> bool:
+        try:
+            pieces, whole = self._compared(request, dim)
+            difference = _difference(self._run(pieces, dim), self._run([whole], dim))
+        except (BatchError, StageFailed):
+            return False
+        return len(pieces) > 1 and difference <= self._tolerance(request)
+
+    def _run(self, pieces: Sequence[Request], dim: int) -> Activation:
+        tried = [
+            Request(piece.hidden.detach(), replace(piece.surroundings, grad_enabled=False))
+            for piece in pieces
+        ]
+        return self._trial(tried, dim)
+
+    def _tolerance(self, request: Request) -> float:
+        parameters = [p for layer in self._layers.values() for p in layer.parameters()]
+        # What is stored in 4 bits is taken to be multiplied in half precision.
+        dtypes = [p.dtype if p.is_floating_point() else torch.bfloat16 for p in parameters]
+        autocast = request.surroundings.autocast_dtype or torch.float32
+        dtype = coarsest([*self._dtypes, request.hidden.dtype, autocast, *dtypes])
+        widest = max((max(p.shape, default=1) for p in parameters), default=1)
+        return rounding_of_hidden(dtype, len(self._layers), widest)
+
+
+def _difference(found: Activation, expected: Activation) -> float:
+    pairs = zip(found.tensors, expected.tensors, strict=True)
+    return max(norm_error(mine, other) for mine, other in pairs)
