@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,7 @@ class Deployment:
         # What is not only in the checkpoint may have been trained before layers moved.
         self._was_here = {tensor for tensor in self.names_of if not tensor.is_meta}
         self._visits: int | None = None
+        self._is_trial = False
         self._progress: Progress | None = None
         self._hollow = HollowLayers(away, self._exchange, self)
         self._hollow.check()  # before any weight travels
@@ -112,19 +114,22 @@ class Deployment:
                 progress.advance(sizes[name])
 
     @contextmanager
-    def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
-        """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
-        self.coordinator.begin_step(num_pieces, accumulate)
-        self._visits = 0
+    def whole_batch_step(
+        self, num_pieces: int, accumulate: bool, is_trial: bool = False
+    ) -> Iterator[None]:
+        """Inside, hand-overs of whole batches belong to one step, so that a backward may follow. In
+        a trial none may, and nothing is left behind on the stages."""
+        self.coordinator.begin_step(num_pieces, accumulate, is_trial)
+        self._visits, self._is_trial = 0, is_trial
         try:
             with self.coordinator.recorder.span("forward"):
                 yield
         finally:
-            self._visits = None
+            self._visits, self._is_trial = None, False
 
     def abort(self) -> None:
         """Make everyone forget the present step, after an exception in it."""
-        self._visits = None
+        self._visits, self._is_trial = None, False
         self._hollow.forget_calls()
         if self.coordinator.lost is None:
             self.coordinator.abort_step()
@@ -295,8 +300,10 @@ class Deployment:
         forgotten = self._hollow.caches.take_forgotten()
         if forgotten:
             self.coordinator.drop_caches(forgotten)
-        request = Request(hidden, surroundings_here(hidden, calls, collect))
-        returned = self._hand_over(request)
+        surroundings = surroundings_here(hidden, calls, collect)
+        if self._is_trial:
+            surroundings = replace(surroundings, grad_enabled=False, is_trial=True)
+        returned = self._hand_over(Request(hidden, surroundings))
         return returned.hidden, returned.collected
 
     def _hand_over(self, request: Request) -> Activation:
