@@ -88,7 +88,7 @@ class MicrobatchedStep:
             )
             for index, microbatch in enumerate(microbatches)
         ]
-        step = self._deployment.coordinator.step + 1
+        step = self._deployment.coordinator.dropout_step + 1
         with _logging_to(self._module, log), metrics.gathering(self._module):
             plan = self._deployment.plan
             results = self._driver.run(step, work, plan.max_in_flight, accumulate, plan.max_started)

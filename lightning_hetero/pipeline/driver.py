@@ -88,7 +88,7 @@ class Driver:
 
     def run(
         self,
-        step: int,
+        dropout_step: int,
         work: Sequence[MicrobatchStep],
         max_in_flight: int,
         accumulate: bool,
@@ -99,13 +99,13 @@ class Driver:
         What a ``training_step`` raises is raised here, with every other micro-batch unwound.
 
         Args:
-            step: Its number.
+            dropout_step: Its number for dropout masks.
             work: A micro-batch each.
             max_in_flight: The bound on micro-batches in flight on each remote stage.
             accumulate: Whether gradients are added to those that are there.
             max_started: The bound on those that have begun here; None for the same.
         """
-        running = _RunningStep(self, step, work, max_started or max_in_flight)
+        running = _RunningStep(self, dropout_step, work, max_started or max_in_flight)
         self.stages.begin_step(max_in_flight, accumulate)
         self.gradients.begin(accumulate)
         # Micro-batches draw from streams of their own; the user's stream stays where it is.
@@ -124,10 +124,10 @@ class _RunningStep:
     """One step: the coordinator's actions that could run, and the micro-batches in flight."""
 
     def __init__(
-        self, driver: Driver, step: int, work: Sequence[MicrobatchStep], max_started: int
+        self, driver: Driver, dropout_step: int, work: Sequence[MicrobatchStep], max_started: int
     ) -> None:
         self._driver = driver
-        self._step = step
+        self._dropout_step = dropout_step
         self._work = work
         self._max_started = max_started
         self._in_flight: dict[int, _Microbatch] = {}
@@ -204,7 +204,8 @@ class _RunningStep:
         self._go_on(index, self._in_flight[index].turn.resume(activation))
 
     def _seed(self, key: Key, segment: int) -> None:
-        seed_action(self._driver.seed, self._step, COORDINATOR_STAGE, *key, segment)
+        place = self._dropout_step, COORDINATOR_STAGE, *key, segment
+        seed_action(self._driver.seed, *place)
 
     def _go_on(self, index: int, report: HandedOver | Finished) -> None:
         microbatch = self._in_flight[index]

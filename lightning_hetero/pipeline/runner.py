@@ -39,11 +39,15 @@ class StageRunner:
     _is_aborted: bool = False
     _early: list[tuple[int, Key, Activation | Gradients]] = field(default_factory=list)
 
-    def begin(self, step: int, max_in_flight: int, accumulate: bool) -> None:
-        """Start a step; without ``accumulate`` the gradients of earlier steps are dropped."""
+    def begin(
+        self, step: int, max_in_flight: int, accumulate: bool, dropout_step: int | None = None
+    ) -> None:
+        """Start a step; without ``accumulate`` the gradients of earlier steps are dropped, and
+        dropout masks are drawn for the step of that number if one is given."""
         self._forget()
         self._is_aborted = False
-        self.step = self.stage.step = step
+        self.step = step
+        self.stage.dropout_step = step if dropout_step is None else dropout_step
         self.max_in_flight = max_in_flight
         if not accumulate:
             self.stage.layers.zero_grad(set_to_none=True)

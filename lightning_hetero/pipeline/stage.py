@@ -19,18 +19,21 @@ from .compiling import CompiledLayers
 from .copies import Land, already_here
 from .rule import Key
 from .seeds import seed_action
+from .trial import on_trial
 
 
 @dataclass(frozen=True)
 class Surroundings:
     """What a forward runs under: grad mode, autocast, what the model passed to each layer, and the
-    kinds of outputs that it collects besides the hidden states. ``land`` is to be called first."""
+    kinds of outputs that it collects besides the hidden states. ``land`` is to be called first.
+    With ``is_trial`` it leaves nothing behind; see `on_trial`."""
 
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
     calls: Sequence[LayerCall]
     collect: Sequence[str] = ()
     land: Land = field(default=already_here, compare=False, repr=False)
+    is_trial: bool = False
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -66,6 +69,8 @@ class Stage:
         seed: Start of all dropout masks.
         dtype: What the layers compute in; None for what they are given.
         compiled: Compiles the layers; None for not at all.
+        dropout_step: What dropout masks are drawn for: the number of the present step without the
+            trials before it.
     """
 
     layers: nn.ModuleDict
@@ -75,7 +80,7 @@ class Stage:
     seed: int = 0
     dtype: torch.dtype | None = None
     compiled: CompiledLayers | None = None
-    step: int = 0
+    dropout_step: int = 0
     caches: StageCaches = field(default_factory=StageCaches)
     _saved: dict[Key, _Saved] = field(default_factory=dict)
 
@@ -159,10 +164,12 @@ class Stage:
     def _run_layers(
         self, key: Key, hidden: Tensor, surroundings: Surroundings, keep_graph: bool
     ) -> Activation:
-        seed_action(self.seed, self.step, self.stage_index, *key)
+        seed_action(self.seed, self.dropout_step, self.stage_index, *key)
         given, inside = hidden.dtype, self._inside_dtype(surroundings)
         # What is collected is seen by hooks inside the layers, and a cache grows with every call.
-        compiled = None if surroundings.collect else self.compiled
+        # For a trial, whose modes are its own, layers would be compiled once more.
+        is_plain = surroundings.collect or surroundings.is_trial
+        compiled = None if is_plain else self.compiled
         with (
             torch.set_grad_enabled(keep_graph),
             self._autocast(self.dtype or surroundings.autocast_dtype),
@@ -174,7 +181,8 @@ class Stage:
                 layer = self.layers[str(call.layer_index)].train(call.training)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
-                hidden = hidden_of(run(hidden, *args, **kwargs), layer, call)
+                with on_trial(layer) if surroundings.is_trial else nullcontext():
+                    hidden = hidden_of(run(hidden, *args, **kwargs), layer, call)
                 if call.layer_index == EMBEDDING_LAYER:
                     collect_embedded(hidden)
             if inside is None:

@@ -45,7 +45,16 @@ def say_arguments(
     autocast = surroundings.autocast_dtype
     autocast_name = None if autocast is None else dtype_name(autocast)
     grad_enabled, collect = surroundings.grad_enabled, list(surroundings.collect)
-    message = m.Arguments(step, *key, grad_enabled, autocast_name, collect, calls, packer.kept)
+    message = m.Arguments(
+        step,
+        *key,
+        grad_enabled,
+        autocast_name,
+        collect,
+        calls,
+        packer.kept,
+        surroundings.is_trial,
+    )
     return message, packer.tensors
 
 
@@ -56,7 +65,7 @@ def read_arguments(
 
     Raises:
         RemoteProtocolError: If the message names a tensor, a dtype or a kind of output that there
-            is not, or a cache where gradients are wanted.
+            is not, or a cache or a trial where gradients are wanted.
     """
     for index, slot in message.kept.items():
         if index >= len(tensors):
@@ -83,9 +92,13 @@ def read_arguments(
     ):
         raise RemoteProtocolError(f"The outputs {message.collect} cannot be collected.")
     dtype = None if autocast is None else DTYPES[autocast]
-    surroundings = Surroundings(message.grad_enabled, dtype, calls, message.collect)
+    surroundings = Surroundings(
+        message.grad_enabled, dtype, calls, message.collect, is_trial=message.is_trial
+    )
     if surroundings.has_cache and message.grad_enabled:
         raise RemoteProtocolError("A key-value cache carries no gradients.")
+    if message.is_trial and message.grad_enabled:
+        raise RemoteProtocolError("A trial carries no gradients.")
     return surroundings
 
 

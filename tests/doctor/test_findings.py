@@ -69,7 +69,8 @@ def test_the_clock_is_held_against_the_middle_of_the_round_trip(
 def test_versions_that_differ_are_listed_and_those_that_matter_fail() -> None:
     equipment = m.Equipment({"torch": "2.8"}, "cpu", "some CPU")
     *_, version, worker = said(m.Welcome(m.PROTOCOL_VERSION, equipment))
-    assert version.text == "protocol 1; others, which is normal: torch 2.8 (2.9 here)"
+    same = f"protocol {m.PROTOCOL_VERSION}; others, which is normal: torch 2.8 (2.9 here)"
+    assert version.text == same
     assert worker.text == "free, computes on cpu (some CPU)"
     old = said(m.Welcome(0, equipment))[-1]
     assert (old.check, old.outcome) == ("version", "failed")

@@ -186,7 +186,7 @@ def test_clocks_that_are_days_apart(days: float) -> None:
         (greet_as_mail_server, None, "worker", "did not answer as a worker"),
         (greet_as_mail_server, OURS, "TLS", "does not speak TLS"),
         (speak_tls_1_2, OURS, "TLS", "does not speak TLS 1.3"),
-        (welcome_in_protocol(0), None, "version", "speaks protocol 1"),
+        (welcome_in_protocol(0), None, "version", f"speaks protocol {m.PROTOCOL_VERSION}"),
         (lambda connected: None, OURS, "TLS", "did not answer as a worker"),
         (lambda connected: None, None, "worker", "did not answer as a worker"),
     ],

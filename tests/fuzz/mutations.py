@@ -107,7 +107,8 @@ def _resize_tensor(random: Random, frame: RecordedFrame) -> bytes:
 def _noise(random: Random, frame: RecordedFrame) -> bytes:
     noise = random.randbytes(random.randrange(1, 200))
     lengths = struct.pack(">IQ", len(noise), 0)
-    return random.choice((noise, MAGIC + noise, MAGIC + b"\0\0\0\1" + lengths + noise))
+    head = MAGIC + struct.pack(">I", PROTOCOL_VERSION)
+    return random.choice((noise, MAGIC + noise, head + lengths + noise))
 
 
 MUTATIONS: list[Callable[[Random, RecordedFrame], bytes]] = [

@@ -33,7 +33,7 @@ class Dropped(nn.Module):
 def stage(request: pytest.FixtureRequest) -> Stage:
     torch.manual_seed(0)
     layers = nn.ModuleDict({str(number): Dropped() for number in range(NUM_LAYERS)})
-    return Stage(layers, torch.device("cpu"), 1, recompute=request.param, seed=7, step=3)
+    return Stage(layers, torch.device("cpu"), 1, recompute=request.param, seed=7, dropout_step=3)
 
 
 def run(stage: Stage, hidden: Tensor, microbatch: int = 0) -> Tensor:
@@ -81,5 +81,5 @@ def test_the_masks_are_others_for_another_microbatch_and_another_step(stage: Sta
     first = run(stage, hidden)
     assert torch.equal(run(stage, hidden), first)
     assert not torch.equal(run(stage, hidden, microbatch=1), first)
-    stage.step += 1
+    stage.dropout_step += 1
     assert not torch.equal(run(stage, hidden), first)

@@ -217,3 +217,10 @@ def test_a_new_step_has_its_whole_bound_again() -> None:
     runner.begin(2, 1, accumulate=False)
     give_forward(runner, Key(1), step=2)
     assert next_name(runner) == "1F1"
+
+
+def test_a_step_may_have_another_number_for_dropout_masks() -> None:
+    runner = begun(limit=1)
+    assert (runner.step, runner.stage.dropout_step) == (1, 1)
+    runner.begin(2, 1, accumulate=False, dropout_step=1)
+    assert (runner.step, runner.stage.dropout_step) == (2, 1)

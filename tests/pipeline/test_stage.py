@@ -180,7 +180,9 @@ def test_each_layer_runs_in_the_mode_that_the_model_called_it_in() -> None:
 
 
 def dropout_mask(step: int = 1, key: Key = FIRST, stage_index: int = 1, seed: int = 5) -> Tensor:
-    stage = Stage(layers(nn.Dropout(0.5)), torch.device("cpu"), stage_index, seed=seed, step=step)
+    stage = Stage(
+        layers(nn.Dropout(0.5)), torch.device("cpu"), stage_index, seed=seed, dropout_step=step
+    )
     incoming = Activation(torch.ones(1, 64))
     return stage.forward(key, incoming, surroundings(*plain_calls(1))).hidden
 

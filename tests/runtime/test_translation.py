@@ -62,6 +62,18 @@ def test_arguments_arrive_as_they_were(grad_enabled: bool, dtype: torch.dtype | 
         assert torch.equal(tensor, mask)
 
 
+def test_a_trial_arrives_as_one_and_carries_no_gradients() -> None:
+    for grad_enabled in (False, True):
+        sent = Surroundings(grad_enabled, None, [], is_trial=True)
+        frame = carried(say_arguments(7, KEY, sent, (), Packer()))
+        assert isinstance(frame.message, m.Arguments)
+        if grad_enabled:
+            with pytest.raises(RemoteProtocolError, match=r"A trial carries no gradients\."):
+                read_arguments(frame.message, frame.tensors, KeptConstants())
+        else:
+            assert read_arguments(frame.message, frame.tensors, KeptConstants()).is_trial
+
+
 ROWS = torch.tensor([1, 0])
 
 

@@ -23,6 +23,7 @@ from .test_tensors import any_tensor, is_same
 
 SMALL = FrameLimits(header_bytes=2**12, body_bytes=2**12)
 PING = {"type": "Ping"}
+VERSION = m.PROTOCOL_VERSION
 
 any_frame = st.builds(Frame, any_message, st.lists(any_tensor(), max_size=4).map(tuple))
 
@@ -31,7 +32,9 @@ def joined(*frames: Frame) -> bytes:
     return b"".join(chain.from_iterable(encode_frame(frame) for frame in frames))
 
 
-def raw_frame(header: object, body: bytes = b"", magic: bytes = b"LHET", version: int = 1) -> bytes:
+def raw_frame(
+    header: object, body: bytes = b"", magic: bytes = b"LHET", version: int = VERSION
+) -> bytes:
     """A frame as a peer may build it that keeps no rule but the layout."""
     content = msgspec.msgpack.encode(header)
     return struct.pack(">4sIIQ", magic, version, len(content), len(body)) + content + body
@@ -186,16 +189,16 @@ NO_TEXT = msgspec.Raw(b"\xa3\xff\xff\xff")
 # What a hostile or mistaken peer sends, and what the refusal must name.
 LIES = {
     "another protocol": (b"GET / HTTP/1.1\r\nHost: localhost\r\n", "GET "),
-    "another version": (raw_frame(with_tensors(), version=2), "version 2, we speak 1"),
-    "a huge header": (struct.pack(">4sIIQ", b"LHET", 1, 2**32 - 1, 0), "4294967295"),
-    "a huge body": (struct.pack(">4sIIQ", b"LHET", 1, 9, 2**64 - 1), "18446744073709551615"),
-    "no header": (struct.pack(">4sIIQ", b"LHET", 1, 0, 0), "0 \\+ 0 bytes"),
+    "another version": (raw_frame(with_tensors(), version=99), f"version 99, we speak {VERSION}"),
+    "a huge header": (struct.pack(">4sIIQ", b"LHET", VERSION, 2**32 - 1, 0), "4294967295"),
+    "a huge body": (struct.pack(">4sIIQ", b"LHET", VERSION, 9, 2**64 - 1), "18446744073709551615"),
+    "no header": (struct.pack(">4sIIQ", b"LHET", VERSION, 0, 0), "0 \\+ 0 bytes"),
     "an unknown message": (raw_frame(with_tensors(message={"type": "Nonsense"})), "Nonsense"),
     "a message with a new field": (raw_frame(with_tensors(message=PING | {"x": 1})), "`x`"),
     "no tensors": (raw_frame({"message": PING}), "tensors"),
     "no map": (raw_frame([PING, []]), "object"),
-    "no msgpack": (struct.pack(">4sIIQ", b"LHET", 1, 4, 0) + b"\xc1" * 4, "header"),
-    "a header cut short": (struct.pack(">4sIIQ", b"LHET", 1, 1, 0) + b"\x82", "header"),
+    "no msgpack": (struct.pack(">4sIIQ", b"LHET", VERSION, 4, 0) + b"\xc1" * 4, "header"),
+    "a header cut short": (struct.pack(">4sIIQ", b"LHET", VERSION, 1, 0) + b"\x82", "header"),
     "text that is no text": (
         raw_frame(with_tensors(message={"type": "Failure", "reason": NO_TEXT})),
         "header",
@@ -247,7 +250,7 @@ def assert_only_refused(data: bytes) -> None:
 def test_garbage_is_refused_and_nothing_else(garbage: bytes) -> None:
     assert_only_refused(garbage)
     assert_only_refused(b"LHET" + garbage)
-    assert_only_refused(struct.pack(">4sIIQ", b"LHET", 1, len(garbage), 0) + garbage)
+    assert_only_refused(struct.pack(">4sIIQ", b"LHET", VERSION, len(garbage), 0) + garbage)
 
 
 plain = st.recursive(

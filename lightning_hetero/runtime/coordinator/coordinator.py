@@ -51,6 +51,7 @@ class Coordinator(TensorConversations):
 
     Attributes:
         num_tokens: Positions of hidden states that were sent for training.
+        dropout_step: The number of the present step for dropout masks, without the trials.
 
     Raises:
         WorkerUnreachable: If one does not answer or refuses.
@@ -68,6 +69,7 @@ class Coordinator(TensorConversations):
         super().__init__(workers, deadlines, identity, device, copies or copies_for(device))
         self._narrowing = narrowing or Narrowing()
         self.num_tokens = 0
+        self.dropout_step = 0
         self._timings: list[tuple[int, m.Timings]] = []
         self._is_applying = False
         self._stepping = contextlib.ExitStack()
@@ -80,13 +82,16 @@ class Coordinator(TensorConversations):
 
     # steps
 
-    def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
-        """Start a step on every stage."""
+    def begin_step(self, max_in_flight: int, accumulate: bool, is_trial: bool = False) -> None:
+        """Start a step on every stage; a trial leaves gradients and dropout masks as they are."""
         self._check_linked()
         self.copies.keep_for(max_in_flight)
         self.step += 1
+        self.dropout_step += not is_trial
         self.recorder.begin_step()
-        self._broadcast(m.BeginStep(self.step, max_in_flight, accumulate))
+        keeps_gradients = accumulate or is_trial
+        message = m.BeginStep(self.step, max_in_flight, keeps_gradients, self.dropout_step)
+        self._broadcast(message)
 
     def abort_step(self) -> None:
         """Make every stage forget the present step; never raises."""

@@ -120,9 +120,12 @@ class Deployment:
                 progress.advance(sizes[name])
 
     @contextmanager
-    def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
-        """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
-        self.coordinator.begin_step(num_pieces, accumulate)
+    def whole_batch_step(
+        self, num_pieces: int, accumulate: bool, is_trial: bool = False
+    ) -> Iterator[None]:
+        """Inside, hand-overs of whole batches belong to one step, so that a backward may follow. In
+        a trial none may, and nothing is left behind on the stages."""
+        self.coordinator.begin_step(num_pieces, accumulate, is_trial)
         self._visits = 0
         try:
             with self.coordinator.recorder.span("forward"):
@@ -325,8 +328,7 @@ class Deployment:
         forgotten = self._hollow.caches.take_forgotten()
         if forgotten:
             self.coordinator.drop_caches(forgotten)
-        request = Request(hidden, surroundings_here(hidden, calls, collect))
-        returned = self._hand_over(request)
+        returned = self._hand_over(Request(hidden, surroundings_here(hidden, calls, collect)))
         return returned.hidden, returned.collected
 
     def _hand_over(self, request: Request) -> Activation:

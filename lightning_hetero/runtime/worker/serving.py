@@ -307,8 +307,8 @@ class StageSession:
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._copies.keep_for(message.in_flight)
         self._recorder.begin_step()
-        self._timed.tally.begin()
-        self._runner.begin(message.step, message.in_flight, message.accumulate)
+        about = message.step, message.in_flight, message.accumulate, message.dropout_step
+        self._runner.begin(*about)
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
         key = Key(message.microbatch, message.visit)

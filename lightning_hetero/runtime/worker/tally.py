@@ -18,7 +18,7 @@ class Tally:
     """How long a stage has trained, and how much of that it computed.
 
     Attributes:
-        training_seconds: From the first step to the latest optimizer step.
+        training_seconds: From the first training action to the latest optimizer step.
         busy_seconds: What was computed in that time.
     """
 
@@ -28,7 +28,7 @@ class Tally:
         self.busy_seconds = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """A training action begins."""
         if self._began_seconds is None:
             self._began_seconds = time.monotonic()
 

@@ -34,6 +34,7 @@ class TimedTraining:
     def run(self, runner: StageRunner, action: Action) -> Result:
         """Carry out an action of the runner."""
         kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
+        self.tally.begin()
         self._recorder.note_choice(runner.num_ready)
         with self._stopwatch.measuring(kind), self._recorder.span(kind, action.key):
             result = runner.run(action)

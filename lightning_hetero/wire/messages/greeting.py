@@ -9,7 +9,7 @@ import msgspec
 from .base import FEW, BaseMessage, Name
 
 # Every frame carries it. It grows when a message changes that conversations need after Hello.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Equipment(msgspec.Struct, frozen=True):

@@ -19,11 +19,13 @@ class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BeginStep(BaseMessage, frozen=True, tag=True):
-    """A new step; without ``accumulate`` the gradients of the steps before are dropped."""
+    """A new step; without ``accumulate`` the gradients of the steps before are dropped. Dropout
+    masks are drawn for ``dropout_step``, which no trial counts in."""
 
     step: Count
     in_flight: Annotated[int, msgspec.Meta(ge=1)]
     accumulate: bool
+    dropout_step: Count = 0
 
 
 class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +54,8 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Arguments(BaseMessage, frozen=True, tag=True):
     """What a stage's layers are called with for one micro-batch. ``kept`` says which of the
-    frame's tensors the stage keeps for later ones, and in which slot."""
+    frame's tensors the stage keeps for later ones, and in which slot. A trial leaves nothing
+    behind in the layers."""
 
     step: Count
     microbatch: Count
@@ -62,6 +65,7 @@ class Arguments(BaseMessage, frozen=True, tag=True):
     collect: list[Name]
     calls: list[LayerArguments]
     kept: dict[Count, Slot] = {}
+    is_trial: bool = False
 
 
 class Activation(BaseMessage, frozen=True, tag=True):

@@ -1,0 +1,63 @@
+"""A trial forward through real workers changes nothing of the run around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+
+from ..conftest import worker_process
+from ..models import loader, trainer
+from ..stateful_layers import LayeredModule, Running
+
+
+@pytest.fixture(scope="module")
+def allowing() -> Iterator[list[str]]:
+    with worker_process("--allow", "tests.stateful_layers") as worker:
+        yield [worker.address]
+
+
+class Trying(LayeredModule):
+    """Runs some batches on trial before it trains on them."""
+
+    def __init__(self, num_trials: int) -> None:
+        super().__init__(Running)
+        self.num_trials = num_trials
+        self.tried: list[torch.Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        deployment = self.trainer.strategy._deployment
+        for _ in range(self.num_trials):
+            with torch.no_grad(), deployment.whole_batch_step(1, False, is_trial=True):
+                self.tried.append(self.model(batch["input_ids"]))
+
+
+def fit(workers: list[str], num_trials: int) -> Trying:
+    # What the coordinator itself would compute is not on trial.
+    plan = Plan([StagePlan(["coordinator"], (0, 0)), StagePlan(workers, (0, 3))], 2)
+    strategy = HeteroPipelineStrategy(
+        workers, plan, layers="model.blocks", micro_batching="boundary"
+    )
+    module = Trying(num_trials)
+    run = trainer(strategy, max_steps=3, accumulate_grad_batches=2)
+    run.fit(module, loader(36, 6))
+    return module
+
+
+def test_trials_change_no_weight_no_buffer_no_gradient_and_no_dropout_mask(
+    allowing: list[str],
+) -> None:
+    tried, plain = fit(allowing, 2), fit(allowing, 0)
+    assert tried.losses == plain.losses
+    found, expected = tried.state_dict(), plain.state_dict()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_trial_is_the_same_every_time(allowing: list[str]) -> None:
+    first, second = fit(allowing, 2).tried[:2]
+    assert torch.equal(first, second)
