@@ -62,8 +62,16 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "micro_batching": (lambda value: value in ("step", "boundary"), '"step" or "boundary"'),
     "loss_weighting": (
-        lambda value: callable(value) or value in ("samples", "labels", "auto"),
-        '"samples", "labels", "auto", or a function from a micro-batch to its weight',
+        lambda value: callable(value) or value in ("samples", "labels", "sum", "auto"),
+        '"samples", "labels", "sum", "auto", or a function from a micro-batch to its weight',
+    ),
+    "batch_dim": (
+        lambda value: value is None or (_is_count(value, 0) and value <= 1),
+        "0, 1, or None to find it",
+    ),
+    "check_first_batch": (
+        lambda value: value in ("stop", "warn", "off"),
+        '"stop", "warn" or "off"',
     ),
     "cut_layers": (lambda value: isinstance(value, bool), "True or False"),
     "replan": (lambda value: isinstance(value, bool), "True or False"),

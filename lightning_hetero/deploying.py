@@ -26,6 +26,7 @@ from .runtime.channels.deadlines import Deadlines
 from .runtime.coordinator.coordinator import Coordinator
 from .runtime.coordinator.deployment import Deployment, imports_of
 from .runtime.coordinator.fleet import Fleet
+from .runtime.coordinator.whole_batches import BatchOptions
 from .training import dropout_seed
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Deployer:
         device: What this process computes on.
         cuts_step: Whether ``training_step`` runs once per micro-batch.
         may_move: Whether any layer may come to any worker later on.
+        batches: What the user said of batches.
         deadlines: How long anything may take.
     """
 
@@ -53,6 +55,7 @@ class Deployer:
     device: torch.device
     cuts_step: bool
     may_move: bool
+    batches: BatchOptions
     deadlines: Deadlines
 
     def deploy(self, layers: Sequence[DecoderLayer]) -> Deployment | None:
@@ -84,7 +87,13 @@ class Deployer:
         coordinator.progress = partial(progress_of_bytes, self.module.trainer)
         converts_weights = not isinstance(self.plugin, MixedPrecision)
         deployment = Deployment(
-            self.module, layers, plan, coordinator, dropout_seed(), converts_weights
+            self.module,
+            layers,
+            plan,
+            coordinator,
+            dropout_seed(),
+            converts_weights,
+            self.batches,
         )
         self._announce(plan)
         return deployment

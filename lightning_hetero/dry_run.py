@@ -105,9 +105,11 @@ class _Before:
             self._note_container(value, depth)
         elif (undo := restoring_generator(value)) is not None:
             self._undo.append(undo)
-        elif _package_of(type(value)) in self._packages and hasattr(value, "__dict__"):
-            if not isinstance(value, type):
-                self._note_attributes(value, depth + 1)
+        elif not isinstance(value, type) and self._is_of_the_user(value):
+            self._note_attributes(value, depth + 1)
+
+    def _is_of_the_user(self, value: Any) -> bool:
+        return _package_of(type(value)) in self._packages and hasattr(value, "__dict__")
 
     def _note_tensor(self, tensor: Tensor) -> None:
         self._seen[id(tensor)] = tensor

@@ -14,21 +14,19 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from .errors import BatchError, ModelError
+from .first_batch import FirstBatchCheck
+from .loaders import BatchReader
 from .pipeline.copies import Copies, HostCopy
+from .pipeline.cut_batch import CutBatch
 from .pipeline.driver import Driver, MicrobatchStep
 from .pipeline.gradients import StepGradients
 from .pipeline.metrics import BatchMetrics
-from .pipeline.microbatch import (
-    LossWeighting,
-    LossWeights,
-    batch_size,
-    loss_weights,
-    split_batch,
-)
-from .pipeline.results import StepLog, merge_values, weighted_mean
+from .pipeline.microbatch import LossWeighting
+from .pipeline.results import StepLog, loss_of, merge_values, weighted_mean
 from .pipeline.stopwatch import Stopwatch
 from .precision import scaler_of
 from .runtime.coordinator.deployment import Deployment
+from .runtime.coordinator.whole_batches import NOTHING_SAID, BatchOptions
 
 
 class MicrobatchedStep:
@@ -39,6 +37,7 @@ class MicrobatchedStep:
         deployment: Where its layers are.
         loss_weighting: How micro-batch losses combine.
         seed: Start of all dropout masks.
+        options: What the user said of batches.
 
     Attributes:
         stopwatch: Has measured what this process did for the steps.
@@ -50,10 +49,15 @@ class MicrobatchedStep:
         deployment: Deployment,
         loss_weighting: LossWeighting,
         seed: int,
+        options: BatchOptions = NOTHING_SAID,
     ) -> None:
         self._module = module
         self._deployment = deployment
         self._loss_weighting = loss_weighting
+        self._reader = BatchReader(module.trainer, options.dim)
+        self._first_check: FirstBatchCheck | None = FirstBatchCheck(
+            module, deployment, loss_weighting, options.check
+        )
         self._copies = deployment.coordinator.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
@@ -75,37 +79,49 @@ class MicrobatchedStep:
         The gradients are already computed; the loss's ``backward`` puts them into ``.grad``.
         """
         self._scaling.check_last()
-        microbatches, weights = self._cut(batch)
+        cut = self._cut(batch, rest)
+        self._check_first(cut, rest)
+        weights = cut.weights(self._loss_weighting, self._copies)
+        shares = cut.weights("samples", self._copies) if self._adds_up else weights
         trainer = self._module.trainer
         scaler = scaler_of(trainer.precision_plugin)
         scale = (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
         metrics = BatchMetrics()
-        log = StepLog(metrics)
+        log = StepLog(metrics, adds_losses=self._adds_up)
         work = [
             MicrobatchStep(
-                partial(self._run_one, microbatch, rest, log, weights.of(index)),
+                partial(self._run_one, microbatch, rest, log, shares.of(index)),
                 weights.of(index, scale),
             )
-            for index, microbatch in enumerate(microbatches)
+            for index, microbatch in enumerate(cut.microbatches)
         ]
         step = self._deployment.coordinator.dropout_step + 1
         with _logging_to(self._module, log), metrics.gathering(self._module):
             plan = self._deployment.plan
             results = self._driver.run(step, work, plan.max_in_flight, accumulate, plan.max_started)
         log.publish(self._module.log)
-        return self._merge(results, weights.all, scale)
+        return self._merge(results, weights.all, shares.all, scale)
 
-    def _cut(self, batch: Any) -> tuple[list[Any], LossWeights]:
+    @property
+    def _adds_up(self) -> bool:
+        """Whether the batch's loss is the sum of the micro-batches' losses, and no mean."""
+        return self._loss_weighting == "sum"
+
+    def _cut(self, batch: Any, rest: Sequence[Any]) -> CutBatch:
+        several = isinstance(self._module.trainer.train_dataloader, list)
         try:
-            several = isinstance(self._module.trainer.train_dataloader, list)
-            microbatches = split_batch(batch, self._deployment.plan.micro_batches, several)
-            counts = [batch_size(_one_of(piece) if several else piece) for piece in microbatches]
+            samples = None if several else self._reader.find(batch, rest)
+            return CutBatch.of(batch, self._deployment.plan.micro_batches, samples)
         except BatchError as error:
             rank_zero_warn(
                 f"The batch runs in one piece, so the stages work one after the other. {error}"
             )
-            return [batch], LossWeights(lambda: [1.0])
-        return microbatches, loss_weights(microbatches, self._loss_weighting, counts, self._copies)
+            return CutBatch.uncut(batch)
+
+    def _check_first(self, batch: CutBatch, rest: Sequence[Any]) -> None:
+        if self._first_check is not None and len(batch.microbatches) > 1:
+            check, self._first_check = self._first_check, None
+            check.run(batch, rest)
 
     def _run_one(
         self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: SupportsFloat
@@ -115,21 +131,25 @@ class MicrobatchedStep:
         with torch.enable_grad(), self._module.trainer.precision_plugin.train_step_context():
             result = self._module.training_step(microbatch, *rest)
         self._deployment.check_forward_finished()
+        log.note_loss(loss_of(result))
         return result
 
-    def _merge(self, results: list[Any], weights: list[float], loss_scale: float) -> Any:
-        kept = [(r, w) for r, w in zip(results, weights, strict=True) if loss_of(r) is not None]
-        if not any(weight > 0 for _, weight in kept):
+    def _merge(
+        self, results: list[Any], weights: list[float], shares: list[float], loss_scale: float
+    ) -> Any:
+        rows = zip(results, weights, shares, strict=True)
+        kept = [(r, w, s) for r, w, s in rows if loss_of(r) is not None]
+        if not any(weight > 0 for _, weight, _ in kept):
             return None
-        losses = [loss_of(result) for result, _ in kept]
-        combined = weighted_mean(losses, [weight for _, weight in kept])
+        losses = [loss_of(result) for result, _, _ in kept]
+        combined = weighted_mean(losses, [weight for _, weight, _ in kept])
         loss = _as_computed(combined, partial(self._publish, loss_scale))
         first = kept[0][0]
         if not isinstance(first, Mapping):
             return loss
-        values = [{k: v for k, v in result.items() if k != "loss"} for result, _ in kept]
-        total = sum(weight for _, weight in kept)
-        merged = merge_values(values, [weight / total for _, weight in kept], "its result")
+        values = [{k: v for k, v in result.items() if k != "loss"} for result, _, _ in kept]
+        total = sum(share for _, _, share in kept)
+        merged = merge_values(values, [share / total for _, _, share in kept], "its result")
         return {"loss": loss, **merged}
 
     def _publish(self, loss_scale: float, gradient: Tensor) -> None:
@@ -178,28 +198,6 @@ class LossScaling:
                 f"computed for {expected:g}; scale it inside training_step, or use "
                 "micro_batching='boundary'."
             )
-
-
-def _one_of(batches: Sequence[Any]) -> Any:
-    """The first of several loaders' batches; a loader that has ended has none."""
-    return next(batch for batch in batches if batch is not None)
-
-
-def loss_of(result: Any) -> Tensor | None:
-    """The loss in what ``training_step`` returned; None where it asks to skip the batch.
-
-    Raises:
-        BatchError: If there is no loss where one must be.
-    """
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if loss is None and result is None:
-        return None
-    if not isinstance(loss, Tensor):
-        raise BatchError(
-            f"training_step returned {type(result).__name__} without a loss tensor; return the "
-            "loss, a dict with a 'loss' entry, or None to skip the batch."
-        )
-    return loss
 
 
 def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

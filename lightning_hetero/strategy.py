@@ -24,6 +24,7 @@ from .checks import check_arguments, warn_of_batch_statistics, warn_of_idle_devi
 from .deploying import Deployer
 from .errors import ModelError
 from .gradients import clip_by_global_norm, norms_by_name
+from .loaders import BatchReader
 from .model.checkpoint_weights import weights_in_checkpoint
 from .model.four_bit import keep_layout
 from .model.halves import cut_layers, join_layers
@@ -39,6 +40,7 @@ from .profiling.choosing import PlanChoice
 from .runtime.channels.deadlines import Deadlines
 from .runtime.coordinator.deployment import Deployment
 from .runtime.coordinator.fleet import Fleet
+from .runtime.coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from .training import StagedTraining
 from .watching import Watch
 
@@ -66,8 +68,18 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             and the loss overlap with the workers. ``"boundary"`` runs it once for the whole batch
             and cuts only the hidden states, for losses that couple the samples of a batch.
         loss_weighting: How micro-batch losses combine: ``"samples"``, ``"labels"`` (those that
-            are not -100), ``"auto"`` (labels where the batch has them), or a function from a
-            micro-batch to its weight.
+            are not -100), ``"auto"`` (labels where the batch has one entry ``labels``), ``"sum"``
+            for a loss that is a sum or is divided by a number that comes with the batch, or a
+            function from a micro-batch to its weight.
+        batch_dim: The dimension that counts samples, in the hidden states that go to the layers
+            and in batches. None finds it: it is 0, or 1 where layers say ``batch_first=False`` or
+            the data loader's batch size says so. A batch in which it cannot be found stays whole.
+        check_first_batch: What happens when the loss of the first batch is not that of its
+            micro-batches, or layers compute something else for a batch than for its pieces:
+            ``"stop"`` ends the run if the difference is above 1 %, and says what repairs it;
+            ``"warn"`` only says so; ``"off"`` does not look. The check runs the first batch twice
+            without gradients, whole and cut, and changes nothing. Use ``"off"`` where
+            ``training_step`` acts on something outside of the module, such as an environment.
         checkpoint_weights: ``"all"``, or ``"trainable"`` to leave out of checkpoints what does not
             train, as the weights under adapters: they hold the parameters that require gradients
             and every persistent buffer. The module that loads one keeps its own frozen weights;
@@ -102,6 +114,8 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         micro_batches: int | None = None,
         micro_batching: Literal["step", "boundary"] = "step",
         loss_weighting: LossWeighting = "auto",
+        batch_dim: Literal[0, 1] | None = None,
+        check_first_batch: CheckFirstBatch = "stop",
         checkpoint_weights: Literal["all", "trainable"] = "all",
         replan: bool = False,
         cut_layers: bool = False,
@@ -123,6 +137,8 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             micro_batches=micro_batches,
             micro_batching=micro_batching,
             loss_weighting=loss_weighting,
+            batch_dim=batch_dim,
+            check_first_batch=check_first_batch,
             checkpoint_weights=checkpoint_weights,
             replan=replan,
             cut_layers=cut_layers,
@@ -133,6 +149,8 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         self._cuts_layers = cut_layers
         self._micro_batching = micro_batching
         self._loss_weighting = loss_weighting
+        self._batches = BatchOptions(batch_dim, check_first_batch)
+        self._reader: BatchReader | None = None
         # Lightning's connector fills this in; the coordinator computes on the first of them.
         self.parallel_devices: list[torch.device] | None = None
         self._training: StagedTraining | None = None
@@ -171,6 +189,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             if self.rehearsal is not None:
                 self.rehearsal(module, layers, self._fleet)
             self._deployment = self._deployer().deploy(layers)
+            self._reader = BatchReader(module.trainer, self._batches.dim)
         else:
             rank_zero_warn(
                 f"{type(module).__name__} has no decoder layers that could be found, so it runs on "
@@ -213,6 +232,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             self.precision_plugin,
             self._cuts_step,
             self._loss_weighting,
+            self._batches,
         )
         stopwatch = self._training.stopwatch
         if self._watch is not None:
@@ -237,20 +257,26 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._finished(super().validation_step(*args, **kwargs))
+        return self._evaluated(super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._finished(super().test_step(*args, **kwargs))
+        return self._evaluated(super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._finished(super().predict_step(*args, **kwargs))
+        return self._evaluated(super().predict_step, args, kwargs)
 
-    def _finished(self, result: Any) -> Any:
+    def _evaluated(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A step's result, if it has gone through all layers that are away."""
-        if self._deployment is not None:
-            self._deployment.check_forward_finished()
+        if self._deployment is None or self._reader is None:
+            return step(*args, **kwargs)
+        batch, *rest = (*args, *kwargs.values())
+        with self._deployment.batch_of(self._reader.count(batch, rest)):
+            result = step(*args, **kwargs)
+        self._deployment.check_forward_finished()
         return result
 
     @override
@@ -387,6 +413,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             self.root_device,
             cuts_step=self._cuts_step,
             may_move=self._replan,
+            batches=self._batches,
             deadlines=self.deadlines,
         )
 

@@ -12,12 +12,14 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from .checks import check_precision
+from .loaders import BatchReader
 from .manual import FollowedZeroGrad
 from .pipeline.microbatch import LossWeighting
 from .pipeline.stopwatch import Stopwatch
 from .precision import RemoteSteps
 from .runtime.coordinator.deployment import Deployment
 from .runtime.coordinator.remote_optimizer import remote_optimizers
+from .runtime.coordinator.whole_batches import NOTHING_SAID, BatchOptions
 from .stepping import MicrobatchedStep
 
 
@@ -31,6 +33,7 @@ class StagedTraining:
         plugin: Clips and steps.
         cuts_step: Whether ``training_step`` runs once per micro-batch.
         loss_weighting: How micro-batch losses combine.
+        options: What the user said of batches.
 
     Attributes:
         remote_steps: The optimizers' parts on the stages.
@@ -45,9 +48,11 @@ class StagedTraining:
         plugin: Precision,
         cuts_step: bool,
         loss_weighting: LossWeighting,
+        options: BatchOptions = NOTHING_SAID,
     ) -> None:
         self._module = module
         self._deployment = deployment
+        self._reader = BatchReader(module.trainer, options.dim)
         coordinator, names_of = deployment.coordinator, deployment.names_of
         remote = remote_optimizers(optimizers, coordinator, names_of)
         for each in remote:
@@ -57,7 +62,7 @@ class StagedTraining:
         self._microbatched: MicrobatchedStep | None = None
         if cuts_step:
             self._microbatched = MicrobatchedStep(
-                module, deployment, loss_weighting, dropout_seed()
+                module, deployment, loss_weighting, dropout_seed(), options
             )
         elif not module.automatic_optimization:
             self.followed = FollowedZeroGrad(module, coordinator, names_of, remote)
@@ -79,7 +84,11 @@ class StagedTraining:
             batch, *rest = (*args, *kwargs.values())
             return self._microbatched.run(batch, rest, self._accumulates)
         num_pieces = self._deployment.plan.micro_batches
-        with self._deployment.whole_batch_step(num_pieces, self._accumulates):
+        batch, *rest = (*args, *kwargs.values())
+        with (
+            self._deployment.batch_of(self._reader.count(batch, rest)),
+            self._deployment.whole_batch_step(num_pieces, self._accumulates),
+        ):
             result = training_step(*args, **kwargs)
         self._deployment.check_forward_finished()
         return result

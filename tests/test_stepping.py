@@ -8,7 +8,8 @@ import torch
 
 from lightning_hetero.errors import BatchError, ModelError
 from lightning_hetero.pipeline.copies import PlainCopies, StreamedCopies
-from lightning_hetero.stepping import LossScaling, _as_computed, loss_of
+from lightning_hetero.pipeline.results import loss_of
+from lightning_hetero.stepping import LossScaling, _as_computed
 
 from .pipeline.made_up_streams import MadeUpStreams, on_device
 

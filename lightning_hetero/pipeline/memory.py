@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ..errors import StageFailed
 from .arenas import give_back_free_memory
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -48,7 +49,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is not enough memory, of whatever device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(t in str(error) for t in _OUT_OF_MEMORY)
+    may_say_so = isinstance(error, (RuntimeError, StageFailed))
+    return may_say_so and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def free_cached_memory(device: torch.device) -> None:

@@ -247,8 +247,11 @@ def _weights_by_samples(
     microbatches: Sequence[Any], sample_counts: Sequence[int], copies: Copies
 ) -> LossWeights:
     """Those by samples; says so where a batch seems to have labels under another name."""
-    whole_numbers = (t for t in _tensors(list(microbatches)) if t.ndim and not t.is_floating_point())
-    are_ignored = [(tensor == IGNORED_LABEL).any() for tensor in whole_numbers]
+    are_ignored = [
+        (tensor == IGNORED_LABEL).any()
+        for tensor in _tensors(list(microbatches))
+        if tensor.ndim > 0 and not tensor.is_floating_point()
+    ]
     copy = copies.to_host(are_ignored)
 
     def find() -> list[float]:

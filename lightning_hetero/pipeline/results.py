@@ -16,6 +16,23 @@ from ..errors import BatchError
 from .metrics import BatchMetrics
 
 
+def loss_of(result: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned; None where it asks to skip the batch.
+
+    Raises:
+        BatchError: If there is no loss where one must be.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if loss is None and result is None:
+        return None
+    if not isinstance(loss, Tensor):
+        raise BatchError(
+            f"training_step returned {type(result).__name__} without a loss tensor; return the "
+            "loss, a dict with a 'loss' entry, or None to skip the batch."
+        )
+    return loss
+
+
 def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> Any:
     """One value for the batch: scalars are averaged by weight, tensors and lists are joined.
 
@@ -71,6 +88,7 @@ class _Logged:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     values: list[Any] = field(default_factory=list)
+    are_losses: list[bool] = field(default_factory=list)
     weights: list[SupportsFloat] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
     of_batch: Metric | None = None
@@ -86,10 +104,13 @@ class StepLog:
 
     Args:
         metrics: Has gathered what the micro-batches called metrics with.
+        adds_losses: Whether the batch's loss is the sum of the micro-batches' losses. What is
+            logged then adds up too where it is the loss itself.
     """
 
-    def __init__(self, metrics: BatchMetrics) -> None:
+    def __init__(self, metrics: BatchMetrics, adds_losses: bool = False) -> None:
         self._metrics = metrics
+        self._adds_losses = adds_losses
         # By the name, and by how often its micro-batch had logged it before.
         self._logged: dict[tuple[str, int], _Logged] = {}
         self._here = threading.local()
@@ -98,6 +119,7 @@ class StepLog:
         """Say how much the micro-batch counts that runs in this thread."""
         self._here.weight = weight
         self._here.counts = Counter()
+        self._here.entries = []
         self._metrics.begin_microbatch()
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -107,10 +129,20 @@ class StepLog:
         counts[name] += 1
         entry.values.append(value.detach() if isinstance(value, Tensor) else value)
         entry.weights.append(self._here.weight)
+        self._here.entries.append((entry, entry.values[-1]))
         if isinstance(value, Metric):
             entry.of_batch = self._metrics.of_latest_call(value)
         if kwargs.get("batch_size") is not None:
             entry.batch_sizes.append(kwargs["batch_size"])
+
+    def note_loss(self, loss: Tensor | None) -> None:
+        """Say what loss this thread's micro-batch has returned, after all that it has logged."""
+        if self._adds_losses and loss is not None:
+            for entry, value in self._here.entries:
+                is_number = isinstance(value, (int, float)) or (
+                    isinstance(value, Tensor) and value.numel() == 1
+                )
+                entry.are_losses.append(is_number and float(value) == float(loss.detach()))
 
     def publish(self, log: LogFunction) -> None:
         """Log every name as often as a micro-batch did, in the order of the first appearances."""
@@ -134,6 +166,8 @@ def _merge_logged(entry: _Logged) -> Any:
     first = entry.values[0]
     if not isinstance(first, (Tensor, int, float)):
         return first
+    if entry.are_losses and all(entry.are_losses):
+        return sum(entry.values[1:], start=first)
     reduce = _REDUCTIONS.get(_reduction_name(entry.kwargs.get("reduce_fx", "mean")))
     if reduce is not None:
         return reduce(torch.stack([torch.as_tensor(value) for value in entry.values]))

@@ -22,8 +22,8 @@ from ..model.passing import Outputs, PassingLayers
 from ..pipeline.handover import surroundings_here
 from ..pipeline.measure import Clock, Measurement, median_of_blocks
 from ..pipeline.memory import MemoryMeter, metering, synchronize
+from ..pipeline.results import loss_of
 from ..pipeline.stage import Surroundings
-from ..stepping import loss_of
 from .leaving import Unreadable
 
 

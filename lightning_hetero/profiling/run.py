@@ -14,6 +14,7 @@ import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..callbacks.profiler import ProfilingOptions
+from ..dry_run import no_trace
 from ..model.checkpoint_weights import bring_here, weights_in_checkpoint
 from ..model.hollow import hold_in_place, let_move
 from ..model.kinds import fingerprint
@@ -38,7 +39,6 @@ from .measuring import Found, Measuring, Wanted
 from .sample import SampleBatch, sample_batch, to_device
 from .sighting import Cutting, sight
 from .stepping import OptimizerSettings, with_optimizers
-from ..dry_run import no_trace
 from .workers import describe_workers
 
 

@@ -89,10 +89,10 @@ def _memory(device: torch.device, kept_bytes: int) -> tuple[int, int]:
         # The driver's own share is gone already from what is free; what is kept is reserved.
         return free_bytes + torch.cuda.memory_reserved(device), 0
     free_cached_memory(device)  # what a run before has freed is not taken
-    return _free_main_memory() + kept_bytes, max(0, resident_bytes() - kept_bytes)
+    return free_main_memory() + kept_bytes, max(0, resident_bytes() - kept_bytes)
 
 
-def _free_main_memory() -> int:
+def free_main_memory() -> int:
     """What the machine has free, or this process's control group or limit still allows."""
     found = [_available_bytes()]
     group = Path("/sys/fs/cgroup")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..errors import BatchError
 from ..model.calls import take_hidden
 from ..model.layers import DecoderLayer
+from ..pipeline.results import loss_of
 from ..runtime.coordinator.deployment import Deployment
-from ..stepping import loss_of
 
 
 @dataclass

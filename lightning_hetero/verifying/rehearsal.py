@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from ..dry_run import no_trace
 from ..errors import BatchError, PlanError
 from ..model.checkpoint_weights import bring_here, weights_in_checkpoint
 from ..model.embedding import describe_layer
@@ -19,7 +20,6 @@ from ..model.tensors import flatten, named_contents
 from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
 from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device
 from ..profiling.stepping import with_optimizers
-from ..dry_run import no_trace
 from ..runtime.channels.deadlines import Deadlines
 from ..runtime.coordinator.deployment import Deployment, imports_of, layers_of_stage
 from ..runtime.coordinator.fleet import Fleet

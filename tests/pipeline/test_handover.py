@@ -56,7 +56,7 @@ def batch(size: int = 5) -> Tensor:
 def through(chain: Chain, modules: Layers, hidden: Tensor, num_pieces: int, visit: int = 0) -> Any:
     pieces = cut_request(request_for(hidden, modules), num_pieces)
     anchor = torch.zeros((), requires_grad=True)
-    return Boundary.apply(hidden, anchor, chain, pieces, visit, [], 3)[0]
+    return Boundary.apply(hidden, anchor, chain, pieces, visit, [], 3, 0)[0]
 
 
 def gradients(modules: Layers) -> list[Tensor | None]:
@@ -266,7 +266,7 @@ def test_a_batch_learns_from_what_its_stages_collect(
     hidden, leaf = batch().requires_grad_(), batch().requires_grad_()
     anchor, kinds = torch.zeros((), requires_grad=True), list[str]()
     pieces = collecting_pieces(hidden, modules, 2)
-    output, *logits = Boundary.apply(hidden, anchor, chain, pieces, 0, kinds, 3)
+    output, *logits = Boundary.apply(hidden, anchor, chain, pieces, 0, kinds, 3, 0)
     loss_of_all(output, logits).backward()
     with collecting(["router_logits"]) as collected:
         end = run(plain, leaf)
@@ -285,7 +285,7 @@ def test_a_loss_of_collected_outputs_alone_teaches_the_stages() -> None:
     chain.begin_step(2, accumulate=False)
     anchor = torch.zeros((), requires_grad=True)
     pieces = collecting_pieces(batch(), modules, 2)
-    _, *logits = Boundary.apply(batch(), anchor, chain, pieces, 0, [], 3)
+    _, *logits = Boundary.apply(batch(), anchor, chain, pieces, 0, [], 3, 0)
     logits[1].square().sum().backward()
     with collecting(["router_logits"]) as collected:
         run(plain, batch())
@@ -343,7 +343,7 @@ def test_no_stage_is_flooded(most_under_way: int) -> None:
     hidden = batch(6).requires_grad_()
     pieces = cut_request(request_for(hidden, modules), 6)
     anchor = torch.zeros((), requires_grad=True)
-    output = Boundary.apply(hidden, anchor, chain, pieces, 0, [], most_under_way)[0]  # type: ignore[no-untyped-call]
+    output = Boundary.apply(hidden, anchor, chain, pieces, 0, [], most_under_way, 0)[0]  # type: ignore[no-untyped-call]
     torch.testing.assert_close(output, run(modules, hidden), rtol=0, atol=1e-6)
     assert most == [min(most_under_way, 6)]
     most[0] = 0

@@ -32,7 +32,7 @@ from .own_layers import adjust_own, check_can_be_compiled, restore_own
 from .progress import Progress
 from .remote_stage import remote_stages
 from .trained_parameters import TrainedParameters
-from .whole_batches import BatchOptions, WholeBatches
+from .whole_batches import NOTHING_SAID, BatchOptions, WholeBatches
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Deployment:
         coordinator: Coordinator,
         seed: int,
         converts_weights: bool = True,
-        batches: BatchOptions = BatchOptions(),
+        batches: BatchOptions = NOTHING_SAID,
     ) -> None:
         self.plan = plan
         self.coordinator = coordinator
@@ -132,6 +132,29 @@ class Deployment:
                 yield
         finally:
             self._visits = None
+
+    @property
+    def modules_away(self) -> list[nn.Module]:
+        """The layers on workers."""
+        return list(self._away.values())
+
+    @property
+    def stage_dtypes(self) -> list[torch.dtype]:
+        """What stages compute in where that is their own choice."""
+        return [DTYPES[stage.dtype] for stage in self.plan.stages if stage.dtype is not None]
+
+    @property
+    def most_pieces_in_memory(self) -> int:
+        """How many micro-batches fit into a stage's memory at once without gradients.
+
+        In training a stage keeps the activations of all its layers for each micro-batch in flight;
+        without gradients those of one layer live at a time.
+        """
+        counts = [
+            len(stage.layer_indices) * (1 if stage.recompute else self.plan.max_in_flight)
+            for stage in self.plan.remote_stages
+        ]
+        return min(counts, default=self.plan.micro_batches)
 
     @contextmanager
     def batch_of(self, num_samples: int | None) -> Iterator[None]:

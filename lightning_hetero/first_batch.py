@@ -1,0 +1,317 @@
+"""The first-batch check: is the loss of a batch that of its micro-batches?
+
+    training_step(batch)  ──────────────────────────────▶ loss of the whole ─┐
+    training_step(micro-batch 1), …, weighted and added ▶ loss as it is cut ─┴▶ difference
+
+Both run before the first step, without gradients and in evaluation mode, and leave nothing behind.
+Where they differ, what might repair it is tried, and what does is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .dry_run import no_trace
+from .errors import BatchError, HeteroError
+from .pipeline.cut_batch import CutBatch
+from .pipeline.memory import is_out_of_memory, metering
+from .pipeline.microbatch import IGNORED_LABEL, LossWeighting, Samples
+from .pipeline.results import loss_of
+from .pipeline.rounding import coarsest, rounding_of_loss
+from .runtime.coordinator.deployment import Deployment
+from .runtime.coordinator.whole_batches import GO_ON, STOPPING_DIFFERENCE, CheckFirstBatch
+from .runtime.device import free_main_memory
+
+# Losses may cancel each other to almost nothing, and so may the numbers within each. Below this
+# size, relative to rounding in float32, a loss has no relative error of its own.
+_LEAST_SCALE = 1e-3
+# A forward takes and frees more within its operations than their results take.
+_MARGIN = 1.5
+_FEWEST_COMPARED = 2
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What one batch gave.
+
+    Args:
+        whole: The loss of the whole batch; None where ``training_step`` skips it.
+        cut: That of each micro-batch.
+        rounding: The relative difference that rounding explains.
+    """
+
+    whole: float | None
+    cut: Sequence[float | None]
+    rounding: float
+
+    def combined(self, weights: Sequence[float]) -> float:
+        """The loss that training would have."""
+        return sum((loss * weight for loss, weight in self._counted(weights)), start=0.0)
+
+    def difference(self, weights: Sequence[float]) -> float:
+        """How far apart the two are, relative to the size of what is added up."""
+        whole, combined = self.whole, self.combined(weights)
+        if whole is None or whole == combined or (math.isnan(whole) and math.isnan(combined)):
+            return 0.0
+        parts = sum(abs(loss * weight) for loss, weight in self._counted(weights))
+        least = _LEAST_SCALE * max(1.0, self.rounding / torch.finfo(torch.float32).eps / 1e3)
+        found = abs(combined - whole) / max(abs(whole), parts, least)
+        return found if math.isfinite(found) else math.inf
+
+    def fit(self, weights: Sequence[float]) -> bool:
+        """Whether these weights give the loss of the whole batch."""
+        return self.difference(weights) <= self.rounding
+
+    def _counted(self, weights: Sequence[float]) -> Iterator[tuple[float, float]]:
+        for loss, weight in zip(self.cut, weights, strict=True):
+            if loss is not None and weight > 0:
+                yield loss, weight
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something that was tried and gives the loss of the whole batch."""
+
+    setting: str
+    cause: str
+
+
+class FirstBatchCheck:
+    """Compares the loss of a batch with that of its micro-batches.
+
+    Args:
+        module: Attached to its Trainer.
+        deployment: Where its layers are.
+        weighting: How micro-batch losses combine.
+        mode: What a difference does: it stops the run, or is only said.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        deployment: Deployment,
+        weighting: LossWeighting,
+        mode: CheckFirstBatch,
+    ) -> None:
+        self._module = module
+        self._deployment = deployment
+        self._weighting = weighting
+        self._mode = mode
+        self._away = list(deployment.modules_away)
+
+    def run(self, batch: CutBatch, rest: Sequence[Any]) -> None:
+        """Check a batch. Everything is as before afterwards, random generators included.
+
+        Raises:
+            BatchError: If the difference is too large, and the check is to stop the run.
+        """
+        if self._mode == "off" or len(batch.microbatches) < _FEWEST_COMPARED:
+            return
+        with no_trace(self._module, self._away, is_timed=False), self._evaluating():
+            problem = self._problem(batch, rest)
+        if problem is None:
+            return
+        text, difference, stopping = problem
+        if self._mode == "stop" and difference > stopping:
+            raise BatchError(f"{text} {GO_ON}")
+        rank_zero_warn(text)
+
+    def _problem(self, batch: CutBatch, rest: Sequence[Any]) -> tuple[str, float, float] | None:
+        """What is wrong, by how much, and from where on that stops the run."""
+        try:
+            return self._compare(batch, rest)
+        except HeteroError as error:
+            if not is_out_of_memory(error):
+                raise
+            cause: Exception = error
+        except Exception as error:
+            # The user's own code, which may need gradients or training mode.
+            cause = error
+        self._deployment.abort()
+        few = batch.first(_FEWEST_COMPARED)
+        if is_out_of_memory(cause) and few is not batch:
+            return self._problem(few, rest)
+        rank_zero_warn(
+            "Whether the loss of the first batch is that of its micro-batches could not be "
+            f"checked: {type(cause).__name__}: {cause}"
+        )
+        return None
+
+    def _compare(self, batch: CutBatch, rest: Sequence[Any]) -> tuple[str, float, float] | None:
+        first, most = self._metered(batch, rest)
+        batch = batch.first(most)
+        cut = [first, *(self._loss(piece, rest) for piece in batch.microbatches[1:])]
+        losses = Losses(self._loss(batch.whole, rest), cut, self._rounding())
+        weights = self._weights(batch, self._weighting)
+        difference = losses.difference(weights)
+        if difference <= losses.rounding or self._is_random(losses, difference, batch, rest):
+            return None
+        remedies = self._remedies(losses, batch, rest)
+        text = _said(losses, weights, difference, remedies)
+        return text, difference, max(losses.rounding, STOPPING_DIFFERENCE)
+
+    def _loss(self, batch: Any, rest: Sequence[Any], *, is_cut: bool = False) -> float | None:
+        """What ``training_step`` computes without gradients."""
+        plugin = self._module.trainer.precision_plugin
+        with torch.no_grad(), self._deployment.trying(is_cut=is_cut):
+            with plugin.train_step_context():
+                result = self._module.training_step(batch, *rest)
+            self._deployment.check_forward_finished()
+        loss = loss_of(result)
+        return None if loss is None else float(loss)
+
+    def _metered(self, batch: CutBatch, rest: Sequence[Any]) -> tuple[float | None, int]:
+        """The loss of the first micro-batch, and how many may be one batch for the memory."""
+        device = self._module.trainer.strategy.root_device
+        with metering(device) as meter:
+            loss = self._loss(batch.microbatches[0], rest)
+            peak_bytes = meter.peak_bytes()
+        if device.type != "cpu":
+            return loss, len(batch.microbatches)  # more than there is raises an error
+        most = int(free_main_memory() / 2 / (_MARGIN * max(peak_bytes, 1)))
+        return loss, max(_FEWEST_COMPARED, min(most, self._deployment.most_pieces_in_memory))
+
+    def _weights(self, batch: CutBatch, weighting: LossWeighting) -> list[float]:
+        return batch.weights(weighting, self._deployment.coordinator.copies).all
+
+    def _is_random(
+        self, losses: Losses, difference: float, batch: CutBatch, rest: Sequence[Any]
+    ) -> bool:
+        """Whether the loss is another one at every forward, by about as much as the difference."""
+        again = [self._loss(batch.whole, rest) for _ in range(2)]
+        values = [loss for loss in (losses.whole, *again) if loss is not None]
+        spread = max(values) - min(values)
+        scale = max(map(abs, values), default=0.0)
+        if not spread > losses.rounding * scale or difference * scale > 8 * spread:
+            return False
+        rank_zero_info(
+            "whether the loss of the first batch is that of its micro-batches was not checked: "
+            "training_step draws random numbers, so that every forward gives another loss"
+        )
+        return True
+
+    def _remedies(self, losses: Losses, batch: CutBatch, rest: Sequence[Any]) -> list[Remedy]:
+        return (
+            list(self._weighting_remedies(losses, batch))
+            or list(self._dimension_remedies(losses, batch, rest))
+            or list(self._boundary_remedies(losses, batch, rest))
+        )
+
+    def _weighting_remedies(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
+        if losses.fit([1.0] * len(losses.cut)):
+            cause = "the loss is a sum, or is divided by a number that comes with the batch"
+            yield Remedy("loss_weighting='sum'", cause)
+        for name in ("labels", "samples"):
+            try:
+                weights = self._weights(batch, name)
+            except BatchError:
+                continue
+            if losses.fit(weights):
+                yield Remedy(f"loss_weighting={name!r}", f"the loss is a mean over {name}")
+        for text, counts in _counts_in(batch.microbatches):
+            if sum(counts) > 0 and losses.fit([count / sum(counts) for count in counts]):
+                cause = "the loss is a mean over what a mask or labels count"
+                yield Remedy(f"loss_weighting=lambda batch: {text}", cause)
+
+    def _dimension_remedies(
+        self, losses: Losses, batch: CutBatch, rest: Sequence[Any]
+    ) -> Iterator[Remedy]:
+        if batch.samples is None or batch.samples.are_listed:
+            return
+        other = 1 - batch.samples.dim
+        shapes = [t.shape for t in _tensors_of(batch.whole).values() if t.ndim > other]
+        if not shapes:
+            return
+        samples = Samples(shapes[0][other], other)
+        try:
+            again = CutBatch.of(batch.whole, len(batch.microbatches), samples)
+            cut = [self._loss(piece, rest) for piece in again.microbatches]
+        except Exception:
+            return  # a wrong dimension may be one that the user's code cannot take
+        if replace(losses, cut=cut).fit(self._weights(again, self._weighting)):
+            cause = f"dimension {other} of the batch counts its samples"
+            yield Remedy(f"batch_dim={other}", cause)
+
+    def _boundary_remedies(
+        self, losses: Losses, batch: CutBatch, rest: Sequence[Any]
+    ) -> Iterator[Remedy]:
+        with self._deployment.batch_of(sum(batch.num_samples)):
+            found = self._loss(batch.whole, rest, is_cut=True)
+        if replace(losses, cut=[found]).fit([1.0]):
+            yield Remedy("micro_batching='boundary'", "the loss couples the samples of a batch")
+
+    def _rounding(self) -> float:
+        dtypes = [parameter.dtype for parameter in self._module.parameters()]
+        plugin = self._module.trainer.precision_plugin
+        if isinstance(plugin, MixedPrecision):
+            dtypes.append(torch.bfloat16 if "bf16" in plugin.precision else torch.float16)
+        dtype = coarsest([*dtypes, *self._deployment.stage_dtypes])
+        widths = (max(p.shape, default=1) for p in self._module.parameters())
+        return rounding_of_loss(dtype, max(widths, default=1))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside, nothing drops numbers; what normalizes over a batch does so as in training.
+
+        Ends with `no_trace`, which puts the modes back.
+        """
+        away = {inner for outer in self._away for inner in outer.modules()}
+        for module in self._module.modules():
+            if module not in away and module is not self._module:
+                module.training = module.training and isinstance(module, _BatchNorm)
+        yield
+
+
+def _said(
+    losses: Losses, weights: Sequence[float], difference: float, remedies: Sequence[Remedy]
+) -> str:
+    text = (
+        f"The loss of the first batch is {losses.whole:.6g}, but its micro-batches combine to "
+        f"{losses.combined(weights):.6g}, a difference of {difference:.2%}."
+    )
+    if not remedies:
+        return (
+            f"{text} Nothing that was tried repairs it, so the layers seem to couple the samples "
+            "of a batch; `micro_batches=1` keeps the batch whole."
+        )
+    settings = " or ".join(f"`{remedy.setting}`" for remedy in remedies)
+    return f"{text} It seems that {remedies[0].cause}; {settings} repairs it."
+
+
+def _counts_in(microbatches: Sequence[Any]) -> Iterator[tuple[str, list[float]]]:
+    """Numbers by which micro-batches may be weighted, each with the code that counts it."""
+    tensors = [_tensors_of(microbatch) for microbatch in microbatches]
+    for path in tensors[0]:
+        each = [found[path] for found in tensors if path in found]
+        if len(each) < len(tensors) or any(t.ndim == 0 or t.is_complex() for t in each):
+            continue
+        if all(bool((tensor >= 0).all()) for tensor in each):
+            yield f"{path}.sum()", [float(tensor.sum()) for tensor in each]
+        elif not each[0].is_floating_point():
+            code = f"({path} != {IGNORED_LABEL}).sum()"
+            yield code, [float((tensor != IGNORED_LABEL).sum()) for tensor in each]
+
+
+def _tensors_of(part: Any, path: str = "batch") -> dict[str, Tensor]:
+    """The tensors of a batch by the code that reads them."""
+    if isinstance(part, Tensor):
+        return {path: part}
+    inside: list[tuple[str, Any]] = []
+    if isinstance(part, Mapping):
+        inside = [(f"{path}[{key!r}]", value) for key, value in part.items()]
+    elif isinstance(part, (list, tuple)):
+        inside = [(f"{path}[{place}]", value) for place, value in enumerate(part)]
+    elif is_dataclass(part) and not isinstance(part, type):
+        inside = [(f"{path}.{each.name}", getattr(part, each.name)) for each in fields(part)]
+    return {key: t for name, value in inside for key, t in _tensors_of(value, name).items()}
