@@ -142,9 +142,11 @@ class FirstBatchCheck:
         few = batch.first(_FEWEST_COMPARED)
         if is_out_of_memory(cause) and few is not batch:
             return self._problem(few, rest)
-        rank_zero_warn(
+        # The step itself fails in the same way, unless the check needs more than it.
+        say = rank_zero_info if is_out_of_memory(cause) else rank_zero_warn
+        say(
             "Whether the loss of the first batch is that of its micro-batches could not be "
-            f"checked: {type(cause).__name__}: {cause}"
+            f"checked. {type(cause).__name__}: {cause}"
         )
         return None
 
@@ -278,7 +280,7 @@ def _said(
 ) -> str:
     text = (
         f"The loss of the first batch is {losses.whole:.6g}, but its micro-batches combine to "
-        f"{losses.combined(weights):.6g}, a difference of {difference:.2%}."
+        f"{losses.combined(weights):.6g}, a difference of {100 * difference:.2g} %."
     )
     if not remedies:
         return (
