@@ -286,7 +286,7 @@ def _said(
 ) -> str:
     text = (
         f"The loss of the first batch is {losses.whole:.6g}, but its micro-batches combine to "
-        f"{losses.combined(weights):.6g}, a difference of {100 * difference:.2g} %."
+        f"{losses.combined(weights):.6g}, a difference of {100 * difference:.3g} %."
     )
     if not remedies:
         return (

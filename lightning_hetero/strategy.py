@@ -200,8 +200,10 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        warn_of_batch_statistics(self._module(), cuts_step=self._cuts_step)
         super().setup(trainer)
+        deployment = self._deployment
+        if deployment is not None and self._cuts_step and deployment.plan.micro_batches > 1:
+            warn_of_batch_statistics(self._module())
         leave_pictures(trainer, self._deployment, self.plan_choice.profile)
 
     @property
