@@ -254,6 +254,11 @@ class _HollowForward:
         self._run = run
         self._number = number
 
+    @property
+    def remote(self) -> RemoteTensors:
+        """Where the layer's tensors are."""
+        return self._run.state_dicts.remote
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         return self._run.call(self._number, args, kwargs)
 
@@ -262,6 +267,14 @@ def is_hollow(layer: nn.Module) -> bool:
     """Whether a layer is away, or was when its worker was lost."""
     is_itself = isinstance(vars(layer).get("forward"), _HollowForward)
     return is_itself or any(is_hollow(half) for half in halves_of(layer) or ())
+
+
+def remote_of(layer: nn.Module) -> RemoteTensors | None:
+    """Where a layer's tensors are, or were when they were lost; None for an ordinary layer."""
+    forward = vars(layer).get("forward")
+    if isinstance(forward, _HollowForward):
+        return forward.remote
+    return next(filter(None, map(remote_of, halves_of(layer) or ())), None)
 
 
 def hold_in_place(layer: nn.Module) -> None:
