@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_hetero.dry_run import no_trace, restoring_generator
+from lightning_hetero.dry_run import no_trace
+from lightning_hetero.model.snapshot import restoring_generator
 
 from .models import TinyModule, trainer
 

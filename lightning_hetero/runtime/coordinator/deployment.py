@@ -92,6 +92,7 @@ class Deployment:
         # Whether forwards are trials at present, and if so whether they are cut.
         self._trial_is_cut: bool | None = None
         self._whole_batches = WholeBatches(self._away, plan, batches, self._try)
+        self._is_cutting = False
         self._progress: Progress | None = None
         self._hollow = HollowLayers(away, self._exchange, self)
         self._hollow.check()  # before any weight travels
@@ -178,6 +179,15 @@ class Deployment:
             yield
         finally:
             self._trial_is_cut = None
+
+    @contextmanager
+    def cut_step(self) -> Iterator[None]:
+        """Inside, every hand-over is one of a micro-batch's turn."""
+        self._is_cutting = True
+        try:
+            yield
+        finally:
+            self._is_cutting = False
 
     def abort(self) -> None:
         """Make everyone forget the present step, after an exception in it."""
@@ -387,6 +397,12 @@ class Deployment:
         if turn is not None:
             returned: Activation = turn.hand_over(request)
             return returned
+        if self._is_cutting:
+            raise ModelError(
+                "Layers on workers were called outside of a micro-batch's `training_step` while it "
+                "runs, as the backward of reentrant checkpointing does, or a thread; give "
+                "`checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`."
+            )
         with contextlib.ExitStack() as stack:
             if self._visits is None:
                 # An evaluation, or a user's own call of the model: a step by itself.
