@@ -68,7 +68,6 @@ class Attributes:
         self._packages = {_package_of(each) for each in classes} - _NOT_ENTERED
         for module in modules:
             self._note_attributes(module, 0)
-            self._note(list(module._buffers.values()), 0)
 
     def restore(self) -> None:
         """Put everything back but the content of tensors."""
@@ -80,9 +79,8 @@ class Attributes:
         attributes = vars(owner)
         content = dict(attributes)
         self._undo.append(lambda: _refill(attributes, content))
-        for name, value in content.items():
-            if not (isinstance(owner, nn.Module) and name in _OF_TORCH):
-                self._note(value, depth)
+        for value in content.values():
+            self._note(value, depth)
 
     def _note(self, value: Any, depth: int) -> None:
         if id(value) in self._seen or depth > _MOST_DEPTH or isinstance(value, nn.Module):
@@ -118,8 +116,6 @@ class Attributes:
 _NOT_ENTERED = frozenset(
     {"builtins", "lightning", "lightning_fabric", "lightning_hetero", "pytorch_lightning", "torch"}
 )
-# Submodules are noted by themselves; parameters and gradients are kept in other ways.
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 def _package_of(thing: type) -> str:
