@@ -7,9 +7,11 @@ seen.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from itertools import repeat
@@ -185,6 +187,25 @@ class AttributeState:
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """What a module has besides torch's bookkeeping."""
     return {name: value for name, value in vars(module).items() if name not in _NOT_WATCHED}
+
+
+@contextmanager
+def left_as_it_is(layer: nn.Module) -> Iterator[None]:
+    """Inside, a layer may change its attributes and buffers; behind it they are what they were."""
+    before = {m: (dict(vars(m)), dict(m._buffers)) for m in layer.modules()}
+    memory: dict[int, Any] = {}
+    for module in before:
+        for name, value in own_attributes(module).items():
+            if type(value) not in _ATOMS and _is_plain(value):
+                vars(module)[name] = copy.deepcopy(value, memory)
+    try:
+        yield
+    finally:
+        for module, (attributes, buffers) in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def _watched(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..errors import ModelError
+from .attribute_state import left_as_it_is
 from .tensors import narrowed
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ def expected_result(
     """The same, with the form of the hidden states that come out, on ``meta``."""
     on_meta = apply_to_collection((hidden, args, dict(kwargs)), Tensor, _to_meta)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), left_as_it_is(layer):
             result = type(layer).forward(layer, on_meta[0], *on_meta[1], **on_meta[2])
     except Exception as error:
         # What depends on data, such as the choice of experts, cannot be tried without data. The
