@@ -16,6 +16,7 @@ from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from itertools import repeat
 from operator import is_, itemgetter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ def frozen(value: Any, around: tuple[int, ...] = ()) -> Any:
     Tensors are told by their identity and by how often they were changed in place.
     """
     kind = type(value)
+    if kind is float:
+        return kind, value.hex()  # one that is not a number is equal to itself, and -0.0 to no 0.0
     if kind in _ATOMS:
         return kind, value
     if isinstance(value, Tensor):
@@ -273,4 +276,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
         return are_plain(value)
     if is_dataclass(value) and not isinstance(value, (type, PretrainedConfig)):
         return are_plain(vars(value).values() if hasattr(value, "__dict__") else ())
+    if inspect.isbuiltin(value):
+        # A method of an object is another one for each object.
+        return isinstance(value.__self__, (ModuleType, type, type(None)))
     return type(value) in _ATOMS or isinstance(value, Enum) or inspect.isfunction(value)

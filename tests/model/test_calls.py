@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -82,13 +82,18 @@ def test_what_cannot_come_back_from_a_worker_is_refused(result: Any, what: str) 
 class Layer(nn.Module):
     """Returns a tuple where it is asked for one, and counts its forwards."""
 
+    seen: ClassVar[list[Tensor]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4, device="meta")
-        self.seen: list[Tensor] = []
+        self.num_calls = 0
+        self.table: dict[str, int] = {}
 
     def forward(self, hidden: Tensor, mask: Tensor, rope: Any = None, how: str = "tensor") -> Any:
         self.seen += [hidden, mask, *(rope or ())]
+        self.num_calls += 1
+        self.table[how] = self.num_calls
         hidden = self.linear(hidden) * mask
         return {"tensor": hidden, "pair": (hidden, None), "two": (hidden, mask)}[how]
 
@@ -101,9 +106,34 @@ def tried(layer: nn.Module, **kwargs: Any) -> int:
 @pytest.mark.parametrize(("how", "length"), [("tensor", 0), ("pair", 2)])
 def test_a_layer_is_tried_on_meta(how: str, length: int) -> None:
     layer = Layer()
+    layer.seen.clear()
     assert tried(layer, how=how, rope=(HIDDEN, HIDDEN)) == length
     assert len(layer.seen) == 4
     assert all(tensor.is_meta and not tensor.requires_grad for tensor in layer.seen)
+
+
+class Replacing(Layer):
+    """Puts another tensor in the place of a buffer."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(4, device="meta"))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        self.mean = self.mean * 0.9
+        return result
+
+
+def test_a_layer_that_was_tried_is_as_before() -> None:
+    layer = Replacing()
+    before = [*vars(layer).items()], layer.mean
+    tried(layer)
+    assert ([*vars(layer).items()], layer.mean) == before
+    assert layer.mean is before[1]
+    assert (layer.num_calls, layer.table) == (0, {})
 
 
 def test_a_layer_that_would_return_more_is_refused() -> None:
