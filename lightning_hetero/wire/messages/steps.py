@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..values import Value
-from .base import BaseMessage, Count, LayerNumber, Name, Slot
+from .base import BaseMessage, Count, LayerNumber, Name, Slot, Text
 
 
 class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,6 +26,24 @@ class BeginStep(BaseMessage, frozen=True, tag=True):
     in_flight: Annotated[int, msgspec.Meta(ge=1)]
     accumulate: bool
     dropout_step: Count = 0
+
+
+class SetAttributes(BaseMessage, frozen=True, tag=True):
+    """Plain attributes of a module of a layer that have changed on the coordinator, as text, and
+    the names of those that are gone there."""
+
+    layer_index: LayerNumber
+    path: Name
+    values: Text
+    gone: list[Name] = []
+
+
+class BuffersUpdated(BaseMessage, frozen=True, tag=True):
+    """These buffers of a stage were updated by each micro-batch of a step or, with ``is_again``, by
+    a forward that ran again."""
+
+    names: list[Name]
+    is_again: bool
 
 
 class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
