@@ -196,7 +196,8 @@ class Stage:
             for call in surroundings.calls:
                 if inside is not None:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
-                layer = self.layers[str(call.layer_index)].train(call.training)
+                layer = self.layers[str(call.layer_index)]
+                call.set_modes(layer)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 with on_trial(layer) if surroundings.is_trial else nullcontext():

@@ -60,7 +60,8 @@ class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the model called one layer, its hidden states and its key-value cache left out, and the
-    length of the tuple that it takes the layer to return; 0 stands for a tensor."""
+    length of the tuple that it takes the layer to return; 0 stands for a tensor. ``other_mode``
+    names the modules inside the layer whose mode is not ``training``."""
 
     layer_index: LayerNumber
     training: bool
@@ -68,6 +69,7 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kwargs: Value
     tuple_length: Count
     cache: CacheArgument | None = None
+    other_mode: list[Name] = []
 
 
 class Arguments(BaseMessage, frozen=True, tag=True):
