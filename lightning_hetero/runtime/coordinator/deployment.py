@@ -196,6 +196,8 @@ class Deployment:
     def trying(self, *, is_cut: bool) -> Iterator[None]:
         """Inside, forwards leave nothing behind on the stages; nothing is dropped at random.
 
+        For the time after `Coordinator.begin_step`.
+
         Args:
             is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
         """
@@ -443,11 +445,10 @@ class Deployment:
                 "`checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`."
             )
         with contextlib.ExitStack() as stack:
-            if self._visits is None:
+            if self._visits is None and self._trial_is_cut is None:
                 # An evaluation, or a user's own call of the model: a step by itself.
-                in_flight, is_trial = self.plan.micro_batches, self._trial_is_cut is not None
-                step = self.whole_batch_step(in_flight, accumulate=True, is_trial=is_trial)
-                stack.enter_context(step)
+                in_flight = self.plan.micro_batches
+                stack.enter_context(self.whole_batch_step(in_flight, accumulate=True))
             self._attributes.follow()
             return self._exchange_whole(request)
 
