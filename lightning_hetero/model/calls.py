@@ -149,6 +149,14 @@ def expected_result(
     layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[int, Tensor]:
     """The same, with the form of the hidden states that come out, on ``meta``."""
+    found = result_on_meta(layer, layer_index, hidden, args, kwargs)
+    return found or (0, _to_meta(hidden))
+
+
+def result_on_meta(
+    layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> tuple[int, Tensor] | None:
+    """The same; None where it cannot be tried."""
     on_meta = apply_to_collection((hidden, args, dict(kwargs)), Tensor, _to_meta)
     try:
         with torch.no_grad():
@@ -157,7 +165,7 @@ def expected_result(
         # What depends on data, such as the choice of experts, cannot be tried without data. The
         # worker finds out if the layer returns something else than a tensor, and says so.
         logger.debug("layer %d cannot be tried on meta: %s", layer_index, error)
-        return 0, on_meta[0]
+        return None
     length = _tuple_length(result, layer, layer_index)
     return length, result[0] if length else result
 
