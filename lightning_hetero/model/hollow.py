@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .adapters import AdapterSwitches
 from .caches import HollowCaches
-from .calls import LayerCall, expected_tuple_length, take_hidden, tried
+from .calls import LayerCall, expected_tuple_length, result_on_meta, take_hidden
 from .collecting import (
     HIDDEN_STATES,
     SilencedHooks,
@@ -213,7 +213,7 @@ class HollowLayers:
             found, uncertain = embedded_on_meta(layer, hidden), set()
         else:
             with shapes_only(layer):
-                result = tried(layer, call.layer_index, hidden, call.args, call.kwargs)
+                result = result_on_meta(layer, call.layer_index, hidden, call.args, call.kwargs)
             found = hidden if result is None else result[1]
             uncertain |= {"shape", "dtype"} if result is None else set()
         trains = hidden.requires_grad or any(p.requires_grad for p in layer.parameters())
