@@ -27,6 +27,7 @@ from .pipeline.stopwatch import Stopwatch
 from .precision import scaler_of
 from .runtime.coordinator.deployment import Deployment
 from .runtime.coordinator.whole_batches import NOTHING_SAID, BatchOptions
+from .stand_in import stand_in
 
 
 class MicrobatchedStep:
@@ -228,11 +229,11 @@ def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
 
 @contextmanager
 def _logging_to(module: pl.LightningModule, log: StepLog) -> Iterator[None]:
-    module.log = log.log  # type: ignore[method-assign]
+    put_back = stand_in(module, "log", log.log)
     try:
         yield
     finally:
-        del module.log
+        put_back()
 
 
 def _as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:

@@ -29,7 +29,7 @@ from ...pipeline.turns import current_turn
 from ...plan import Plan, StagePlan
 from ...wire.tensors import DTYPES
 from .coordinator import Coordinator
-from .own_layers import adjust_own, check_can_be_compiled, restore_own
+from .own_layers import adjust_own, check_can_be_compiled
 from .plain_attributes import PlainAttributes, changed_since_recipe
 from .progress import Progress
 from .remote_stage import remote_stages
@@ -398,7 +398,8 @@ class Deployment:
             self._adjusted = adjust_own(self.layers, self.plan)
 
     def _release_local_layers(self) -> None:
-        restore_own(self._adjusted)
+        for put_back in self._adjusted:
+            put_back()
         self._adjusted = []
 
     def _must_come_back(self, tensor: Tensor) -> bool:
