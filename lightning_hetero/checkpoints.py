@@ -19,7 +19,13 @@ from typing_extensions import override
 from .model.checkpoint_weights import weights_in_checkpoint
 from .model.four_bit import accepting_states
 from .runtime.coordinator.deployment import Deployment
-from .saving import Gathering, checkpoint_io_or_ours, keeping_frozen, unless_interrupted
+from .saving import (
+    Gathering,
+    SavedCheckpoints,
+    checkpoint_io_or_ours,
+    keeping_frozen,
+    unless_interrupted,
+)
 
 
 class CheckpointingStrategy(SingleDeviceStrategy):
@@ -43,6 +49,7 @@ class CheckpointingStrategy(SingleDeviceStrategy):
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
         self._gathering = Gathering(trainable_only)
+        self._saved = SavedCheckpoints()
         self._deployment: Deployment | None = None
 
     @property
@@ -77,7 +84,7 @@ class CheckpointingStrategy(SingleDeviceStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         fetch = partial(super().optimizer_state, optimizer)
-        return self._gathering.unless_interrupted(self._module(), self._deployment, fetch)
+        return self._gathering.optimizer_state(self._module(), self._deployment, fetch)
 
     @override
     def save_checkpoint(
@@ -86,6 +93,12 @@ class CheckpointingStrategy(SingleDeviceStrategy):
         if self._gathering.is_complete(checkpoint, filepath):
             with unless_interrupted(self._module()):
                 super().save_checkpoint(checkpoint, filepath, storage_options)
+                self._saved.note(filepath, checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        self._saved.note_removed(filepath)
 
     def _module(self) -> pl.LightningModule:
         if self.lightning_module is None:

@@ -146,12 +146,13 @@ def check_callbacks(trainer: pl.Trainer) -> None:
             )
 
 
-def warn_of_batch_statistics(module: pl.LightningModule, *, cuts_step: bool) -> None:
+def warn_of_batch_statistics(module: pl.LightningModule) -> None:
     """Say that what is computed over a batch will be computed over a micro-batch."""
-    if cuts_step and any(isinstance(m, _BatchNorm) for m in module.modules()):
+    if any(isinstance(m, _BatchNorm) for m in module.modules()):
         rank_zero_warn(
             f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
-            "micro-batch; use micro_batching='boundary' for those of the batch."
+            "micro-batch. With micro_batching='boundary' they are those of the batch; layers on "
+            "workers that have BatchNorm then get batches in one piece."
         )
 
 

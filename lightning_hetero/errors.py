@@ -19,6 +19,7 @@ HeteroError
 └─ WorkerError
    ├─ WorkerUnreachable      nobody answered, or it refused us
    ├─ WorkerLost             it was there and is gone
+   │  └─ WeightsLost         what workers held has not come home whole
    ├─ LinkLost               two are there and no longer reach each other
    └─ StageFailed            its own code raised; carries the worker's traceback
 """
@@ -107,6 +108,17 @@ class WorkerUnreachable(WorkerError):
 
 class WorkerLost(WorkerError):
     """A worker that took part in the run is gone."""
+
+
+class WeightsLost(WorkerLost):
+    """Weights or optimizer state that workers held and that have not come home whole.
+
+    With ``are_weights_whole`` only the optimizer state is lost.
+    """
+
+    def __init__(self, text: str, are_weights_whole: bool = False) -> None:
+        super().__init__(text)
+        self.are_weights_whole = are_weights_whole
 
 
 class LinkLost(WorkerError):

@@ -33,9 +33,12 @@ from .runtime.coordinator.deployment import Deployment
 from .runtime.coordinator.whole_batches import GO_ON, STOPPING_DIFFERENCE, CheckFirstBatch
 from .runtime.device import free_main_memory
 
-# Losses may cancel each other to almost nothing, and so may the numbers within each. Below this
-# size, relative to rounding in float32, a loss has no relative error of its own.
+# Losses may cancel each other to almost nothing, and so may the numbers within each. A difference
+# of so much of the relative rounding error is then rounding too, and a loss below this size, or
+# below so many times the rounding error, has no relative error of its own.
+_NOISE = 1 / 30
 _LEAST_SCALE = 1e-3
+_LEAST_ROUNDINGS = 10
 # A forward takes and frees more within its operations than their results take.
 _MARGIN = 1.5
 _FEWEST_COMPARED = 2
@@ -65,9 +68,12 @@ class Losses:
         if whole is None or whole == combined or (math.isnan(whole) and math.isnan(combined)):
             return 0.0
         parts = sum(abs(loss * weight) for loss, weight in self._counted(weights))
-        least = _LEAST_SCALE * max(1.0, self.rounding / torch.finfo(torch.float32).eps / 1e3)
-        found = abs(combined - whole) / max(abs(whole), parts, least)
-        return found if math.isfinite(found) else math.inf
+        found = abs(combined - whole)
+        if found <= _NOISE * self.rounding:
+            return 0.0
+        least = max(_LEAST_SCALE, _LEAST_ROUNDINGS * self.rounding)
+        relative = found / max(abs(whole), parts, least)
+        return relative if math.isfinite(relative) else math.inf
 
     def fit(self, weights: Sequence[float]) -> bool:
         """Whether these weights give the loss of the whole batch."""
@@ -280,7 +286,7 @@ def _said(
 ) -> str:
     text = (
         f"The loss of the first batch is {losses.whole:.6g}, but its micro-batches combine to "
-        f"{losses.combined(weights):.6g}, a difference of {100 * difference:.2g} %."
+        f"{losses.combined(weights):.6g}, a difference of {100 * difference:.3g} %."
     )
     if not remedies:
         return (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .callbacks.averaging import StageWeightAveraging
-from .errors import HeteroError, ModelError, PlanError
+from .errors import HeteroError, ModelError, PlanError, WeightsLost
 from .model.tensors import flatten, named_contents
 from .pipeline.optimizer import beside
 from .plan import Plan
@@ -85,18 +85,42 @@ def bring_home(deployment: Deployment, remote_steps: RemoteSteps) -> None:
     remote_steps.detach()
 
 
-def give_back(deployment: Deployment, remote_steps: RemoteSteps | None) -> None:
-    """Weights and optimizer state come home; if they cannot, the log has said so."""
+def give_back(
+    deployment: Deployment, remote_steps: RemoteSteps | None, remedy: str
+) -> WeightsLost | None:
+    """Weights and optimizer state come home.
+
+    Args:
+        deployment: Ends.
+        remote_steps: Those of a training run.
+        remedy: How to go on if something is lost.
+
+    Returns:
+        What is lost, if something is.
+    """
     try:
-        if deployment.bring_back() and remote_steps is not None:
-            for optimizer in remote_steps.optimizers:
-                optimizer.bring_back()
-    except HeteroError as error:
-        logger.error("The optimizer state on the workers could not be brought back: %s", error)
+        deployment.bring_back(remedy)
+        if remote_steps is not None:
+            _bring_states_back(remote_steps, remedy)
+    except WeightsLost as loss:
+        return loss
     finally:
         if remote_steps is not None:
             remote_steps.detach()
         deployment.close()
+    return None
+
+
+def _bring_states_back(remote_steps: RemoteSteps, remedy: str) -> None:
+    try:
+        for optimizer in remote_steps.optimizers:
+            optimizer.bring_back()
+    except HeteroError as error:
+        raise WeightsLost(
+            "The weights have come home from the workers, and the optimizer state has not, so no "
+            f"whole checkpoint can be made. {error} To train on, {remedy}.",
+            are_weights_whole=True,
+        ) from error
 
 
 @dataclass(frozen=True)

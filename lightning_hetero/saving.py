@@ -27,7 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from .errors import HeteroError, ModelError, SaveError
+from .errors import HeteroError, ModelError, SaveError, WeightsLost
 from .model.state_dicts import keys_of, leave_out, left_out_of
 from .replacing import replacing
 from .runtime.coordinator.deployment import Deployment
@@ -65,13 +65,43 @@ class Gathering:
 
     Args:
         trainable_only: Whether what has never trained is left out.
+
+    Attributes:
+        is_in_run: Whether a run has begun and not ended.
     """
 
     def __init__(self, trainable_only: bool) -> None:
         self._trainable_only = trainable_only
+        self.is_in_run = False
+        self._loss: WeightsLost | None = None
+        self._untold: WeightsLost | None = None
         self._ever_trained: set[Tensor] = set()
         # Why the checkpoint that is being made after an exception cannot be written.
         self._unsaved: HeteroError | None = None
+
+    def begin_run(self) -> None:
+        """What was lost in the run before does not matter any more."""
+        self.is_in_run, self._loss, self._untold = True, None, None
+
+    def note_loss(self, loss: WeightsLost | None) -> None:
+        """What has not come home at the end of the run, if anything has not."""
+        self._loss = self._untold = loss
+
+    def end_run(self, module: pl.LightningModule | None) -> None:
+        """The last thing of a run. If it raises, Lightning ends the run once more.
+
+        Raises:
+            WeightsLost: If something is lost and no other exception ends the run; the log says it
+                otherwise.
+        """
+        loss, self._untold = self._untold, None
+        # Not `sys.exc_info`: the user may train inside an `except` of his own.
+        is_interrupted = module is not None and _is_interrupted(module)
+        self.is_in_run = loss is not None and not is_interrupted
+        if self.is_in_run and loss is not None:
+            raise loss
+        if loss is not None:
+            logger.error("%s", loss)
 
     def note_trained(self, module: nn.Module) -> None:
         """What trains in some phase of a run belongs into checkpoints of its later ones."""
@@ -87,6 +117,8 @@ class Gathering:
         """The module's state dict as it goes into a checkpoint."""
 
         def gather() -> dict[str, Any]:
+            if self._loss is not None and not self._loss.are_weights_whole:
+                raise WeightsLost(str(self._loss)) from self._loss
             self.note_trained(module)
             left_out: set[Tensor] = set()
             if self._trainable_only:
@@ -98,9 +130,24 @@ class Gathering:
             return state
 
         self._unsaved = None
-        return self.unless_interrupted(module, deployment, gather)
+        return self._unless_interrupted(module, deployment, gather)
 
-    def unless_interrupted(
+    def optimizer_state(
+        self,
+        module: pl.LightningModule,
+        deployment: Deployment | None,
+        state_dict: Callable[[], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """An optimizer's state dict as it goes into a checkpoint."""
+
+        def gather() -> dict[str, Any]:
+            if self._loss is not None:
+                raise WeightsLost(str(self._loss), True) from self._loss
+            return state_dict()
+
+        return self._unless_interrupted(module, deployment, gather)
+
+    def _unless_interrupted(
         self,
         module: pl.LightningModule,
         deployment: Deployment | None,
@@ -116,7 +163,7 @@ class Gathering:
                 deployment.check_between_steps()
             return fetch()
         except HeteroError as error:
-            if deployment is None or not _is_interrupted(module):
+            if not self.is_in_run or not _is_interrupted(module):
                 raise
             self._unsaved = error
             return {}
@@ -132,6 +179,48 @@ class Gathering:
             return False
         _check_complete(checkpoint, path)
         return True
+
+
+class SavedCheckpoints:
+    """The checkpoints of a run that are there, and how to go on from them."""
+
+    def __init__(self) -> None:
+        # In their order, and whether training can go on from each.
+        self._paths: dict[str, bool] = {}
+
+    def forget(self) -> None:
+        """A run begins."""
+        self._paths.clear()
+
+    def note(self, path: str | Path, checkpoint: Mapping[str, Any]) -> None:
+        """One was written."""
+        self._paths.pop(str(path), None)
+        self._paths[str(path)] = "optimizer_states" in checkpoint
+
+    def note_removed(self, path: str | Path) -> None:
+        """One was removed."""
+        self._paths.pop(str(path), None)
+
+    def remedy(self, began_with: str | Path | None) -> str:
+        """How to go on if this run has lost its weights, to follow "and".
+
+        Args:
+            began_with: The checkpoint that the run went on from.
+        """
+        whole = [path for path, is_whole in self._paths.items() if is_whole]
+        if whole:
+            return (
+                f"go on from the last checkpoint of this run, `fit(..., ckpt_path={whole[-1]!r})`"
+            )
+        if self._paths:
+            last = next(reversed(self._paths))
+            return f"load the weights of {last!r}, the last checkpoint of this run, into it"
+        if began_with is not None:
+            return (
+                "go on from the checkpoint with which this run began, since it has written none, "
+                f"`fit(..., ckpt_path={str(began_with)!r})`"
+            )
+        return "begin again, since no checkpoint was written in this run"
 
 
 @contextmanager

@@ -96,7 +96,11 @@ class MicrobatchedStep:
             for index, microbatch in enumerate(cut.microbatches)
         ]
         step = self._deployment.coordinator.dropout_step + 1
-        with _logging_to(self._module, log), metrics.gathering(self._module):
+        with (
+            self._deployment.cut_step(),
+            _logging_to(self._module, log),
+            metrics.gathering(self._module),
+        ):
             plan = self._deployment.plan
             results = self._driver.run(step, work, plan.max_in_flight, accumulate, plan.max_started)
         log.publish(self._module.log)

@@ -13,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,7 +39,7 @@ from .pipeline.microbatch import LossWeighting
 from .plan import Plan
 from .profiling.choosing import PlanChoice
 from .runtime.channels.deadlines import Deadlines
-from .runtime.coordinator.deployment import Deployment
+from .runtime.coordinator.deployment import Deployment, check_is_whole
 from .runtime.coordinator.fleet import Fleet
 from .runtime.coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from .training import StagedTraining
@@ -177,6 +178,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         refuse_training_in_worker()
         share_one_arena()
         warn_of_idle_devices(self.parallel_devices)
+        self._begin_run()
         super().setup_environment()
 
     @override
@@ -200,8 +202,10 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        warn_of_batch_statistics(self._module(), cuts_step=self._cuts_step)
         super().setup(trainer)
+        deployment = self._deployment
+        if deployment is not None and self._cuts_step and deployment.plan.micro_batches > 1:
+            warn_of_batch_statistics(self._module())
         leave_pictures(trainer, self._deployment, self.plan_choice.profile)
 
     @property
@@ -396,13 +400,27 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             training.detach()
         try:
             if deployment is not None:
-                give_back(deployment, None if training is None else training.remote_steps)
-            self._leave_weights()
+                steps = None if training is None else training.remote_steps
+                self._gathering.note_loss(give_back(deployment, steps, self._remedy()))
+            if deployment is None or deployment.loss is None:
+                self._leave_weights()
             super().teardown()
         finally:
             if self.lightning_module is not None:
                 join_layers(self.lightning_module)
             self._fleet.end(self.deadlines)
+        self._gathering.end_run(self.lightning_module)
+
+    def _begin_run(self) -> None:
+        self._gathering.begin_run()
+        check_is_whole(self._module())
+        if self._module().trainer.state.fn is TrainerFn.FITTING:
+            self._saved.forget()
+
+    def _remedy(self) -> str:
+        trainer = self._module().trainer
+        is_fitting = trainer.state.fn is TrainerFn.FITTING
+        return self._saved.remedy(trainer.ckpt_path if is_fitting else None)
 
     def _deployer(self) -> Deployer:
         return Deployer(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..errors import ModelError
+from .snapshot import unchanged
 from .tensors import narrowed
 
 logger = logging.getLogger(__name__)
@@ -149,15 +150,23 @@ def expected_result(
     layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[int, Tensor]:
     """The same, with the form of the hidden states that come out, on ``meta``."""
+    found = tried(layer, layer_index, hidden, args, kwargs)
+    return (0, _to_meta(hidden)) if found is None else found
+
+
+def tried(
+    layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> tuple[int, Tensor] | None:
+    """The same; None if the layer cannot be tried. The layer's attributes stay as they are."""
     on_meta = apply_to_collection((hidden, args, dict(kwargs)), Tensor, _to_meta)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), unchanged(layer.modules()):
             result = type(layer).forward(layer, on_meta[0], *on_meta[1], **on_meta[2])
     except Exception as error:
         # What depends on data, such as the choice of experts, cannot be tried without data. The
         # worker finds out if the layer returns something else than a tensor, and says so.
         logger.debug("layer %d cannot be tried on meta: %s", layer_index, error)
-        return 0, on_meta[0]
+        return None
     length = _tuple_length(result, layer, layer_index)
     return length, result[0] if length else result
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ..errors import ModelError, RemoteProtocolError
-from .embedding import is_placeholder
 from .four_bit import is_cache_hook
 from .layers import models_around
+from .states_away import is_away
 
 HIDDEN_STATES = "hidden_states"
 # The numbers of the layers whose hidden states are wanted, if not all of them.
@@ -141,12 +141,10 @@ class CollectingHooks:
 
 
 def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
-    """Refuse an output that holds one tensor twice in a row.
-
-    Up to the last layer of a run on workers, the model passes on the hidden states that it put in.
-    """
+    """Refuse an output that holds hidden states that are on a worker, or one tensor twice in a row,
+    as where layers only pass hidden states on."""
     for first, second in (pair for value in _gathered(output) for pair in pairwise(value)):
-        if isinstance(first, Tensor) and (first is second or is_placeholder(first)):
+        if isinstance(first, Tensor) and (first is second or is_away(first)):
             raise ModelError(
                 f"{type(model).__name__} gathers the hidden states between its layers by itself, "
                 "and those between layers on workers are not here; call it without "

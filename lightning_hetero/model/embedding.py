@@ -1,10 +1,8 @@
 """The input embedding, where it lives on the first worker: layer -1 of the pipeline.
 
     token ids ─▶ embedding ─▶ layer 0 ─▶ … ─▶ exchange(token ids, [call -1, call 0, …])
-                 gives a placeholder
 
-A model that only hands the embedding's output to its first layer never looks at the placeholder.
-It is made of numbers that are none, so that whatever is computed with it is none either.
+A model may only hand the embedding's output to its first layer (`states_away.py`).
 """
 
 from __future__ import annotations
@@ -73,19 +71,10 @@ def check_token_ids(embedding: nn.Module, token_ids: Tensor) -> None:
             )
 
 
-def placeholder_of(weight: Tensor, token_ids: Tensor) -> Tensor:
-    """Stands for the embedding's output, (*token_ids.shape, hidden size), in no memory."""
-    # What is made in inference mode does not count the changes that are made to it.
-    with torch.inference_mode(False):
-        value = torch.full((), torch.nan, dtype=weight.dtype, device=token_ids.device)
-        found = value.expand(*token_ids.shape, weight.shape[-1])
-    found.is_placeholder = True  # type: ignore[attr-defined]
-    return found
-
-
-def is_placeholder(tensor: Tensor) -> bool:
-    """Whether it is such a tensor."""
-    return getattr(tensor, "is_placeholder", False)
+def embedded_on_meta(embedding: nn.Module, token_ids: Tensor) -> Tensor:
+    """The form of what an embedding makes of token ids, on ``meta``."""
+    weight = embedding.get_parameter("weight")
+    return torch.empty(*token_ids.shape, weight.shape[-1], dtype=weight.dtype, device="meta")
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

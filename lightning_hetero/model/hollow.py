@@ -1,27 +1,30 @@
 """Hollow layers: decoder layers that stay in the module tree while their weights live elsewhere.
 
-    hidden ─▶ layer 4 ─▶ layer 5 ─▶ layer 6 ─▶ hidden
-              record     record     record, then exchange(hidden, [call 4, call 5, call 6])
+    hidden ─▶ layer 4 ─▶ away ─▶ layer 5 ─▶ away ─▶ layer 6 ─▶ hidden
+              record             record             record, then exchange(hidden, [calls 4 to 6])
 
 With the input embedding (`embedding.py`) the run begins with token ids in place of hidden states.
 
 A hollow layer is the very same object as before, with the same class, name and attributes; its
 parameters are ``meta`` tensors and its ``forward`` records how the model called it. The last one
-of the run exchanges the hidden states for those that come back. Nothing here knows who computes.
+of the run exchanges the hidden states for those that come back; what the others return stands for
+hidden states that are not here (`states_away.py`). Nothing here knows who computes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
 from .caches import HollowCaches
-from .calls import LayerCall, expected_tuple_length, take_hidden
+from .calls import LayerCall, expected_tuple_length, take_hidden, tried
 from .collecting import (
     HIDDEN_STATES,
     SilencedHooks,
@@ -29,11 +32,12 @@ from .collecting import (
     has_hooks,
     wanted_kinds,
 )
-from .embedding import EMBEDDING_LAYER, describe_layer, look_past_meta, placeholder_of
+from .embedding import EMBEDDING_LAYER, describe_layer, embedded_on_meta, look_past_meta
 from .four_bit import shapes_only
 from .halves import absent_in, halves_of, in_tree, is_second_half
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .layers import DecoderLayer
+from .states_away import Assumptions, Form, HiddenStatesAway, is_away, refuse_away
 from .tensors import (
     check_can_be_emptied,
     empty_tensors,
@@ -127,7 +131,7 @@ class HollowLayers:
 
     def forget_calls(self) -> None:
         """Drop what an aborted forward left behind in this thread."""
-        self._records.calls = None
+        self._records.calls = self._records.sent = self._records.hidden = None
 
     def check_finished(self) -> None:
         """Refuse a forward that left the run before its last layer.
@@ -162,28 +166,57 @@ class HollowLayers:
         layer, is_first = self._modules[number], number == min(self._modules)
         if is_first:
             self.check_finished()
+            refuse_away(f"Layer {number}", hidden)
+        else:
+            self._check_continues(number, hidden)
+        refuse_away(f"Layer {number}", (args, kwargs))
         if number == self._first_with_cache:
             self.caches.begin(number, layer, args, kwargs)
         self._check_adapters(number)
-        args, kwargs, cache = self.caches.leave_out(layer, hidden, args, kwargs)
+        if is_first:
+            self._records.calls, self._records.sent = [], hidden
+            self._records.assumptions = Assumptions()
+        sent: Tensor = self._records.sent
+        args, kwargs, cache = self.caches.leave_out(layer, sent, args, kwargs)
         length = self._tuple_length(number, hidden, args, kwargs)
         call = LayerCall(number, layer.training, args, kwargs, length, cache)
-        if is_first:
-            hidden = self._enter(layer, call, hidden)
-        else:
-            self._check_continues(number, hidden)
-            self._records.calls.append(call)
+        self._records.calls.append(call)
         if number == max(self._modules):
             hidden = self._leave()
+        else:
+            hidden = self._records.hidden = self._behind(call, hidden, sent.device)
         return (hidden, *[None] * (length - 1)) if length else hidden
 
-    def _enter(self, layer: nn.Module, call: LayerCall, hidden: Tensor) -> Tensor:
-        """Begin the record; what the model hands to the next layer of the run."""
-        self._records.calls, self._records.sent = [call], hidden
+    def _behind(self, call: LayerCall, hidden: Tensor, device: torch.device) -> HiddenStatesAway:
+        """What the model hands to the next layer of the run."""
+        before = hidden.form if isinstance(hidden, HiddenStatesAway) else _form_of(hidden)
+        # Autocast is for a device, and layers are tried on `meta`.
+        uncertain = {"dtype"} if torch.is_autocast_enabled(device.type) else set()
+        form = partial(self._form_behind, call, before, torch.is_grad_enabled(), uncertain)
+        return HiddenStatesAway(call.layer_index, device, form, self._records.assumptions)
+
+    def _form_behind(
+        self,
+        call: LayerCall,
+        find_before: Callable[[], Form],
+        grad_enabled: bool,
+        uncertain: set[str],
+    ) -> Form:
+        """The form of the hidden states behind a layer, found by trying it; where that cannot be,
+        it is taken to be the form before the layer."""
+        layer, before = self._modules[call.layer_index], find_before()
+        hidden, uncertain = before.on_meta, {*before.uncertain, *uncertain}
         if call.layer_index == EMBEDDING_LAYER:
-            hidden = placeholder_of(layer.get_parameter("weight"), hidden)
-        self._records.hidden, self._records.version = hidden, _version(hidden)
-        return hidden
+            found, uncertain = embedded_on_meta(layer, hidden), set()
+        else:
+            with shapes_only(layer):
+                result = tried(layer, call.layer_index, hidden, call.args, call.kwargs)
+            found = hidden if result is None else result[1]
+            uncertain |= {"shape", "dtype"} if result is None else set()
+        trains = hidden.requires_grad or any(p.requires_grad for p in layer.parameters())
+        wants_gradient = grad_enabled and trains and found.is_floating_point()
+        on_meta = torch.empty_like(found, requires_grad=wants_gradient)
+        return Form(on_meta, frozenset(uncertain))
 
     def _leave(self) -> Tensor:
         """What the model goes on with behind the last layer of the run."""
@@ -199,6 +232,7 @@ class HollowLayers:
         hidden, collected = self._exchange(sent, calls, kinds)
         # Behind an embedding on a worker the first of the collected hidden states come back too.
         add_collected(None if EMBEDDING_LAYER in self._modules else sent, collected)
+        self._records.assumptions.settle(hidden)
         return hidden
 
     def _tuple_length(
@@ -210,6 +244,8 @@ class HollowLayers:
         flags = [(k, v) for k, v in named if v is None or isinstance(v, (bool, str))]
         key = (type(layer), layer.training, len(args), tuple(flags))
         if key not in self._tuple_lengths:
+            if isinstance(hidden, HiddenStatesAway):
+                hidden = hidden.form().on_meta
             with shapes_only(layer):
                 length = expected_tuple_length(layer, number, hidden, args, kwargs)
             self._tuple_lengths[key] = length
@@ -232,7 +268,7 @@ class HollowLayers:
                 "lives on workers must be called one after the other, in its order, or "
                 f"{_with_the_one_before(number)[1]}."
             )
-        if hidden is not self._records.hidden or _version(hidden) != self._records.version:
+        if hidden is not self._records.hidden or not is_away(hidden):
             both, remedy = _with_the_one_before(number)
             raise ModelError(
                 f"Something between {both} changed the hidden states, and both live on workers; "
@@ -254,6 +290,11 @@ class _HollowForward:
         self._run = run
         self._number = number
 
+    @property
+    def remote(self) -> RemoteTensors:
+        """Where the layer's tensors are."""
+        return self._run.state_dicts.remote
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         return self._run.call(self._number, args, kwargs)
 
@@ -262,6 +303,14 @@ def is_hollow(layer: nn.Module) -> bool:
     """Whether a layer is away, or was when its worker was lost."""
     is_itself = isinstance(vars(layer).get("forward"), _HollowForward)
     return is_itself or any(is_hollow(half) for half in halves_of(layer) or ())
+
+
+def remote_of(layer: nn.Module) -> RemoteTensors | None:
+    """Where a layer's tensors are, or were when they were lost; None for an ordinary layer."""
+    forward = vars(layer).get("forward")
+    if isinstance(forward, _HollowForward):
+        return forward.remote
+    return next(filter(None, map(remote_of, halves_of(layer) or ())), None)
 
 
 def hold_in_place(layer: nn.Module) -> None:
@@ -294,9 +343,10 @@ def _with_the_one_before(number: int) -> tuple[str, str]:
     return f"layers {number - 1} and {number}", remedy
 
 
-def _version(hidden: Tensor) -> int:
-    """Counts in-place changes; inference mode does not count them."""
-    return 0 if hidden.is_inference() else hidden._version
+def _form_of(hidden: Tensor) -> Callable[[], Form]:
+    wants_gradient = hidden.requires_grad
+    on_meta = torch.empty_like(hidden, device="meta", requires_grad=wants_gradient)
+    return lambda: Form(on_meta)
 
 
 def _check_no_hooks(layer: DecoderLayer) -> None:

@@ -39,12 +39,13 @@ class HollowStateDicts:
         remote: Where their tensors are.
 
     Attributes:
+        remote: As given.
         left_out: What state dicts lack; it is not fetched then.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], remote: RemoteTensors) -> None:
         self._layers = layers
-        self._remote = remote
+        self.remote = remote
         self._hooks: list[RemovableHandle] = []
         self.left_out: set[Tensor] = set()
 
@@ -84,7 +85,7 @@ class HollowStateDicts:
         names = _names_by_key(module, prefix, state, _name(number, path))
         if not names:
             return
-        found = self._remote.fetch(list(dict.fromkeys(names.values())))
+        found = self.remote.fetch(list(dict.fromkeys(names.values())))
         for key in [key for key in state if key.startswith(prefix)]:
             # Taken out and put in again, so that what belongs to a tensor comes right behind it.
             content = state.pop(key)
@@ -122,7 +123,7 @@ class HollowStateDicts:
                 del state[prefix + place]
                 state[prefix + leaf] = torch.empty_like(content, device="meta")
         if sent:
-            self._remote.store(sent)
+            self.remote.store(sent)
 
 
 def _name(number: int, path: str) -> str:

@@ -17,8 +17,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..dry_run import restoring_generator
 from ..errors import BatchError, HeteroError
+from ..model.snapshot import restoring_generator
 from ..pipeline.microbatch import batch_size, first_samples
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
-from lightning_hetero.errors import HeteroError, StageFailed, WorkerLost
+from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
 from lightning_hetero.runtime.channels.channel import Channel
 from lightning_hetero.runtime.coordinator import remote_optimizer
@@ -222,7 +222,10 @@ def test_an_optimizer_step_that_only_some_layers_have_made_is_never_saved(
             run.fit(TinyModule(), loader(60, 12))
     assert list(tmp_path.iterdir()) == []
     assert "No checkpoint was written" in caplog.text
-    assert "Continue from the last checkpoint." in caplog.text
+    assert "of two different steps; begin again, since no checkpoint was written" in caplog.text
+    for weights_only in (False, True):
+        with pytest.raises(WeightsLost, match="of two different steps"):
+            run.save_checkpoint(tmp_path / "later.ckpt", weights_only)
     assert threading.active_count() == threads
     assert_serves(workers[:2])
 

@@ -79,16 +79,18 @@ def test_what_cannot_come_back_from_a_worker_is_refused(result: Any, what: str) 
         hidden_of(result, LAYER, call())
 
 
+SEEN: list[Tensor] = []
+
+
 class Layer(nn.Module):
-    """Returns a tuple where it is asked for one, and counts its forwards."""
+    """Returns a tuple where it is asked for one, and notes what it gets."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4, device="meta")
-        self.seen: list[Tensor] = []
 
     def forward(self, hidden: Tensor, mask: Tensor, rope: Any = None, how: str = "tensor") -> Any:
-        self.seen += [hidden, mask, *(rope or ())]
+        SEEN.extend([hidden, mask, *(rope or ())])
         hidden = self.linear(hidden) * mask
         return {"tensor": hidden, "pair": (hidden, None), "two": (hidden, mask)}[how]
 
@@ -100,10 +102,53 @@ def tried(layer: nn.Module, **kwargs: Any) -> int:
 
 @pytest.mark.parametrize(("how", "length"), [("tensor", 0), ("pair", 2)])
 def test_a_layer_is_tried_on_meta(how: str, length: int) -> None:
-    layer = Layer()
-    assert tried(layer, how=how, rope=(HIDDEN, HIDDEN)) == length
-    assert len(layer.seen) == 4
-    assert all(tensor.is_meta and not tensor.requires_grad for tensor in layer.seen)
+    SEEN.clear()
+    assert tried(Layer(), how=how, rope=(HIDDEN, HIDDEN)) == length
+    assert len(SEEN) == 4
+    assert all(tensor.is_meta and not tensor.requires_grad for tensor in SEEN)
+
+
+class Counting(Layer):
+    """Keeps count and an auxiliary loss, as some mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux: Tensor | None = None
+        self.calls = 0
+        self.history: list[Tensor] = []
+        self.total = torch.zeros(())
+        self.register_buffer("mean", torch.zeros(4, device="meta"))
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.aux = hidden.mean()
+        self.calls += 1
+        self.history.append(hidden)
+        self.total += 1
+        self.mean = self.mean + hidden.mean(0)
+        self.new = 1
+        if kwargs.get("how") == "data":
+            hidden.item()
+        return super().forward(hidden, *args, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["pair", "data"])
+def test_a_trial_leaves_no_attribute_behind(how: str) -> None:
+    layer = Counting()
+    mean, total = layer.mean, layer.total
+    tried(layer, how=how)
+    assert (layer.aux, layer.calls, layer.history, hasattr(layer, "new")) == (None, 0, [], False)
+    assert layer.mean is mean
+    assert layer.total is total
+    assert float(total) == 0
+
+
+def test_a_trial_leaves_tensors_that_a_graph_has_saved_as_they_were() -> None:
+    layer = Counting()
+    layer.scale = torch.ones(4)
+    weight = torch.ones(4, requires_grad=True)
+    loss = (weight * layer.scale).sum()
+    tried(layer)
+    loss.backward()
 
 
 def test_a_layer_that_would_return_more_is_refused() -> None:

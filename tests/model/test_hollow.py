@@ -640,15 +640,26 @@ def test_layers_called_out_of_their_order_are_refused(
     assert hollowed.elsewhere.calls == []
 
 
-def test_hidden_states_changed_between_layers_are_refused(hollowed: Hollowed) -> None:
+def test_other_hidden_states_between_layers_are_refused(hollowed: Hollowed) -> None:
     hidden = hollowed.layers[1](hidden_states())
     with pytest.raises(ModelError, match="between layers 1 and 2 changed the hidden states"):
-        hollowed.layers[2](hidden + 1)
+        hollowed.layers[2](torch.ones(hidden.shape))
 
 
-def test_hidden_states_changed_in_place_between_layers_are_refused(hollowed: Hollowed) -> None:
+def test_hidden_states_of_an_earlier_layer_are_refused(hollowed: Hollowed) -> None:
+    entered = hidden_states()
+    hollowed.layers[1](entered)
+    with pytest.raises(ModelError, match="between layers 1 and 2 changed the hidden states"):
+        hollowed.layers[2](entered)
     hidden = hollowed.layers[1](hidden_states())
-    hidden.add_(1)
+    hollowed.layers[2](hidden)
+    with pytest.raises(ModelError, match="between layers 2 and 3 changed the hidden states"):
+        hollowed.layers[3](hidden)
+
+
+def test_hidden_states_that_were_exchanged_for_others_are_refused(hollowed: Hollowed) -> None:
+    hidden = hollowed.layers[1](hidden_states())
+    torch.utils.swap_tensors(hidden, hidden_states())
     with pytest.raises(ModelError, match="between layers 1 and 2 changed the hidden states"):
         hollowed.layers[2](hidden)
 

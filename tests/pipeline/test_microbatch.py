@@ -17,8 +17,11 @@ from transformers import BatchEncoding
 from lightning_hetero.errors import BatchError
 from lightning_hetero.pipeline.copies import PlainCopies, StreamedCopies
 from lightning_hetero.pipeline.microbatch import (
+    SampleFinder,
+    Samples,
     batch_size,
     counted_labels,
+    find_samples,
     loss_weights,
     spans,
     split_batch,
@@ -297,3 +300,95 @@ def test_nobody_waits_for_labels_to_be_counted_before_a_weight_is_used() -> None
     assert counted == []
     assert float(second) == pytest.approx(1.0)
     assert counted == [True]
+
+
+def test_labels_below_the_top_of_a_batch_are_counted() -> None:
+    inside = with_prompt(padded_batch())
+    expected = counted_by_llama(inside)
+    assert counted_labels((inside, ["a header"])) == expected
+    assert counted_labels({"text": {"inputs": inside}}) == expected
+
+
+def test_of_several_labels_in_a_batch_none_is_taken() -> None:
+    batch = {"chosen": padded_batch(), "rejected": with_prompt(padded_batch())}
+    pieces = split_batch(batch, 2)
+    with pytest.warns(UserWarning, match="no single entry `labels`"):
+        assert weights_of(pieces, "auto", [3, 3]) == [0.5, 0.5]
+    with pytest.raises(BatchError, match="one `labels` entry"):
+        weights_of(pieces, "labels", [3, 3])
+
+
+def test_losses_that_are_sums_are_added_up() -> None:
+    assert weights_of([rows(3), rows(1)], "sum", [3, 1]) == [1.0, 1.0]
+
+
+def test_labels_under_no_name_are_said() -> None:
+    labels = torch.tensor([[1, 2], [3, -100]])
+    with pytest.warns(UserWarning, match="holds the whole number -100"):
+        assert weights_of([(rows(1), labels[:1]), (rows(1), labels[1:])], "auto", [1, 1]) == [
+            0.5,
+            0.5,
+        ]
+
+
+def test_labels_under_no_name_are_not_said_to_who_has_chosen() -> None:
+    assert weights_of([torch.tensor([-100])] * 2, "samples", [1, 1]) == [0.5, 0.5]
+
+
+LONG = torch.arange(7 * 4).view(7, 4)
+
+
+def test_the_loaders_batch_size_shows_that_positions_come_first() -> None:
+    batch = {"ids": LONG, "hidden": torch.zeros(7, 4, 3), "label": torch.arange(4)}
+    samples = find_samples(batch, expected=4)
+    assert samples == Samples(4, dim=1)
+    first, second = split_batch(batch, 2, samples=samples)
+    assert torch.equal(torch.cat([first["ids"], second["ids"]], 1), LONG)
+    assert second["hidden"].shape == (7, 2, 3)
+    assert second["label"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("expected", [None, 7, 3, 9])
+def test_samples_come_first_unless_something_shows_that_they_do_not(expected: int | None) -> None:
+    assert find_samples(LONG, expected) == Samples(7)
+
+
+def test_the_dimension_that_the_user_names_is_taken() -> None:
+    assert find_samples(LONG, dim=1) == Samples(4, dim=1)
+    assert find_samples((torch.arange(4), LONG), dim=1) == Samples(4, dim=1)
+
+
+def test_batches_with_samples_first_are_known_although_layers_take_them_second() -> None:
+    assert find_samples(LONG, expected=7, dim=1) == Samples(7)
+
+
+def test_a_square_batch_goes_by_what_another_one_has_shown() -> None:
+    square = torch.zeros(4, 4)
+    assert find_samples(square, expected=4) == Samples(4)
+    finder = SampleFinder(None)
+    assert finder.find(LONG, 4, False) == Samples(4, dim=1)
+    assert finder.find(square, 4, False) == Samples(4, dim=1)
+    assert finder.find(torch.zeros(7, 2), 4, False) == Samples(2, dim=1)
+
+
+def test_a_list_with_one_tensor_per_sample_is_cut_between_them() -> None:
+    batch = [torch.full((7,), number) for number in range(3)]
+    samples = find_samples(batch, expected=3, may_be_listed=True)
+    assert samples == Samples(3, are_listed=True)
+    first, second = split_batch(batch, 2, samples=samples)
+    assert [tensor[0].item() for tensor in first + second] == [0, 1, 2]
+    assert [len(first), len(second)] == [2, 1]
+
+
+def test_a_list_of_pairs_is_cut_between_them() -> None:
+    batch = [(torch.zeros(7), torch.tensor(number)) for number in range(4)]
+    samples = find_samples(batch, expected=4, may_be_listed=True)
+    assert [len(piece) for piece in split_batch(batch, 2, samples=samples)] == [2, 2]
+
+
+def test_two_tensors_of_two_samples_are_no_list_of_samples() -> None:
+    assert find_samples([rows(2), rows(2)], expected=2, may_be_listed=True) == Samples(2)
+
+
+def test_what_torch_collates_is_no_list_of_samples() -> None:
+    assert find_samples([LONG, LONG], expected=2) == Samples(7)

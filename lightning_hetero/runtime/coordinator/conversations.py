@@ -228,9 +228,9 @@ class Conversations:
             raise self._note_lost(worker, content)
         message = content.message
         if isinstance(message, m.Failure):
-            # It is the answer to a request, if one is open.
+            # It is the answer to a request, if one is open; nobody waits for an optimizer's step.
             left = self._unanswered.get(worker.number, 0)
-            self._unanswered[worker.number] = max(0, left - 1)
+            self._unanswered[worker.number] = max(0, left - (not message.in_optimizer_step))
             self._note_failure(worker, message)
             raise StageFailed(
                 f"{worker} failed {self._when}: {message.reason}\n\n"

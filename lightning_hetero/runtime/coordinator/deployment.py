@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -11,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...errors import HeteroError, ModelError
+from ...errors import HeteroError, ModelError, StageFailed, WeightsLost
 from ...model.calls import LayerCall
 from ...model.checkpoint_weights import CheckpointWeights, weights_in_checkpoint
 from ...model.collecting import CollectingHooks
 from ...model.embedding import EMBEDDING_LAYER, describe_layer, find_embedding
 from ...model.halves import absent_in
-from ...model.hollow import HollowLayers, is_hollow
+from ...model.hollow import HollowLayers, is_hollow, remote_of
 from ...model.layers import DecoderLayer, check_layers_stand_alone
 from ...model.recipe import write_recipe
 from ...model.state_dicts import is_frozen
@@ -33,8 +32,6 @@ from .progress import Progress
 from .remote_stage import remote_stages
 from .trained_parameters import TrainedParameters
 from .whole_batches import NOTHING_SAID, BatchOptions, WholeBatches
-
-logger = logging.getLogger(__name__)
 
 _FIRST_TRIAL = 2**30
 
@@ -57,6 +54,9 @@ class Deployment:
     Raises:
         ModelError: If the layers cannot live apart.
         WorkerError: If a worker cannot build them.
+
+    Attributes:
+        loss: What is lost of the layers since `bring_back`, and why; None if nothing is.
     """
 
     def __init__(
@@ -86,11 +86,13 @@ class Deployment:
         self._trained = TrainedParameters(coordinator, self.names_of, rounded)
         # What is not only in the checkpoint may have been trained before layers moved.
         self._was_here = {tensor for tensor in self.names_of if not tensor.is_meta}
+        self.loss: WeightsLost | None = None
         self._visits: int | None = None
         self._num_trials = 0
         # Whether forwards are trials at present, and if so whether they are cut.
         self._trial_is_cut: bool | None = None
         self._whole_batches = WholeBatches(self._away, plan, batches, self._try)
+        self._is_cutting = False
         self._progress: Progress | None = None
         self._hollow = HollowLayers(away, self._exchange, self)
         self._hollow.check()  # before any weight travels
@@ -178,6 +180,15 @@ class Deployment:
         finally:
             self._trial_is_cut = None
 
+    @contextmanager
+    def cut_step(self) -> Iterator[None]:
+        """Inside, every hand-over is one of a micro-batch's turn."""
+        self._is_cutting = True
+        try:
+            yield
+        finally:
+            self._is_cutting = False
+
     def abort(self) -> None:
         """Make everyone forget the present step, after an exception in it."""
         self._visits = None
@@ -255,39 +266,64 @@ class Deployment:
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Bring tensors of hollow layers here."""
+        self.check_not_lost()
         return self.coordinator.fetch(names, self._progress)
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the content of tensors of hollow layers."""
+        self.check_not_lost()
         self.coordinator.store(tensors)
 
-    def bring_back(self) -> bool:
+    def bring_back(self, remedy: str = "continue from the last checkpoint") -> None:
         """Make the layers ordinary again with their present weights.
 
         What is in a checkpoint and has not been trained stays there.
 
-        Returns:
-            Whether the weights came back. If not, the layers stay hollow and say so when used.
+        Args:
+            remedy: How to go on if they are lost, for the error.
+
+        Raises:
+            WeightsLost: If they are not those of one step, or do not come; the layers stay hollow
+                then and say so when used.
         """
         try:
-            self.bring_here()
-        except HeteroError as error:
+            self._bring_what_there_is()
+        except BaseException as error:
             self._release_local_layers()
-            layers = f"{min(self._away)} to {max(self._away)}"
-            logger.error(
-                "The weights of the decoder layers %s could not be brought back: %s Continue from "
-                "the last checkpoint.",
-                layers,
-                error,
+            self.loss = self._not_home(error, remedy)
+            if isinstance(error, HeteroError):
+                raise self.loss from error
+            raise
+        if not self.coordinator.is_between_steps:
+            raise WeightsLost(
+                "The run was interrupted inside the optimizer's step, so the weights that came "
+                f"back are of two different steps; {remedy}."
             )
-            return False
-        else:
-            if not self.coordinator.is_between_steps:
-                logger.error(
-                    "The run was interrupted inside the optimizer's step, so the weights that came "
-                    "back are of two different steps. Continue from the last checkpoint."
-                )
-            return True
+
+    def _bring_what_there_is(self) -> None:
+        try:
+            self.bring_here()
+        except StageFailed:
+            if self.coordinator.is_between_steps:
+                raise
+            # It failed in the optimizer's step, and hands out what it has.
+            self.bring_here()
+
+    def _not_home(self, error: BaseException, remedy: str) -> WeightsLost:
+        cause = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
+        return WeightsLost(
+            f"The weights of {_described(self._away)} have not come home from the workers. "
+            f"{cause} Build the module anew and {remedy}."
+        )
+
+    def check_not_lost(self) -> None:
+        """Refuse to go on with layers whose weights have not come home.
+
+        Raises:
+            WeightsLost: With the cause.
+        """
+        if self.loss is not None:
+            raise WeightsLost(str(self.loss)) from self.loss
 
     def bring_here(self) -> None:
         """The same for layers that are to move; nothing has changed if it raises.
@@ -302,7 +338,8 @@ class Deployment:
         }
         what = "Bringing the layers back"
         with closing(self.coordinator.progress(what, sum(coming.values()))) as progress:
-            tensors = self.coordinator.fetch(list(coming), progress)
+            # Without a worker nothing is lost of what is in the checkpoint.
+            tensors = self.coordinator.fetch(list(coming), progress) if coming else {}
         self.refill(tensors)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -348,6 +385,7 @@ class Deployment:
         self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
     ) -> tuple[Tensor, tuple[Collected, ...]]:
         """What the last hollow layer of the run does with the hidden states."""
+        self.check_not_lost()
         forgotten = self._hollow.caches.take_forgotten()
         if forgotten:
             self.coordinator.drop_caches(forgotten)
@@ -359,6 +397,12 @@ class Deployment:
         if turn is not None:
             returned: Activation = turn.hand_over(request)
             return returned
+        if self._is_cutting:
+            raise ModelError(
+                "Layers on workers were called outside of a micro-batch's `training_step` while it "
+                "runs, as the backward of reentrant checkpointing does, or a thread; give "
+                "`checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`."
+            )
         with contextlib.ExitStack() as stack:
             if self._visits is None:
                 # An evaluation, or a user's own call of the model: a step by itself.
@@ -419,6 +463,26 @@ def imports_of(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> s
     return {name for recipe in recipes for name in recipe.imports}
 
 
+def check_is_whole(root: nn.Module) -> None:
+    """Refuse a module with layers that have not come home from a run before.
+
+    Raises:
+        WeightsLost: With the cause.
+    """
+    for module in root.modules():
+        remote = remote_of(module)
+        if isinstance(remote, Deployment):
+            remote.check_not_lost()
+
+
+def _described(layers: Mapping[int, nn.Module]) -> str:
+    """``layers 2 to 4``, or ``the input embedding and layer 0``."""
+    numbers = sorted(layers.keys() - {EMBEDDING_LAYER})
+    first, last = numbers[0], numbers[-1]
+    named = f"layer {first}" if first == last else f"layers {first} to {last}"
+    return f"the input embedding and {named}" if EMBEDDING_LAYER in layers else named
+
+
 def _is_in(tensor: Tensor, weights: CheckpointWeights | None) -> bool:
     return weights is not None and tensor in weights
 
@@ -426,19 +490,22 @@ def _is_in(tensor: Tensor, weights: CheckpointWeights | None) -> bool:
 def _check_weights_can_be_sent(
     layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
 ) -> None:
+    # What was trained there is lost; what the model was made from would come in its place.
+    lost = [number for number, layer in layers.items() if is_hollow(layer)]
+    if lost:
+        remote = remote_of(layers[lost[0]])
+        if isinstance(remote, Deployment):
+            remote.check_not_lost()
+        raise ModelError(
+            f"What was {describe_layer(lost[0])} has not come back from the worker that was lost "
+            "in the run before; build the module anew and continue with `ckpt_path`."
+        )
     for name, tensor in named_tensors(layers):
         if tensor.is_meta and not _is_in(tensor, weights):
             raise ModelError(
                 f"The decoder layers have no weights: {name} is on `meta`. If a worker was lost in "
                 "the run before, build the module anew and continue with `ckpt_path`."
             )
-    # What was trained there is lost; what the model was made from would come in its place.
-    lost = [number for number, layer in layers.items() if is_hollow(layer)]
-    if lost:
-        raise ModelError(
-            f"What was {describe_layer(lost[0])} has not come back from the worker that was lost "
-            "in the run before; build the module anew and continue with `ckpt_path`."
-        )
 
 
 def layers_of_stage(

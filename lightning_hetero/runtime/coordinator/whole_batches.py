@@ -157,8 +157,8 @@ class WholeBatches:
             return
         text = (
             "The layers on workers compute other hidden states for a batch than for its "
-            f"micro-batches: the difference is {100 * difference:.2g} % of their norm. They mix the "
-            "samples of a batch, or another dimension than the one that is cut counts them."
+            f"micro-batches: the difference is {100 * difference:.3g} % of their norm. They mix "
+            "the samples of a batch, or another dimension than the one that is cut counts them."
         )
         if self._check == "stop" and difference > max(tolerance, STOPPING_DIFFERENCE):
             remedies = self._remedies(request, dim)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hetero import from_pretrained
-from lightning_hetero.errors import ModelError, StageFailed
+from lightning_hetero.errors import ModelError, StageFailed, WeightsLost
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.caches import StageCaches
 from lightning_hetero.pipeline.rule import Key
@@ -49,7 +49,7 @@ def test_the_model_computes_the_same_and_gets_its_layers_back(coordinator: Coord
     torch.testing.assert_close(
         model.model.embed_tokens.weight.grad, plain.model.embed_tokens.weight.grad
     )
-    assert deployment.bring_back()
+    deployment.bring_back()
     assert {name: set(vars(module)) for name, module in model.named_modules()} == layer_keys
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
@@ -84,8 +84,9 @@ def test_layers_that_were_lost_are_not_read_from_their_checkpoint_again(
     model = from_pretrained(tmp_path)
     deployment = deploy(model, coordinator)
     deployment.close()
-    assert not deployment.bring_back()
-    with pytest.raises(ModelError, match="layer 2 has not come back"):
+    with pytest.raises(WeightsLost, match=r"layers 2 to 3 have not come home.*ended the session"):
+        deployment.bring_back()
+    with pytest.raises(WeightsLost, match="layers 2 to 3 have not come home"):
         deploy(model, coordinator)
 
 

@@ -1,0 +1,150 @@
+"""How hand-overs of whole batches are cut, and what is found when they must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.errors import BatchError, StageFailed
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.pipeline.activation import Activation, join_activations
+from lightning_hetero.pipeline.handover import Request
+from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.runtime.coordinator.whole_batches import BatchOptions, WholeBatches
+
+Layer = Callable[[Tensor], Tensor]
+BATCH = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
+
+
+def by_sample(hidden: Tensor) -> Tensor:
+    return hidden * 2 + hidden.mean(1, keepdim=True)
+
+
+def mixed(hidden: Tensor) -> Tensor:
+    return hidden - hidden.mean(0)
+
+
+class Stages:
+    """Runs a layer in this process, and notes the shapes that it gets."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, pieces: Sequence[Request], dim: int) -> Activation:
+        self.shapes += [tuple(piece.hidden.shape) for piece in pieces]
+        assert not any(piece.surroundings.grad_enabled for piece in pieces)
+        return join_activations([Activation(self._layer(p.hidden)) for p in pieces], dim)
+
+
+def whole_batches(
+    stages: Stages, module: nn.Module | None = None, pieces: int = 4, **options: Any
+) -> WholeBatches:
+    plan = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(["w"], (1, 2))], pieces)
+    layers = {1: module or nn.Linear(3, 3)}
+    return WholeBatches(layers, plan, BatchOptions(**{"check": "stop", **options}), stages)
+
+
+def request_of(hidden: Tensor = BATCH, grad: bool = True, training: bool = True) -> Request:
+    call = LayerCall(1, training, (), {})
+    return Request(hidden, Surroundings(grad, None, [call]))
+
+
+def cut(
+    batches: WholeBatches, request: Request | None = None, count: int | None = 4
+) -> tuple[list[Request], int]:
+    batches.num_samples = count
+    return batches.pieces(request or request_of())
+
+
+def test_samples_that_stand_alone_are_cut_and_compared_once_for_each_kind() -> None:
+    stages = Stages(by_sample)
+    batches = whole_batches(stages)
+    pieces, dim = cut(batches)
+    assert (len(pieces), dim) == (4, 0)
+    assert stages.shapes == [(2, 6, 3), (1, 6, 3), (1, 6, 3)]
+    cut(batches)
+    assert len(stages.shapes) == 3
+    cut(batches, request_of(grad=False, training=False))
+    assert len(stages.shapes) == 6
+
+
+def test_layers_that_mix_samples_stop_the_run() -> None:
+    with pytest.raises(BatchError, match=r"the difference is \d+ % .*`micro_batches=1`.*'warn'"):
+        cut(whole_batches(Stages(mixed)))
+
+
+def test_or_they_are_said() -> None:
+    batches = whole_batches(Stages(mixed), check="warn")
+    with pytest.warns(UserWarning, match="mix the samples"):
+        pieces, _ = cut(batches)
+    assert len(pieces) == 4
+    cut(batches)  # once is enough
+
+
+def test_or_nobody_looks() -> None:
+    stages = Stages(mixed)
+    assert len(cut(whole_batches(stages, check="off"))[0]) == 4
+    assert stages.shapes == []
+
+
+def test_the_other_dimension_is_named_where_it_repairs_it() -> None:
+    def by_second(hidden: Tensor) -> Tensor:
+        return hidden - hidden.mean(0, keepdim=True)
+
+    square = torch.randn(4, 4, 3)
+    with pytest.raises(BatchError, match="`batch_dim=1`, or"):
+        cut(whole_batches(Stages(by_second)), request_of(square))
+    pieces, dim = cut(whole_batches(Stages(by_second), dim=1), request_of(square))
+    assert (len(pieces), dim) == (4, 1)
+
+
+def test_a_remedy_that_the_layers_cannot_run_is_not_named() -> None:
+    def picky(hidden: Tensor) -> Tensor:
+        if hidden.shape[1] < 6:
+            raise StageFailed("too short")
+        return mixed(hidden)
+
+    with pytest.raises(BatchError) as raised:
+        cut(whole_batches(Stages(picky)))
+    assert "batch_dim" not in str(raised.value)
+
+
+def test_layers_that_draw_random_numbers_are_not_judged() -> None:
+    batches = whole_batches(Stages(lambda hidden: hidden + torch.randn_like(hidden)))
+    assert len(cut(batches)[0]) == 4
+
+
+def test_what_cannot_be_cut_stays_whole_and_is_said_once() -> None:
+    batches = whole_batches(Stages(by_sample))
+    with pytest.warns(UserWarning, match=r"in one piece.*The batch has 5 samples"):
+        pieces, _ = cut(batches, count=5)
+    assert len(pieces) == 1
+    assert len(cut(batches, count=5)[0]) == 1
+
+
+def test_a_batch_of_which_nothing_is_known_stays_whole() -> None:
+    batches = whole_batches(Stages(by_sample))
+    assert len(cut(batches, count=None)[0]) == 1
+    cut(batches)
+    assert len(cut(batches, count=None)[0]) == 4
+
+
+def test_layers_with_batch_norm_get_a_batch_whole_in_training_alone() -> None:
+    norm = nn.Sequential(nn.BatchNorm1d(6))
+    batches = whole_batches(Stages(by_sample), norm)
+    with pytest.warns(UserWarning, match=r"Layer 1 has BatchNorm \(0\)"):
+        assert len(cut(batches)[0]) == 1
+    norm.eval()
+    assert len(cut(batches)[0]) == 4
+
+
+def test_in_one_piece_nothing_is_compared() -> None:
+    stages = Stages(mixed)
+    assert len(cut(whole_batches(stages, pieces=1))[0]) == 1
+    assert stages.shapes == []

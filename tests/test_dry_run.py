@@ -1,0 +1,155 @@
+"""Runs that leave no trace."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_hetero.dry_run import no_trace
+from lightning_hetero.model.snapshot import restoring_generator
+
+from .models import TinyModule, trainer
+
+
+@dataclass
+class Memory:
+    """An object of the user's own."""
+
+    steps: int = 0
+    seen: list[Tensor] = field(default_factory=list)
+    total: Tensor = field(default_factory=lambda: torch.zeros(2))
+
+
+class Busy(TinyModule):
+    """Changes everything that it has."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=1)
+        self.register_buffer("total", torch.zeros(3))
+        self.memory = Memory()
+        self.nested = {"counts": Counter(a=1), "queue": deque([1], maxlen=3), "pair": (Memory(),)}
+        self.metric = MeanMetric()
+        self.average = nn.Linear(2, 2).requires_grad_(False)
+        self.generators: Any = [
+            torch.Generator().manual_seed(1),
+            np.random.default_rng(1),
+            np.random.RandomState(1),
+            random.Random(1),
+        ]
+        self.count = 0
+
+    def change(self) -> None:
+        self.count += 1
+        self.later = "new"
+        self.total += 1
+        self.memory.steps += 1
+        self.memory.seen.append(torch.rand(1))
+        self.memory.total.add_(1)
+        self.nested["counts"]["a"] += 1
+        self.nested["queue"].append(2)
+        self.nested["pair"][0].steps += 1
+        self.metric.update(torch.tensor(2.0))
+        self.log("loss", 1.0)
+        draws(self)
+
+    def average_weights(self) -> None:
+        for parameter in self.average.parameters():
+            parameter.mul_(0.5).add_(1)
+        torch._foreach_add_(list(self.average.parameters()), 1.0)
+        self.average.weight.data[0] = 7.0
+
+
+def draws(module: Busy) -> list[float]:
+    """The next random numbers of every kind."""
+    own, numpy, old, python = module.generators
+    drawn = [torch.rand((), generator=own), numpy.random(), old.rand(), python.random()]
+    return [float(x) for x in (*drawn, torch.rand(()), np.random.rand(), random.random())]
+
+
+def state_of(module: Busy) -> list[Any]:
+    memory, metric = module.memory, module.metric
+    return [
+        module.count,
+        hasattr(module, "later"),
+        module.total.tolist(),
+        [memory.steps, memory.seen, memory.total.tolist()],
+        dict(module.nested["counts"]),
+        list(module.nested["queue"]),
+        module.nested["pair"][0].steps,
+        [metric.mean_value.item(), metric._update_count],
+        [parameter.tolist() for parameter in module.average.parameters()],
+    ]
+
+
+@pytest.fixture
+def module() -> Busy:
+    found = Busy()
+    found.trainer = trainer()
+    return found
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_everything_is_as_before(module: Busy, is_timed: bool) -> None:
+    before = state_of(module)
+    memory, nested, total = module.memory, module.nested, module.total
+    with no_trace(module, [], is_timed=is_timed):
+        module.change()
+        first = draws(module)
+        assert state_of(module) != before
+    assert state_of(module) == before
+    assert module.memory is memory
+    assert module.nested is nested
+    assert module.total is total
+    assert "log" not in vars(module)
+    with no_trace(module, [], is_timed=is_timed):
+        module.change()
+        assert draws(module) == first
+
+
+def test_parameters_that_operations_change_get_their_content_back(module: Busy) -> None:
+    before = state_of(module)
+    with no_trace(module, [], is_timed=False), torch.no_grad():
+        module.average_weights()
+        assert state_of(module) != before
+    assert state_of(module) == before
+
+
+def test_it_is_undone_after_an_exception_too(module: Busy) -> None:
+    before = state_of(module)
+    with suppress(KeyError), no_trace(module, [], is_timed=False):
+        module.change()
+        raise KeyError
+    assert state_of(module) == before
+
+
+def test_what_a_user_has_set_on_the_module_is_there_again(module: Busy) -> None:
+    logged: list[Any] = []
+    module.log = lambda *args, **_kwargs: logged.append(args)  # type: ignore[method-assign]
+    with no_trace(module, []):
+        module.log("loss", 1.0)
+    module.log("loss", 2.0)
+    assert logged == [("loss", 2.0)]
+
+
+def test_gradients_are_kept_apart(module: Busy) -> None:
+    parameter = module.average.weight.requires_grad_()
+    parameter.grad = torch.ones(2, 2)
+    with no_trace(module, []):
+        assert parameter.grad is None
+        parameter.sum().backward()
+    assert torch.equal(parameter.grad, torch.ones(2, 2))
+
+
+def test_what_is_no_generator_needs_no_restoring() -> None:
+    assert restoring_generator(object()) is None
