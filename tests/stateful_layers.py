@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .models import VOCABULARY
-from .own_layers import WIDTH, OwnModule
+from .own_layers import WIDTH, OwnModule, Settings
 
 
 class Running(nn.Module):
@@ -28,6 +29,131 @@ class Running(nn.Module):
         self.seen += 1
         mixed = self.norm(self.line(hidden).transpose(1, 2)).transpose(1, 2)
         return hidden + self.dropout(mixed)
+
+
+class Keeping(nn.Module):
+    """A linear layer; what it keeps between forwards, others say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.line(hidden).tanh() * self.factor(hidden)
+
+    def factor(self, hidden: Tensor) -> Any:
+        """What the layer's update is multiplied by."""
+        raise NotImplementedError
+
+
+class Caching(Keeping):
+    """Computes something once, until the model resets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Tensor | None = None
+
+    def factor(self, hidden: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = hidden.detach().mean()
+        return self.cache
+
+
+class Counting(Keeping):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def factor(self, hidden: Tensor) -> float:
+        self.num_calls += 1
+        return 1.0 / self.num_calls
+
+
+class Listing(Keeping):
+    """Changes a list in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def factor(self, hidden: Tensor) -> float:
+        self.seen.append(float(hidden.detach().mean()))
+        return self.seen[0]
+
+
+class CachingInTable(Keeping):
+    """Keeps tensors in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: dict[int, Tensor] = {}
+
+    def factor(self, hidden: Tensor) -> Tensor:
+        return self.table.setdefault(0, hidden.detach().mean())
+
+
+@dataclass
+class Progress:
+    """State outside of the layer itself."""
+
+    num_calls: int = 0
+
+
+class CountingInside(Keeping):
+    """Counts in an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.progress = Progress()
+
+    def factor(self, hidden: Tensor) -> float:
+        self.progress.num_calls += 1
+        return 1.0 / self.progress.num_calls
+
+
+class Restoring(Keeping):
+    """Has something in an attribute only while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.present: Tensor | None = None
+
+    def factor(self, hidden: Tensor) -> Tensor:
+        self.present = hidden.sigmoid()
+        found, self.present = self.present, None
+        return found
+
+
+class Scaled(Keeping):
+    """Reads settings that a user may change during the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+        self.window: int | None = None
+        self.settings = Settings()
+        self.options = {"gain": [1.0, 2.0]}
+
+    def factor(self, hidden: Tensor) -> Tensor:
+        factor = self.settings.factor * self.options["gain"][1] / self.temperature
+        seen = torch.ones(hidden.shape[1]) * factor
+        return (seen if self.window is None else seen + seen[: self.window].sum())[:, None]
+
+
+class Averaging(Keeping):
+    """Keeps a running mean of its inputs in a buffer."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def factor(self, hidden: Tensor) -> Tensor:
+        self.mean.lerp_(hidden.detach().mean((0, 1)), 0.1)
+        return self.mean.clone()
 
 
 class LayeredModel(nn.Module):

@@ -27,11 +27,11 @@ MOST_MODULES = 2**16
 # What a message may carry.
 MOST_CHARACTERS = 2**20
 
-_BOOKKEEPING = frozenset(vars(nn.Module()))
+BOOKKEEPING = frozenset(vars(nn.Module()))
 # An attribute of one of these names would stand in for what torch does itself.
-_NAMES_OF_TORCH = frozenset(dir(nn.Module)) | _BOOKKEEPING
+NAMES_OF_TORCH = frozenset(dir(nn.Module)) | BOOKKEEPING
 # Set where transformers checkpoints gradients; a stage recomputes by itself then.
-_CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
+CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
 
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
@@ -144,8 +144,8 @@ class _Description:
         )
 
     def _attributes(self, module: nn.Module, name: str) -> dict[str, Value]:
-        own = vars(module).keys() - _BOOKKEEPING - _CHECKPOINTING
-        for key in own & _NAMES_OF_TORCH:
+        own = vars(module).keys() - BOOKKEEPING - CHECKPOINTING
+        for key in own & NAMES_OF_TORCH:
             raise ModelError(
                 f"{name}.{key} stands in for torch's own nn.Module.{key}, which a worker refuses; "
                 f"rename it, or override the method in the class {type(module).__name__}."
@@ -280,7 +280,7 @@ def _check_names(node: ModuleNode) -> None:
     names = [*node.attributes, *node.parameters, *node.buffers, *node.children]
     for name in names:
         is_dunder = name.startswith("__") and name.endswith("__")
-        if not name or "." in name or is_dunder or name in _NAMES_OF_TORCH:
+        if not name or "." in name or is_dunder or name in NAMES_OF_TORCH:
             raise ModelError(f"The recipe gives a {node.layer_class} the attribute {name!r}.")
     if len(set(names)) != len(names):
         raise ModelError(f"The recipe gives a {node.layer_class} one name twice.")

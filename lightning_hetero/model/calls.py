@@ -47,6 +47,8 @@ class LayerCall:
 
     ``tuple_length`` says what the model takes the layer to return: a tuple of that many entries
     with the hidden states first, or, at 0, just them. ``cache`` is missing among the arguments.
+    ``other_mode`` names the modules inside the layer whose mode is not ``training``, such as a
+    frozen BatchNorm.
     """
 
     layer_index: int
@@ -55,6 +57,14 @@ class LayerCall:
     kwargs: dict[str, Any]
     tuple_length: int = 0
     cache: CacheUse | None = None
+    other_mode: tuple[str, ...] = ()
+
+    def set_modes(self, layer: nn.Module) -> None:
+        """Put a layer and all modules inside into the modes that they have where it was called."""
+        for module in layer.modules():
+            module.training = self.training
+        for name in self.other_mode:
+            layer.get_submodule(name).training = not self.training
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor among the arguments, with the position or the name of its argument."""

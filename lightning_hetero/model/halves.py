@@ -21,9 +21,13 @@ import transformers
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from .attribute_state import own_attributes
 from .calls import take_hidden, without_cache
 from .collecting import has_hooks
 from .layers import DecoderLayer, identity_of
+
+# What a layer and each of its halves have for themselves while they are cut or away.
+_OF_EACH = frozenset({"_apply", "forward"})
 
 AbsentChildren = Mapping[str, bool]
 """The children of the other half, and whether each returns a tuple, as attention mostly does."""
@@ -124,6 +128,8 @@ class _InHalves:
         hidden, args, kwargs = take_hidden(0, args, kwargs)
         first, second = self.halves
         first.training = second.training = self._layer.training
+        for half in self.halves:
+            _follow(half, self._layer)
         result = first(hidden, *args, **kwargs)
         # What is in a cache is the attention's.
         args, kwargs = without_cache(args, kwargs)
@@ -133,6 +139,16 @@ class _InHalves:
         # Attentions are the first half's, router logits the second one's.
         pairs = zip(result[1:], others, strict=True)
         return (hidden, *(other if mine is None else mine for mine, other in pairs))
+
+
+def _follow(half: nn.Module, layer: nn.Module) -> None:
+    """Give a half the plain attributes that its layer has by now."""
+    wanted, own = own_attributes(layer), own_attributes(half)
+    for name in (wanted.keys() | own.keys()) - _OF_EACH:
+        if name not in wanted:
+            del vars(half)[name]
+        elif name not in own or own[name] is not wanted[name]:
+            vars(half)[name] = wanted[name]
 
 
 def halves_of(layer: nn.Module) -> Sequence[nn.Module] | None:

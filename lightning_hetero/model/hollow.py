@@ -81,6 +81,7 @@ class HollowLayers:
         self._records = threading.local()
         self._silenced: list[SilencedHooks] = []
         self._switches: dict[int, AdapterSwitches] = {}
+        self._inside: dict[int, list[tuple[str, nn.Module]]] = {}
         self._tuple_lengths: dict[Hashable, int] = {}
 
     def hollow(self) -> None:
@@ -95,6 +96,7 @@ class HollowLayers:
         empty_tensors(self._modules)
         self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
         self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}
+        self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
         for number, layer in self._modules.items():
             layer.forward = _HollowForward(self, number)
             # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
@@ -179,7 +181,8 @@ class HollowLayers:
         sent: Tensor = self._records.sent
         args, kwargs, cache = self.caches.leave_out(layer, sent, args, kwargs)
         length = self._tuple_length(number, hidden, args, kwargs)
-        call = LayerCall(number, layer.training, args, kwargs, length, cache)
+        modes = [name for name, m in self._inside[number] if m.training != layer.training]
+        call = LayerCall(number, layer.training, args, kwargs, length, cache, tuple(modes))
         self._records.calls.append(call)
         if number == max(self._modules):
             hidden = self._leave()

@@ -218,7 +218,8 @@ def _is_there(states: HiddenStatesAway, others: list[Any], kwargs: Mapping[str, 
     device, dtype, _, memory_format = torch._C._nn._parse_to(*others, **named)
     # "cuda" is the current one of several.
     moves = device is not None and torch.empty(0, device=device).device != states.device
-    return not moves and memory_format is None and dtype in (None, states.told("dtype").dtype)
+    is_same_dtype = dtype in (None, states.told("dtype").dtype)
+    return is_same_dtype and not moves and memory_format is None
 
 
 def is_away(value: Any) -> bool:

@@ -47,7 +47,7 @@ class StageRunner:
         self._forget()
         self._is_aborted = False
         self.step = step
-        self.stage.dropout_step = step if dropout_step is None else dropout_step
+        self.stage.begin_step(step if dropout_step is None else dropout_step)
         self.max_in_flight = max_in_flight
         if not accumulate:
             self.stage.layers.zero_grad(set_to_none=True)

@@ -17,6 +17,7 @@ from .activation import Activation, Collected, Gradients, leaf_of
 from .caches import StageCaches
 from .compiling import CompiledLayers
 from .copies import Land, already_here
+from .layer_state import LayerState
 from .rule import Key
 from .seeds import seed_action
 from .trial import on_trial
@@ -71,6 +72,7 @@ class Stage:
         compiled: Compiles the layers; None for not at all.
         dropout_step: What dropout masks are drawn for: the number of the present step without the
             trials before it.
+        state: Watches what the layers keep between forwards; None for nobody.
     """
 
     layers: nn.ModuleDict
@@ -81,8 +83,15 @@ class Stage:
     dtype: torch.dtype | None = None
     compiled: CompiledLayers | None = None
     dropout_step: int = 0
+    state: LayerState | None = None
     caches: StageCaches = field(default_factory=StageCaches)
     _saved: dict[Key, _Saved] = field(default_factory=dict)
+
+    def begin_step(self, dropout_step: int) -> None:
+        """Forwards from now on are of another batch."""
+        self.dropout_step = dropout_step
+        if self.state is not None:
+            self.state.begin_step()
 
     def forward(self, key: Key, incoming: Activation, surroundings: Surroundings) -> Activation:
         """The hidden states behind the last layer, and what is collected up to it.
@@ -95,7 +104,8 @@ class Stage:
         if surroundings.grad_enabled:
             leaf = leaf.detach().requires_grad_(incoming.hidden.requires_grad)
         keep_graph = surroundings.grad_enabled and not self.recompute
-        output = self._run_layers(key, leaf, surroundings, keep_graph)
+        with self._watching(key, surroundings):
+            output = self._run_layers(key, leaf, surroundings, keep_graph)
         if surroundings.grad_enabled and self.recompute:
             wanted = leaf.requires_grad or any(p.requires_grad for p in self.layers.parameters())
             outgoing = output.map(
@@ -155,11 +165,19 @@ class Stage:
         try:
             for parameter in saved.trained:
                 parameter.requires_grad_()
-            return self._run_layers(key, saved.leaf, saved.surroundings, keep_graph=True)
+            with self._watching(key, saved.surroundings, is_again=True):
+                return self._run_layers(key, saved.leaf, saved.surroundings, keep_graph=True)
         finally:
             self.layers.requires_grad_(False)
             for parameter in trained_now:
                 parameter.requires_grad_()
+
+    def _watching(
+        self, key: Key, surroundings: Surroundings, is_again: bool = False
+    ) -> AbstractContextManager[None]:
+        if self.state is None:
+            return nullcontext()
+        return self.state.watching(None if surroundings.is_trial else key.microbatch, is_again)
 
     def _run_layers(
         self, key: Key, hidden: Tensor, surroundings: Surroundings, keep_graph: bool
@@ -178,7 +196,8 @@ class Stage:
             for call in surroundings.calls:
                 if inside is not None:
                     hidden, call = hidden.to(inside), call.in_dtype(given, inside)
-                layer = self.layers[str(call.layer_index)].train(call.training)
+                layer = self.layers[str(call.layer_index)]
+                call.set_modes(layer)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 with on_trial(layer) if surroundings.is_trial else nullcontext():

@@ -38,6 +38,7 @@ def say_arguments(
             packer.pack(call.kwargs, f"An argument of layer {call.layer_index}: kwargs"),
             call.tuple_length,
             None if call.cache is None else _say_cache(call.cache, packer),
+            list(call.other_mode),
         )
         for call in surroundings.calls
         if call.layer_index in layers
@@ -81,6 +82,7 @@ def read_arguments(
             unpack(call.kwargs, tensors, constants),
             call.tuple_length,
             None if call.cache is None else _read_cache(call.cache, tensors, constants),
+            tuple(call.other_mode),
         )
         for call in message.calls
     ]

@@ -126,6 +126,19 @@ def test_layers_move_under_tied_embeddings_and_recomputation(workers: list[str])
     assert_same(train(workers, plans, make), train(workers, make=make))
 
 
+def test_what_was_set_on_layers_holds_where_they_move(workers: list[str]) -> None:
+    class Scaling(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step == 1:
+                for layer in module.model.model.layers:
+                    layer.self_attn.scaling *= 0.2
+
+    plans = {2: plan_of(workers, MOVES["to the left"]), 4: plan_of(workers, START)}
+    moved = train(workers, plans, callbacks=(Scaling(),))
+    assert_same(moved, train(workers, callbacks=(Scaling(),)))
+    assert moved.losses != train(workers).losses
+
+
 class Adapted(TinyModule):
     """Trains adapters only."""
 

@@ -9,9 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError, StageFailed
@@ -235,3 +237,50 @@ def test_a_script_without_a_main_guard_is_told_to_have_one(tmp_path: Path) -> No
     assert result.returncode != 0
     assert "starts to train when it is imported" in result.stderr
     assert 'put what starts the training under `if __name__ == "__main__":`' in result.stderr
+
+
+class Frozen(nn.Module):
+    """A block whose dropout and BatchNorm may be frozen by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = hidden + self.dropout(self.norm(self.linear(hidden)))
+        return out
+
+
+class PartlyFrozen(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList([Frozen(), Frozen()])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for block in self.blocks:
+            block.norm.eval()
+            block.dropout.eval()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_modules_inside_of_layers_keep_their_own_modes(allowing: list[str]) -> None:
+    data = DataLoader(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), batch_size=4)  # type: ignore[arg-type]
+    plain, ours = PartlyFrozen(), PartlyFrozen()
+    trainer(max_epochs=2).fit(plain, data)
+    plan = Plan([StagePlan(allowing[:1], (0, 2))], micro_batches=2)
+    strategy = HeteroPipelineStrategy(workers=allowing[:1], plan=plan, layers="blocks")
+    with pytest.warns(UserWarning, match="has BatchNorm"):
+        trainer(strategy, max_epochs=2).fit(ours, data)
+    assert plain.blocks[0].norm.num_batches_tracked == 0
+    for name, tensor in plain.state_dict().items():
+        assert torch.allclose(tensor, ours.state_dict()[name], rtol=1e-5, atol=1e-7), name

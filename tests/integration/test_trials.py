@@ -14,6 +14,9 @@ from ..conftest import worker_process
 from ..models import loader, trainer
 from ..stateful_layers import LayeredModule, Running
 
+# Batches go through the stage in two micro-batches, and each updates its buffers.
+pytestmark = pytest.mark.filterwarnings("ignore:What the layers on workers keep")
+
 
 @pytest.fixture(scope="module")
 def allowing() -> Iterator[list[str]]:

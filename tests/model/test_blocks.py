@@ -88,7 +88,7 @@ def test_a_rebuilt_layer_is_the_original(make: Callable[[], nn.Module]) -> None:
 def test_plain_attributes_arrive() -> None:
     original = block()
     (found,) = rebuilt(original)
-    own = vars(original).keys() - blocks._BOOKKEEPING
+    own = vars(original).keys() - blocks.BOOKKEEPING
     assert own > {"settings", "order", "activation", "final", "dims", "lowest", "dtype_of_mask"}
     assert {key: vars(found)[key] for key in own} == {key: vars(original)[key] for key in own}
 

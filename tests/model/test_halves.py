@@ -92,6 +92,19 @@ def test_joined_layers_are_as_before() -> None:
     assert [vars(layer).keys() for layer in model.model.layers] == before
 
 
+def test_halves_follow_the_plain_attributes_of_their_layer() -> None:
+    model = tiny_llama(2)
+    layer = model.model.layers[0]
+    layer.note, layer.gone = [1], 2
+    first, second, *_ = (half.module for half in cut_layers(find_decoder_layers(model)))
+    layer.note, layer.added = [2], 3
+    del layer.gone
+    model(torch.ones(1, 3, dtype=torch.long))
+    for half in (first, second):
+        assert (half.note, half.added, hasattr(half, "gone")) == ([2], 3, False)
+        assert "forward" not in vars(half)
+
+
 def test_what_has_not_come_back_stays_cut() -> None:
     model = tiny_llama(2)
     halves = halves_of(model)

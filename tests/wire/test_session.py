@@ -53,6 +53,8 @@ MESSAGES: list[m.Message] = [
     m.BuildOptimizer(0, "SGD", None, []),
     m.LoadOptimizerState(0, "0.weight", DictNode({})),
     m.BeginStep(2, in_flight=4, accumulate=False),
+    m.SetAttributes(3, "mlp", "{}"),
+    m.BuffersUpdated(["3.norm.running_mean"], is_again=False),
     m.Arguments(1, 0, 0, grad_enabled=True, autocast_dtype=None, collect=[], calls=[]),
     m.Activation(1, 0, 0, requires_grad=[True], collected=[]),
     m.Gradient(1, 0, 0, [True]),
@@ -171,14 +173,16 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     ),
     (workers_pair, State.LOADING): (
         "LoadTensor OfferTensor Launch",
-        "Built Loaded OfferAnswered Done Timings StageRecord NeighborLost Paused Resumed",
+        "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord NeighborLost Paused "
+        "Resumed",
     ),
     (workers_pair, State.SERVING): (
-        "BuildOptimizer LoadOptimizerState LoadTensor BeginStep Arguments Activation Gradient "
-        "DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients ApplyOptimizer "
-        "AverageWeights Record FetchRecord FetchTensors FetchGradients FetchOptimizerState Deploy",
-        "Done Loaded Timings StageRecord Activation Gradient Norms TensorContent OptimizerState "
-        "NeighborLost Paused Resumed",
+        "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
+        "Gradient DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients "
+        "ApplyOptimizer AverageWeights Record FetchRecord FetchTensors FetchGradients "
+        "FetchOptimizerState Deploy",
+        "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
+        "OptimizerState NeighborLost Paused Resumed",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),

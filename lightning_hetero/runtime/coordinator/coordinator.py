@@ -71,6 +71,7 @@ class Coordinator(TensorConversations):
         self.num_tokens = 0
         self.dropout_step = 0
         self._timings: list[tuple[int, m.Timings]] = []
+        self._buffer_updates: list[m.BuffersUpdated] = []
         self._is_applying = False
         self._stepping = contextlib.ExitStack()
         self._has_failed_applying = False
@@ -170,6 +171,21 @@ class Coordinator(TensorConversations):
     def take_timings(self) -> list[tuple[int, m.Timings]]:
         """What stages, by their numbers, have said of their steps; each is told once."""
         taken, self._timings = self._timings, []
+        return taken
+
+    # what layers keep
+
+    def set_attributes(self, layer_index: int, path: str, values: str, gone: Sequence[str]) -> None:
+        """Let a module of a layer have these attributes in the forwards to come."""
+        self._check_usable()
+        message = m.SetAttributes(layer_index, path, values, list(gone))
+        for worker, stage in zip(self._workers, self._held.stages, strict=True):
+            if layer_index in stage.layers:
+                worker.channel.send(message)
+
+    def take_buffer_updates(self) -> list[m.BuffersUpdated]:
+        """What stages have said of buffers that are updated too often; each is told once."""
+        taken, self._buffer_updates = self._buffer_updates, []
         return taken
 
     # gradients
@@ -289,5 +305,8 @@ class Coordinator(TensorConversations):
     def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
         if isinstance(message, m.Timings):
             self._timings.append((worker.number, message))
+            return True
+        if isinstance(message, m.BuffersUpdated):
+            self._buffer_updates.append(message)
             return True
         return super()._is_aside(worker, message)

@@ -8,9 +8,11 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from ...errors import HeteroError, ModelError, StageFailed, WeightsLost
+from ...model.attribute_state import Change
 from ...model.calls import LayerCall
 from ...model.checkpoint_weights import CheckpointWeights, weights_in_checkpoint
 from ...model.collecting import CollectingHooks
@@ -28,12 +30,25 @@ from ...plan import Plan, StagePlan
 from ...wire.tensors import DTYPES
 from .coordinator import Coordinator
 from .own_layers import adjust_own, check_can_be_compiled, restore_own
+from .plain_attributes import PlainAttributes, changed_since_recipe
 from .progress import Progress
 from .remote_stage import remote_stages
 from .trained_parameters import TrainedParameters
 from .whole_batches import NOTHING_SAID, BatchOptions, WholeBatches
 
 _FIRST_TRIAL = 2**30
+
+_MOST_NAMES = 12
+# How often buffers are updated, and what to do about it.
+_IN_PIECES = (
+    "once for each micro-batch and not once for the batch",
+    "use `micro_batches=1`, or keep their layers with the coordinator, for training with "
+    "`micro_batching='boundary'`",
+)
+_AGAIN = (
+    "once more where a forward runs again in the backward",
+    "take `recompute` out of the plan, or keep their layers with the coordinator",
+)
 
 
 class Deployment:
@@ -97,7 +112,7 @@ class Deployment:
         self._hollow = HollowLayers(away, self._exchange, self)
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.equipment)
-        self._send(stages, seed)
+        changed = self._send(stages, away, seed)
         self._collecting = CollectingHooks(
             root,
             [layer.name for layer in away.values()],
@@ -109,17 +124,27 @@ class Deployment:
             undo.callback(self._hollow.caches.remove)
             self._hollow.hollow()
             undo.pop_all()
+        self._attributes = PlainAttributes(away, coordinator, changed)
+        self._names = {number: layer.name for number, layer in away.items()}
         self._adjusted = adjust_own(layers, plan)
 
-    def _send(self, stages: Sequence[dict[int, DecoderLayer]], seed: int) -> None:
+    def _send(
+        self,
+        stages: Sequence[dict[int, DecoderLayer]],
+        away: Mapping[int, DecoderLayer],
+        seed: int,
+    ) -> list[Change]:
+        """Give the stages to their workers; what is to be set there before the first forward."""
         remote = remote_stages(
             self._root, stages, self.plan, self._weights, seed, self._converts_weights
         )
+        changed = changed_since_recipe(remote, away)
         sizes = {name: tensor.nbytes for name, tensor in named_tensors(self._away)}
         what = "Sending layers to the workers"
         with closing(self.coordinator.progress(what, sum(sizes.values()))) as progress:
             for name in self.coordinator.deploy(remote):
                 progress.advance(sizes[name])
+        return changed
 
     @contextmanager
     def whole_batch_step(
@@ -340,6 +365,7 @@ class Deployment:
         with closing(self.coordinator.progress(what, sum(coming.values()))) as progress:
             # Without a worker nothing is lost of what is in the checkpoint.
             tensors = self.coordinator.fetch(list(coming), progress) if coming else {}
+        self._warn_of_buffers()
         self.refill(tensors)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -390,11 +416,24 @@ class Deployment:
         if forgotten:
             self.coordinator.drop_caches(forgotten)
         returned = self._hand_over(Request(hidden, surroundings_here(hidden, calls, collect)))
+        self._warn_of_buffers()
         return returned.hidden, returned.collected
+
+    def _warn_of_buffers(self) -> None:
+        """Say which buffers of layers on workers are updated more often than on one device."""
+        for updates in self.coordinator.take_buffer_updates():
+            places = (name.partition(".") for name in updates.names)
+            names = [f"{self._names[int(number)]}.{rest}" for number, _, rest in places]
+            how_often, remedy = _AGAIN if updates.is_again else _IN_PIECES
+            rank_zero_warn(
+                f"What the layers on workers keep in {_listed(names)} is updated {how_often}, so "
+                f"it is not what it would be on one device; {remedy}."
+            )
 
     def _hand_over(self, request: Request) -> Activation:
         turn = current_turn()
         if turn is not None:
+            self._attributes.follow()
             returned: Activation = turn.hand_over(request)
             return returned
         if self._is_cutting:
@@ -409,6 +448,7 @@ class Deployment:
                 in_flight, is_trial = self.plan.micro_batches, self._trial_is_cut is not None
                 step = self.whole_batch_step(in_flight, accumulate=True, is_trial=is_trial)
                 stack.enter_context(step)
+            self._attributes.follow()
             return self._exchange_whole(request)
 
     def _exchange_whole(self, request: Request) -> Activation:
@@ -506,6 +546,11 @@ def _check_weights_can_be_sent(
                 f"The decoder layers have no weights: {name} is on `meta`. If a worker was lost in "
                 "the run before, build the module anew and continue with `ckpt_path`."
             )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
 
 
 def layers_of_stage(

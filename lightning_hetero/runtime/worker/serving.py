@@ -21,6 +21,7 @@ from ...model.four_bit import multiply_in
 from ...model.imports import Allowed
 from ...pipeline.compiling import CompiledLayers
 from ...pipeline.copies import copies_for
+from ...pipeline.layer_state import LayerState
 from ...pipeline.rule import Action, Key
 from ...pipeline.runner import Result, StageRunner
 from ...pipeline.stage import Stage
@@ -126,6 +127,7 @@ class StageSession:
             m.OfferTensor: self._on_offer_tensor,
             m.Launch: self._on_launch,
             m.BeginStep: self._on_begin_step,
+            m.SetAttributes: self._on_set_attributes,
             m.Arguments: self._on_arguments,
             m.Activation: self._on_activation,
             m.Gradient: self._on_gradient,
@@ -270,6 +272,7 @@ class StageSession:
             seed=message.seed,
             dtype=dtype,
             compiled=CompiledLayers() if message.compile else None,
+            state=LayerState(self._layers.numbered),
         )
         self._runner = StageRunner(stage)
         self._served = _shown(stage.stage_index, self._layers.numbered)
@@ -310,6 +313,11 @@ class StageSession:
         about = message.step, message.in_flight, message.accumulate, message.dropout_step
         self._runner.begin(*about)
 
+    def _on_set_attributes(self, message: m.SetAttributes, _tensors: tuple[Tensor, ...]) -> None:
+        self._layers.set_attributes(message)
+        if self._runner.stage.state is not None:
+            self._runner.stage.state.note_attributes()
+
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
         key = Key(message.microbatch, message.visit)
         read = partial(read_arguments, message, constants=self._constants)
@@ -341,7 +349,13 @@ class StageSession:
             result = self._runner.run(action)
         else:
             result = self._timed.run(self._runner, action)
+        self._tell_of_buffers()
         self._route(result)
+
+    def _tell_of_buffers(self) -> None:
+        state = self._runner.stage.state
+        for updates in () if state is None else state.take_updates():
+            self._coordinator.send(m.BuffersUpdated(list(updates.names), updates.is_again))
 
     def _route(self, result: Result) -> None:
         key, content = result.action.key, result.content

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError
+from ...model.attribute_changes import set_attributes
 from ...model.four_bit import is_four_bit, quantize
 from ...model.imports import Allowed
 from ...model.tensors import locate, narrowed, set_tensor
@@ -76,6 +77,20 @@ class StageLayers:
         if content is not None:
             self._put(message.name, content)
         return content is not None
+
+    def set_attributes(self, message: m.SetAttributes) -> None:
+        """Give a module the attributes that the coordinator's has by now.
+
+        Raises:
+            ModelError: If it is not there, or must not have them.
+        """
+        layer = self.numbered.get(message.layer_index)
+        found = {} if layer is None else dict(layer.named_modules(remove_duplicate=False))
+        if message.path not in found:
+            raise ModelError(
+                f"There is no module {message.path!r} in a layer {message.layer_index} here."
+            )
+        set_attributes(found[message.path], message.values, message.gone, self._allowed)
 
     def check_complete(self) -> None:
         """Refuse to go on without all content; what is still held then is of no use.

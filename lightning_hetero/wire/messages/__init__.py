@@ -54,11 +54,13 @@ from .steps import (
     Activation,
     Arguments,
     BeginStep,
+    BuffersUpdated,
     CacheArgument,
     DropCaches,
     Gradient,
     LayerArguments,
     Narrowed,
+    SetAttributes,
 )
 from .weights import (
     ApplyOptimizer,
@@ -100,6 +102,8 @@ Message = (
     | BuildOptimizer
     | LoadOptimizerState
     | BeginStep
+    | SetAttributes
+    | BuffersUpdated
     | Arguments
     | Activation
     | Gradient
@@ -146,6 +150,7 @@ __all__ = [
     "AskClock",
     "AverageWeights",
     "BeginStep",
+    "BuffersUpdated",
     "BuildOptimizer",
     "Built",
     "CacheArgument",
@@ -198,6 +203,7 @@ __all__ = [
     "Record",
     "Resumed",
     "Sample",
+    "SetAttributes",
     "SetTrained",
     "StageRecord",
     "StageStatus",

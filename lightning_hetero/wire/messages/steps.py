@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..values import Value
-from .base import BaseMessage, Count, LayerNumber, Name, Slot
+from .base import BaseMessage, Count, LayerNumber, Name, Slot, Text
 
 
 class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,6 +28,24 @@ class BeginStep(BaseMessage, frozen=True, tag=True):
     dropout_step: Count = 0
 
 
+class SetAttributes(BaseMessage, frozen=True, tag=True):
+    """Plain attributes of a module of a layer that have changed on the coordinator, as text, and
+    the names of those that are gone there."""
+
+    layer_index: LayerNumber
+    path: Name
+    values: Text
+    gone: list[Name] = []
+
+
+class BuffersUpdated(BaseMessage, frozen=True, tag=True):
+    """These buffers of a stage were updated by each micro-batch of a step or, with ``is_again``, by
+    a forward that ran again."""
+
+    names: list[Name]
+    is_again: bool
+
+
 class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The key-value cache that a layer is called with: its number, the argument's position or name,
     the positions and the window that the coordinator counts for the layer, and the tensor of the
@@ -42,7 +60,8 @@ class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the model called one layer, its hidden states and its key-value cache left out, and the
-    length of the tuple that it takes the layer to return; 0 stands for a tensor."""
+    length of the tuple that it takes the layer to return; 0 stands for a tensor. ``other_mode``
+    names the modules inside the layer whose mode is not ``training``."""
 
     layer_index: LayerNumber
     training: bool
@@ -50,6 +69,7 @@ class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kwargs: Value
     tuple_length: Count
     cache: CacheArgument | None = None
+    other_mode: list[Name] = []
 
 
 class Arguments(BaseMessage, frozen=True, tag=True):

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.pipeline.activation import Activation, Gradients
+from lightning_hetero.pipeline.layer_state import LayerState, Updates
+from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.pipeline.stage import Stage, Surroundings
+
+from ..own_layers import WIDTH
+from ..stateful_layers import Averaging, Caching, Listing, Restoring, Running
+
+SHAPE = (2, 3, WIDTH)
+TRAINING = Surroundings(True, None, [LayerCall(4, True, (), {})])
+EVALUATION = Surroundings(False, None, [LayerCall(4, False, (), {})])
+TRIAL = Surroundings(False, None, [LayerCall(4, True, (), {})], is_trial=True)
+RUNNING = ("norm.num_batches_tracked", "norm.running_mean", "norm.running_var", "seen")
+
+
+def stage_of(layer: nn.Module, **options: Any) -> Stage:
+    torch.manual_seed(0)
+    state = LayerState({4: layer})
+    return Stage(nn.ModuleDict({"4": layer}), torch.device("cpu"), 1, state=state, **options)
+
+
+def forward(stage: Stage, microbatch: int = 0, around: Surroundings = TRAINING) -> Tensor:
+    hidden = torch.linspace(-1, 1, 2 * 3 * WIDTH).reshape(SHAPE).requires_grad_()
+    return stage.forward(Key(microbatch), Activation(hidden), around).hidden
+
+
+def backward(stage: Stage, microbatch: int = 0) -> None:
+    stage.backward(Key(microbatch), Gradients((torch.ones(SHAPE),)))
+
+
+def updates(stage: Stage) -> list[Updates]:
+    assert stage.state is not None
+    return stage.state.take_updates()
+
+
+def named(names: Sequence[str], is_again: bool = False) -> Updates:
+    return Updates(tuple(f"4.{name}" for name in names), is_again)
+
+
+@pytest.mark.parametrize("around", [TRAINING, EVALUATION, TRIAL], ids=["F", "E", "T"])
+@pytest.mark.parametrize(("kind", "name"), [(Caching, "cache"), (Listing, "seen")])
+def test_a_forward_that_changes_an_attribute_is_refused(
+    kind: type[nn.Module], name: str, around: Surroundings
+) -> None:
+    sentence = rf"layer 4 \({kind.__name__}\) changed its attribute '{name}' on a worker"
+    with pytest.raises(ModelError, match=sentence):
+        forward(stage_of(kind()), around=around)
+
+
+class Around(nn.Module):
+    """Has what changes an attribute inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Caching())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.inner(hidden)
+        return found
+
+
+def test_the_place_of_an_attribute_inside_of_a_layer_is_named() -> None:
+    with pytest.raises(ModelError, match=r"layer 4 \(Around\) changed its attribute 'inner\.0\.ca"):
+        forward(stage_of(Around()))
+
+
+def test_a_forward_that_runs_again_may_not_change_an_attribute_either() -> None:
+    layer = Restoring()
+    stage = stage_of(layer, recompute=True)
+    forward(stage)
+    layer.factor = Caching.factor.__get__(layer)  # type: ignore[method-assign]
+    layer.cache = None
+    assert stage.state is not None
+    stage.state.note_attributes()
+    with pytest.raises(ModelError, match="changed its attribute 'cache'"):
+        backward(stage)
+
+
+def test_what_the_coordinator_has_set_is_no_change() -> None:
+    layer = Restoring()
+    stage = stage_of(layer)
+    layer.present = torch.ones(2)
+    assert stage.state is not None
+    stage.state.note_attributes()
+    layer.present = None
+    with pytest.raises(ModelError, match="changed its attribute 'present'"):
+        forward(stage)
+    stage.state.note_attributes()
+    forward(stage)
+
+
+def test_buffers_are_named_with_the_second_micro_batch_and_once() -> None:
+    stage = stage_of(Averaging())
+    stage.begin_step(1)
+    forward(stage, 0)
+    assert updates(stage) == []
+    forward(stage, 1)
+    assert updates(stage) == [named(["mean"])]
+    forward(stage, 2)
+    stage.begin_step(2)
+    forward(stage, 0)
+    forward(stage, 1)
+    assert updates(stage) == []
+
+
+def test_with_one_micro_batch_per_step_nothing_is_said() -> None:
+    stage = stage_of(Averaging())
+    for step in range(3):
+        stage.begin_step(step)
+        forward(stage)
+        backward(stage)
+    assert updates(stage) == []
+
+
+def test_in_evaluation_a_buffer_that_changes_is_named_too() -> None:
+    stage = stage_of(Averaging())
+    for microbatch in range(2):
+        forward(stage, microbatch, EVALUATION)
+    assert updates(stage) == [named(["mean"])]
+
+
+def test_statistics_of_norms_are_named_in_training_only() -> None:
+    stage = stage_of(Running())
+    stage.state = LayerState({4: stage.layers["4"]})
+    for microbatch in range(2):
+        forward(stage, microbatch, EVALUATION)
+    assert updates(stage) == [named(["seen"])]
+    stage.begin_step(2)
+    for microbatch in range(2):
+        forward(stage, microbatch)
+    assert updates(stage) == [named(RUNNING)]
+
+
+def test_a_forward_that_runs_again_updates_buffers_once_more() -> None:
+    stage = stage_of(Running(), recompute=True)
+    forward(stage)
+    backward(stage)
+    assert updates(stage) == [named(RUNNING, is_again=True)]
+
+
+def test_trials_are_not_counted() -> None:
+    stage = stage_of(Running())
+    stage.begin_step(1)
+    for microbatch in range(2):
+        forward(stage, microbatch, TRIAL)
+    forward(stage)
+    assert updates(stage) == []
+
+
+class Replacing(Averaging):
+    """Puts another tensor in the place of its buffer."""
+
+    def factor(self, hidden: Tensor) -> Tensor:
+        self.mean = self.mean * 0.5
+        return self.mean
+
+
+def test_a_buffer_that_is_replaced_is_updated() -> None:
+    stage = stage_of(Replacing())
+    for microbatch in range(2):
+        forward(stage, microbatch)
+    assert updates(stage) == [named(["mean"])]
+
+
+def test_buffers_that_are_loaded_between_steps_are_not_updated() -> None:
+    layer = Averaging()
+    stage = stage_of(layer)
+    around = replace(TRAINING, calls=[])
+    stage.begin_step(1)
+    for microbatch in range(2):
+        layer.mean = torch.full((WIDTH,), float(microbatch))
+        forward(stage, microbatch, around)
+    assert updates(stage) == []
