@@ -167,7 +167,7 @@ PATTERNS = [
     Pattern(
         "as many samples as positions",
         "Layers that take the sequence first, and square batches.",
-        MaskedSequenceFirst,
+        SequenceFirst,
         square,
         settings=BOUNDARY,
         said=ONE_PIECE,

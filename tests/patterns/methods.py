@@ -279,6 +279,8 @@ LLAMA: dict[str, Any] = {"layers": "model.model.layers"}
 # They find the layers by themselves.
 FOUND: dict[str, Any] = {"layers": None}
 
+BY_SAMPLES = r"`loss_weighting='samples'` repairs it"
+
 PATTERNS = [
     Pattern(
         "truncated backpropagation, by hand",
@@ -290,13 +292,25 @@ PATTERNS = [
         "One step for all parts, with a state carried over.",
         TruncatedTogether,
     ),
-    Pattern("DPO", "A policy and a frozen reference.", Policy, tokens, settings=FOUND),
+    Pattern(
+        "DPO",
+        "A policy and a frozen reference; the batch has labels that the loss does not count.",
+        Policy,
+        tokens,
+        settings=FOUND,
+        said=BY_SAMPLES,
+        differs=True,
+        remedy={"loss_weighting": "samples"},
+    ),
     Pattern(
         "DPO, reference first",
         "The frozen one is declared first.",
         ReferenceFirst,
         tokens,
         settings=FOUND,
+        said=BY_SAMPLES,
+        differs=True,
+        remedy={"loss_weighting": "samples"},
     ),
     Pattern(
         "GRPO",
@@ -354,6 +368,8 @@ PATTERNS = [
         "average inside of `training_step`",
         "MoCo and BYOL: the step moves a target network.",
         Momentum,
+        said=r"`training_step` changes averages\.(weight|bias)",
+        differs=True,
         remedy=BOUNDARY,
     ),
 ]
