@@ -68,7 +68,9 @@ class EarlyExit(Learner):
         for layer in self.layers:
             following = layer(hidden)
             change = (following - hidden).norm(dim=(1, 2), keepdim=True)
-            hidden = torch.where(change > 0.1 * hidden.norm(dim=(1, 2), keepdim=True), following, hidden)
+            hidden = torch.where(
+                change > 0.1 * hidden.norm(dim=(1, 2), keepdim=True), following, hidden
+            )
         return self.leave(hidden)
 
 

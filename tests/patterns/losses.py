@@ -29,7 +29,7 @@ IGNORED = -100
 
 def padded(targets: Tensor, number: int) -> Tensor:
     """Targets of which the last ones do not count, in each sample another number."""
-    return targets.masked_fill(torch.arange(LENGTH) > number * 3 % LENGTH, IGNORED)
+    return targets.masked_fill(torch.arange(LENGTH) > number % LENGTH, IGNORED)
 
 
 class Sum(Learner):
@@ -313,7 +313,8 @@ PATTERNS = [
         Mixture,
         tokens,
         settings={"layers": "model.model.layers"},
-        refused=r"`micro_batching='boundary'`",
+        said=r"`micro_batching='boundary'` repairs it",
+        differs=True,
         remedy=BOUNDARY,
         num_layers=2,
     ),

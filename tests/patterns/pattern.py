@@ -70,7 +70,7 @@ class Pattern:
 
 
 def plan_of(workers: Sequence[str], here: int, num_layers: int, micro_batches: int) -> Plan:
-    """So many first layers with the coordinator, and the others on two workers, if there are two."""
+    """So many first layers with the coordinator, and the others on one or two workers."""
     middle = (here + num_layers + 1) // 2
     ranges = [(here, middle), (middle, num_layers)]
     remote = [
@@ -98,7 +98,7 @@ class Outcome:
     moved: Mapping[str, Tensor]
 
     def apart(self, other: Outcome) -> float:
-        """How far the weights of two runs are apart, relative to how far training has moved them."""
+        """The distance of the weights of two runs, relative to how far training has moved them."""
         assert self.moved.keys() == other.moved.keys()
         found, expected = (
             torch.cat([tensor.flatten().double() for tensor in each.moved.values()])

@@ -253,8 +253,7 @@ PATTERNS = [
         "running mean in a buffer",
         "A layer updates a buffer at each call.",
         Averaging,
-        said="is updated once for each micro-batch",
-        differs=True,
+        refused="`micro_batches=1` keeps the batch whole",
         remedy=WHOLE,
     ),
     Pattern(
