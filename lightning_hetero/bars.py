@@ -25,6 +25,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 from .runtime.coordinator.progress import PROGRESS_FROM_BYTES, Progress, ProgressInLines
+from .stand_in import stand_in
 
 _MIB = 2**20
 # Refreshes of the training bar over which its tokens per second are averaged.
@@ -141,17 +142,13 @@ class TrainingFigures:
         self._num_tokens, self._bottleneck, self._clock = num_tokens, bottleneck, clock
         self._seen: deque[tuple[float, int]] = deque(maxlen=_REFRESHES)
         if self._bar is not None:
-            self._had_own = "get_metrics" in vars(self._bar)
-            self._get_metrics = self._bar.get_metrics
-            self._bar.get_metrics = self._with_figures  # type: ignore[method-assign]
+            shown = _WithFigures(self._bar.get_metrics, self.figures)
+            self._put_back = stand_in(self._bar, "get_metrics", shown)
 
     def detach(self) -> None:
         """Leave the bar as it was."""
         if self._bar is not None:
-            if self._had_own:
-                self._bar.get_metrics = self._get_metrics  # type: ignore[method-assign]
-            else:
-                del self._bar.get_metrics
+            self._put_back()
             self._bar = None
 
     def figures(self) -> dict[str, str]:
@@ -166,5 +163,18 @@ class TrainingFigures:
             found["bottleneck"] = bottleneck
         return found
 
-    def _with_figures(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**self._get_metrics(*args, **kwargs), **self.figures()}
+
+class _WithFigures:
+    """A bar's ``get_metrics`` with figures of this run. A copy has none."""
+
+    def __init__(
+        self, get_metrics: Callable[..., dict[str, Any]], figures: Callable[[], dict[str, str]]
+    ) -> None:
+        self._get_metrics = get_metrics
+        self._figures = figures
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**self._get_metrics(*args, **kwargs), **self._figures()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _WithFigures, (self._get_metrics, dict)

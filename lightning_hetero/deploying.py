@@ -17,7 +17,7 @@ from .bars import progress_of_bytes
 from .callbacks.profiler import ProfilingOptions
 from .checks import check_callbacks, check_not_compiled
 from .model.checkpoint_weights import bring_here, weights_in_checkpoint
-from .model.layers import DecoderLayer
+from .model.layers import DecoderLayer, other_layer_lists
 from .plan import Plan, StagePlan
 from .precision import scaler_of
 from .profiling.choosing import PlanChoice
@@ -95,6 +95,7 @@ class Deployer:
             converts_weights,
             self.batches,
         )
+        self._announce_choice(layers)
         self._announce(plan)
         return deployment
 
@@ -140,6 +141,16 @@ class Deployer:
     ) -> Coordinator:
         imports = imports_of(self.module, layers, imported_for)
         return self.fleet.connect(names, imports, self.device, self.deadlines)
+
+    def _announce_choice(self, layers: Sequence[DecoderLayer]) -> None:
+        """Say which layers are meant, where a module has several models."""
+        others = other_layer_lists(self.module, layers)
+        if others:
+            taken = dict.fromkeys(layer.name.rpartition(".")[0] for layer in layers)
+            rank_zero_info(
+                f"decoder layers: {', '.join(taken)} (the module also has {', '.join(others)}, "
+                "which stay here; `layers=` names others)"
+            )
 
     def _announce(self, plan: Plan) -> None:
         for number, stage in enumerate(plan.remote_stages, start=1):

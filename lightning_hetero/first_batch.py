@@ -10,8 +10,7 @@ Where they differ, what might repair it is tried, and what does is named.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -19,7 +18,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .dry_run import no_trace
@@ -42,6 +41,8 @@ _LEAST_ROUNDINGS = 10
 # A forward takes and frees more within its operations than their results take.
 _MARGIN = 1.5
 _FEWEST_COMPARED = 2
+# Three losses of one batch spread over less than what a fourth one may differ by.
+_SPREADS = 8
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ class FirstBatchCheck:
         deployment: Where its layers are.
         weighting: How micro-batch losses combine.
         mode: What a difference does: it stops the run, or is only said.
+
+    Attributes:
+        is_wanted: Whether there is anything to do.
     """
 
     def __init__(
@@ -114,29 +118,64 @@ class FirstBatchCheck:
         self._deployment = deployment
         self._weighting = weighting
         self._mode = mode
-        self._away = list(deployment.modules_away)
+        self.is_wanted = mode != "off"
 
-    def run(self, batch: CutBatch, rest: Sequence[Any]) -> None:
-        """Check a batch. Everything is as before afterwards, random generators included.
+    def run(self, batch: CutBatch, rest: Sequence[Any], begin_again: Callable[[], None]) -> None:
+        """Check a batch in a step that has begun on the stages.
+
+        Everything is as before afterwards, random generators included.
+
+        Args:
+            batch: With two micro-batches at least.
+            rest: The other arguments of ``training_step``.
+            begin_again: Begins the step again, after something in it has failed.
 
         Raises:
             BatchError: If the difference is too large, and the check is to stop the run.
         """
-        if self._mode == "off" or len(batch.microbatches) < _FEWEST_COMPARED:
-            return
-        with no_trace(self._module, self._away, is_timed=False), self._evaluating():
-            problem = self._problem(batch, rest)
+        away = self._deployment.modules_away
+        trial = _Trial(self._module, self._deployment, self._weighting, rest, begin_again)
+        with no_trace(self._module, away, is_timed=False):
+            _evaluate(self._module, away)
+            problem = trial.problem(batch)
         if problem is None:
             return
-        text, difference, stopping = problem
-        if self._mode == "stop" and difference > stopping:
-            raise BatchError(f"{text} {GO_ON}")
-        rank_zero_warn(text)
+        if self._mode == "stop" and problem.difference > problem.tolerance:
+            raise BatchError(f"{problem.text} {GO_ON}")
+        rank_zero_warn(problem.text)
 
-    def _problem(self, batch: CutBatch, rest: Sequence[Any]) -> tuple[str, float, float] | None:
-        """What is wrong, by how much, and from where on that stops the run."""
+
+@dataclass(frozen=True)
+class _Problem:
+    """A loss that is not that of its micro-batches, by how much, and how much is allowed."""
+
+    text: str
+    difference: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Runs ``training_step`` without gradients on whole and cut batches.
+
+    Args:
+        module: In evaluation mode.
+        deployment: Where its layers are.
+        weighting: How micro-batch losses combine.
+        rest: The other arguments of ``training_step``.
+        begin_again: Begins the step again, after something in it has failed.
+    """
+
+    module: pl.LightningModule
+    deployment: Deployment
+    weighting: LossWeighting
+    rest: Sequence[Any]
+    begin_again: Callable[[], None]
+
+    def problem(self, batch: CutBatch) -> _Problem | None:
+        """What is wrong with a batch, or with its first micro-batches if it does not fit."""
         try:
-            return self._compare(batch, rest)
+            return self._compare(batch)
         except HeteroError as error:
             if not is_out_of_memory(error):
                 raise
@@ -144,10 +183,10 @@ class FirstBatchCheck:
         except Exception as error:
             # The user's own code, which may need gradients or training mode.
             cause = error
-        self._deployment.abort()
+        self._recover()
         few = batch.first(_FEWEST_COMPARED)
         if is_out_of_memory(cause) and few is not batch:
-            return self._problem(few, rest)
+            return self.problem(few)
         # The step itself fails in the same way, unless the check needs more than it.
         say = rank_zero_info if is_out_of_memory(cause) else rank_zero_warn
         say(
@@ -156,52 +195,51 @@ class FirstBatchCheck:
         )
         return None
 
-    def _compare(self, batch: CutBatch, rest: Sequence[Any]) -> tuple[str, float, float] | None:
-        first, most = self._metered(batch, rest)
+    def _compare(self, batch: CutBatch) -> _Problem | None:
+        first, most = self._metered(batch)
         batch = batch.first(most)
-        cut = [first, *(self._loss(piece, rest) for piece in batch.microbatches[1:])]
-        losses = Losses(self._loss(batch.whole, rest), cut, self._rounding())
-        weights = self._weights(batch, self._weighting)
+        cut = [first, *(self._loss(piece) for piece in batch.microbatches[1:])]
+        losses = Losses(self._loss(batch.whole), cut, self._rounding())
+        weights = self._weights(batch, self.weighting)
         difference = losses.difference(weights)
-        if difference <= losses.rounding or self._is_random(losses, difference, batch, rest):
+        if difference <= losses.rounding or self._is_random(losses, difference, batch):
             return None
-        remedies = self._remedies(losses, batch, rest)
-        text = _said(losses, weights, difference, remedies)
-        return text, difference, max(losses.rounding, STOPPING_DIFFERENCE)
+        text = _said(losses, weights, difference, self._remedies(losses, batch))
+        return _Problem(text, difference, max(losses.rounding, STOPPING_DIFFERENCE))
 
-    def _loss(self, batch: Any, rest: Sequence[Any], *, is_cut: bool = False) -> float | None:
-        """What ``training_step`` computes without gradients."""
-        plugin = self._module.trainer.precision_plugin
-        with torch.no_grad(), self._deployment.trying(is_cut=is_cut):
+    def _loss(self, batch: Any, *, is_cut: bool = False) -> float | None:
+        plugin = self.module.trainer.precision_plugin
+        with torch.no_grad(), self.deployment.trying(is_cut=is_cut):
             with plugin.train_step_context():
-                result = self._module.training_step(batch, *rest)
-            self._deployment.check_forward_finished()
+                result = self.module.training_step(batch, *self.rest)
+            self.deployment.check_forward_finished()
         loss = loss_of(result)
         return None if loss is None else float(loss)
 
-    def _metered(self, batch: CutBatch, rest: Sequence[Any]) -> tuple[float | None, int]:
+    def _recover(self) -> None:
+        self.deployment.abort()
+        self.begin_again()
+
+    def _metered(self, batch: CutBatch) -> tuple[float | None, int]:
         """The loss of the first micro-batch, and how many may be one batch for the memory."""
-        device = self._module.trainer.strategy.root_device
+        device = self.module.trainer.strategy.root_device
         with metering(device) as meter:
-            loss = self._loss(batch.microbatches[0], rest)
+            loss = self._loss(batch.microbatches[0])
             peak_bytes = meter.peak_bytes()
         if device.type != "cpu":
             return loss, len(batch.microbatches)  # more than there is raises an error
         most = int(free_main_memory() / 2 / (_MARGIN * max(peak_bytes, 1)))
-        return loss, max(_FEWEST_COMPARED, min(most, self._deployment.most_pieces_in_memory))
+        return loss, max(_FEWEST_COMPARED, min(most, self.deployment.most_pieces_in_memory))
 
     def _weights(self, batch: CutBatch, weighting: LossWeighting) -> list[float]:
-        return batch.weights(weighting, self._deployment.coordinator.copies).all
+        return batch.weights(weighting, self.deployment.coordinator.copies).all
 
-    def _is_random(
-        self, losses: Losses, difference: float, batch: CutBatch, rest: Sequence[Any]
-    ) -> bool:
+    def _is_random(self, losses: Losses, difference: float, batch: CutBatch) -> bool:
         """Whether the loss is another one at every forward, by about as much as the difference."""
-        again = [self._loss(batch.whole, rest) for _ in range(2)]
+        again = [self._loss(batch.whole) for _ in range(2)]
         values = [loss for loss in (losses.whole, *again) if loss is not None]
-        spread = max(values) - min(values)
-        scale = max(map(abs, values), default=0.0)
-        if not spread > losses.rounding * scale or difference * scale > 8 * spread:
+        spread, scale = max(values) - min(values), max(map(abs, values))
+        if not spread > losses.rounding * scale or difference * scale > _SPREADS * spread:
             return False
         rank_zero_info(
             "whether the loss of the first batch is that of its micro-batches was not checked: "
@@ -209,14 +247,14 @@ class FirstBatchCheck:
         )
         return True
 
-    def _remedies(self, losses: Losses, batch: CutBatch, rest: Sequence[Any]) -> list[Remedy]:
+    def _remedies(self, losses: Losses, batch: CutBatch) -> list[Remedy]:
         return (
-            list(self._weighting_remedies(losses, batch))
-            or list(self._dimension_remedies(losses, batch, rest))
-            or list(self._boundary_remedies(losses, batch, rest))
+            list(self._weightings(losses, batch))
+            or list(self._dimensions(losses, batch))
+            or list(self._boundary(losses, batch))
         )
 
-    def _weighting_remedies(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
+    def _weightings(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
         if losses.fit([1.0] * len(losses.cut)):
             cause = "the loss is a sum, or is divided by a number that comes with the batch"
             yield Remedy("loss_weighting='sum'", cause)
@@ -232,9 +270,7 @@ class FirstBatchCheck:
                 cause = "the loss is a mean over what a mask or labels count"
                 yield Remedy(f"loss_weighting=lambda batch: {text}", cause)
 
-    def _dimension_remedies(
-        self, losses: Losses, batch: CutBatch, rest: Sequence[Any]
-    ) -> Iterator[Remedy]:
+    def _dimensions(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
         if batch.samples is None or batch.samples.are_listed:
             return
         other = 1 - batch.samples.dim
@@ -244,41 +280,40 @@ class FirstBatchCheck:
         samples = Samples(shapes[0][other], other)
         try:
             again = CutBatch.of(batch.whole, len(batch.microbatches), samples)
-            cut = [self._loss(piece, rest) for piece in again.microbatches]
+            cut = [self._loss(piece) for piece in again.microbatches]
         except Exception:
-            return  # a wrong dimension may be one that the user's code cannot take
-        if replace(losses, cut=cut).fit(self._weights(again, self._weighting)):
-            cause = f"dimension {other} of the batch counts its samples"
-            yield Remedy(f"batch_dim={other}", cause)
+            # The user's code need not take what is cut along a wrong dimension.
+            self._recover()
+            return
+        if replace(losses, cut=cut).fit(self._weights(again, self.weighting)):
+            yield Remedy(f"batch_dim={other}", f"dimension {other} of the batch counts samples")
 
-    def _boundary_remedies(
-        self, losses: Losses, batch: CutBatch, rest: Sequence[Any]
-    ) -> Iterator[Remedy]:
-        with self._deployment.batch_of(sum(batch.num_samples)):
-            found = self._loss(batch.whole, rest, is_cut=True)
+    def _boundary(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
+        with self.deployment.batch_of(sum(batch.num_samples)):
+            found = self._loss(batch.whole, is_cut=True)
         if replace(losses, cut=[found]).fit([1.0]):
             yield Remedy("micro_batching='boundary'", "the loss couples the samples of a batch")
 
     def _rounding(self) -> float:
-        dtypes = [parameter.dtype for parameter in self._module.parameters()]
-        plugin = self._module.trainer.precision_plugin
+        dtypes = [parameter.dtype for parameter in self.module.parameters()]
+        plugin = self.module.trainer.precision_plugin
         if isinstance(plugin, MixedPrecision):
             dtypes.append(torch.bfloat16 if "bf16" in plugin.precision else torch.float16)
-        dtype = coarsest([*dtypes, *self._deployment.stage_dtypes])
-        widths = (max(p.shape, default=1) for p in self._module.parameters())
+        dtype = coarsest([*dtypes, *self.deployment.stage_dtypes])
+        widths = (max(p.shape, default=1) for p in self.module.parameters())
         return rounding_of_loss(dtype, max(widths, default=1))
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Inside, nothing drops numbers; what normalizes over a batch does so as in training.
 
-        Ends with `no_trace`, which puts the modes back.
-        """
-        away = {inner for outer in self._away for inner in outer.modules()}
-        for module in self._module.modules():
-            if module not in away and module is not self._module:
-                module.training = module.training and isinstance(module, _BatchNorm)
-        yield
+def _evaluate(module: pl.LightningModule, away: Sequence[nn.Module]) -> None:
+    """Let nothing drop numbers; what normalizes over a batch does so as in training.
+
+    The module itself keeps its mode, which its ``training_step`` may ask for, and layers that are
+    away have theirs from the trial.
+    """
+    kept = {inner for outer in away for inner in outer.modules()} | {module}
+    for inner in module.modules():
+        if inner not in kept:
+            inner.training = inner.training and isinstance(inner, _BatchNorm)
 
 
 def _said(

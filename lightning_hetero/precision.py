@@ -24,6 +24,7 @@ from .runtime.coordinator.remote_optimizer import (
     changed_parameters,
     optimized_parameters,
 )
+from .stand_in import stand_in
 
 Versions = set[tuple[int, int]]
 
@@ -36,8 +37,6 @@ class RemoteSteps:
         optimizers: Those that have parameters on stages; the plugin does its usual for any other.
         names_of: Names of the parameters on stages.
     """
-
-    _DIVERTED = ("clip_grad_by_norm", "clip_grad_by_value", "_after_closure")
 
     def __init__(
         self,
@@ -52,10 +51,13 @@ class RemoteSteps:
         # Of each optimizer: gradients that are known to be unclipped, or None if they are clipped.
         self._unclipped: dict[int, Versions | None] = {}
         self._sent: set[int] = set()
-        self._original = {name: getattr(plugin, name) for name in self._DIVERTED}
-        plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-        plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
-        plugin._after_closure = self._after_closure  # type: ignore[method-assign]
+        diverted = {
+            "clip_grad_by_norm": self._clip_by_norm,
+            "clip_grad_by_value": self._clip_by_value,
+            "_after_closure": self._after_closure,
+        }
+        self._original = {name: getattr(plugin, name) for name in diverted}
+        self._put_back = [stand_in(plugin, name, ours) for name, ours in diverted.items()]
         self._hooks = [
             remote.optimizer.register_step_post_hook(self._after_step) for remote in optimizers
         ]
@@ -66,8 +68,8 @@ class RemoteSteps:
             remote.detach()
         for hook in self._hooks:
             hook.remove()
-        for name in self._DIVERTED:
-            delattr(self._plugin, name)
+        for put_back in self._put_back:
+            put_back()
 
     def note_backward(self) -> None:
         """A backward has just ended: whatever its gradients are now, nobody has clipped them."""

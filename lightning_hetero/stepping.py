@@ -27,6 +27,7 @@ from .pipeline.stopwatch import Stopwatch
 from .precision import scaler_of
 from .runtime.coordinator.deployment import Deployment
 from .runtime.coordinator.whole_batches import NOTHING_SAID, BatchOptions
+from .stand_in import stand_in
 
 
 class MicrobatchedStep:
@@ -80,7 +81,7 @@ class MicrobatchedStep:
         """
         self._scaling.check_last()
         cut = self._cut(batch, rest)
-        self._check_first(cut, rest)
+        has_begun = self._check_first(cut, rest, accumulate)
         weights = cut.weights(self._loss_weighting, self._copies)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         trainer = self._module.trainer
@@ -95,14 +96,16 @@ class MicrobatchedStep:
             )
             for index, microbatch in enumerate(cut.microbatches)
         ]
-        step = self._deployment.coordinator.dropout_step + 1
+        step = self._deployment.coordinator.dropout_step + (not has_begun)
         with (
             self._deployment.cut_step(),
             _logging_to(self._module, log),
             metrics.gathering(self._module),
         ):
             plan = self._deployment.plan
-            results = self._driver.run(step, work, plan.max_in_flight, accumulate, plan.max_started)
+            results = self._driver.run(
+                step, work, plan.max_in_flight, accumulate, plan.max_started, has_begun
+            )
         log.publish(self._module.log)
         return self._merge(results, weights.all, shares.all, scale)
 
@@ -122,10 +125,21 @@ class MicrobatchedStep:
             )
             return CutBatch.uncut(batch)
 
-    def _check_first(self, batch: CutBatch, rest: Sequence[Any]) -> None:
-        if self._first_check is not None and len(batch.microbatches) > 1:
-            check, self._first_check = self._first_check, None
-            check.run(batch, rest)
+    def _check_first(self, batch: CutBatch, rest: Sequence[Any], accumulate: bool) -> bool:
+        """Check the first batch that is cut, within its own step.
+
+        Returns:
+            Whether the step has begun for that.
+        """
+        check = self._first_check
+        if check is None or not check.is_wanted or len(batch.microbatches) == 1:
+            return False
+        self._first_check = None
+        begin = self._deployment.coordinator.begin_step
+        in_flight = self._deployment.plan.max_in_flight
+        begin(in_flight, accumulate)
+        check.run(batch, rest, partial(begin, in_flight, accumulate, is_trial=True))
+        return True
 
     def _run_one(
         self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: SupportsFloat
@@ -215,11 +229,11 @@ def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
 
 @contextmanager
 def _logging_to(module: pl.LightningModule, log: StepLog) -> Iterator[None]:
-    module.log = log.log  # type: ignore[method-assign]
+    put_back = stand_in(module, "log", log.log)
     try:
         yield
     finally:
-        del module.log
+        put_back()
 
 
 def _as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:

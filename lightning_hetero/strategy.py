@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .bars import TrainingFigures
+from .callback_copies import let_callbacks_be_copied
 from .checkpoints import CheckpointingStrategy
 from .checks import check_arguments, warn_of_batch_statistics, warn_of_idle_devices
 from .deploying import Deployer
@@ -160,6 +161,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         # Is given the model and the workers in place of a run, as `lightning-hetero verify` wants.
         self.rehearsal: Rehearsal | None = None
         self._figures: TrainingFigures | None = None
+        self._put_back: list[Callable[[], None]] = []
         # Whether there are gradients that the next optimizer step will use.
         self._is_inside_window = False
 
@@ -224,6 +226,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         super().setup_optimizers(trainer)
         self._is_inside_window, self._watch = False, None
         if self._deployment is not None:
+            self._put_back = let_callbacks_be_copied(trainer)
             self._tie_optimizers(self._deployment)
 
     def _tie_optimizers(self, deployment: Deployment) -> None:
@@ -394,6 +397,8 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         training, self._training = self._training, None
         figures, self._figures = self._figures, None
         self._watch = None
+        while self._put_back:
+            self._put_back.pop()()
         if figures is not None:
             figures.detach()
         if training is not None:

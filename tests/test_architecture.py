@@ -20,14 +20,15 @@ PACKAGE = Path(__file__).parents[1] / "lightning_hetero"
 # A part is a folder or a file directly below the package. Lowest layer first: a module may import
 # its own part and the layers below, so two parts of one layer do not know each other.
 LAYERS = (
-    {"errors", "version", "replacing"},
+    {"errors", "version", "replacing", "stand_in"},
     {"plan"},
     {"wire", "model"},
     {"pipeline"},
     {"planning", "runtime"},
     {"pictures"},
     {"observing"},
-    {"precision", "manual", "gradients", "callbacks", "saving", "bars", "loaders", "dry_run"},
+    {"precision", "manual", "gradients", "callbacks", "saving", "bars", "callback_copies"}
+    | {"loaders", "dry_run"},
     {"checks", "first_batch"},
     {"stepping", "moving", "watching", "doctor", "picturing", "checkpoints"},
     {"profiling", "training"},

@@ -24,7 +24,8 @@ from transformers import PretrainedConfig
 from .attributes import MOST_DEPTH
 from .blocks import BOOKKEEPING, CHECKPOINTING
 
-_NOT_WATCHED = BOOKKEEPING | CHECKPOINTING
+# Under manual optimization the strategy puts a `zero_grad` over a layer's; no forward calls it.
+_NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _FIXED = (type, Enum, nn.Module)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)

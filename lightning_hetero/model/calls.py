@@ -160,11 +160,11 @@ def expected_result(
     layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[int, Tensor]:
     """The same, with the form of the hidden states that come out, on ``meta``."""
-    found = tried(layer, layer_index, hidden, args, kwargs)
-    return (0, _to_meta(hidden)) if found is None else found
+    found = result_on_meta(layer, layer_index, hidden, args, kwargs)
+    return found or (0, _to_meta(hidden))
 
 
-def tried(
+def result_on_meta(
     layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[int, Tensor] | None:
     """The same; None if the layer cannot be tried. The layer's attributes stay as they are."""

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from ..stand_in import stand_in
 from .adapters import AdapterSwitches
 from .caches import HollowCaches
-from .calls import LayerCall, expected_tuple_length, take_hidden, tried
+from .calls import LayerCall, expected_tuple_length, result_on_meta, take_hidden
 from .collecting import (
     HIDDEN_STATES,
     SilencedHooks,
@@ -213,7 +214,7 @@ class HollowLayers:
             found, uncertain = embedded_on_meta(layer, hidden), set()
         else:
             with shapes_only(layer):
-                result = tried(layer, call.layer_index, hidden, call.args, call.kwargs)
+                result = result_on_meta(layer, call.layer_index, hidden, call.args, call.kwargs)
             found = hidden if result is None else result[1]
             uncertain |= {"shape", "dtype"} if result is None else set()
         trains = hidden.requires_grad or any(p.requires_grad for p in layer.parameters())
@@ -319,17 +320,23 @@ def remote_of(layer: nn.Module) -> RemoteTensors | None:
 def hold_in_place(layer: nn.Module) -> None:
     """Let ``.to()`` of the tree pass a layer by, until `let_move`."""
     for module in in_tree(layer):
-        module._apply = _Unmoved(module)  # type: ignore[method-assign]
+        unmoved = _Unmoved(module)
+        unmoved.let_move = stand_in(module, "_apply", unmoved)
 
 
 def let_move(layer: nn.Module) -> None:
     """The end of `hold_in_place`; two layers may have a child in common."""
     for module in in_tree(layer):
-        vars(module).pop("_apply", None)
+        unmoved = vars(module).get("_apply")
+        while isinstance(unmoved, _Unmoved):
+            unmoved.let_move()
+            unmoved = vars(module).get("_apply")
 
 
 class _Unmoved:
     """Stands in for ``Module._apply``."""
+
+    let_move: Callable[[], None]
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer

@@ -113,19 +113,35 @@ def name_of(root: nn.Module, wanted: nn.Module) -> str:
 
 
 def _find_layer_list(root: nn.Module) -> str | None:
-    """The shallowest list of ``num_hidden_layers`` layers of the class that a Hugging Face model
-    declares as not to be split."""
-    candidates = [
+    """The list of a model that trains, and of these the shallowest, and of these the first."""
+
+    def precedence(name: str) -> tuple[bool, int]:
+        parameters = root.get_submodule(name).parameters()
+        return not any(parameter.requires_grad for parameter in parameters), name.count(".")
+
+    return min(_layer_lists(root), key=precedence, default=None)
+
+
+def _layer_lists(root: nn.Module) -> list[str]:
+    """The lists of ``num_hidden_layers`` layers of the class that a Hugging Face model declares as
+    not to be split."""
+    found = (
         f"{model_name}.{name}".strip(".")
         for model_name, model in root.named_modules()
         for name, module in model.named_modules()
         if _is_layer_list(model, module)
+    )
+    return list(dict.fromkeys(found))
+
+
+def other_layer_lists(root: nn.Module, layers: Sequence[DecoderLayer]) -> list[str]:
+    """Where the module has decoder layers of Hugging Face models besides these."""
+    taken = {id(root.get_submodule(layer.name)) for layer in layers}
+    return [
+        name
+        for name in _layer_lists(root)
+        if not any(id(layer) in taken for layer in root.get_submodule(name).children())
     ]
-    return min(candidates, key=_depth, default=None)
-
-
-def _depth(name: str) -> int:
-    return name.count(".")
 
 
 def _is_layer_list(model: nn.Module, module: nn.Module) -> bool:

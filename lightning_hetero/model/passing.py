@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..stand_in import stand_in
 from .calls import LayerCall, expected_result, take_hidden, without_cache
 from .collecting import CollectingHooks, SilencedHooks, add_collected, wanted_kinds
 from .four_bit import shapes_only
@@ -66,13 +67,16 @@ class PassingLayers:
         """Inside, the layers compute nothing."""
         collecting = CollectingHooks(self._root, [layer.name for layer in self._layers])
         silenced = [SilencedHooks(layer.module) for layer in self._layers]
+        put_back: list[Callable[[], None]] = []
         try:
-            for number, layer in enumerate(self._layers):
-                layer.module.forward = _Passing(self, number)
+            put_back = [
+                stand_in(layer.module, "forward", _Passing(self, number))
+                for number, layer in enumerate(self._layers)
+            ]
             yield
         finally:
-            for layer in self._layers:
-                vars(layer.module).pop("forward", None)
+            for each in reversed(put_back):
+                each()
             for taken in silenced:
                 taken.restore()
             collecting.remove()

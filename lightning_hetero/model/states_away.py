@@ -215,7 +215,8 @@ def _is_there(states: HiddenStatesAway, others: list[Any], kwargs: Mapping[str, 
     if kwargs.get("copy") or len(others) > 3 or any(isinstance(value, Tensor) for value in given):
         return False
     named = {name: value for name, value in kwargs.items() if name != "copy"}
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*others, **named)
+    parsed: tuple[Any, ...] = torch._C._nn._parse_to(*others, **named)
+    device, dtype, _, memory_format = parsed
     # "cuda" is the current one of several.
     moves = device is not None and torch.empty(0, device=device).device != states.device
     is_same_dtype = dtype in (None, states.told("dtype").dtype)

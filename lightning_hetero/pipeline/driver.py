@@ -93,6 +93,7 @@ class Driver:
         max_in_flight: int,
         accumulate: bool,
         max_started: int | None = None,
+        has_begun: bool = False,
     ) -> list[Any]:
         """The results of all micro-batches; the gradients are in ``gradients``.
 
@@ -104,9 +105,11 @@ class Driver:
             max_in_flight: The bound on micro-batches in flight on each remote stage.
             accumulate: Whether gradients are added to those that are there.
             max_started: The bound on those that have begun here; None for the same.
+            has_begun: Whether the stages have begun the step already.
         """
         running = _RunningStep(self, dropout_step, work, max_started or max_in_flight)
-        self.stages.begin_step(max_in_flight, accumulate)
+        if not has_begun:
+            self.stages.begin_step(max_in_flight, accumulate)
         self.gradients.begin(accumulate)
         # Micro-batches draw from streams of their own; the user's stream stays where it is.
         with torch.random.fork_rng(_initialized_cuda_devices()):

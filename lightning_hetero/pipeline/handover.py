@@ -101,7 +101,7 @@ def exchange_pieces(
         request = requests[index]
         stages.send_forward(Key(index, visit), request.hidden, request.surroundings)
 
-    return _exchange(stages, send, len(requests), most_under_way, Activation)
+    return _exchange(stages, send, len(requests), visit, most_under_way, Activation)
 
 
 def exchange_gradients(
@@ -112,13 +112,14 @@ def exchange_gradients(
     def send(index: int) -> None:
         stages.send_backward(Key(index, visit), gradients[index])
 
-    return _exchange(stages, send, len(gradients), most_under_way, Gradients)
+    return _exchange(stages, send, len(gradients), visit, most_under_way, Gradients)
 
 
 def _exchange(
     stages: Stages,
     send: Callable[[int], None],
     count: int,
+    visit: int,
     most_under_way: int,
     kind: type[Content],
 ) -> list[Content]:
@@ -127,7 +128,8 @@ def _exchange(
         send(index)
     while len(found) < count:
         returned = stages.receive()
-        if isinstance(returned.content, kind):
+        # What an exchange before has left under way, when it ended by an error, is passed over.
+        if isinstance(returned.content, kind) and returned.key.visit == visit:
             returned.content.land()
             found[returned.key.microbatch] = returned.content
             following = len(found) + most_under_way - 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import RemoteProtocolError
 from ..model.calls import LayerCall, hidden_of
 from ..model.collecting import collect_embedded, collecting
 from ..model.embedding import EMBEDDING_LAYER
@@ -98,6 +99,7 @@ class Stage:
 
         Cut from the graph; ``requires_grad`` says where a backward will want a gradient.
         """
+        _check_incoming(incoming, surroundings)
         incoming.land()
         surroundings.land()
         leaf = incoming.hidden.to(self.device)
@@ -137,7 +139,7 @@ class Stage:
         if any(gradient is not None for gradient in own):
             output = saved.output or self._run_again(key, saved)
             pairs = [
-                (tensor, gradient.to(self.device))
+                (tensor, _fitting(gradient, tensor).to(self.device))
                 for tensor, gradient in zip(output.tensors, own, strict=True)
                 if gradient is not None and tensor.requires_grad
             ]
@@ -222,3 +224,29 @@ class Stage:
             return nullcontext()
         # As Lightning does it; a cached copy of a weight would outlive the weight's next step.
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+
+
+def _check_incoming(incoming: Activation, surroundings: Surroundings) -> None:
+    """Refuse hidden states that are whole numbers where no token ids are wanted.
+
+    Raises:
+        RemoteProtocolError: Then.
+    """
+    calls = surroundings.calls
+    begins_with_ids = bool(calls) and calls[0].layer_index == EMBEDDING_LAYER
+    if not begins_with_ids and not incoming.hidden.is_floating_point():
+        raise RemoteProtocolError(f"Hidden states came as {incoming.hidden.dtype}.")
+
+
+def _fitting(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """The gradient, if it has the form of its tensor; autograd would convert its dtype.
+
+    Raises:
+        RemoteProtocolError: If not.
+    """
+    if gradient.shape != tensor.shape or gradient.dtype != tensor.dtype:
+        raise RemoteProtocolError(
+            f"The gradient of {tensor.dtype} of the shape {list(tensor.shape)} came as "
+            f"{gradient.dtype} of the shape {list(gradient.shape)}."
+        )
+    return gradient

@@ -202,6 +202,7 @@ def _widened(
         raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
     left = iter(tensors)
     try:
+        _check_rounded(narrowed, tensors)
         return tuple(
             next(left)
             if said is None
@@ -210,3 +211,16 @@ def _widened(
         )
     except ValueError as error:
         raise RemoteProtocolError(f"{message} has parts that do not fit: {error}.") from error
+
+
+def _check_rounded(narrowed: Sequence[m.Narrowed | None], tensors: Sequence[Tensor]) -> None:
+    """Refuse whole numbers where rounded ones should be.
+
+    Raises:
+        ValueError: Then.
+    """
+    left = iter(tensors)
+    for said in narrowed:
+        first, *_scales = (next(left) for _ in range(1 if said is None else said.num_parts))
+        if said is not None and said.num_parts == 1 and not first.is_floating_point():
+            raise ValueError(f"{first.dtype} is not rounded {said.dtype}")

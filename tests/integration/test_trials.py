@@ -14,8 +14,11 @@ from ..conftest import worker_process
 from ..models import loader, trainer
 from ..stateful_layers import LayeredModule, Running
 
-# Batches go through the stage in two micro-batches, and each updates its buffers.
-pytestmark = pytest.mark.filterwarnings("ignore:What the layers on workers keep")
+# Buffers are updated by each of two micro-batches, and batches for BatchNorm stay whole.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:What the layers on workers keep"),
+    pytest.mark.filterwarnings("ignore:The batch goes through the stages in one piece"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,11 @@ class Trying(LayeredModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         deployment = self.trainer.strategy._deployment
         for _ in range(self.num_trials):
-            with torch.no_grad(), deployment.whole_batch_step(1, False, is_trial=True):
+            with (
+                torch.no_grad(),
+                deployment.whole_batch_step(1, False, is_trial=True),
+                deployment.trying(is_cut=False),
+            ):
                 self.tried.append(self.model(batch["input_ids"]))
 
 

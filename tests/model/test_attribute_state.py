@@ -108,6 +108,7 @@ def test_every_change_is_found_and_told_once(code: str) -> None:
         "layer.line.weight = None",
         "layer.requires_grad_(False)",
         "layer.gradient_checkpointing = True",
+        "layer.zero_grad = print",
         "layer.line.register_buffer('mean', None)",
         "layer.number, layer.number = 5, layer.number",
         "layer.number = 5; layer.number = 1",

@@ -13,6 +13,7 @@ from lightning_hetero.model.layers import (
     DecoderLayer,
     check_layers_stand_alone,
     find_decoder_layers,
+    other_layer_lists,
 )
 
 from ..models import TinyModule, tiny_llama
@@ -70,6 +71,34 @@ def test_layers_can_be_named(choice: Any, found: list[str]) -> None:
     layers = find_decoder_layers(module, choice)
     assert names(layers) == found
     assert all(module.get_submodule(layer.name) is layer.module for layer in layers)
+
+
+class Pair(nn.Module):
+    """Two models of one kind, one of them frozen."""
+
+    def __init__(self, frozen: str | None, deep: bool = False) -> None:
+        super().__init__()
+        self.reference: Any = nn.ModuleDict({"of": tiny_llama(2)}) if deep else tiny_llama(2)
+        self.policy = tiny_llama(2)
+        if frozen:
+            self.get_submodule(frozen).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("pair", "taken", "other"),
+    [
+        (Pair("reference"), "policy.model.layers", "reference.model.layers"),
+        (Pair("policy"), "reference.model.layers", "policy.model.layers"),
+        (Pair(None), "reference.model.layers", "policy.model.layers"),
+        (Pair(None, deep=True), "policy.model.layers", "reference.of.model.layers"),
+        (Pair("policy", deep=True), "reference.of.model.layers", "policy.model.layers"),
+    ],
+    ids=["frozen first", "frozen last", "both train", "shallow", "deep and trains"],
+)
+def test_of_equal_models_that_which_trains_is_taken(pair: Pair, taken: str, other: str) -> None:
+    found = find_decoder_layers(pair)
+    assert names(found) == [f"{taken}.{i}" for i in range(2)]
+    assert other_layer_lists(pair, found) == [other]
 
 
 @pytest.mark.parametrize("choice", ["bricks", "blocks.9", ["blocks", "top.x"]])

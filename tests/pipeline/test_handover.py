@@ -350,3 +350,27 @@ def test_no_stage_is_flooded(most_under_way: int) -> None:
     output.sum().backward()
     assert most == [min(most_under_way, 6)]
     assert hidden.grad is not None
+
+
+def test_what_an_earlier_exchange_left_under_way_is_passed_over() -> None:
+    """It ended by an error that the user has caught."""
+
+    class Interrupted(Chain):
+        is_broken = True
+
+        def receive(self) -> Returned:
+            if self.is_broken:
+                raise ZeroDivisionError
+            return super().receive()
+
+    modules = layers()
+    chain = Interrupted(cut_into_stages(modules, 2))
+    chain.begin_step(2, accumulate=False)
+    hidden = batch(4)
+    with torch.no_grad():
+        with pytest.raises(ZeroDivisionError):
+            exchange_pieces(chain, cut_request(request_for(-hidden, modules), 2), 0, 2)
+        chain.is_broken = False
+        found = exchange_pieces(chain, cut_request(request_for(hidden, modules), 2), 1, 2)
+        expected = run(modules, hidden)
+    torch.testing.assert_close(join_activations(found).hidden, expected)

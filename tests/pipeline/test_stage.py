@@ -74,7 +74,8 @@ class Trip:
 def forward_and_backward(stage: Stage, around: Surroundings, key: Key = FIRST) -> Trip:
     hidden = torch.linspace(-1, 1, 8).reshape(2, 4)
     output = stage.forward(key, Activation(hidden.requires_grad_()), around).hidden
-    [gradient] = stage.backward(key, Gradients((torch.linspace(1, 2, 8).reshape(2, 4),))).tensors
+    given = torch.linspace(1, 2, 8, dtype=output.dtype).reshape(2, 4)
+    [gradient] = stage.backward(key, Gradients((given,))).tensors
     return Trip(output, gradient, [p.grad for p in stage.layers.parameters()])
 
 

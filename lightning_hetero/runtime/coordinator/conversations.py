@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -14,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from ...errors import (
+    ChannelError,
     HeteroError,
     LinkLost,
     ProtocolError,
@@ -165,25 +167,62 @@ class Conversations:
 
     def _broadcast(self, message: m.Message, *tensors: Tensor) -> None:
         for worker in self._workers:
-            worker.channel.send(message, *tensors)
+            self._send(worker, message, *tensors)
+
+    def _send(self, worker: ConnectedWorker, message: m.Message, *tensors: Tensor) -> None:
+        """Say something to a worker.
+
+        Raises:
+            WorkerLost: If it has said its last word.
+        """
+        if worker.channel.has_ended:
+            raise self._note_lost(worker, ChannelError("It has ended the conversation."))
+        worker.channel.send(message, *tensors)
 
     def _await_done(self) -> None:
         """Wait until every worker has carried out what it was asked last."""
-        self._collect(m.Done, len(self._workers))
+        self._collect(m.Done, self._workers)
 
-    def _collect(self, kind: type[Wanted], count: int) -> list[Wanted]:
-        """The next ``count`` messages of a kind that are not of an earlier step."""
-        found: list[Wanted] = []
-        while len(found) < count:
-            _, frame = self._receive(self._deadlines.request_seconds)
+    def _collect(
+        self, kind: type[Wanted], workers: Sequence[ConnectedWorker]
+    ) -> list[tuple[ConnectedWorker, Wanted]]:
+        """One message of a kind from each of these workers that is not of an earlier step."""
+        found: dict[int, tuple[ConnectedWorker, Wanted]] = {}
+        awaited = {worker.number for worker in workers}
+        while found.keys() != awaited:
+            sender, frame = self._receive(self._deadlines.request_seconds)
             message = frame.message
-            if isinstance(message, kind) and getattr(message, "step", self.step) == self.step:
-                found.append(message)
-        return found
+            if not isinstance(message, kind) or self._is_left_over(sender, message):
+                continue
+            with self._blaming(sender):
+                if sender.number not in awaited or sender.number in found:
+                    raise RemoteProtocolError(f"It said {message} without being asked.")
+            found[sender.number] = sender, message
+        return [found[number] for number in sorted(found)]
+
+    def _is_left_over(self, sender: ConnectedWorker, message: m.Message) -> bool:
+        """Whether a message is the end of a request that was interrupted, or of an earlier step."""
+        left = self._unanswered.get(sender.number, 0)
+        if isinstance(message, m.Done) and left > 0:
+            self._unanswered[sender.number] = left - 1
+            return True
+        return bool(getattr(message, "step", self.step) != self.step)
+
+    @contextmanager
+    def _blaming(self, worker: ConnectedWorker) -> Iterator[None]:
+        """Inside, a worker's answer is held against what was asked.
+
+        Raises:
+            WorkerLost: If the answer breaks a rule.
+        """
+        try:
+            yield
+        except RemoteProtocolError as error:
+            raise self._note_lost(worker, error) from error
 
     def _ask(
         self, requests: Sequence[tuple[ConnectedWorker, m.Message]], kind: type[Wanted]
-    ) -> Iterator[tuple[Wanted, tuple[Tensor, ...]]]:
+    ) -> Iterator[tuple[ConnectedWorker, Wanted, tuple[Tensor, ...]]]:
         """The answers of several workers, one request to each, until all are done.
 
         They answer at the same time. What is left over of a request that was interrupted, by Ctrl-C
@@ -191,7 +230,7 @@ class Conversations:
         """
         unanswered = self._unanswered
         for worker, request in requests:
-            worker.channel.send(request)
+            self._send(worker, request)
             unanswered[worker.number] = unanswered.get(worker.number, 0) + 1
         asked = {worker.number for worker, _ in requests}
         failed: StageFailed | None = None
@@ -204,7 +243,7 @@ class Conversations:
             if sender.number in asked and isinstance(frame.message, m.Done):
                 unanswered[sender.number] -= 1
             elif isinstance(frame.message, kind) and unanswered.get(sender.number) == 1:
-                yield frame.message, frame.tensors
+                yield sender, frame.message, frame.tensors
         if failed is not None:
             raise failed
 

@@ -28,6 +28,7 @@ from ..channels.deadlines import Deadlines
 from ..channels.handshake import Identity
 from ..outgoing import send_copied
 from ..translation import read_activation, read_gradients, say_passed
+from .answers import DueAnswers, check_narrowed, check_norms, check_optimizer_state
 from .arguments import OutgoingArguments
 from .conversations import ConnectedWorker
 from .remote_tensors import TensorConversations
@@ -75,10 +76,16 @@ class Coordinator(TensorConversations):
         self._is_applying = False
         self._stepping = contextlib.ExitStack()
         self._has_failed_applying = False
+        self._due = DueAnswers()
+        # The parameters of the last stage that have got gradients.
+        self._norms_due: set[str] = set()
+        # Of each optimizer, the name of its class and those of its parameters.
+        self._optimized: dict[int, tuple[str, set[str]]] = {}
 
     def serve(self, names: Sequence[str], narrowing: Narrowing) -> None:
         """Keep these workers for the stages of a plan that was not known before."""
         self.keep(names)
+        self._norms_due.clear()
         self._narrowing = narrowing
 
     # steps
@@ -90,12 +97,16 @@ class Coordinator(TensorConversations):
         self.step += 1
         self.dropout_step += not is_trial
         self.recorder.begin_step()
+        self._due.begin_step()
         keeps_gradients = accumulate or is_trial
+        if not keeps_gradients:
+            self._norms_due.clear()
         message = m.BeginStep(self.step, max_in_flight, keeps_gradients, self.dropout_step)
         self._broadcast(message)
 
     def abort_step(self) -> None:
         """Make every stage forget the present step; never raises."""
+        self._norms_due.clear()
         if self.step > 0:
             with contextlib.suppress(HeteroError):
                 self._broadcast(m.AbortStep(self.step))
@@ -123,6 +134,7 @@ class Coordinator(TensorConversations):
             self.recorder.note_training(num_tokens)
 
     def _send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+        self._due.note_forward(key, hidden, surroundings)
         arguments = OutgoingArguments(self.step, key, surroundings, self.copies)
         for worker, stage in zip(self._workers, self._held.stages, strict=True):
             arguments.send(worker, stage.layers)
@@ -132,6 +144,9 @@ class Coordinator(TensorConversations):
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of a returned activation to the last stage."""
+        self._due.note_backward(key)
+        if not self._norms_due and any(gradient is not None for gradient in gradients.tensors):
+            self._norms_due = self._trained_names(self._workers[-1])
         with self.recorder.span("pack", key, "Gradients"):
             content = say_passed(self.step, key, gradients, self._narrowing)
             send_copied(self._workers[-1].channel, content, self.copies)
@@ -160,13 +175,25 @@ class Coordinator(TensorConversations):
         if not isinstance(message, (m.Activation, m.Gradient)) or message.step != self.step:
             return None
         key = Key(message.microbatch, message.visit)
-        try:
-            bring = self.copies.to_device
+        with self._blaming(worker):
+            self._check_is_theirs(worker, message)
             if isinstance(message, m.Gradient):
-                return Returned(key, bring(frame.tensors, partial(read_gradients, message)))
-            return Returned(key, bring(frame.tensors, partial(read_activation, message)))
-        except RemoteProtocolError as error:
-            raise self._note_lost(worker, error) from error
+                gradients = self.copies.to_device(frame.tensors, partial(read_gradients, message))
+                self._due.take_gradients(key, gradients)
+                return Returned(key, gradients)
+            activation = self.copies.to_device(frame.tensors, partial(read_activation, message))
+            self._due.take_activation(key, activation, self._held.layers, self._held.dtypes)
+            return Returned(key, activation)
+
+    def _check_is_theirs(self, worker: ConnectedWorker, message: m.Activation | m.Gradient) -> None:
+        """Activations come from the last stage, and gradients from the first one."""
+        is_gradient = isinstance(message, m.Gradient)
+        number = 1 if is_gradient else len(self._workers)
+        if worker.number != number:
+            raise RemoteProtocolError(f"{type(message).__name__} should come from stage {number}.")
+        narrowing = self._held.stages[number - 1].narrowing
+        wanted = narrowing.gradient_dtype if is_gradient else narrowing.activation_dtype
+        check_narrowed(message.narrowed, wanted)
 
     def take_timings(self) -> list[tuple[int, m.Timings]]:
         """What stages, by their numbers, have said of their steps; each is told once."""
@@ -202,10 +229,11 @@ class Coordinator(TensorConversations):
         neighbor, and could overtake what comes from here.
         """
         self._check_usable()
+        self._norms_due.clear()
         asked = list(self._by_owner(names))
         for worker, own in asked:
-            worker.channel.send(m.ZeroGradients(own, set_to_none))
-        self._collect(m.Done, len(asked))
+            self._send(worker, m.ZeroGradients(own, set_to_none))
+        self._collect(m.Done, [worker for worker, _ in asked])
 
     def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
         """The norms of remote gradients by their parameters' names: those that an optimizer
@@ -219,10 +247,30 @@ class Coordinator(TensorConversations):
 
         def answered() -> dict[str, float]:
             with self.recorder.span("wait", message="Norms"):
-                answers = self._collect(m.Norms, len(self._workers))
-            return {name: norm for answer in answers for name, norm in answer.norms.items()}
+                answers = self._collect(m.Norms, self._workers)
+            found: dict[str, float] = {}
+            for worker, answer in answers:
+                with self._blaming(worker):
+                    self._check_norms(worker, answer.norms, optimizer)
+                found.update(answer.norms)
+            return found
 
         return answered
+
+    def _check_norms(
+        self, worker: ConnectedWorker, norms: Mapping[str, float], optimizer: int | None
+    ) -> None:
+        optimized = None if optimizer is None else self._optimized[optimizer][1]
+        check_norms(norms, self._held.of(worker), optimized)
+        due = self._norms_due if optimized is None else self._norms_due.intersection(optimized)
+        if worker is self._workers[-1] and due and not norms:
+            raise RemoteProtocolError(
+                f"It got gradients and told the norm of none, {min(due)!r} for one."
+            )
+
+    def _trained_names(self, worker: ConnectedWorker) -> set[str]:
+        held = self._held.of(worker).items()
+        return {name for name, each in held if each.is_trained}
 
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
         """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
@@ -236,6 +284,8 @@ class Coordinator(TensorConversations):
         self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
     ) -> None:
         """Give every stage its part of an optimizer."""
+        names = {name for group in groups for name in group.parameters}
+        self._optimized[optimizer] = class_name, names
         for worker in self._workers:
             packer = Packer()
             packed_defaults = packer.pack(dict(defaults), "An optimizer default")
@@ -280,8 +330,33 @@ class Coordinator(TensorConversations):
     def optimizer_state(self, optimizer: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """An optimizer's state of all remote parameters, with their names, one by one."""
         requests = [(worker, m.FetchOptimizerState(optimizer)) for worker in self._workers]
-        for message, tensors in self._ask(requests, m.OptimizerState):
-            yield message.parameter, unpack(message.state, tensors)
+        told: set[str] = set()
+        for sender, message, tensors in self._ask(requests, m.OptimizerState):
+            name = message.parameter
+            with self._blaming(sender):
+                parameter = self._optimized_parameter(sender, optimizer, name)
+                if parameter is None or name in told:
+                    raise RemoteProtocolError(
+                        f"It sent optimizer state of {name!r}, not asked for that or no more."
+                    )
+                state = unpack(message.state, tensors)
+                is_torchs = "." not in self._optimized[optimizer][0]
+                state = check_optimizer_state(name, state, parameter, is_torchs)
+            told.add(name)
+            yield name, state
+
+    def _optimized_parameter(
+        self, worker: ConnectedWorker, optimizer: int, name: str
+    ) -> Tensor | None:
+        """A worker's parameter of that name, if an optimizer has it, under whatever name."""
+        held = self._held.tensors.get(name)
+        if held is None or self._held.owner_of.get(name) is not worker:
+            return None
+        _, names = self._optimized[optimizer]
+        if name in names:
+            return held.parameter
+        optimized = (self._held.tensors[each].parameter for each in names)
+        return next((each for each in optimized if each is held.parameter), None)
 
     def load_optimizer_state(self, optimizer: int, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace an optimizer's state of remote parameters."""

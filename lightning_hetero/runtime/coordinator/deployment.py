@@ -29,7 +29,7 @@ from ...pipeline.turns import current_turn
 from ...plan import Plan, StagePlan
 from ...wire.tensors import DTYPES
 from .coordinator import Coordinator
-from .own_layers import adjust_own, check_can_be_compiled, restore_own
+from .own_layers import adjust_own, check_can_be_compiled
 from .plain_attributes import PlainAttributes, changed_since_recipe
 from .progress import Progress
 from .remote_stage import remote_stages
@@ -195,6 +195,8 @@ class Deployment:
     @contextmanager
     def trying(self, *, is_cut: bool) -> Iterator[None]:
         """Inside, forwards leave nothing behind on the stages; nothing is dropped at random.
+
+        For the time after `Coordinator.begin_step`.
 
         Args:
             is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
@@ -396,7 +398,8 @@ class Deployment:
             self._adjusted = adjust_own(self.layers, self.plan)
 
     def _release_local_layers(self) -> None:
-        restore_own(self._adjusted)
+        for put_back in self._adjusted:
+            put_back()
         self._adjusted = []
 
     def _must_come_back(self, tensor: Tensor) -> bool:
@@ -443,11 +446,10 @@ class Deployment:
                 "`checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`."
             )
         with contextlib.ExitStack() as stack:
-            if self._visits is None:
+            if self._visits is None and self._trial_is_cut is None:
                 # An evaluation, or a user's own call of the model: a step by itself.
-                in_flight, is_trial = self.plan.micro_batches, self._trial_is_cut is not None
-                step = self.whole_batch_step(in_flight, accumulate=True, is_trial=is_trial)
-                stack.enter_context(step)
+                in_flight = self.plan.micro_batches
+                stack.enter_context(self.whole_batch_step(in_flight, accumulate=True))
             self._attributes.follow()
             return self._exchange_whole(request)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import ModelError
@@ -15,6 +14,7 @@ from ...model.layers import DecoderLayer
 from ...model.tensors import has_four_bit
 from ...pipeline.compiling import compiled
 from ...plan import Plan
+from ...stand_in import stand_in
 from ...wire.messages import Equipment
 from ..channels.compatibility import obstacles_to_compiling
 
@@ -32,26 +32,19 @@ def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment:
                 raise ModelError(f"The coordinator cannot compile its layers: {' '.join(found)}")
 
 
-def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[nn.Module]:
+def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[Callable[[], None]]:
     """Compile the coordinator's layers, and let them run again in the backward, if the plan wants
-    it; which layers that are, for `restore_own`."""
+    it; what makes them ordinary again."""
     adjusted = []
     for stage in plan.stages:
         if stage.is_local and (stage.compile or stage.recompute):
             for number in stage.layer_indices:
                 layer = layers[number].module
-                if stage.compile:
-                    layer.forward = _Compiled(layer.forward)
-                if stage.recompute:
-                    layer.forward = _Recomputed(layer.forward)
-                adjusted.append(layer)
+                forward: Callable[..., Any] = layer.forward
+                forward = _Compiled(forward) if stage.compile else forward
+                forward = _Recomputed(forward) if stage.recompute else forward
+                adjusted.append(stand_in(layer, "forward", forward))
     return adjusted
-
-
-def restore_own(adjusted: Iterable[nn.Module]) -> None:
-    """Make them ordinary again."""
-    for layer in adjusted:
-        del layer.forward
 
 
 class _Compiled:

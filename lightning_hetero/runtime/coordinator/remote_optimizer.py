@@ -28,6 +28,7 @@ from ...pipeline.optimizer import (
     optimizer_gradients,
     total_norm,
 )
+from ...stand_in import stand_in
 from .coordinator import Coordinator
 
 
@@ -62,7 +63,7 @@ class RemoteOptimizer:
         self._hook = optimizer.register_state_dict_post_hook(self._add_remote_state)
         # Not by a hook: some optimizers load in their own way and call none.
         self._load_local_state = optimizer.load_state_dict
-        optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
+        self._put_back = stand_in(optimizer, "load_state_dict", self._load_state_dict)
 
     def unscale(self, scale: float) -> bool:
         """Divide the stages' gradients by a loss scale.
@@ -119,7 +120,7 @@ class RemoteOptimizer:
     def detach(self) -> None:
         """Leave the optimizer an ordinary one."""
         self._hook.remove()
-        del self.optimizer.load_state_dict
+        self._put_back()
 
     def _build(self) -> None:
         groups = [

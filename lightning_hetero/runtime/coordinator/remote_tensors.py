@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...errors import ModelError, WorkerError
-from ...model.tensors import flatten, named_tensors, state_in, stored_in_four_bits
+from ...errors import ModelError, RemoteProtocolError, WorkerError
+from ...model.packed import State
+from ...model.tensors import flatten, state_in, stored_in_four_bits
 from ...wire import messages as m
 from ...wire.frames import Frame
+from ...wire.tensors import DTYPES
 from ..building import describe_parameters
 from ..channels.compatibility import obstacles_to_compiling, shortcomings
+from .answers import AwaitedTensors, HeldTensor, check_state, held_tensors
 from .conversations import ConnectedWorker
 from .observed import ObservedConversations
 from .progress import Progress, ProgressInLines, ProgressOfBytes
@@ -30,13 +33,30 @@ class Holdings:
 
     Args:
         stages: In the workers' order.
-        dtype_of: Of each tensor in this process, by its name.
+        tensors: As they are held there, by their names.
         owner_of: The worker of each tensor that has been sent.
     """
 
     stages: Sequence[RemoteStage] = ()
-    dtype_of: Mapping[str, torch.dtype] = field(default_factory=dict)
+    tensors: Mapping[str, HeldTensor] = field(default_factory=dict)
     owner_of: Mapping[str, ConnectedWorker] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """The layers of all stages by their numbers."""
+        return {number: layer for stage in self.stages for number, layer in stage.layers.items()}
+
+    def of(self, worker: ConnectedWorker) -> dict[str, HeldTensor]:
+        """What one worker holds."""
+        owners = self.owner_of.items()
+        return {name: self.tensors[name] for name, owner in owners if owner is worker}
+
+    def dtypes(self) -> set[torch.dtype]:
+        """The floating dtypes of what is held, and those that stages compute in."""
+        specs = [held.spec.torch_dtype for held in self.tensors.values()]
+        found = {*specs, *(held.home_dtype for held in self.tensors.values())}
+        found |= {DTYPES[stage.dtype] for stage in self.stages if stage.dtype is not None}
+        return {dtype for dtype in found if dtype.is_floating_point}
 
 
 class TensorConversations(ObservedConversations):
@@ -58,10 +78,11 @@ class TensorConversations(ObservedConversations):
         Iterate to the end: afterwards the stages are ready for steps. What they had before, if
         layers have moved, is forgotten.
         """
-        named = [each for stage in stages for each in named_tensors(stage.layers)]
-        dtype_of = {name: tensor.dtype for name, tensor in named}
+        tensors: dict[str, HeldTensor] = {}
+        for stage in stages:
+            tensors.update(held_tensors(stage.layers, stage.tensor_dtypes))
         owner_of: dict[str, ConnectedWorker] = {}
-        self._held = Holdings(stages, dtype_of, owner_of)
+        self._held = Holdings(stages, tensors, owner_of)
         for worker, stage in zip(self._workers, stages, strict=True):
             lacks = shortcomings(worker.equipment, stage.recipe, stage.tensor_dtypes.values())
             if stage.compile:
@@ -109,25 +130,41 @@ class TensorConversations(ObservedConversations):
                 "already, which does not have it; change the model before the run."
             )
         found = {}
-        requests = [(worker, m.FetchTensors(own)) for worker, own in self._by_owner(names)]
-        for message, tensors in self._ask(requests, m.TensorContent):
-            content, *parts = tensors
-            content = content.to(self._held.dtype_of[message.name])
-            state = dict(zip(message.state, parts, strict=True))
-            found.update(flatten(message.name, content, state))
+        asked = list(self._by_owner(names))
+        for sender, name, content, state in self._asked_tensors(m.FetchTensors, asked):
+            with self._blaming(sender):
+                check_state(self._held.stages[sender.number - 1].layers, name, content, state)
+            content = content.to(self._held.tensors[name].home_dtype)
+            found.update(flatten(name, content, state))
             if progress is not None:
                 progress.advance(content.nbytes)
+        for worker, own in asked:
+            if missing := [name for name in own if name not in found]:
+                with self._blaming(worker):
+                    raise RemoteProtocolError(f"It did not send the tensors {missing[:5]}.")
         return found
 
     def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Bring gradients of remote parameters here, as new CPU tensors; those that have none are
         left out."""
         self._check_usable()
-        found = {}
-        requests = [(worker, m.FetchGradients(own)) for worker, own in self._by_owner(names)]
-        for message, (gradient,) in self._ask(requests, m.TensorContent):
-            found[message.name] = gradient
-        return found
+        asked = list(self._by_owner(names))
+        answers = self._asked_tensors(m.FetchGradients, asked)
+        return {name: gradient for _, name, gradient, _ in answers}
+
+    def _asked_tensors(
+        self,
+        request: type[m.FetchTensors | m.FetchGradients],
+        asked: Sequence[tuple[ConnectedWorker, list[str]]],
+    ) -> Iterator[tuple[ConnectedWorker, str, Tensor, State]]:
+        """What workers send of the tensors that they are asked for: who, the name, the content and
+        its state."""
+        awaited = {w.number: AwaitedTensors(own, self._held.tensors) for w, own in asked}
+        requests = [(worker, request(own)) for worker, own in asked]
+        for sender, message, tensors in self._ask(requests, m.TensorContent):
+            with self._blaming(sender):
+                content, state = awaited[sender.number].take(message, tensors)
+            yield sender, message.name, content, state
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the content of remote tensors.
@@ -162,8 +199,9 @@ class TensorConversations(ObservedConversations):
             self._deadlines.request_seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
         )
 
-    def _by_owner(self, names: Sequence[str]) -> Iterator[tuple[ConnectedWorker, list[str]]]:
+    def _by_owner(self, names: Iterable[str]) -> Iterator[tuple[ConnectedWorker, list[str]]]:
         """Workers that have something of those names, each with what it has."""
+        names = list(dict.fromkeys(names))
         for worker in self._workers:
             own = [name for name in names if self._held.owner_of.get(name) is worker]
             if own:

@@ -257,6 +257,26 @@ def test_a_worker_that_describes_other_tensors_than_it_sends_is_lost(
     assert coordinator.lost is not None
 
 
+def test_two_answers_of_one_worker_do_not_stand_for_that_of_another(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.begin_step(1, accumulate=False)
+    first, frame = coordinator._workers[0], Frame(m.Norms(1, {}))
+    monkeypatch.setattr(coordinator, "_receive", lambda _seconds: (first, frame))
+    with pytest.raises(WorkerLost, match=r"stage 1 on .* broke the rules.* without being asked"):
+        coordinator.gradient_norms()
+
+
+def test_what_an_interrupted_request_has_left_is_no_answer(coordinator: Coordinator) -> None:
+    names = list(coordinator._held.owner_of)
+    first = coordinator._held.owner_of[names[0]]
+    request = m.FetchTensors([names[0]])
+    next(coordinator._ask([(first, request)], m.TensorContent))  # and the Done is still to come
+    coordinator.zero_gradients(names, set_to_none=True)
+    assert not coordinator._unanswered[first.number]
+    assert coordinator._inbox.empty()
+
+
 def test_after_close_every_use_says_so(coordinator: Coordinator) -> None:
     coordinator.close()
     with pytest.raises(WorkerLost, match="ended the session"):

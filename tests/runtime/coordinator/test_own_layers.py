@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import DynamicCache
 from lightning_hetero.model.layers import DecoderLayer
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.runtime.coordinator import own_layers
-from lightning_hetero.runtime.coordinator.own_layers import adjust_own, restore_own
+from lightning_hetero.runtime.coordinator.own_layers import adjust_own
 
 
 class Cached(nn.Linear):
@@ -39,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def adjusted_layer(recompute: bool = False) -> tuple[Cached, list[nn.Module]]:
+def adjusted_layer(recompute: bool = False) -> tuple[Cached, list[Callable[[], None]]]:
     torch.manual_seed(0)
     layer = Cached(2, 2)
     plan = Plan([StagePlan(["coordinator"], (0, 1), recompute=recompute, compile=True)])
@@ -56,7 +57,9 @@ def test_a_training_step_is_compiled_without_its_cache(
     output.sum().backward()
     assert calls == ["compiled"] * times
     assert torch.equal(output, Cached.forward(layer, hidden))
-    restore_own(adjusted)
+    for put_back in adjusted:
+        put_back()
+    assert "forward" not in vars(layer)
     layer(hidden)
     assert len(calls) == times
 

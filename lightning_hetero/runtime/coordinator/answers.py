@@ -1,0 +1,347 @@
+"""What workers answer, held against what was asked: names, numbers, shapes and dtypes.
+
+Each breach is a `RemoteProtocolError`, the fault of the worker that answered. What it computed may
+be wrong all the same; but nothing of another form is ever converted, averaged or filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ModelError, RemoteProtocolError
+from ...model.calls import result_on_meta
+from ...model.embedding import EMBEDDING_LAYER
+from ...model.four_bit import describe_parameter, shapes_only
+from ...model.packed import State, read_state
+from ...model.tensors import locate, named_tensors, stored_in_four_bits
+from ...pipeline.activation import Activation, Gradients
+from ...pipeline.rule import Key
+from ...pipeline.stage import Surroundings
+from ...plan import WireDtype
+from ...wire import messages as m
+from ...wire.tensors import TensorSpec, dtype_name
+
+# Optimizers of bitsandbytes keep a code book of so many numbers beside any parameter.
+_MOST_BESIDE = 256
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor as a worker holds it.
+
+    Args:
+        spec: Its shape, and its dtype there.
+        home_dtype: Its dtype in this process.
+        parameter: The one that it is; None for a buffer.
+    """
+
+    spec: TensorSpec
+    home_dtype: torch.dtype
+    parameter: nn.Parameter | None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is a parameter that trains at present."""
+        return self.parameter is not None and self.parameter.requires_grad
+
+    def check(self, name: str, found: Tensor) -> None:
+        """Refuse content of another form.
+
+        A buffer may have got another floating dtype: layers put there what they compute.
+        """
+        fits = self._fits_dtype(found) and list(found.shape) == self.spec.shape
+        if not fits:
+            raise RemoteProtocolError(
+                f"The tensor {name!r} should come as {self.spec} and came as {_shown(found)}."
+            )
+
+    def _fits_dtype(self, found: Tensor) -> bool:
+        if self.parameter is None and self.spec.torch_dtype.is_floating_point:
+            return found.is_floating_point()
+        return found.dtype == self.spec.torch_dtype
+
+
+def held_tensors(
+    layers: Mapping[int, nn.Module], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, HeldTensor]:
+    """The tensors of a stage with these dtypes there."""
+    return {
+        name: HeldTensor(
+            TensorSpec(dtype_name(dtypes[name]), list(tensor.shape)),
+            tensor.dtype,
+            tensor if isinstance(tensor, nn.Parameter) else None,
+        )
+        for name, tensor in named_tensors(layers)
+    }
+
+
+class AwaitedTensors:
+    """Tensors that one worker was asked for, until it has sent them.
+
+    Args:
+        names: Of what it was asked for.
+        held: How it holds them.
+    """
+
+    def __init__(self, names: Iterable[str], held: Mapping[str, HeldTensor]) -> None:
+        self._missing = set(names)
+        self._held = held
+
+    def take(self, message: m.TensorContent, tensors: Sequence[Tensor]) -> tuple[Tensor, State]:
+        """A tensor that came, in the dtype that it has there, and its state.
+
+        Raises:
+            RemoteProtocolError: If it was not asked for, or has another form.
+        """
+        name = message.name
+        if name not in self._missing:
+            raise RemoteProtocolError(f"It sent the tensor {name!r}, which it was not asked for.")
+        if len(tensors) != 1 + len(message.state):
+            raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
+        self._held[name].check(name, tensors[0])
+        self._missing.remove(name)
+        return tensors[0], dict(zip(message.state, tensors[1:], strict=True))
+
+
+def check_state(layers: Mapping[int, nn.Module], name: str, content: Tensor, state: State) -> None:
+    """Refuse what does not make a whole tensor: packed bytes need their state, others have none.
+
+    Raises:
+        RemoteProtocolError: With the name.
+    """
+    is_packed = stored_in_four_bits(layers, name)
+    if is_packed != bool(state):
+        kind = "lacks its state in 4 bits" if is_packed else f"came with a state, {[*state][:5]}"
+        raise RemoteProtocolError(f"The tensor {name!r} {kind}.")
+    if is_packed:
+        owner, leaf, _ = locate(layers, name)
+        try:
+            read_state(state, content, describe_parameter(owner, leaf))
+        except ModelError as error:
+            raise RemoteProtocolError(f"The tensor {name!r} is damaged. {error}") from error
+
+
+def check_norms(
+    norms: Mapping[str, float], held: Mapping[str, HeldTensor], optimized: Collection[str] | None
+) -> None:
+    """Refuse gradient norms that cannot be those of a worker's parameters; one that is infinite
+    or no number is that of a gradient that is.
+
+    Args:
+        norms: What it told.
+        held: Its tensors.
+        optimized: The names that an optimizer has of its parameters; None for all.
+
+    Raises:
+        RemoteProtocolError: With the name.
+    """
+    names = {id(held[name].parameter): name for name in optimized or held if name in held}
+    told: set[int] = set()
+    for name, norm in norms.items():
+        parameter = held[name].parameter if name in held else None
+        if parameter is None or id(parameter) not in names:
+            raise RemoteProtocolError(
+                f"It told the gradient norm of {name!r}, which it was not asked for."
+            )
+        if id(parameter) in told:
+            raise RemoteProtocolError(f"It told the gradient norm of {name!r} under two names.")
+        if norm < 0:
+            raise RemoteProtocolError(f"It told {norm:g} as the gradient norm of {name!r}.")
+        told.add(id(parameter))
+
+
+def check_optimizer_state(
+    name: str, state: Any, parameter: Tensor, is_torchs: bool
+) -> dict[str, Any]:
+    """What came as the optimizer's state of a parameter.
+
+    Args:
+        name: The parameter's.
+        state: What came.
+        parameter: The one of that name.
+        is_torchs: Whether the optimizer is one of torch's own, which keep numbers, and tensors
+            that a parameter's shape spreads.
+
+    Raises:
+        RemoteProtocolError: If it cannot be that.
+    """
+    if not isinstance(state, dict):
+        raise RemoteProtocolError(f"The optimizer state of {name!r} is {state!r:.60}.")
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not _can_be_state(value, parameter, is_torchs):
+            raise RemoteProtocolError(
+                f"The optimizer state {key!r} of {name!r}, whose shape is "
+                f"{list(parameter.shape)}, came as {_shown(value)}."
+            )
+    return state
+
+
+def _can_be_state(value: Tensor, parameter: Tensor, is_torchs: bool) -> bool:
+    if not is_torchs:
+        return value.numel() <= max(parameter.numel(), _MOST_BESIDE)
+    return value.is_floating_point() and (value.numel() == 1 or _spreads(value, parameter))
+
+
+def _spreads(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a tensor has the shape of another one, or that with some dimensions summed up."""
+    pairs = zip(value.shape, parameter.shape, strict=False)
+    return value.ndim == parameter.ndim and all(own in (1, whole) for own, whole in pairs)
+
+
+class DueAnswers:
+    """What the stages are still to send of the present step."""
+
+    def __init__(self) -> None:
+        self._sent: dict[Key, _SentForward] = {}
+        self._activations: set[Key] = set()
+        self._gradients: set[Key] = set()
+
+    def begin_step(self) -> None:
+        """Nothing of an earlier step is waited for."""
+        for due in (self._sent, self._activations, self._gradients):
+            due.clear()
+
+    def note_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+        """Hidden states go to the first stage."""
+        self._sent[key] = _SentForward(TensorSpec.of(hidden), surroundings)
+        self._activations.add(key)
+
+    def note_backward(self, key: Key) -> None:
+        """The gradients of what came back go to the last stage."""
+        self._gradients.add(key)
+
+    def take_activation(
+        self,
+        key: Key,
+        found: Activation,
+        layers: Mapping[int, nn.Module],
+        dtypes: Callable[[], Collection[torch.dtype]],
+    ) -> None:
+        """An activation has come back.
+
+        Raises:
+            RemoteProtocolError: If nobody waits for it, or it has another form.
+        """
+        if key not in self._activations:
+            raise RemoteProtocolError(f"Nobody waits for its activation of {_named(key)}.")
+        self._sent[key].check_activation(found, layers, dtypes)
+        self._activations.remove(key)
+
+    def take_gradients(self, key: Key, found: Gradients) -> None:
+        """The gradients of what went to the first stage have come.
+
+        Raises:
+            RemoteProtocolError: If nobody waits for them, or they have another form.
+        """
+        if key not in self._gradients:
+            raise RemoteProtocolError(f"Nobody waits for its gradients of {_named(key)}.")
+        self._sent[key].check_gradients(found)
+        self._gradients.remove(key)
+
+
+@dataclass(frozen=True)
+class _SentForward:
+    """Hidden states that went to the first stage, and what they are to be run with."""
+
+    spec: TensorSpec
+    surroundings: Surroundings
+
+    def check_activation(
+        self,
+        found: Activation,
+        layers: Mapping[int, nn.Module],
+        dtypes: Callable[[], Collection[torch.dtype]],
+    ) -> None:
+        """Refuse what cannot be the hidden states behind the last layer.
+
+        Where the layers change the form of hidden states, it is tried on ``meta`` what they make of
+        these; where that cannot be tried, the number of samples must be the same.
+
+        Args:
+            found: What came back.
+            layers: All that it went through.
+            dtypes: What layers may make of hidden states.
+
+        Raises:
+            RemoteProtocolError: With what came and what should have.
+        """
+        unknown = {kind for kind, _ in found.collected} - set(self.surroundings.collect)
+        if unknown:
+            raise RemoteProtocolError(f"It sent outputs {sorted(unknown)} that nobody collects.")
+        if found.requires_grad and not self.surroundings.grad_enabled:
+            raise RemoteProtocolError("It wants gradients of a forward that runs without them.")
+        hidden = found.hidden
+        usual = self._usual_shape(layers)
+        if hidden.dtype == self.spec.torch_dtype and list(hidden.shape) == usual:
+            return  # as nearly always
+        expected = self._tried(layers)
+        shape = list(expected.shape) if expected is not None else usual
+        length = None if expected is not None else 1
+        same_shape = list(hidden.shape[:length]) == shape[:length]
+        may_be = {*dtypes(), self.spec.torch_dtype}
+        may_be |= {torch.float32, self.surroundings.autocast_dtype or torch.float32}
+        may_be |= set() if expected is None else {expected.dtype}
+        if not same_shape or not hidden.is_floating_point() or hidden.dtype not in may_be:
+            raise RemoteProtocolError(
+                f"For hidden states of {self.spec} it sent {_shown(hidden)}, and "
+                f"{shape} was expected, of one of {sorted(map(dtype_name, may_be))}."
+            )
+
+    def check_gradients(self, found: Gradients) -> None:
+        """Refuse gradients that are not those of these hidden states.
+
+        Raises:
+            RemoteProtocolError: With what came and what should have.
+        """
+        gradient, *others = found.tensors
+        if others:
+            raise RemoteProtocolError(f"It sent {1 + len(others)} gradients of one tensor.")
+        if gradient is not None and TensorSpec.of(gradient) != self.spec:
+            raise RemoteProtocolError(
+                f"The gradient of hidden states of {self.spec} came as {_shown(gradient)}."
+            )
+
+    def _usual_shape(self, layers: Mapping[int, nn.Module]) -> list[int]:
+        """That of what was sent, as most layers leave it."""
+        calls = self.surroundings.calls
+        if not calls or calls[0].layer_index != EMBEDDING_LAYER:
+            return self.spec.shape
+        return [*self.spec.shape, layers[EMBEDDING_LAYER].get_parameter("weight").shape[1]]
+
+    def _tried(self, layers: Mapping[int, nn.Module]) -> Tensor | None:
+        """The form of what the layers make of it; None where that depends on numbers."""
+        hidden = torch.empty(self.spec.shape, dtype=self.spec.torch_dtype, device="meta")
+        for call in self.surroundings.calls:
+            layer = layers[call.layer_index]
+            try:
+                with shapes_only(layer):
+                    found = result_on_meta(layer, call.layer_index, hidden, call.args, call.kwargs)
+            except ModelError:
+                return None
+            if found is None:
+                return None
+            hidden = found[1]
+        return hidden
+
+
+def check_narrowed(narrowed: Sequence[m.Narrowed | None], wire_dtype: WireDtype | None) -> None:
+    """Refuse numbers that were rounded for their way where the plan does not want it.
+
+    Raises:
+        RemoteProtocolError: Then.
+    """
+    if wire_dtype is None and any(said is not None for said in narrowed):
+        raise RemoteProtocolError("It rounded what it sent, and the plan does not want that.")
+
+
+def _named(key: Key) -> str:
+    return f"micro-batch {key.microbatch}, visit {key.visit}"
+
+
+def _shown(tensor: Tensor) -> str:
+    return str(TensorSpec.of(tensor))

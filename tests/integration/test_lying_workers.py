@@ -1,0 +1,136 @@
+"""What a worker answers is held against what it was asked: it is named when it answers wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.errors import StageFailed, WeightsLost, WorkerLost
+
+from ..conftest import worker_process
+from ..faults.lying_worker import (
+    BACKWARD,
+    CONTENT,
+    FILE_VARIABLE,
+    FORWARD,
+    NORMS,
+    STATE,
+    TO_NEIGHBOR,
+    Lie,
+)
+from ..models import TinyModule, loader, trainer
+
+LYING = "import tests.faults.lying_worker"
+
+
+@dataclass(frozen=True)
+class Liar:
+    """A worker, and the file that says how it lies."""
+
+    address: str
+    file: Path
+
+    def tell(self, lie: str) -> None:
+        self.file.write_text(lie)
+
+
+@pytest.fixture(scope="module")
+def lying_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liar]:
+    file = tmp_path_factory.mktemp("lies") / "lie"
+    file.touch()
+    with worker_process(before=LYING, **{FILE_VARIABLE: str(file)}) as worker:
+        yield Liar(worker.address, file)
+
+
+@pytest.fixture
+def liar(lying_process: Liar) -> Iterator[Liar]:
+    yield lying_process
+    lying_process.tell("")
+
+
+def fit(workers: list[str], module: pl.LightningModule, *checkpoints: ModelCheckpoint) -> None:
+    strategy = HeteroPipelineStrategy(workers, "even", micro_batches=2)
+    made = trainer(
+        strategy,
+        max_steps=2,
+        gradient_clip_val=0.5,
+        callbacks=[*checkpoints],
+        enable_checkpointing=bool(checkpoints),
+    )
+    made.fit(module, loader(12, 6))
+
+
+def assert_tells_truth(liar: Liar) -> None:
+    """It serves the next run, which nothing is wrong with."""
+    liar.tell("")
+    module = TinyModule(2)
+    fit([liar.address], module)
+    assert len(module.losses) == 2
+
+
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD, *NORMS])
+def test_a_wrong_answer_in_a_step_ends_the_run(name: str, liar: Liar) -> None:
+    lie = {**FORWARD, **BACKWARD, **NORMS}[name]
+    liar.tell(f"c: {name}")
+    expected = rf"stage 1 on {liar.address} broke the rules in step 1: .*{lie.says}"
+    with pytest.raises(WorkerLost, match=expected):
+        fit([liar.address], TinyModule(2))
+    assert_tells_truth(liar)
+
+
+@pytest.mark.parametrize("name", [*CONTENT, *STATE])
+def test_a_wrong_answer_at_the_end_loses_what_it_is_about(name: str, liar: Liar) -> None:
+    lie = {**CONTENT, **STATE}[name]
+    liar.tell(f"c: {name}")
+    module = TinyModule(2)
+    expected = rf"stage 1 on {liar.address} broke the rules in step 2: .*{lie.says}"
+    with pytest.raises(WeightsLost, match=expected) as caught:
+        fit([liar.address], module)
+    assert caught.value.are_weights_whole == (name in STATE)
+    if name in STATE:
+        assert not any(tensor.is_meta for tensor in module.state_dict().values())
+    assert_tells_truth(liar)
+
+
+@pytest.mark.parametrize("name", ["whole numbers for a weight", "state of another shape"])
+def test_a_wrong_answer_goes_into_no_checkpoint(name: str, liar: Liar, tmp_path: Path) -> None:
+    lie: Lie = {**CONTENT, **STATE}[name]
+    liar.tell(f"c: {name}")
+    with pytest.raises(WorkerLost, match=f"broke the rules in step 1: .*{lie.says}"):
+        fit([liar.address], TinyModule(2), ModelCheckpoint(tmp_path, every_n_train_steps=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_after_optimizer_state_is_lost_weights_can_be_saved_and_nothing_else(
+    liar: Liar, tmp_path: Path
+) -> None:
+    liar.tell("c: state twice")
+    module = TinyModule(2)
+    strategy = HeteroPipelineStrategy([liar.address], "even", micro_batches=2)
+    made = trainer(strategy, max_steps=2)
+    with pytest.raises(WeightsLost, match="the optimizer state has not"):
+        made.fit(module, loader(12, 6))
+    with pytest.raises(WeightsLost, match="the optimizer state has not"):
+        made.save_checkpoint(tmp_path / "whole.ckpt")
+    made.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.ckpt"]
+
+
+@pytest.mark.parametrize("name", TO_NEIGHBOR)
+def test_what_a_neighbor_sends_is_held_against_what_it_got(
+    name: str, liar: Liar, workers: list[str]
+) -> None:
+    lie = TO_NEIGHBOR[name]
+    liar.tell(f"n: {name}")
+    is_upstream = lie.kind.__name__ == "Activation"
+    chain = [liar.address, workers[0]] if is_upstream else [workers[0], liar.address]
+    hears = f"stage {2 if is_upstream else 1} on {workers[0]} failed in step 1"
+    with pytest.raises(StageFailed, match=rf"{hears}: RemoteProtocolError: .*{lie.says}"):
+        fit(chain, TinyModule(3))
+    assert_tells_truth(liar)
