@@ -53,9 +53,9 @@ def find_samples(
     Raises:
         BatchError: If there is no tensor with a dimension.
     """
-    if _is_list_of_samples(batch):
-        return Samples(len(batch), 0, are_listed=True)
     shapes = [tensor.shape for tensor in _tensors(batch) if tensor.ndim > 0]
+    if _is_list_of_samples(batch) and not _is_of_parts(batch, shapes, expected):
+        return Samples(len(batch), 0, are_listed=True)
     if not shapes:
         raise BatchError(f"A batch of type {type(batch).__name__} holds no tensor to be cut.")
     if expected is not None and may_be_listed and _lists_samples(batch, shapes, expected):
@@ -83,6 +83,11 @@ class SampleFinder:
         if not found.are_listed and not is_square:
             self._dim = found.dim
         return found
+
+
+def _is_of_parts(batch: Any, shapes: Sequence[torch.Size], expected: int | None) -> bool:
+    """Whether a list of dicts holds a part of every sample in each of them, such as headers."""
+    return len(batch) != expected and bool(shapes) and all(s[0] == expected for s in shapes)
 
 
 def _lists_samples(batch: Any, shapes: Sequence[torch.Size], expected: int) -> bool:
@@ -376,7 +381,7 @@ def _dim_in(tensor: Tensor, samples: Samples) -> int | None:
 
 def _cut_sequence(part: Sequence[Any], start: int, end: int, samples: Samples) -> Any:
     """One entry per sample is cut; a container of batched things is cut inside."""
-    if samples.are_listed or _is_list_of_samples(part):
+    if samples.are_listed or (_is_list_of_samples(part) and len(part) == samples.count):
         return part[start:end]
     tensors = list(_tensors(part))
     is_batched = bool(tensors) and all(

@@ -392,3 +392,11 @@ def test_two_tensors_of_two_samples_are_no_list_of_samples() -> None:
 
 def test_what_torch_collates_is_no_list_of_samples() -> None:
     assert find_samples([LONG, LONG], expected=2) == Samples(7)
+
+
+def test_a_list_of_two_dicts_that_each_hold_all_samples_is_cut_inside_of_them() -> None:
+    batch = [{"x": rows(4)}, {"row": torch.arange(4)}]
+    samples = find_samples(batch, expected=4)
+    assert samples == Samples(4)
+    _, second = split_batch(batch, 2, samples=samples)
+    assert [second[0]["x"].shape[0], second[1]["row"].tolist()] == [2, [2, 3]]

@@ -1,0 +1,86 @@
+"""Every pattern has the numbers of plain Lightning, or is refused with its sentence."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from ..conftest import worker_process
+from ..patterns import PATTERNS, Outcome, Pattern, run
+
+TOLERANCE = 1e-5
+# Relative to how far training has moved the weights, which rounding does not know.
+TOLERANCE_OF_MOVES = 2e-4
+
+CASES = [(pattern, False) for pattern in PATTERNS]
+CASES += [(pattern, True) for pattern in PATTERNS if pattern.remedy is not None]
+
+
+@pytest.fixture(scope="module")
+def allowing() -> Iterator[list[str]]:
+    """Two workers that may import the layers."""
+    with worker_process("--allow", "tests") as first, worker_process("--allow", "tests") as second:
+        yield [first.address, second.address]
+
+
+@cache
+def plain(pattern_name: str) -> Outcome:
+    return run(next(each for each in PATTERNS if each.name == pattern_name))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_remedied"),
+    CASES,
+    ids=lambda value: value.name if isinstance(value, Pattern) else ("as it is", "remedied")[value],
+)
+def test_a_pattern_is_equal_or_refused(
+    allowing: list[str], pattern: Pattern, is_remedied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    settings: Mapping[str, Any] = (pattern.remedy or {}) if is_remedied else {}
+    strategy = pattern.strategy(allowing, settings)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        if pattern.refused is not None and not is_remedied:
+            assert_refused(pattern, strategy)
+            return
+        found = run(pattern, strategy)
+    ours = [str(each.message) for each in warned if "lightning_hetero" in each.filename]
+    assert_said(pattern.said_with_remedy if is_remedied else pattern.said, ours, caplog.text)
+    if is_remedied or pattern.is_equal:
+        assert_equal(found, plain(pattern.name))
+    else:
+        assert found.apart(plain(pattern.name)) > TOLERANCE_OF_MOVES, "nothing had to be said"
+
+
+def assert_refused(pattern: Pattern, strategy: Any) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - what it says is looked at
+        run(pattern, strategy)
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert re.search(pattern.refused or "", text), text
+
+
+def assert_said(sentence: str | None, warned: list[str], logged: str) -> None:
+    if sentence is None:
+        assert not warned
+    else:
+        assert re.search(sentence, "\n".join([*warned, logged]))
+        assert all(re.search(sentence, each) for each in warned)
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    torch.testing.assert_close(found.losses, expected.losses, rtol=TOLERANCE, atol=1e-6)
+    for mine, other in ((found.values, expected.values), (found.weights, expected.weights)):
+        assert mine.keys() == other.keys()
+        for name, tensor in other.items():
+            difference = (mine[name].double() - tensor.double()).norm()
+            error = float(difference / tensor.double().norm().clamp(min=0.1))
+            assert error <= TOLERANCE, f"{name} is off by {error:.1e}"
+    assert found.apart(expected) <= TOLERANCE_OF_MOVES

@@ -1,0 +1,371 @@
+"""Losses of all kinds, and what they are divided by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from ..models import VOCABULARY, sequences
+from .learner import (
+    BATCH_SIZE,
+    LENGTH,
+    NUM_STEPS,
+    Learner,
+    all_samples,
+    batches_of,
+    cross_entropy,
+)
+from .pattern import Pattern
+
+BOUNDARY = {"micro_batching": "boundary"}
+SUM = {"loss_weighting": "sum"}
+IGNORED = -100
+
+
+def padded(targets: Tensor, number: int) -> Tensor:
+    """Targets of which the last ones do not count, in each sample another number."""
+    return targets.masked_fill(torch.arange(LENGTH) > number % LENGTH, IGNORED)
+
+
+class Sum(Learner):
+    """Adds up."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return cross_entropy(self(batch[0]), batch[1], reduction="sum") / 40
+
+
+class Divided(Learner):
+    """Divides by what the batch says."""
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self(batch["inputs"])
+        return cross_entropy(logits, batch["targets"], reduction="sum") / batch["num_items"]
+
+
+def counted(as_tensor: bool = False) -> DataLoader[Any]:
+    """Batches with the number of their targets that count."""
+
+    def collate(items: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+        inputs = torch.stack([inputs for inputs, _ in items])
+        targets = torch.stack([padded(each, n) for n, (_, each) in enumerate(items)])
+        count = (targets != IGNORED).sum()
+        num_items = count if as_tensor else int(count)
+        return {"inputs": inputs, "targets": targets, "num_items": num_items}
+
+    return batches_of(all_samples(), collate_fn=collate)
+
+
+class DeepLabels(Learner):
+    """Has its labels in a dictionary inside of a pair."""
+
+    def loss(self, batch: Any) -> Tensor:
+        content, _headers = batch
+        return cross_entropy(self(content["inputs"]), content["labels"])
+
+
+def with_headers() -> DataLoader[Any]:
+    """Batches of a dictionary and headers."""
+    items = [
+        ({"inputs": inputs, "labels": padded(targets, number)}, {"row": number})
+        for number, (inputs, targets) in enumerate(all_samples())
+    ]
+    return batches_of(items)
+
+
+class Preferring(Learner):
+    """Prefers a chosen answer to a rejected one, sample by sample."""
+
+    def loss(self, batch: Any) -> Tensor:
+        chosen, rejected = (self.log_likelihood(batch[name]) for name in ("chosen", "rejected"))
+        return -functional.logsigmoid(chosen - rejected).mean()
+
+    def log_likelihood(self, part: Any) -> Tensor:
+        """Of each sample's labels."""
+        logits = self(part["inputs"]).transpose(1, 2)
+        return -functional.cross_entropy(logits, part["labels"], reduction="none").sum(1)
+
+
+class MeanOfBoth(Learner):
+    """Adds a mean over the labels of each answer."""
+
+    def loss(self, batch: Any) -> Tensor:
+        parts = [batch["chosen"], batch["rejected"]]
+        return sum(  # type: ignore[return-value]
+            cross_entropy(self(part["inputs"]), part["labels"]) for part in parts
+        )
+
+
+def preferences() -> DataLoader[Any]:
+    """Batches of two answers, each with labels."""
+    items = [
+        {
+            "chosen": {"inputs": inputs, "labels": padded(targets, number)},
+            "rejected": {"inputs": inputs.flip(0), "labels": padded(targets.flip(0), number + 1)},
+        }
+        for number, (inputs, targets) in enumerate(all_samples())
+    ]
+    return batches_of(items)
+
+
+def unnamed() -> DataLoader[Any]:
+    """Batches of pairs, with targets that do not count."""
+    return batches_of([(i, padded(t, n)) for n, (i, t) in enumerate(all_samples())])
+
+
+class Masked(Learner):
+    """A mean over its own mask."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets, mask = batch
+        losses = cross_entropy(self(inputs), targets, reduction="none")
+        return (losses * mask.flatten()).sum() / mask.sum()
+
+
+def masked() -> DataLoader[Any]:
+    """Batches with a mask."""
+    items = [(i, t, (padded(t, n) != IGNORED).float()) for n, (i, t) in enumerate(all_samples())]
+    return batches_of(items)
+
+
+class Contrastive(Learner):
+    """Tells each sample from the others of its batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, _ = batch
+        first, second = (
+            functional.normalize(self(part).mean(1), dim=-1) for part in (inputs, inputs * 0.9)
+        )
+        return functional.cross_entropy(first @ second.T / 0.1, torch.arange(len(inputs)))
+
+
+class Mixture(Learner):
+    """A mixture of experts of Hugging Face, whose loss has a part that balances the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = MixtralConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=VOCABULARY,
+            num_local_experts=4,
+            router_aux_loss_coef=0.5,
+            use_cache=False,
+        )
+        del self.enter, self.head, self.layers
+        self.model = MixtralForCausalLM(config)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.model(**batch, output_router_logits=True).loss
+        return loss
+
+
+def tokens() -> DataLoader[Any]:
+    """Batches of token ids with labels."""
+    return batches_of(sequences(BATCH_SIZE * NUM_STEPS, padded=True))
+
+
+class Zero(Learner):
+    """Has nothing to learn."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * 0.0
+
+
+class Cancelling(Learner):
+    """Rewards add up to zero over a batch, and so does the loss at first."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, _ = batch
+        rewards = torch.tensor([1.0, -1.0]).repeat(len(inputs) // 2)
+        scores = self(inputs).log_softmax(-1)[..., 0].mean(1)
+        ratio = (scores - scores.detach()).exp()
+        return -(rewards * ratio).mean()
+
+
+class Drawing(Learner):
+    """Adds random numbers to the logits before the loss."""
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        logits = super().leave(hidden)
+        return logits + torch.randn_like(logits)
+
+
+class Sampling(Learner):
+    """A variational autoencoder: draws what it encodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = torch.nn.Linear(6, 12)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        mean, log_variance = self.encode(inputs).chunk(2, dim=-1)
+        drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        divergence = (mean.square() + log_variance.exp() - log_variance - 1).mean()
+        return cross_entropy(self(drawn), targets) + 0.1 * divergence
+
+
+class Compiled(Learner):
+    """Has compiled its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The loss is what matters here, and not what becomes of it.
+        self.compiled = torch.compile(cross_entropy, backend="eager")
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.compiled(self(batch[0]), batch[1])
+        return loss
+
+
+def _count(batch: Any) -> float:
+    return float((batch[1] != IGNORED).sum())
+
+
+def _mask_sum(batch: Any) -> float:
+    return float(batch[2].sum())
+
+
+TWO = {"accumulate_grad_batches": 2, "max_steps": 2, "max_epochs": -1}
+DRAWS = "training_step draws random numbers"
+
+PATTERNS = [
+    Pattern(
+        "sum",
+        "The loss is a sum over samples.",
+        Sum,
+        refused=r"`loss_weighting='sum'`",
+        remedy=SUM,
+    ),
+    Pattern(
+        "divisor of the batch",
+        "A sum over labels is divided by a whole number that comes with the batch.",
+        Divided,
+        counted,
+        refused=r"`loss_weighting='sum'`",
+        remedy=SUM,
+    ),
+    Pattern(
+        "divisor of the batch, tensor",
+        "The number is a tensor without dimensions.",
+        Divided,
+        lambda: counted(as_tensor=True),
+        refused=r"`loss_weighting='sum'`",
+        remedy=SUM,
+    ),
+    Pattern(
+        "labels below the top",
+        "The batch is a pair of a dictionary with `labels` and headers.",
+        DeepLabels,
+        with_headers,
+    ),
+    Pattern(
+        "chosen and rejected",
+        "Two `labels` in a batch; the loss is a mean over samples.",
+        Preferring,
+        preferences,
+        said="marks labels that a loss leaves out",
+        remedy={"loss_weighting": "samples"},
+    ),
+    Pattern(
+        "chosen and rejected, mean of labels",
+        "Two `labels` in a batch; the loss is a mean over those of each.",
+        MeanOfBoth,
+        preferences,
+        refused=r"`micro_batching='boundary'`",
+        remedy=BOUNDARY,
+    ),
+    Pattern(
+        "labels without a name",
+        "The batch is a pair; the loss is a mean over labels that are not -100.",
+        Learner,
+        unnamed,
+        refused=r"loss_weighting=lambda batch: \(batch\[1\] != -100\)\.sum\(\)",
+        remedy={"loss_weighting": _count},
+    ),
+    Pattern(
+        "own mask",
+        "The loss is a mean over a mask.",
+        Masked,
+        masked,
+        refused=r"loss_weighting=lambda batch: batch\[2\]\.sum\(\)",
+        remedy={"loss_weighting": _mask_sum},
+    ),
+    Pattern(
+        "contrastive",
+        "The loss compares each sample with the others.",
+        Contrastive,
+        refused=r"`micro_batching='boundary'`",
+        remedy=BOUNDARY,
+    ),
+    Pattern(
+        "mixture of experts",
+        "An auxiliary loss balances the experts over a batch.",
+        Mixture,
+        tokens,
+        settings={"layers": "model.model.layers"},
+        said=r"`micro_batching='boundary'` repairs it",
+        differs=True,
+        remedy=BOUNDARY,
+        num_layers=2,
+    ),
+    Pattern("zero", "The loss is exactly zero.", Zero),
+    Pattern("cancelling", "The parts of the loss add up to zero.", Cancelling),
+    Pattern(
+        "random loss",
+        "The loss draws random numbers.",
+        Drawing,
+        said=DRAWS,
+        differs=True,
+        remedy=BOUNDARY,
+    ),
+    Pattern(
+        "variational autoencoder",
+        "What is encoded is drawn at random.",
+        Sampling,
+        said=DRAWS,
+        differs=True,
+        remedy=BOUNDARY,
+    ),
+    Pattern("compiled loss", "`torch.compile` around the loss.", Compiled),
+    Pattern("accumulation", "Two batches for a step.", Learner, trainer=TWO),
+    Pattern(
+        "accumulation, labels",
+        "Two batches for a step; a mean over labels.",
+        DeepLabels,
+        with_headers,
+        settings={"loss_weighting": "labels"},
+        trainer=TWO,
+    ),
+    Pattern(
+        "accumulation, sum",
+        "Two batches for a step; a sum.",
+        Sum,
+        settings=SUM,
+        trainer=TWO,
+    ),
+    Pattern(
+        "accumulation, function",
+        "Two batches for a step; a mean over a mask.",
+        Masked,
+        masked,
+        settings={"loss_weighting": _mask_sum},
+        trainer=TWO,
+    ),
+    Pattern(
+        "accumulation, boundary",
+        "Two batches for a step; whole batches.",
+        Contrastive,
+        settings=BOUNDARY,
+        trainer=TWO,
+    ),
+]

@@ -1,0 +1,274 @@
+"""Layers that keep something from one call to the next, or are changed during the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from .learner import FEATURES, WIDTH, Block, Learner
+from .pattern import Pattern
+
+NO_STATE = r"changed its attribute '\w+'"
+BOUNDARY = {"micro_batching": "boundary"}
+WHOLE = {"micro_batches": 1}
+ONE_PIECE = "BatchNorm .* whose statistics are those of the whole batch"
+
+
+class CachingBlock(Block):
+    """Computes a scale at its first call and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Tensor | None = None
+
+    def update(self, hidden: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = hidden.detach().abs().mean()
+        return super().update(hidden) * self.cache
+
+
+class CountingBlock(Block):
+    """Counts its calls and grows weaker with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def update(self, hidden: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().update(hidden) / self.num_calls
+
+
+class CarryingBlock(Block):
+    """A state space block that carries its state from batch to batch in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.zeros(WIDTH))
+        self.state: Tensor | None = None
+
+    def update(self, hidden: Tensor) -> Tensor:
+        found, self.state = scanned(super().update(hidden), self.decay, self.state)
+        return found
+
+
+class StateSpaceBlock(Block):
+    """A state space block that gets its state as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, hidden: Tensor, state: Tensor) -> Tensor:  # type: ignore[override]
+        return hidden + scanned(self.update(hidden), self.decay, state)[0]
+
+
+class ReturningBlock(StateSpaceBlock):
+    """Returns its state too."""
+
+    def forward(self, hidden: Tensor, state: Tensor) -> Any:  # type: ignore[override]
+        found, state = scanned(self.update(hidden), self.decay, state)
+        return hidden + found, state
+
+
+def scanned(inputs: Tensor, decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A linear recurrence over the positions, and where it ends."""
+    current = inputs.new_zeros(inputs[:, 0].shape) if state is None else state
+    found = []
+    for position in range(inputs.shape[1]):
+        current = current * decay.sigmoid() + inputs[:, position]
+        found.append(current)
+    return torch.stack(found, dim=1), current.detach()
+
+
+class CoolingBlock(Block):
+    """Has a temperature that others set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+
+    def update(self, hidden: Tensor) -> Tensor:
+        return super().update(hidden) / self.temperature
+
+
+class AveragingBlock(Block):
+    """Divides by a running mean that it keeps in a buffer."""
+
+    size: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+
+    def update(self, hidden: Tensor) -> Tensor:
+        self.size.lerp_(hidden.detach().abs().mean(), 0.3)
+        return super().update(hidden) / self.size.clone()
+
+
+class NormBlock(Block):
+    """Normalizes over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH)
+
+    def update(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self.statistics(hidden.transpose(1, 2)).transpose(1, 2)
+        return super().update(normed)
+
+
+class Caching(Learner):
+    """The first layer caches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = CachingBlock()
+
+
+class Counting(Learner):
+    """The first layer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = CountingBlock()
+
+
+class Carrying(Learner):
+    """The first layer carries a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = CarryingBlock()
+
+
+class Cooled(Learner):
+    """A callback sets its layers' temperature."""
+
+    layer = CoolingBlock
+
+
+class Cooling(pl.Callback):
+    """Sets it before each batch."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        for layer in module.layers:
+            layer.temperature = 1.0 + 0.5 * trainer.global_step
+
+
+class Averaging(Learner):
+    """Every layer keeps a running mean."""
+
+    layer = AveragingBlock
+
+
+class NormInside(Learner):
+    """BatchNorm in every layer."""
+
+    layer = NormBlock
+
+
+class NormOutside(Learner):
+    """BatchNorm before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self.statistics(hidden.transpose(1, 2)).transpose(1, 2)
+        return super().leave(normed)
+
+
+class StateSpace(Learner):
+    """Computes the layers' first state of each sample."""
+
+    layer = StateSpaceBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("begin", torch.randn(FEATURES, WIDTH))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.enter(inputs)
+        state = inputs[:, 0] @ self.get_buffer("begin")
+        for layer in self.layers:
+            hidden = layer(hidden, state)
+        return self.leave(hidden)
+
+
+class ReturnedState(StateSpace):
+    """Hands the state that a layer returns to the next one."""
+
+    layer = ReturningBlock
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden, state = self.enter(inputs), inputs[:, 0] @ self.get_buffer("begin")
+        for layer in self.layers:
+            hidden, state = layer(hidden, state)
+        return self.leave(hidden)
+
+
+HERE = {"here": 1, **BOUNDARY}
+
+PATTERNS = [
+    Pattern(
+        "cache in an attribute",
+        "A layer keeps what it computed at its first call.",
+        Caching,
+        refused=NO_STATE,
+        remedy=HERE,
+    ),
+    Pattern(
+        "counter in an attribute",
+        "A layer counts its calls.",
+        Counting,
+        refused=NO_STATE,
+        remedy=HERE,
+    ),
+    Pattern(
+        "carried state in an attribute",
+        "A state space layer goes on where the last batch ended.",
+        Carrying,
+        refused=NO_STATE,
+        remedy=HERE,
+    ),
+    Pattern("state as an argument", "A state space layer gets its first state.", StateSpace),
+    Pattern(
+        "state returned",
+        "A state space layer gets a state and returns it.",
+        ReturnedState,
+        refused="besides its hidden states",
+    ),
+    Pattern(
+        "temperature set by a callback",
+        "An attribute of layers changes from batch to batch.",
+        Cooled,
+        callbacks=[Cooling],
+    ),
+    Pattern(
+        "running mean in a buffer",
+        "A layer updates a buffer at each call.",
+        Averaging,
+        refused="`micro_batches=1` keeps the batch whole",
+        remedy=WHOLE,
+    ),
+    Pattern(
+        "BatchNorm in the layers",
+        "Statistics of the batch, in layers on workers.",
+        NormInside,
+        refused=r"micro_batch(es=1|ing='boundary')`",
+        remedy=BOUNDARY,
+        said_with_remedy=ONE_PIECE,
+    ),
+    Pattern(
+        "BatchNorm outside of the layers",
+        "Statistics of the batch, with the coordinator.",
+        NormOutside,
+        refused=r"`micro_batching='boundary'`",
+        remedy=BOUNDARY,
+    ),
+]
