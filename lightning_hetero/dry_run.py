@@ -23,9 +23,10 @@ def no_trace(
 ) -> Iterator[None]:
     """Inside, a module's own code may run; afterwards it and its Trainer are as before.
 
-    That holds for attributes of the module, and of objects of the same packages that it refers to:
-    for those that were assigned, and for lists, dicts, sets, tensors and random generators that
-    were changed in place, a metric's among them. What code does outside of these is not undone.
+    That holds for attributes of the module, of its class, and of objects of the same packages that
+    it refers to: for those that were assigned, and for lists, dicts, sets, tensors and random
+    generators that were changed in place, a metric's among them. What code does outside of these
+    is not undone.
 
     Args:
         module: Attached to its Trainer.

@@ -6,13 +6,14 @@ import random
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
+from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_hetero.dry_run import no_trace
 from lightning_hetero.model.snapshot import restoring_generator
@@ -33,9 +34,12 @@ class Busy(TinyModule):
     """Changes everything that it has."""
 
     total: Tensor
+    shared: ClassVar[list[int]] = []
+    num_runs: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__(num_layers=1)
+        self.output: Any = None
         self.register_buffer("total", torch.zeros(3))
         self.memory = Memory()
         self.nested = {"counts": Counter(a=1), "queue": deque([1], maxlen=3), "pair": (Memory(),)}
@@ -51,6 +55,8 @@ class Busy(TinyModule):
 
     def change(self) -> None:
         self.count += 1
+        self.shared.append(1)
+        type(self).num_runs += 1
         self.later = "new"
         self.total += 1
         self.memory.steps += 1
@@ -81,6 +87,7 @@ def state_of(module: Busy) -> list[Any]:
     memory, metric = module.memory, module.metric
     return [
         module.count,
+        [list(module.shared), module.num_runs],
         hasattr(module, "later"),
         module.total.tolist(),
         [memory.steps, memory.seen, memory.total.tolist()],
@@ -140,6 +147,17 @@ def test_what_a_user_has_set_on_the_module_is_there_again(module: Busy) -> None:
         module.log("loss", 1.0)
     module.log("loss", 2.0)
     assert logged == [("loss", 2.0)]
+
+
+def test_an_output_of_transformers_may_be_kept(module: Busy) -> None:
+    module.output = BaseModelOutput(last_hidden_state=torch.zeros(2))
+    with no_trace(module, [], is_timed=False):
+        module.output["hidden_states"] = (torch.ones(1),)
+    assert list(module.output) == ["last_hidden_state"]
+    assert list(module.output.values())[0].tolist() == [0.0, 0.0]
+    with no_trace(module, [], is_timed=False):
+        module.output.last_hidden_state.add_(1)
+    assert module.output.last_hidden_state.tolist() == [0.0, 0.0]
 
 
 def test_gradients_are_kept_apart(module: Busy) -> None:
