@@ -170,7 +170,9 @@ def result_on_meta(
     """The same; None if the layer cannot be tried. The layer's attributes stay as they are."""
     on_meta = apply_to_collection((hidden, args, dict(kwargs)), Tensor, _to_meta)
     try:
-        with torch.no_grad(), unchanged(layer.modules()):
+        # Parameters that are away let nobody compute with them but here.
+        untouched = torch._C.DisableTorchFunctionSubclass()
+        with torch.no_grad(), unchanged(layer.modules()), untouched:
             result = type(layer).forward(layer, on_meta[0], *on_meta[1], **on_meta[2])
     except Exception as error:
         # What depends on data, such as the choice of experts, cannot be tried without data. The

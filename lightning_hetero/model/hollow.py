@@ -46,6 +46,7 @@ from .tensors import (
     set_tensor,
     state_in,
 )
+from .tensors_away import mark_as_away, unmark
 
 # Hidden states, recorded calls and the kinds of outputs to collect, to hidden states and outputs.
 Exchange = Callable[
@@ -95,6 +96,7 @@ class HollowLayers:
         if EMBEDDING_LAYER in self._modules:
             look_past_meta()
         empty_tensors(self._modules)
+        mark_as_away(tensor for _, tensor in named_tensors(self._modules))
         self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
         self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}
         self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
@@ -123,6 +125,7 @@ class HollowLayers:
         for name, _ in list(named_tensors(self._modules)):
             if name in tensors:
                 set_tensor(self._modules, name, tensors[name], state_in(tensors, name))
+        unmark(tensor for _, tensor in named_tensors(self._modules))
         self.state_dicts.detach()
         for silenced in self._silenced:
             silenced.restore()

@@ -122,6 +122,8 @@ def test_adapters_in_halves_equal_one_device(workers: list[str]) -> None:
     families.assert_equal_runs(found, expected)
 
 
+# The router's loss of a micro-batch is not that of the batch, which the first-batch check says.
+@pytest.mark.filterwarnings("ignore:The loss of the first batch")
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_mixture_in_halves_has_its_router_loss(family: str, workers: list[str]) -> None:
     expected = families.fit_by_hand(tiny_model(family))

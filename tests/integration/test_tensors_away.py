@@ -1,0 +1,104 @@
+"""Parameters of layers on workers: whatever would have no effect is refused with what to use."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.tensors_away import ParameterAway
+
+from ..models import TinyModule, loader, trainer
+
+DECAY = 0.9
+
+
+class Averaging(TinyModule):
+    """Keeps an average of its weights by itself, or changes them, after every step."""
+
+    def __init__(self, act: Callable[[Any], object]) -> None:
+        super().__init__(4)
+        self.act = act
+        self.average = [p.detach().clone() for p in self.model.parameters()]
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.model.parameters(), self.average, strict=True))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.act(self)
+
+
+REFUSED: dict[str, Callable[[Averaging], object]] = {
+    "mul and add": lambda m: [e.mul_(DECAY).add_(p, alpha=1 - DECAY) for p, e in m.pairs],
+    "of data": lambda m: [e.mul_(DECAY).add_(p.data, alpha=1 - DECAY) for p, e in m.pairs],
+    "of what is detached": lambda m: [e.add_(p.detach()) for p, e in m.pairs],
+    "of a copy": lambda m: [e.add_(p.clone() * 2) for p, e in m.pairs],
+    "lerp_": lambda m: [e.lerp_(p, 1 - DECAY) for p, e in m.pairs],
+    "copy_": lambda m: [e.copy_(p) for p, e in m.pairs],
+    "foreach": lambda m: torch._foreach_add_(m.average, list(m.model.parameters()), alpha=0.1),
+    "foreach lerp": lambda m: torch._foreach_lerp_(m.average, list(m.model.parameters()), 0.1),
+    "norm": lambda m: [float(p.norm()) for p in m.model.parameters()],
+    "put back": lambda m: [p.copy_(e) for p, e in m.pairs],
+    "put back as data": lambda m: [p.data.copy_(e) for p, e in m.pairs],
+    "set data": lambda m: [setattr(p, "data", e.clone()) for p, e in m.pairs],
+    "foreach back": lambda m: torch._foreach_copy_(list(m.model.parameters()), m.average),
+    "clamp": lambda m: [p.data.clamp_(-0.01, 0.01) for p in m.model.parameters()],
+    "decay": lambda m: [p.mul_(0.9) for p in m.model.parameters()],
+    "noise": lambda m: [p.add_(0.1 * torch.randn_like(p)) for p in m.model.parameters()],
+    "init": lambda m: [nn.init.zeros_(p) for p in m.model.parameters()],
+    "rows": lambda m: m.model.model.layers[3].mlp.up_proj.weight.__setitem__(0, 0.0),
+    "pickle": lambda m: torch.save(list(m.model.parameters()), io.BytesIO()),
+}
+
+
+def fit(act: Callable[[Any], object], strategy: Any) -> Averaging:
+    module = Averaging(act)
+    trainer(strategy, max_epochs=1).fit(module, loader(8, 4))
+    return module
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_what_would_have_no_effect_is_refused(way: str, workers: list[str]) -> None:
+    with pytest.raises(ModelError, match=r"layer that lives on a worker.*state_dict\(\)`"):
+        fit(REFUSED[way], HeteroPipelineStrategy(workers[:1], "even"))
+
+
+GOES_ON: dict[str, Callable[[Averaging], object]] = {
+    "average of a state dict": lambda m: [
+        e.lerp_(content, 1 - DECAY)
+        for content, e in zip(m.model.state_dict().values(), m.average, strict=True)
+    ],
+    "load_state_dict": lambda m: m.model.load_state_dict(
+        {name: 0.5 * content for name, content in m.model.state_dict().items()}
+    ),
+    "form": lambda m: [(p.shape, p.dtype, p.numel(), repr(p), p.grad) for p in m.parameters()],
+    "flags": lambda m: [p.requires_grad_(p.requires_grad) for p in m.parameters()],
+}
+
+
+@pytest.mark.parametrize("way", GOES_ON)
+def test_what_has_an_effect_equals_one_device(way: str, workers: list[str]) -> None:
+    expected = fit(GOES_ON[way], "auto")
+    found = fit(GOES_ON[way], HeteroPipelineStrategy(workers[:1], "even"))
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.average, expected.average, rtol=1e-5, atol=1e-6)
+    assert {type(p) for p in found.parameters()} == {nn.Parameter}
+
+
+def test_parameters_of_layers_on_workers_are_parameters(workers: list[str]) -> None:
+    kinds: set[type] = set()
+
+    def look(module: Averaging) -> None:
+        kinds.update(type(p) for p in module.parameters() if p.is_meta)
+        assert all(isinstance(p, nn.Parameter) for p in module.parameters())
+
+    fit(look, HeteroPipelineStrategy(workers[:1], "even"))
+    assert kinds == {ParameterAway}
