@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -40,8 +39,9 @@ def contents_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for tensor, content, version in copies:
-                # A graph may have saved those that did not change.
-                if _version(tensor) != version or torch.is_inference_mode_enabled():
+                # A graph may have saved those that did not change. Torch does not count what it
+                # changes of the statistics of a norm.
+                if _version(tensor) != version or not torch.equal(tensor, content):
                     tensor.copy_(content)
 
 
@@ -67,9 +67,6 @@ class Attributes:
         self._seen: dict[int, Any] = {}
         classes = {each for module in modules for each in type(module).__mro__}
         self._packages = {_package_of(each) for each in classes} - _NOT_ENTERED
-        for each in classes:
-            if _package_of(each) in self._packages:
-                self._note_class(each)
         for module in modules:
             self._note_attributes(module, 0)
 
@@ -85,13 +82,6 @@ class Attributes:
         self._undo.append(lambda: _refill(attributes, content))
         for value in content.values():
             self._note(value, depth)
-
-    def _note_class(self, owner: type) -> None:
-        """What all its instances share. An attribute that is new stays: it may be a cache."""
-        content = {name: item for name, item in vars(owner).items() if not name.startswith("__")}
-        self._undo.append(lambda: _reassign(owner, content))
-        for value in content.values():
-            self._note(value, 0)
 
     def _note(self, value: Any, depth: int) -> None:
         if id(value) in self._seen or depth > _MOST_DEPTH or isinstance(value, nn.Module):
@@ -133,31 +123,12 @@ def _package_of(thing: type) -> str:
     return thing.__module__.partition(".")[0]
 
 
-def _reassign(owner: type, content: Mapping[str, Any]) -> None:
-    for name, value in content.items():
-        if vars(owner).get(name) is not value:
-            setattr(owner, name, value)
-
-
 def _refill(container: Any, content: Any) -> None:
-    if _holds(container, content):
-        return
     container.clear()
-    if isinstance(container, dict):
-        # Outputs of transformers refuse `update`.
-        dict.update(container, content)
-    elif isinstance(container, set):
-        container.update(content)
-    else:
+    if isinstance(container, (list, deque)):
         container.extend(content)
-
-
-def _holds(container: Any, content: Any) -> bool:
-    """Whether a container has the very same entries in the same order."""
-    found = [container, content]
-    if isinstance(container, dict):
-        found = [[each for pair in held.items() for each in pair] for held in found]
-    return len(container) == len(content) and all(map(is_, *found))
+    else:
+        container.update(content)
 
 
 def restoring_generator(value: Any) -> Callable[[], Any] | None:
