@@ -43,7 +43,7 @@ class _Before:
         ]
         tensors = [*self._attributes.values(), *module._buffers.values()]
         self._tensors = [
-            (value, value.detach().clone(), _version(value))
+            (value, value.detach().clone())
             for value in tensors
             if isinstance(value, Tensor) and not value.is_meta
         ]
@@ -55,15 +55,11 @@ class _Before:
         for container, content in self._containers:
             _refill(container, content)
         with torch.no_grad():
-            for tensor, values, version in self._tensors:
-                # A graph may have saved those that did not change.
-                if _version(tensor) != version or torch.is_inference_mode_enabled():
+            for tensor, values in self._tensors:
+                # A graph may have saved those that did not change. Torch does not count the changes
+                # of running means.
+                if not torch.equal(tensor, values):
                     tensor.copy_(values)
-
-
-def _version(tensor: Tensor) -> int:
-    """Counts in-place changes; inference mode does not count them."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _refill(container: Any, content: Any) -> None:
