@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,8 +20,10 @@ from .model.snapshot import Attributes, contents_kept
 @contextmanager
 def no_trace(
     module: pl.LightningModule, without: Iterable[nn.Module], *, is_timed: bool = True
-) -> Iterator[None]:
+) -> Iterator[Callable[[Tensor], bool]]:
     """Inside, a module's own code may run; afterwards it and its Trainer are as before.
+
+    Tells whether a tensor of it was changed in place so far, unless somebody takes the time.
 
     That holds for attributes of the module, of its class, and of objects of the same packages that
     it refers to: for those that were assigned, and for lists, dicts, sets, tensors and random
@@ -49,10 +51,14 @@ def no_trace(
         module.log = _drop  # type: ignore[method-assign]
         if is_timed:
             undo.enter_context(contents_kept(before.tensors))
-        else:
-            own = [p for inner in modules for p in inner.parameters(recurse=False)]
-            undo.enter_context(_CopiesOnWrite([*before.tensors, *own]))
-        yield
+            yield lambda _: False
+            return
+        own = [p for inner in modules for p in inner.parameters(recurse=False)]
+        yield undo.enter_context(_CopiesOnWrite([*before.tensors, *own])).has_changed
+
+
+# The operations with this in their names update running statistics, and do not declare it.
+_UNDECLARED = "batch_norm"
 
 
 class _CopiesOnWrite(TorchDispatchMode):
@@ -72,7 +78,10 @@ class _CopiesOnWrite(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function._schema.is_mutable:
+        if _UNDECLARED in function.__name__:
+            for item in tree_iter(args):
+                self._keep(item)
+        elif function._schema.is_mutable:
             self._keep_written(function._schema.arguments, args, kwargs or {})
         return function(*args, **(kwargs or {}))
 
@@ -80,6 +89,11 @@ class _CopiesOnWrite(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for address, content in self._copies.items():
             self._storages[address].copy_(content)
+
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Whether an operation has changed what is in a tensor's memory."""
+        storage = _storage_of(tensor)
+        return storage is not None and storage.data_ptr() in self._copies
 
     def _keep_written(
         self, arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -19,7 +19,8 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torchmetrics import Metric
 
 from .dry_run import no_trace
 from .errors import BatchError, HeteroError
@@ -135,9 +136,16 @@ class FirstBatchCheck:
         """
         away = self._deployment.modules_away
         trial = _Trial(self._module, self._deployment, self._weighting, rest, begin_again)
-        with no_trace(self._module, away, is_timed=False):
+        with no_trace(self._module, away, is_timed=False) as has_changed:
             _evaluate(self._module, away)
             problem = trial.problem(batch)
+            changed = list(_changed_in(self._module, has_changed))
+        if changed:
+            rank_zero_warn(
+                f"`training_step` changes {', '.join(changed)} in place, which happens once for "
+                "each micro-batch and not once for each batch. If that makes a difference, do it "
+                "in `on_train_batch_end`, or use `micro_batching='boundary'`."
+            )
         if problem is None:
             return
         if self._mode == "stop" and problem.difference > problem.tolerance:
@@ -304,6 +312,15 @@ class _Trial:
         return rounding_of_loss(dtype, max(widths, default=1))
 
 
+def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool]) -> Iterator[str]:
+    """The parameters and buffers that were changed; norms are for the check, and metrics right."""
+    for path, inner in module.named_modules():
+        if not isinstance(inner, (Metric, _NormBase)):
+            for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
+                if tensor is not None and has_changed(tensor):
+                    yield f"{path}.{name}".strip(".")
+
+
 def _evaluate(module: pl.LightningModule, away: Sequence[nn.Module]) -> None:
     """Let nothing drop numbers; what normalizes over a batch does so as in training.
 
@@ -339,11 +356,18 @@ def _counts_in(microbatches: Sequence[Any]) -> Iterator[tuple[str, list[float]]]
         each = [found[path] for found in tensors if path in found]
         if len(each) < len(tensors) or any(t.ndim == 0 or t.is_complex() for t in each):
             continue
-        if all(bool((tensor >= 0).all()) for tensor in each):
+        if all(map(_may_count, each)):
             yield f"{path}.sum()", [float(tensor.sum()) for tensor in each]
         elif not each[0].is_floating_point():
             code = f"({path} != {IGNORED_LABEL}).sum()"
             yield code, [float((tensor != IGNORED_LABEL).sum()) for tensor in each]
+
+
+def _may_count(tensor: Tensor) -> bool:
+    """Whether the sum of a tensor may be a count: of a mask, of weights, or of one length per
+    sample, and not of token ids or classes at every position."""
+    is_small = tensor.is_floating_point() or tensor.ndim == 1 or bool((tensor <= 1).all())
+    return is_small and bool((tensor >= 0).all())
 
 
 def _tensors_of(part: Any, path: str = "batch") -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -232,6 +233,8 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
     def _tie_optimizers(self, deployment: Deployment) -> None:
         """Give the stages their parts of the optimizers, and training steps their way to them."""
         module = self._module()
+        # The first batch of a run is checked, and not that behind each move of layers.
+        has_begun = self._watch is not None
         self._training = StagedTraining(
             module,
             deployment,
@@ -239,7 +242,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             self.precision_plugin,
             self._cuts_step,
             self._loss_weighting,
-            self._batches,
+            replace(self._batches, check="off") if has_begun else self._batches,
         )
         stopwatch = self._training.stopwatch
         if self._watch is not None:

@@ -44,6 +44,7 @@ class Busy(TinyModule):
         self.memory = Memory()
         self.nested = {"counts": Counter(a=1), "queue": deque([1], maxlen=3), "pair": (Memory(),)}
         self.metric = MeanMetric()
+        self.norm = nn.BatchNorm1d(2)
         self.average = nn.Linear(2, 2).requires_grad_(False)
         self.generators: Any = [
             torch.Generator().manual_seed(1),
@@ -66,6 +67,7 @@ class Busy(TinyModule):
         self.nested["queue"].append(2)
         self.nested["pair"][0].steps += 1
         self.metric.update(torch.tensor(2.0))
+        self.norm(torch.ones(4, 2))
         self.log("loss", 1.0)
         draws(self)
 
@@ -96,6 +98,7 @@ def state_of(module: Busy) -> list[Any]:
         module.nested["pair"][0].steps,
         [metric.mean_value.item(), metric._update_count],
         [parameter.tolist() for parameter in module.average.parameters()],
+        [buffer.tolist() for buffer in module.norm.buffers()],
     ]
 
 
@@ -126,9 +129,11 @@ def test_everything_is_as_before(module: Busy, is_timed: bool) -> None:
 
 def test_parameters_that_operations_change_get_their_content_back(module: Busy) -> None:
     before = state_of(module)
-    with no_trace(module, [], is_timed=False), torch.no_grad():
+    with no_trace(module, [], is_timed=False) as has_changed, torch.no_grad():
         module.average_weights()
         assert state_of(module) != before
+        assert has_changed(module.average.weight)
+        assert not has_changed(module.total)
     assert state_of(module) == before
 
 

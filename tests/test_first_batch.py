@@ -56,11 +56,14 @@ def test_tensors_are_named_by_the_code_that_reads_them() -> None:
 def test_what_may_count_in_a_mean_is_counted_by_the_code_that_is_named() -> None:
     mask = torch.tensor([[True, False], [True, True]])
     labels = torch.tensor([[1, -100], [-100, -100]])
-    pieces = [{"mask": mask[i : i + 1], "labels": labels[i : i + 1]} for i in range(2)]
+    token_ids = torch.tensor([[5, 7], [1, 0]])
+    whole = {"mask": mask, "labels": labels, "token_ids": token_ids}
+    pieces = [{name: tensor[i : i + 1] for name, tensor in whole.items()} for i in range(2)]
     found = dict(_counts_in(pieces))
     assert found == {
         "batch['mask'].sum()": [1.0, 2.0],
         "(batch['labels'] != -100).sum()": [1.0, 0.0],
+        "(batch['token_ids'] != -100).sum()": [2.0, 2.0],
     }
     for code, counts in found.items():
         assert [float(eval(code, {"batch": piece})) for piece in pieces] == counts  # noqa: S307

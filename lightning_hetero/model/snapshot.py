@@ -40,8 +40,9 @@ def contents_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for tensor, content, version in copies:
-                # A graph may have saved those that did not change.
-                if _version(tensor) != version or torch.is_inference_mode_enabled():
+                # A graph may have saved those that did not change. Torch does not count what it
+                # changes of the statistics of a norm.
+                if _version(tensor) != version or not torch.equal(tensor, content):
                     tensor.copy_(content)
 
 

@@ -11,6 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_hetero.callbacks import StageWeightAveraging
+
 from ..models import VOCABULARY, tiny_llama
 from .learner import (
     BATCH_SIZE,
@@ -279,6 +281,7 @@ LLAMA: dict[str, Any] = {"layers": "model.model.layers"}
 # They find the layers by themselves.
 FOUND: dict[str, Any] = {"layers": None}
 
+NOT_HERE = "wants the content of a parameter or buffer of a layer that lives on a worker"
 BY_SAMPLES = r"`loss_weighting='samples'` repairs it"
 
 PATTERNS = [
@@ -351,13 +354,19 @@ PATTERNS = [
         "own average in `optimizer_step`",
         "An average of the layers' weights, by hand.",
         Averaged,
-        refused="meta",
+        refused=NOT_HERE,
     ),
     Pattern(
         "own average in `on_train_batch_end`",
         "The same at the end of each batch.",
         AveragedAtTheEnd,
-        refused="meta",
+        refused=NOT_HERE,
+    ),
+    Pattern(
+        "average by `StageWeightAveraging`",
+        "The callback averages weights where they are.",
+        Learner,
+        callbacks=[lambda: StageWeightAveraging(decay=0.9)],
     ),
     Pattern(
         "own average of the head",

@@ -1,0 +1,158 @@
+"""What the first-batch check takes, in samples that run forward and in CPU time.
+
+A Llama trains for a few steps on one worker. The check is timed where it runs: the CPU time of both
+processes, beside that of a forward of one batch on one device and that of a training step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig
+
+from benchmarks.overhead.operators import cpu_seconds
+from benchmarks.processes import (
+    WorkerProcess,
+    be_quiet,
+    machine,
+    on_core,
+    pin,
+    two_cores,
+    wide_console,
+    worker_process,
+)
+from benchmarks.training import Decoder, Sequences, fit, random_tokens
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.first_batch import FirstBatchCheck
+from lightning_hetero.runtime.coordinator.coordinator import Coordinator
+from lightning_hetero.runtime.coordinator.whole_batches import WholeBatches
+
+NUM_LAYERS = 8
+NUM_LOCAL_LAYERS = 3
+BATCH_SIZE = 16
+NUM_MICROBATCHES = 8
+SEQUENCE_LENGTH = 128
+CONFIG = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=688,
+    num_hidden_layers=NUM_LAYERS,
+    num_attention_heads=4,
+    vocab_size=2048,
+    use_cache=False,
+)
+
+
+@dataclass
+class Taken:
+    """CPU seconds of both processes, and samples that went to the worker in the whole run."""
+
+    cpu_seconds: float = 0.0
+    samples: int = 0
+
+
+@contextmanager
+def counting(taken: Taken) -> Iterator[None]:
+    """Inside, the samples that go to the worker are counted."""
+    original = Coordinator.send_forward
+
+    def counted(coordinator: Coordinator, key: Any, hidden: Tensor, *rest: Any) -> None:
+        taken.samples += hidden.shape[0]
+        original(coordinator, key, hidden, *rest)
+
+    with patch.object(Coordinator, "send_forward", counted):
+        yield
+
+
+@contextmanager
+def watching(owner: type, name: str, worker: WorkerProcess, taken: Taken) -> Iterator[None]:
+    """Inside, the first call of a method is measured."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        before = time.process_time() + cpu_seconds(worker.pid)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            after = time.process_time() + cpu_seconds(worker.pid)
+            taken.cpu_seconds = taken.cpu_seconds or after - before
+
+    with patch.object(owner, name, measured):
+        yield
+
+
+def train(mode: str, worker: WorkerProcess, check: str, num_steps: int) -> tuple[Taken, float]:
+    """What the check took, and the CPU seconds of a step."""
+    tokens = random_tokens(BATCH_SIZE * num_steps, SEQUENCE_LENGTH, CONFIG.vocab_size)
+    stages = [
+        StagePlan(["coordinator"], (0, NUM_LOCAL_LAYERS)),
+        StagePlan([worker.address], (NUM_LOCAL_LAYERS, NUM_LAYERS)),
+    ]
+    strategy = HeteroPipelineStrategy(
+        [worker.address],
+        Plan(stages, micro_batches=NUM_MICROBATCHES),
+        micro_batching=mode,  # type: ignore[arg-type]
+        check_first_batch=check,  # type: ignore[arg-type]
+    )
+    module, taken = Decoder(CONFIG), Taken()
+    owner, name = (FirstBatchCheck, "run") if mode == "step" else (WholeBatches, "pieces")
+    worker_before = cpu_seconds(worker.pid)
+    with watching(owner, name, worker, taken), counting(taken):
+        fit(module, DataLoader(Sequences(tokens), batch_size=BATCH_SIZE), strategy)
+    worker_seconds = cpu_seconds(worker.pid) - worker_before - taken.cpu_seconds / 2
+    return taken, median(module.step_cpu_seconds) + worker_seconds / num_steps
+
+
+def forward_seconds() -> float:
+    """The CPU time of a forward of one batch without gradients on one device."""
+    model = Decoder(CONFIG).model
+    tokens = random_tokens(BATCH_SIZE, SEQUENCE_LENGTH, CONFIG.vocab_size)
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        with torch.no_grad():
+            model(input_ids=tokens, labels=tokens)
+        times.append(time.process_time() - start)
+    return median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="of each mode (default: 5)")
+    parser.add_argument("--steps", type=int, default=4, help="of each run (default: 4)")
+    options = parser.parse_args()
+    be_quiet()
+    first, second = two_cores()
+    pin(first)
+    console = wide_console()
+    console.print(machine())
+    table = Table("mode", "samples, in batches", "/ forward of a batch", "/ step")
+    with worker_process(on_core(second)) as worker:
+        for mode in ("step", "boundary"):
+            ratios, shares, counts = [], [], []
+            for _ in range(options.rounds):
+                forward = forward_seconds()
+                plain, step = train(mode, worker, "off", options.steps)
+                taken, _ = train(mode, worker, "stop", options.steps)
+                counts.append((taken.samples - plain.samples) / BATCH_SIZE)
+                ratios.append(
+                    (taken.cpu_seconds - (plain.cpu_seconds if mode != "step" else 0)) / forward
+                )
+                shares.append(ratios[-1] * forward / step)
+            numbers = median(counts), median(ratios), median(shares)
+            table.add_row(mode, *(f"{number:.2f}" for number in numbers))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
