@@ -358,7 +358,7 @@ def _counts_in(microbatches: Sequence[Any]) -> Iterator[tuple[str, list[float]]]
             continue
         if all(map(_may_count, each)):
             yield f"{path}.sum()", [float(tensor.sum()) for tensor in each]
-        elif not each[0].is_floating_point():
+        elif any(bool((tensor == IGNORED_LABEL).any()) for tensor in each):
             code = f"({path} != {IGNORED_LABEL}).sum()"
             yield code, [float((tensor != IGNORED_LABEL).sum()) for tensor in each]
 
