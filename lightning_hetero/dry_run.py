@@ -19,7 +19,11 @@ from .model.snapshot import Attributes, contents_kept
 
 @contextmanager
 def no_trace(
-    module: pl.LightningModule, without: Iterable[nn.Module], *, is_timed: bool = True
+    module: pl.LightningModule,
+    without: Iterable[nn.Module],
+    *,
+    is_timed: bool = True,
+    puts_draws_back: bool = True,
 ) -> Iterator[Callable[[Tensor], bool]]:
     """Inside, a module's own code may run; afterwards it and its Trainer are as before.
 
@@ -36,13 +40,15 @@ def no_trace(
         is_timed: Whether somebody takes the time of what runs. Otherwise every operation is
             looked at: tensors are copied only when they are to change, and so are parameters,
             which a ``training_step`` may average by itself.
+        puts_draws_back: Whether random generators are as before, too.
     """
     skipped = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in skipped]
     with ExitStack() as undo:
-        undo.enter_context(_random_numbers())
+        if puts_draws_back:
+            undo.enter_context(_random_numbers())
         undo.enter_context(_no_loggers(module.trainer))
-        before = Attributes(modules)
+        before = Attributes(modules, with_generators=puts_draws_back)
         undo.callback(before.restore)
         gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         undo.callback(_restore_gradients, gradients)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -204,10 +205,12 @@ class _Trial:
         return None
 
     def _compare(self, batch: CutBatch) -> _Problem | None:
-        first, most = self._metered(batch)
-        batch = batch.first(most)
-        cut = [first, *(self._loss(piece) for piece in batch.microbatches[1:])]
-        losses = Losses(self._loss(batch.whole), cut, self._rounding())
+        with self._from_the_start():
+            first, most = self._metered(batch)
+            batch = batch.first(most)
+            cut = [first, *(self._loss(piece) for piece in batch.microbatches[1:])]
+        with self._from_the_start():
+            losses = Losses(self._loss(batch.whole), cut, self._rounding())
         weights = self._weights(batch, self.weighting)
         difference = losses.difference(weights)
         if difference <= losses.rounding or self._is_random(losses, difference, batch):
@@ -244,7 +247,7 @@ class _Trial:
 
     def _is_random(self, losses: Losses, difference: float, batch: CutBatch) -> bool:
         """Whether the loss is another one at every forward, by about as much as the difference."""
-        again = [self._loss(batch.whole) for _ in range(2)]
+        again = [self._redrawn(batch.whole) for _ in range(2)]
         values = [loss for loss in (losses.whole, *again) if loss is not None]
         spread, scale = max(values) - min(values), max(map(abs, values))
         if not spread > losses.rounding * scale or difference * scale > _SPREADS * spread:
@@ -254,6 +257,17 @@ class _Trial:
             "training_step draws random numbers, so that every forward gives another loss"
         )
         return True
+
+    def _redrawn(self, batch: Any) -> float | None:
+        """The loss with the next random numbers, and with nothing else of the run before."""
+        with self._from_the_start(puts_draws_back=False):
+            return self._loss(batch)
+
+    def _from_the_start(self, *, puts_draws_back: bool = True) -> AbstractContextManager[Any]:
+        """Inside, what runs leaves nothing that the next run would find: a layer here may count its
+        calls, and a module carry a state from one call to the next."""
+        away = self.deployment.modules_away
+        return no_trace(self.module, away, is_timed=False, puts_draws_back=puts_draws_back)
 
     def _remedies(self, losses: Losses, batch: CutBatch) -> list[Remedy]:
         return (
@@ -288,7 +302,8 @@ class _Trial:
         samples = Samples(shapes[0][other], other)
         try:
             again = CutBatch.of(batch.whole, len(batch.microbatches), samples)
-            cut = [self._loss(piece) for piece in again.microbatches]
+            with self._from_the_start():
+                cut = [self._loss(piece) for piece in again.microbatches]
         except Exception:
             # The user's code need not take what is cut along a wrong dimension.
             self._recover()
@@ -297,7 +312,7 @@ class _Trial:
             yield Remedy(f"batch_dim={other}", f"dimension {other} of the batch counts samples")
 
     def _boundary(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
-        with self.deployment.batch_of(sum(batch.num_samples)):
+        with self.deployment.batch_of(sum(batch.num_samples)), self._from_the_start():
             found = self._loss(batch.whole, is_cut=True)
         if replace(losses, cut=[found]).fit([1.0]):
             yield Remedy("micro_batching='boundary'", "the loss couples the samples of a batch")
@@ -358,7 +373,7 @@ def _counts_in(microbatches: Sequence[Any]) -> Iterator[tuple[str, list[float]]]
             continue
         if all(map(_may_count, each)):
             yield f"{path}.sum()", [float(tensor.sum()) for tensor in each]
-        elif not each[0].is_floating_point():
+        elif any(bool((tensor == IGNORED_LABEL).any()) for tensor in each):
             code = f"({path} != {IGNORED_LABEL}).sum()"
             yield code, [float((tensor != IGNORED_LABEL).sum()) for tensor in each]
 

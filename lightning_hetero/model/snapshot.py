@@ -56,12 +56,14 @@ class Attributes:
 
     Args:
         modules: All of them; what is inside of others is not looked at.
+        with_generators: Whether random generators are put back too.
 
     Attributes:
         tensors: What they refer to, parameters left out. Their content is not kept here.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], with_generators: bool = True) -> None:
+        self._with_generators = with_generators
         self.tensors: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
         # The objects are kept, so that no other gets the identity of one of them.
@@ -102,7 +104,7 @@ class Attributes:
         elif isinstance(value, (*_CONTAINERS, tuple)):
             self._note_container(value, depth)
         elif (undo := restoring_generator(value)) is not None:
-            self._undo.append(undo)
+            self._undo += [undo] if self._with_generators else []
         elif not isinstance(value, type) and self._is_of_the_user(value):
             self._note_attributes(value, depth + 1)
 

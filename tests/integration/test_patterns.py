@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +85,9 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
             error = float(difference / tensor.double().norm().clamp(min=0.1))
             assert error <= TOLERANCE, f"{name} is off by {error:.1e}"
     assert found.apart(expected) <= TOLERANCE_OF_MOVES
+
+
+def test_the_page_has_every_pattern() -> None:
+    page = Path(__file__).parents[2] / "docs" / "patterns.md"
+    found = re.findall(r"^\| \*\*(.+?)\*\*", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found == [pattern.name for pattern in PATTERNS]

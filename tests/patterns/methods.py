@@ -282,7 +282,7 @@ LLAMA: dict[str, Any] = {"layers": "model.model.layers"}
 FOUND: dict[str, Any] = {"layers": None}
 
 NOT_HERE = "wants the content of a parameter or buffer of a layer that lives on a worker"
-BY_SAMPLES = r"`loss_weighting='samples'` repairs it"
+BY_SAMPLES = r"a mean over samples; `loss_weighting='samples'` repairs it"
 
 PATTERNS = [
     Pattern(
