@@ -293,7 +293,7 @@ class _Trial:
                 yield Remedy(f"loss_weighting=lambda batch: {text}", cause)
 
     def _dimensions(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
-        if batch.samples is None or batch.samples.are_listed:
+        if batch.samples is None or batch.samples.are_listed or batch.samples.is_told:
             return
         other = 1 - batch.samples.dim
         shapes = [t.shape for t in _tensors_of(batch.whole).values() if t.ndim > other]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, SupportsFloat
 
@@ -30,11 +30,13 @@ class Samples:
         dim: The dimension of its tensors that counts them. A tensor whose first dimension alone
             counts them, such as one label per sample, is cut along that one.
         are_listed: Whether the batch is a list with one entry per sample.
+        is_told: Whether the data loader says that there are so many.
     """
 
     count: int
     dim: int = 0
     are_listed: bool = False
+    is_told: bool = field(default=False, compare=False)
 
 
 def find_samples(
@@ -61,7 +63,8 @@ def find_samples(
     if expected is not None and may_be_listed and _lists_samples(batch, shapes, expected):
         return Samples(len(batch), 0, are_listed=True)
     dim = _dim_of(shapes, expected, dim)
-    return Samples(next((shape[dim] for shape in shapes if len(shape) > dim), shapes[0][0]), dim)
+    count = next((shape[dim] for shape in shapes if len(shape) > dim), shapes[0][0])
+    return Samples(count, dim, is_told=count == expected)
 
 
 class SampleFinder:
@@ -336,7 +339,7 @@ def _parts(batch: Any) -> Iterator[Any]:
     elif isinstance(batch, (list, tuple)):
         inside = list(batch)
     elif is_dataclass(batch) and not isinstance(batch, type):
-        inside = [getattr(batch, field.name) for field in fields(batch)]
+        inside = [getattr(batch, each.name) for each in fields(batch)]
     else:
         return
     for part in inside:
@@ -356,7 +359,7 @@ def _cut(part: Any, start: int, end: int, samples: Samples) -> Any:
     if isinstance(part, (list, tuple)):
         return _cut_sequence(part, start, end, samples)
     if is_dataclass(part) and not isinstance(part, type):
-        values = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+        values = {each.name: getattr(part, each.name) for each in fields(part) if each.init}
         return replace(part, **{k: _cut(value, start, end, samples) for k, value in values.items()})
     raise BatchError(f"A {type(part).__name__} in the batch cannot be cut.")
 

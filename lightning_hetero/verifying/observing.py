@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import BatchError
 from ..model.calls import take_hidden
 from ..model.layers import DecoderLayer
+from ..model.states_away import is_away
 from ..pipeline.results import loss_of
 from ..runtime.coordinator.deployment import Deployment
 
@@ -74,12 +75,13 @@ class Observer:
     def _watch(self, first: int, last: int, observed: Observed, stack: ExitStack) -> None:
         def note_input(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, _, _ = take_hidden(first, args, kwargs)
-            if hidden.requires_grad:
+            if hidden.requires_grad and not is_away(hidden):
                 hidden.register_hook(lambda grad: observed.before.update({first: _copied(grad)}))
 
         def note_output(_layer: nn.Module, _args: Any, output: Any) -> None:
             hidden = output if isinstance(output, Tensor) else output[0]
-            observed.activations[last] = _copied(hidden)
+            if not is_away(hidden):
+                observed.activations[last] = _copied(hidden)
 
         before = self.layers[first].module.register_forward_pre_hook(note_input, with_kwargs=True)
         stack.callback(before.remove)

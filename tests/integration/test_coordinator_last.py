@@ -206,7 +206,7 @@ class Lonely(TinyModule):
 
 def test_an_embedding_that_is_called_by_itself_is_refused(workers: list[str]) -> None:
     run = trainer(HeteroPipelineStrategy(workers[:2], plan_over(workers)))
-    with pytest.raises(ModelError, match="left the decoder layers after the input embedding"):
+    with pytest.raises(ModelError, match="`mean` wants what comes from the input embedding"):
         run.validate(Lonely(NUM_LAYERS), loader(4, 4), verbose=False)
 
 

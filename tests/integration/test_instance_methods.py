@@ -114,7 +114,8 @@ def test_the_forward_of_a_layer_here_that_is_recomputed(workers: list[str]) -> N
         StagePlan(["coordinator"], (0, 1), recompute=True),
         StagePlan([workers[0]], (1, 5)),
     ]
-    fit(module, HeteroPipelineStrategy(workers[:1], Plan(stages, micro_batches=2)))
+    plan = Plan(stages, micro_batches=2)
+    fit(module, HeteroPipelineStrategy(workers[:1], plan, check_first_batch="off"))
     assert vars(layer)["forward"] is own
     assert own.call_count == 2 * 2 * NUM_STEPS
 

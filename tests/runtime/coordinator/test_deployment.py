@@ -58,11 +58,11 @@ def test_a_batch_that_cannot_be_cut_goes_in_one_piece_with_a_warning(
     coordinator: Coordinator,
 ) -> None:
     model = tiny_llama(NUM_LAYERS)
-    deploy(model, coordinator)
+    deployment = deploy(model, coordinator)
     rope = (torch.ones(1, 6, 8), torch.zeros(1, 6, 8))
     ambiguous = torch.arange(6)  # one per sample, or one per position?
     last = model.model.layers[3]
-    with torch.no_grad():
+    with torch.no_grad(), deployment.batch_of(6):
         hidden = model.model.layers[2](torch.randn(6, 6, 16), position_embeddings=rope)
         with pytest.warns(UserWarning, match="one piece.*argument positions"):
             output = last(hidden, position_embeddings=rope, positions=ambiguous)
@@ -164,7 +164,7 @@ def test_a_cache_goes_through_the_stages_in_one_piece_and_an_evaluation_in_sever
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama(NUM_LAYERS).eval()
-    deploy(model, coordinator)
+    deployment = deploy(model, coordinator)
     sizes: list[int] = []
     send = coordinator.send_forward
 
@@ -174,7 +174,7 @@ def test_a_cache_goes_through_the_stages_in_one_piece_and_an_evaluation_in_sever
 
     monkeypatch.setattr(coordinator, "send_forward", send_and_note)
     tokens = torch.randint(VOCABULARY, (5, 6))
-    with torch.no_grad():
+    with torch.no_grad(), deployment.batch_of(5):
         cache = model(tokens, use_cache=True).past_key_values
         model(tokens[:, :1], past_key_values=cache)
         model(tokens)

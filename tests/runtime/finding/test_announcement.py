@@ -40,7 +40,7 @@ def test_who_has_the_token_recognises_it_and_nobody_else() -> None:
         {"port": 9998},
         {"hosts": ("10.0.0.7",)},
         {"hosts": ("10.0.0.7", "192.168.1.8")},
-        {"protocol": "2"},
+        {"protocol": "0"},
         {"version": "9.9"},
         {"nonce": "0" * 32},
         {"tag": "0" * 64},
