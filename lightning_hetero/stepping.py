@@ -21,8 +21,8 @@ from .pipeline.cut_batch import CutBatch
 from .pipeline.driver import Driver, MicrobatchStep
 from .pipeline.gradients import StepGradients
 from .pipeline.metrics import BatchMetrics
-from .pipeline.microbatch import LossWeighting
-from .pipeline.results import StepLog, loss_of, merge_values, weighted_mean
+from .pipeline.microbatch import LossWeighting, LossWeights
+from .pipeline.results import StepLog, are_losses, loss_of, merge_values, weighted_mean
 from .pipeline.stopwatch import Stopwatch
 from .precision import scaler_of
 from .runtime.coordinator.deployment import Deployment
@@ -80,9 +80,8 @@ class MicrobatchedStep:
         The gradients are already computed; the loss's ``backward`` puts them into ``.grad``.
         """
         self._scaling.check_last()
-        cut = self._cut(batch, rest)
+        cut, weights = self._cut(batch, rest)
         has_begun = self._check_first(cut, rest, accumulate)
-        weights = cut.weights(self._loss_weighting, self._copies)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         trainer = self._module.trainer
         scaler = scaler_of(trainer.precision_plugin)
@@ -114,16 +113,18 @@ class MicrobatchedStep:
         """Whether the batch's loss is the sum of the micro-batches' losses, and no mean."""
         return self._loss_weighting == "sum"
 
-    def _cut(self, batch: Any, rest: Sequence[Any]) -> CutBatch:
+    def _cut(self, batch: Any, rest: Sequence[Any]) -> tuple[CutBatch, LossWeights]:
         several = isinstance(self._module.trainer.train_dataloader, list)
         try:
             samples = None if several else self._reader.find(batch, rest)
-            return CutBatch.of(batch, self._deployment.plan.micro_batches, samples)
+            cut = CutBatch.of(batch, self._deployment.plan.micro_batches, samples)
+            return cut, cut.weights(self._loss_weighting, self._copies)
         except BatchError as error:
             rank_zero_warn(
                 f"The batch runs in one piece, so the stages work one after the other. {error}"
             )
-            return CutBatch.uncut(batch)
+            whole = CutBatch.uncut(batch)
+            return whole, whole.weights(self._loss_weighting, self._copies)
 
     def _check_first(self, batch: CutBatch, rest: Sequence[Any], accumulate: bool) -> bool:
         """Check the first batch that is cut, within its own step.
@@ -168,6 +169,9 @@ class MicrobatchedStep:
         values = [{k: v for k, v in result.items() if k != "loss"} for result, _, _ in kept]
         total = sum(share for _, _, share in kept)
         merged = merge_values(values, [share / total for _, _, share in kept], "its result")
+        if self._adds_up:
+            added = (key for key in merged if are_losses([v[key] for v in values], losses))
+            merged |= dict.fromkeys(added, combined)
         return {"loss": loss, **merged}
 
     def _publish(self, loss_scale: float, gradient: Tensor) -> None:

@@ -66,6 +66,8 @@ class CutBatch:
 
     def weights(self, weighting: LossWeighting, copies: Copies) -> LossWeights:
         """How much the micro-batches' losses count; see `loss_weights`."""
+        if len(self.microbatches) == 1:
+            return LossWeights(lambda: [1.0])
         return loss_weights(self.microbatches, weighting, self.num_samples, copies)
 
 

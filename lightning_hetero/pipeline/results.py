@@ -33,6 +33,19 @@ def loss_of(result: Any) -> Tensor | None:
     return loss
 
 
+def are_losses(values: Sequence[Any], losses: Sequence[Any]) -> bool:
+    """Whether values that were logged or returned are the losses of their micro-batches."""
+    are_numbers = all(
+        isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.numel() == 1) for v in values
+    )
+    pairs = zip(values, losses, strict=True)
+    return are_numbers and all(_number(value) == _number(loss) for value, loss in pairs)
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
 def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> Any:
     """One value for the batch: scalars are averaged by weight, tensors and lists are joined.
 
@@ -139,10 +152,7 @@ class StepLog:
         """Say what loss this thread's micro-batch has returned, after all that it has logged."""
         if self._adds_losses and loss is not None:
             for entry, value in self._here.entries:
-                is_number = isinstance(value, (int, float)) or (
-                    isinstance(value, Tensor) and value.numel() == 1
-                )
-                entry.are_losses.append(is_number and float(value) == float(loss.detach()))
+                entry.are_losses.append(are_losses([value], [loss]))
 
     def publish(self, log: LogFunction) -> None:
         """Log every name as often as a micro-batch did, in the order of the first appearances."""

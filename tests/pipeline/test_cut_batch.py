@@ -11,6 +11,7 @@ from lightning_hetero.pipeline.cut_batch import CutBatch
 from lightning_hetero.pipeline.microbatch import Samples, find_samples
 
 ROWS = torch.arange(10).view(5, 2)
+COPIES = PlainCopies(torch.device("cpu"))
 
 
 def test_the_first_micro_batches_are_a_batch_of_their_own() -> None:
@@ -31,11 +32,13 @@ def test_micro_batches_along_the_second_dimension() -> None:
 def test_a_batch_of_several_loaders_has_the_samples_of_one() -> None:
     batch = CutBatch.of([None, {"x": ROWS}], 2, None)
     assert list(batch.num_samples) == [3, 2]
-    assert batch.weights("samples", PlainCopies(torch.device("cpu"))).all == [0.6, 0.4]
+    assert batch.weights("samples", COPIES).all == [0.6, 0.4]
 
 
 def test_an_uncut_batch_is_its_own_micro_batch() -> None:
     thing = object()
     assert CutBatch.uncut(thing).microbatches == [thing]
+    for weighting in ("labels", "sum", lambda _: 0.0):
+        assert CutBatch.uncut(thing).weights(weighting, COPIES).all == [1.0]
     with pytest.raises(BatchError):
         CutBatch.of([None, None], 2, None)

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 
 from lightning_hetero.errors import BatchError
 from lightning_hetero.pipeline.metrics import BatchMetrics
-from lightning_hetero.pipeline.results import StepLog, merge_values, weighted_mean
+from lightning_hetero.pipeline.results import StepLog, are_losses, merge_values, weighted_mean
 
 NAN = float("nan")
 
@@ -205,3 +205,23 @@ def test_each_threads_microbatch_has_its_own_weight() -> None:
     log.log("name", 5.0)
     log.publish(logged)
     assert logged.calls[0][1] == 4.0
+
+
+def test_values_that_are_the_losses_are_known() -> None:
+    losses = [torch.tensor(1.5, requires_grad=True), torch.tensor(2.5)]
+    assert are_losses([1.5, torch.tensor(2.5)], losses)
+    assert not are_losses([1.5, 2.0], losses)
+    assert not are_losses(["1.5", 2.5], losses)
+    assert not are_losses([torch.ones(2), 2.5], losses)
+
+
+def test_where_losses_add_up_what_is_logged_of_them_does_too() -> None:
+    log = StepLog(BatchMetrics(), adds_losses=True)
+    for loss, weight in ((torch.tensor(1.0), 0.75), (torch.tensor(3.0), 0.25)):
+        log.weigh(weight)
+        log.log("loss", loss)
+        log.log("accuracy", float(loss) / 4)
+        log.note_loss(loss)
+    found: dict[str, float] = {}
+    log.publish(lambda name, value, *_, **__: found.update({name: float(value)}))
+    assert found == {"loss": 4.0, "accuracy": 0.375}

@@ -36,6 +36,7 @@ from .remote_stage import remote_stages
 from .trained_parameters import TrainedParameters
 from .whole_batches import NOTHING_SAID, BatchOptions, WholeBatches
 
+# Numbers of visits that no hand-over of a step reaches.
 _FIRST_TRIAL = 2**30
 
 _MOST_NAMES = 12
