@@ -283,11 +283,17 @@ class HollowLayers:
             )
 
     def __reduce__(self) -> NoReturn:
-        raise ModelError(
-            f"Layers {min(self._modules)} to {max(self._modules)} live on workers while training "
-            "runs, so the module cannot be copied or pickled; do it before `fit` or after it, or "
-            "use `module.state_dict()`."
-        )
+        raise no_copy(self._modules)
+
+
+def no_copy(layers: Iterable[int]) -> ModelError:
+    """What to raise for a copy of a module of which these layers are away."""
+    numbers = sorted(layers)
+    return ModelError(
+        f"Layers {numbers[0]} to {numbers[-1]} live on workers while training runs, so the module "
+        "cannot be copied or pickled; do it before `fit` or after it, or use "
+        "`module.state_dict()`."
+    )
 
 
 class _HollowForward:

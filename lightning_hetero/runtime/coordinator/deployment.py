@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -18,7 +19,7 @@ from ...model.checkpoint_weights import CheckpointWeights, weights_in_checkpoint
 from ...model.collecting import CollectingHooks
 from ...model.embedding import EMBEDDING_LAYER, describe_layer, find_embedding
 from ...model.halves import absent_in
-from ...model.hollow import HollowLayers, is_hollow, remote_of
+from ...model.hollow import HollowLayers, is_hollow, no_copy, remote_of
 from ...model.layers import DecoderLayer, check_layers_stand_alone
 from ...model.recipe import write_recipe
 from ...model.state_dicts import is_frozen
@@ -488,6 +489,10 @@ class Deployment:
         ]
         # The number differs from that of every other visit of the step.
         return self._join(tried, dim, _FIRST_TRIAL + self._num_trials)
+
+    def __reduce__(self) -> NoReturn:
+        # A layer's hooks for state dicts lead here before its `forward` does.
+        raise no_copy(self._away)
 
     def _join(self, pieces: Sequence[Request], dim: int, visit: int) -> Activation:
         found = exchange_pieces(self.coordinator, pieces, visit, self.plan.max_in_flight)
