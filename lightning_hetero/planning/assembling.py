@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from .profile import DeviceProfile, Link, Profile
 
@@ -57,10 +57,12 @@ def with_present_memory(profile: Profile, stations: Sequence[Station]) -> Profil
     memory_bytes = shared_memory_bytes(stations)
     base_bytes = {station.name: station.base_bytes for station in stations}
     devices = [
-        replace(device, memory_bytes=memory_bytes[device.name], base_bytes=base_bytes[device.name])
+        structs.replace(
+            device, memory_bytes=memory_bytes[device.name], base_bytes=base_bytes[device.name]
+        )
         for device in profile.devices
     ]
-    return replace(profile, devices=devices)
+    return structs.replace(profile, devices=devices)
 
 
 def still_true(profile: Profile, stations: Sequence[Station]) -> Profile:
@@ -73,7 +75,7 @@ def still_true(profile: Profile, stations: Sequence[Station]) -> Profile:
     ]
     names = {device.name for device in devices}
     links = [link for link in profile.links if {*_ends(link)} <= names]
-    return replace(profile, devices=devices, links=links)
+    return structs.replace(profile, devices=devices, links=links)
 
 
 def merged(new: Profile, old: Profile | None) -> Profile:
@@ -84,7 +86,7 @@ def merged(new: Profile, old: Profile | None) -> Profile:
     ends = {(link.source, link.target) for link in new.links}
     devices = [device for device in old.devices if device.name not in names]
     names |= {device.name for device in devices}
-    return replace(
+    return structs.replace(
         new,
         devices=[*new.devices, *devices],
         links=[*new.links, *(link for link in old.links if _ends(link) not in ends)],
@@ -93,7 +95,7 @@ def merged(new: Profile, old: Profile | None) -> Profile:
 
 def restricted(profile: Profile, names: Sequence[str]) -> Profile:
     """The profile of these devices alone, in this order."""
-    return replace(
+    return structs.replace(
         profile,
         devices=[profile.device(name) for name in names],
         links=[link for link in profile.links if {*_ends(link)} <= {*names}],

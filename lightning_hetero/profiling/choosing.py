@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich.console import Console
 
-from ..callbacks.profiler import PipelineProfiler, ProfilingOptions
+from ..callbacks.profiler import PipelineProfiler
 from ..errors import ProfileError
 from ..plan import Plan
 from ..planning.checking import check_plan
@@ -23,6 +23,7 @@ from ..planning.rendering import render
 from ..planning.solver import Solution, solve
 from ..planning.verdict import judge
 from ..planning.wishes import Wishes
+from .measuring import ProfilingOptions
 from .run import ProfilingRun
 from .sample import NoSample
 

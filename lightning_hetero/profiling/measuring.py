@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from ..bars import progress_of_parts
-from ..callbacks.profiler import ProfilingOptions
 from ..model.layers import DecoderLayer
 from ..model.sizes import ends_of
 from ..pipeline.bench import OptimizerMeasurement
 from ..pipeline.measure import Clock
-from ..plan import COORDINATOR
+from ..plan import COORDINATOR, Dtype
 from ..planning.measuring import (
     LayerJob,
     LayerSchedule,
@@ -47,6 +48,39 @@ _SHARE_OF_LINKS = 0.15
 
 # Below this nobody needs a progress bar.
 _PROGRESS_FROM_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class ProfilingOptions:
+    """How a model is measured on its devices.
+
+    Args:
+        budget_seconds: About how long it may take; one pass of each kind of layer on each device is
+            made in any case.
+        micro_batch_sizes: Samples of the micro-batches; None for 1, 2, 4, … up to the batch.
+        dtypes: What layers on workers multiply in besides the user's precision; None for float32,
+            and on a device that does not do that precision well for all that it does.
+        path: The file that is read and written; None for one in the cache folder.
+        force: Measure, whatever the file says.
+    """
+
+    budget_seconds: float = 60.0
+    micro_batch_sizes: tuple[int, ...] | None = None
+    dtypes: tuple[Dtype, ...] | None = None
+    path: Path | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.budget_seconds > 0:
+            raise MisconfigurationException(
+                f"The time budget is {self.budget_seconds} s; give the seconds that measuring may "
+                "take, such as 60."
+            )
+        sizes = self.micro_batch_sizes
+        if sizes is not None and (not sizes or min(sizes) < 1):
+            raise MisconfigurationException(
+                f"The micro-batch sizes are {list(sizes)}; give one or more, each 1 or more."
+            )
 
 
 @dataclass(frozen=True)

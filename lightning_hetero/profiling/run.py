@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from ..callbacks.profiler import ProfilingOptions
 from ..dry_run import no_trace
 from ..model.checkpoint_weights import bring_here, weights_in_checkpoint
 from ..model.hollow import hold_in_place, let_move
@@ -35,7 +34,7 @@ from ..runtime.coordinator.coordinator import Coordinator
 from ..runtime.device import DeviceDescription, describe_device
 from .cache import Identity, cache_file, read_known, write_known
 from .leaving import embedding_to_leave
-from .measuring import Found, Measuring, Wanted
+from .measuring import Found, Measuring, ProfilingOptions, Wanted
 from .sample import SampleBatch, sample_batch, to_device
 from .sighting import Cutting, sight
 from .stepping import OptimizerSettings, with_optimizers
