@@ -25,9 +25,9 @@ from .pictures.planned import topology_of, with_profile
 from .pictures.topology import Memory, Place, Topology
 from .plan import Plan, StagePlan
 from .planning.profile import EMBEDDING, HEAD, Profile
+from .protocol.messages import Equipment
 from .runtime.coordinator.deployment import Deployment
 from .runtime.equipment import equipment_here
-from .wire.messages import Equipment
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from .atomic_file import replacing
 from .errors import HeteroError, ModelError, SaveError, WeightsLost
 from .model.state_dicts import keys_of, leave_out, left_out_of
-from .replacing import replacing
 from .runtime.coordinator.deployment import Deployment
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ import pytest
 from lightning_hetero import cli
 from lightning_hetero.cli.guest import line_of
 from lightning_hetero.cli.units import unit_text
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.channels.handshake import Identity, dial
 from lightning_hetero.runtime.worker.owner import RunRecord
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.session import coordinator_session
 
 from .runtime.pairs import PATIENCE_SECONDS, QUICK
 

@@ -11,8 +11,8 @@ import torch
 from lightning_hetero.errors import ModelError
 from lightning_hetero.pipeline.stopwatch import Stopwatch
 from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.protocol import messages as m
 from lightning_hetero.watching import STEPS_BETWEEN_MOVES, Watch
-from lightning_hetero.wire import messages as m
 
 PLAN = Plan([StagePlan(["a"], (0, 3)), StagePlan(["b"], (3, 6))], micro_batches=2)
 

@@ -38,13 +38,7 @@ from benchmarks.processes import (
     worker_process,
 )
 from benchmarks.training import Decoder, Sequences, random_tokens
-from lightning_hetero import (
-    HeteroPipelineStrategy,
-    PipelineTimeline,
-    Plan,
-    StageMonitor,
-    StagePlan,
-)
+from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, Plan, StageMonitor, StagePlan
 from lightning_hetero.observing.steps import RecordedStep
 
 NUM_LAYERS = 8

@@ -23,13 +23,7 @@ from transformers import LlamaConfig
 from benchmarks.overhead.operators import cpu_seconds
 from benchmarks.processes import on_core, pin, two_cores, worker_process
 from benchmarks.training import Decoder, Sequences, random_tokens
-from lightning_hetero import (
-    HeteroPipelineStrategy,
-    PipelineTimeline,
-    Plan,
-    StageMonitor,
-    StagePlan,
-)
+from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, Plan, StageMonitor, StagePlan
 
 WITHOUT = "without"
 MONITOR = "StageMonitor"

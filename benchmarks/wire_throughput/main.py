@@ -20,6 +20,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, encode_frame
+from lightning_hetero.protocol.session import downstream_session, upstream_session
 from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.channels.channel import Channel, Inbox, send_buffers
 from lightning_hetero.runtime.channels.connection import SocketConnection, prepare_socket
@@ -27,9 +30,6 @@ from lightning_hetero.runtime.channels.deadlines import Deadlines
 from lightning_hetero.runtime.channels.handshake import Identity, dial, receive_hello
 from lightning_hetero.runtime.channels.tls import Credentials, secured
 from lightning_hetero.runtime.channels.token import Token
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame, encode_frame
-from lightning_hetero.wire.session import downstream_session, upstream_session
 
 DEADLINES = Deadlines()
 BARE, CHANNEL = "bare sockets", "channel"

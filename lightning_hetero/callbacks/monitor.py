@@ -18,8 +18,8 @@ from ..observing.prediction import bound_seconds
 from ..observing.shares import Window, difference, pipeline_metrics, stage_metrics
 from ..pipeline.optimizer import gradient_norms, total_norm
 from ..plan import COORDINATOR
+from ..protocol.messages import Totals
 from ..runtime.coordinator.deployment import Deployment
-from ..wire.records import Totals
 from .observed import deployment_of, profile_of, warn_of_no_stages
 
 _WHO = "monitor"

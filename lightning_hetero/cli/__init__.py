@@ -6,19 +6,7 @@ import argparse
 import sys
 
 from ..errors import HeteroError
-from . import (
-    diagram,
-    doctor,
-    mesh,
-    plan,
-    profile,
-    report,
-    token,
-    top,
-    verify,
-    worker,
-    workers,
-)
+from . import diagram, doctor, mesh, plan, profile, report, token, top, verify, worker, workers
 
 COMMANDS = (
     worker,

@@ -18,7 +18,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..errors import WorkerUnreachable
-from ..planning.wording import in_bytes, in_percent
 from ..runtime.channels.address import Address
 from ..runtime.channels.deadlines import Deadlines
 from ..runtime.channels.handshake import Identity
@@ -26,6 +25,7 @@ from ..runtime.channels.tls import credentials_of
 from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from ..runtime.finding.asking import WorkerStatus, ask_status
 from ..runtime.finding.sightings import Sighting, Traffic, seen_again
+from ..units import in_bytes, in_percent
 
 if TYPE_CHECKING:
     from .commands import Commands

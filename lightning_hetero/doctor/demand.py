@@ -13,7 +13,7 @@ from ..planning.checking import candidate_of
 from ..planning.forms import Form
 from ..planning.profile import Link, Profile
 from ..planning.solver import solve
-from ..planning.wording import in_bytes, in_percent
+from ..units import in_bytes, in_percent
 from .findings import Finding
 
 

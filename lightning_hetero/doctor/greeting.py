@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import TrustError
+from ..protocol import messages as m
 from ..runtime.channels.address import Address
 from ..runtime.channels.compatibility import Party, differences, obstacles
-from ..wire import messages as m
 from .findings import Check, Finding
 
 # So far clocks may be apart without anybody noticing it in logs and file dates.

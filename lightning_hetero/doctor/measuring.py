@@ -11,10 +11,10 @@ from ..errors import HeteroError, PlanError
 from ..plan import COORDINATOR
 from ..planning.links import fit_link
 from ..planning.profile import Link
+from ..protocol import messages as m
+from ..protocol.frames import Frame
 from ..runtime.channels.channel import Channel, Inbox
 from ..runtime.channels.links import exchange_over, measure_link
-from ..wire import messages as m
-from ..wire.frames import Frame
 from .demand import Wanted, against_plan
 from .findings import Finding
 from .route import Route, interface_mtu, path_mtu

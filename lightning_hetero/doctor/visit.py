@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import ChannelError, ProtocolError, TokenError, TrustError
+from ..protocol import messages as m
+from ..protocol.frames import Frame, OpeningReader, encode_frame
+from ..protocol.session import Session, coordinator_session
 from ..runtime.channels.address import Address
 from ..runtime.channels.channel import Channel, send_buffers
 from ..runtime.channels.connection import Connection, SocketConnection, prepare_socket
@@ -16,21 +19,9 @@ from ..runtime.channels.deadlines import Deadlines
 from ..runtime.channels.handshake import receive_opening
 from ..runtime.channels.links import new_inbox
 from ..runtime.channels.tls import Credentials, secured
-from ..wire import messages as m
-from ..wire.frames import Frame, encode_frame
-from ..wire.opening import OpeningReader
-from ..wire.session import Session, coordinator_session
 from .demand import Wanted
 from .findings import Finding, Report, completed
-from .greeting import (
-    Greeting,
-    broken_off,
-    distrusted,
-    heard,
-    no_token,
-    silent,
-    unusable_token,
-)
+from .greeting import Greeting, broken_off, distrusted, heard, no_token, silent, unusable_token
 from .measuring import check_link, check_mtu, machine_of
 from .route import Route, Target, resolve, route_to
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..errors import ModelError
+from ..optional import peft
 from .four_bit import unpacked_on_meta
-from .libraries import peft
 
 # Others share tensors between layers, change them while training, or load from a hub.
 _KINDS = frozenset({"BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT"})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import ModelError
-from .libraries import bitsandbytes
+from ..optional import bitsandbytes
 from .packed import FourBit, State, read_state
 
 

@@ -26,26 +26,14 @@ from ..stand_in import stand_in
 from .adapters import AdapterSwitches
 from .caches import HollowCaches
 from .calls import LayerCall, expected_tuple_length, result_on_meta, take_hidden
-from .collecting import (
-    HIDDEN_STATES,
-    SilencedHooks,
-    add_collected,
-    has_hooks,
-    wanted_kinds,
-)
+from .collecting import HIDDEN_STATES, SilencedHooks, add_collected, has_hooks, wanted_kinds
 from .embedding import EMBEDDING_LAYER, describe_layer, embedded_on_meta, look_past_meta
 from .four_bit import shapes_only
 from .halves import absent_in, halves_of, in_tree, is_second_half
 from .hollow_state import HollowStateDicts, RemoteTensors
 from .layers import DecoderLayer
 from .states_away import Assumptions, Form, HiddenStatesAway, is_away, refuse_away
-from .tensors import (
-    check_can_be_emptied,
-    empty_tensors,
-    named_tensors,
-    set_tensor,
-    state_in,
-)
+from .tensors import check_can_be_emptied, empty_tensors, named_tensors, set_tensor, state_in
 from .tensors_away import mark_as_away, unmark
 
 # Hidden states, recorded calls and the kinds of outputs to collect, to hidden states and outputs.

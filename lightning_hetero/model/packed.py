@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from .libraries import bitsandbytes
+from ..optional import bitsandbytes
 
 # The pieces of a state by the names that they have in a checkpoint, behind the tensor's own.
 State = dict[str, Tensor]

@@ -27,11 +27,11 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..errors import CheckpointError, ModelError
+from ..optional import bitsandbytes, peft
 from .checkpoint import Checkpoint
 from .checkpoint_weights import CheckpointWeights
 from .four_bit import apply_four_bit, pack_linears
 from .layers import find_decoder_layers
-from .libraries import bitsandbytes, peft
 from .packed import FourBit
 from .tensors import fill
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..pictures.text import elided, width_of
-from ..wire.records import SpanKind
+from ..protocol.messages import SpanKind
 from .prediction import Prediction
 from .steps import RecordedStep, StageSpans
 from .trace import first_action_seconds

@@ -16,7 +16,7 @@ from ..planning.profile import Profile
 from ..planning.search import speeds_of
 from ..planning.simulation import LOSS, Hop, Pipeline, Simulation, StageTimes, predict
 from ..planning.simulation import Span as Played
-from ..wire.records import SpanKind
+from ..protocol.messages import SpanKind
 from .steps import RecordedStep, StageSpans
 
 Source = Literal["profile", "this step's own times"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..wire.records import ACTIONS, SpanKind, Totals
+from ..protocol.messages import ACTIONS, SpanKind, Totals
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from ..plan import COORDINATOR, Plan
-from ..wire.records import ACTIONS, Span, SpanKind
+from ..protocol.messages import ACTIONS, Span, SpanKind
 from .alignment import SAME_CLOCK, ClockMap
 
 _LETTERS: dict[SpanKind, str] = {"forward": "F", "backward": "B", "loss": "L"}

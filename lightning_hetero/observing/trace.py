@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, pairwise
 from typing import Any
 
-from ..wire.records import ACTIONS, Span
+from ..protocol.messages import ACTIONS, Span
 from .prediction import Prediction
 from .steps import RecordedStep, StageSpans
 

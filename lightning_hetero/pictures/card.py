@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from .style import hue
 from .svg import element, escaped, moved, rectangle, text, titled
 from .text import elided, width_of, wrapped
-from .topology import (
-    MEMORY_PARTS,
-    Memory,
-    Place,
-    layers_as_text,
-    memory_as_text,
-    split_address,
-)
+from .topology import MEMORY_PARTS, Memory, Place, layers_as_text, memory_as_text, split_address
 
 PADDING = 16
 HEADER_HEIGHT = 40

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from ..planning.wording import in_percent
+from ..units import in_percent
 from .record import RunRecord
 
 UNEVEN = 0.15

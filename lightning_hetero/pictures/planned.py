@@ -12,7 +12,7 @@ from ..planning.candidates import Candidate
 from ..planning.checking import candidate_of
 from ..planning.holding import Need
 from ..planning.profile import ENDS, Profile
-from ..planning.wording import in_percent
+from ..units import in_percent
 from .topology import EMBEDDING, Link, Memory, Place, Speed, Topology
 
 THIS_MACHINE = "this machine"

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterator, Sequence
 
 from ..errors import PlanError
-from ..planning.wording import in_bytes, in_percent
+from ..units import in_bytes, in_percent
 from .charts import line_chart, shares_chart
 from .diagram import diagram
 from .findings import findings

@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..wire.buffers import SMALLEST_KEPT_BYTES, BufferPool
-from ..wire.tensors import ALIGNMENT_BYTES
+from ..protocol.buffers import SMALLEST_KEPT_BYTES, BufferPool
+from ..protocol.tensors import ALIGNMENT_BYTES
 from .streams import AnyMark, CudaStreams, Mark, Streams
 
 Land = Callable[[], None]

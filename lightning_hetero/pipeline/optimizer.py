@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ModelError
-from ..model.libraries import bitsandbytes
+from ..optional import bitsandbytes
 
 # Before the name of a class that is not one of torch.optim.
 _BITSANDBYTES = "bitsandbytes."

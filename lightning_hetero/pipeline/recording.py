@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from ..wire.records import ACTIONS, Span, SpanKind, Totals
+from ..protocol.messages import ACTIONS, Span, SpanKind, Totals
 from .rule import Key
 
 # What somebody fetches at the end of a step, and more than a long step has.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..plan import COORDINATOR
+from ..units import in_percent
 from .candidates import Candidate
 from .search import LEAST_GAIN, Search
 from .shortage import shortages
-from .wording import in_percent
 
 MOST_TRIED = 8
 """Devices that are tried with and without, for each is a search of its own."""

@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..units import in_bytes, in_percent
 from .verdict import StageVerdict, Verdict
-from .wording import in_bytes, in_percent
 
 COLUMNS = ("worker", "device", "layers", "dtype", "memory", "forward", "backward", "link", "busy")
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from ..errors import PlanError
 from ..plan import COORDINATOR
+from ..units import in_bytes, in_layers
 from .candidates import Candidate, Costs
 from .forms import WORKER, Form, forms_for, lightest_form
 from .holding import Holder
 from .profile import ENDS
-from .wording import in_bytes, in_layers
 
 
 @dataclass(frozen=True)

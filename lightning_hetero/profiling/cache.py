@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from ..atomic_file import replacing
 from ..errors import ProfileError
 from ..planning.profile import Profile
-from ..replacing import replacing
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from ..model.sizes import ends_of, gradient_bytes, num_trained, stored_bytes, ti
 from ..pipeline.bench import OptimizerMeasurement
 from ..plan import Dtype
 from ..planning.profile import EMBEDDING, HEAD, ModelProfile, Part
-from ..wire.tensors import DTYPES
+from ..protocol.tensors import DTYPES
 from .subject import Subject
 
 

@@ -17,7 +17,7 @@ from ..pipeline.measure import Clock
 from ..pipeline.memory import free_cached_memory, is_out_of_memory
 from ..plan import Dtype
 from ..planning.measuring import micro_batch_sizes
-from ..wire.tensors import dtype_name
+from ..protocol.tensors import dtype_name
 from .blueprint import Blueprint, MadeUpOutputs
 from .ends import EndsRunner, Example
 from .leaving import embedding_to_leave

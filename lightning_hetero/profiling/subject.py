@@ -11,7 +11,7 @@ from ..pipeline.handover import Request
 from ..pipeline.pieces import first_of_request
 from ..plan import Dtype
 from ..planning.measuring import LayerJob
-from ..wire.tensors import DTYPES
+from ..protocol.tensors import DTYPES
 from .blueprint import Blueprint
 from .ends import Example
 from .stepping import OptimizerSettings

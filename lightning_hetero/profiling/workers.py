@@ -8,12 +8,12 @@ from ..errors import RemoteProtocolError, StageFailed
 from ..plan import COORDINATOR
 from ..planning.links import fit_link
 from ..planning.profile import Link
+from ..protocol import messages as m
 from ..runtime.channels.links import measure_link, payload
 from ..runtime.coordinator.coordinator import Coordinator
 from ..runtime.device import DeviceDescription
 from ..runtime.measuring import read_outcome, say_trial
 from ..runtime.translation import Content
-from ..wire import messages as m
 from .benches import DeviceResult, Trials
 
 

@@ -12,8 +12,8 @@ from ..model.four_bit import is_four_bit
 from ..model.imports import Allowed
 from ..model.recipe import Recipe, build_layers
 from ..model.tensors import locate, named_tensors, set_tensor
-from ..wire import messages as m
-from ..wire.tensors import TensorSpec, dtype_name
+from ..protocol import messages as m
+from ..protocol.tensors import TensorSpec, dtype_name
 
 
 def build_described(

@@ -14,9 +14,9 @@ import torch
 import transformers
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from ..protocol.messages import Equipment
+from ..protocol.tensors import dtype_name
 from ..version import __version__
-from ..wire.messages import Equipment
-from ..wire.tensors import dtype_name
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _OPTIONAL_LIBRARIES = ("peft", "bitsandbytes")

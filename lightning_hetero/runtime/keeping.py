@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..model.packed import State
 from ..model.tensors import named_contents
-from ..wire import messages as m
-from ..wire.tensors import TensorSpec, tensor_bytes
+from ..protocol import messages as m
+from ..protocol.tensors import TensorSpec, tensor_bytes
 
 # A worker that nobody uses gives its memory back.
 KEPT_SECONDS = 600.0

@@ -12,9 +12,9 @@ from ..model.recipe import Recipe
 from ..pipeline.bench import Failed, LayerTrial, OptimizerMeasurement, OptimizerTrial
 from ..pipeline.measure import Measurement
 from ..pipeline.rule import Key
-from ..wire import messages as m
-from ..wire.tensors import TensorSpec, dtype_name
-from ..wire.values import Packer
+from ..protocol import messages as m
+from ..protocol.tensors import TensorSpec, dtype_name
+from ..protocol.values import Packer
 from .building import describe_parameters
 from .translation import Content, say_arguments
 

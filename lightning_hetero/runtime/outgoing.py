@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..pipeline.copies import Copies, HostCopy
-from ..wire.frames import Frame, encode_body, encode_head
+from ..protocol.frames import Frame, encode_body, encode_head
 from .channels.channel import Channel
 from .translation import Content
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from ..pipeline.recording import Recorder
 from ..pipeline.rule import Key
-from ..wire import messages as m
+from ..protocol import messages as m
 from .channels.channel import Channel
 
 

@@ -14,10 +14,9 @@ from ..pipeline.narrowing import narrow, widen
 from ..pipeline.rule import Key
 from ..pipeline.stage import Surroundings
 from ..plan import Narrowing, WireDtype
-from ..wire import messages as m
-from ..wire.constants import KeptConstants
-from ..wire.tensors import DTYPES, dtype_name
-from ..wire.values import Packer, unpack
+from ..protocol import messages as m
+from ..protocol.tensors import DTYPES, dtype_name
+from ..protocol.values import KeptConstants, Packer, unpack
 
 Content = tuple[m.Message, Sequence[Tensor]]
 

@@ -20,19 +20,11 @@ from ..model.tensors import flatten, named_contents
 from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
 from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device
 from ..profiling.stepping import with_optimizers
+from ..protocol.tensors import DTYPES
 from ..runtime.channels.deadlines import Deadlines
 from ..runtime.coordinator.deployment import Deployment, imports_of, layers_of_stage
 from ..runtime.coordinator.fleet import Fleet
-from ..wire.tensors import DTYPES
-from .errors import (
-    Comparison,
-    Verdict,
-    Worst,
-    coarsest,
-    relative_error,
-    tolerance,
-    worst_gradient,
-)
+from .errors import Comparison, Verdict, Worst, coarsest, relative_error, tolerance, worst_gradient
 from .observing import Observed, Observer
 
 # Few, so that it is soon done; more than one, so that something is cut.

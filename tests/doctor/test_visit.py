@@ -16,14 +16,14 @@ from lightning_hetero.doctor.findings import CHECKS, Finding, Report
 from lightning_hetero.doctor.visit import Options, visit
 from lightning_hetero.errors import TokenError
 from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, encode_frame
+from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.channels.authority import Authority
 from lightning_hetero.runtime.channels.handshake import Identity, dial
 from lightning_hetero.runtime.channels.tls import Credentials, _load_certificate, utc_now
 from lightning_hetero.runtime.channels.token import Token
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame, encode_frame
-from lightning_hetero.wire.session import coordinator_session
 
 from ..planning.profiles import device, profile
 from ..runtime.channels.test_handshake import closed_address

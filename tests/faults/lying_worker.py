@@ -12,9 +12,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.session import WORKER_SAYS
 from lightning_hetero.runtime.channels.channel import Channel
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.session import WORKER_SAYS
 
 FILE_VARIABLE = "LIE_FILE"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import _PREFIX, MAGIC
-from lightning_hetero.wire.messages import PROTOCOL_VERSION
-from lightning_hetero.wire.tensors import TensorSpec
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import _PREFIX, MAGIC
+from lightning_hetero.protocol.messages import PROTOCOL_VERSION
+from lightning_hetero.protocol.tensors import TensorSpec
 
 from .recording import RecordedFrame
 

@@ -12,8 +12,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.protocol.frames import _PREFIX
 from lightning_hetero.runtime.channels.connection import SocketConnection
-from lightning_hetero.wire.frames import _PREFIX
 
 from ..models import TinyModule, loader, trainer
 

@@ -18,9 +18,9 @@ import lightning_hetero
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.checkpoint import Checkpoint
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.runtime.channels import channel
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame, encode_frame
 
 from ..families import MIXTURES, NUM_LAYERS, tiny_model
 from ..models import VOCABULARY, loader, trainer

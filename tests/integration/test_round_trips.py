@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import WorkerLost
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame, FrameReader
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, FrameReader
 
 from ..conftest import worker_process
 from ..families import NUM_LAYERS, tiny_model

@@ -8,11 +8,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.calls import LayerCall
-from lightning_hetero.model.embedding import (
-    EMBEDDING_LAYER,
-    check_token_ids,
-    find_embedding,
-)
+from lightning_hetero.model.embedding import EMBEDDING_LAYER, check_token_ids, find_embedding
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 

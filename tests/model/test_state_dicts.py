@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_hetero.model.state_dicts import (
-    keys_of,
-    leave_out,
-    left_out_of,
-    tensors_by_key,
-)
+from lightning_hetero.model.state_dicts import keys_of, leave_out, left_out_of, tensors_by_key
 
 from ..integration.test_families import in_four_bits
 

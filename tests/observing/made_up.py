@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_hetero.observing.alignment import SAME_CLOCK
 from lightning_hetero.observing.steps import RecordedStep, StageSpans, recorded_step
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.wire.records import Span, SpanKind
+from lightning_hetero.protocol.messages import Span, SpanKind
 
 PLAN = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(["a"], (1, 3))], micro_batches=1)
 

@@ -11,7 +11,7 @@ import pytest
 from lightning_hetero.observing.chart import chart_of
 from lightning_hetero.observing.prediction import prediction_of
 from lightning_hetero.observing.steps import RecordedStep, StageSpans
-from lightning_hetero.wire.records import Span
+from lightning_hetero.protocol.messages import Span
 
 from ..pictures.chromium import FAULTS, evaluate, needs_chromium
 from ..pictures.test_rendered import page

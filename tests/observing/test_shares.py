@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.observing.shares import Window, difference, pipeline_metrics, stage_metrics
-from lightning_hetero.wire.records import Totals
+from lightning_hetero.protocol.messages import Totals
 
 COORDINATOR = Totals(
     step_seconds=10.0,

@@ -11,15 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from ..models import VOCABULARY, sequences
-from .learner import (
-    BATCH_SIZE,
-    LENGTH,
-    NUM_STEPS,
-    Learner,
-    all_samples,
-    batches_of,
-    cross_entropy,
-)
+from .learner import BATCH_SIZE, LENGTH, NUM_STEPS, Learner, all_samples, batches_of, cross_entropy
 from .pattern import Pattern
 
 BOUNDARY = {"micro_batching": "boundary"}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.copies import PlainCopies, StreamedCopies, already_here, copies_for
-from lightning_hetero.wire.buffers import SMALLEST_KEPT_BYTES
+from lightning_hetero.protocol.buffers import SMALLEST_KEPT_BYTES
 
 from .made_up_streams import MadeUpStreams, on_device
 

@@ -10,7 +10,7 @@ from lightning_hetero.planning.rendering import render, sentences
 from lightning_hetero.planning.solver import solve
 from lightning_hetero.planning.verdict import Verdict, judge
 from lightning_hetero.planning.wishes import Wishes
-from lightning_hetero.planning.wording import in_bytes, in_layers, in_percent
+from lightning_hetero.units import in_bytes, in_layers, in_percent
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
 from .tables import TABLES

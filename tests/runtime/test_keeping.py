@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents, named_tensors
+from lightning_hetero.protocol import messages as m
 from lightning_hetero.runtime.building import describe_parameters
 from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.channels.channel import Channel
@@ -23,7 +24,6 @@ from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
 from lightning_hetero.runtime.device import describe_device
 from lightning_hetero.runtime.keeping import Content, KeptTensors, fingerprint_of
-from lightning_hetero.wire import messages as m
 
 from ..integration.test_families import in_four_bits
 from ..models import tiny_llama

@@ -14,14 +14,14 @@ from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.copies import Copies, PlainCopies, StreamedCopies
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame
+from lightning_hetero.protocol.values import KeptConstants
 from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.coordinator.arguments import OutgoingArguments
 from lightning_hetero.runtime.coordinator.conversations import ConnectedWorker
 from lightning_hetero.runtime.outgoing import send_copied
 from lightning_hetero.runtime.translation import read_activation, read_arguments, say_activation
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.constants import KeptConstants
-from lightning_hetero.wire.frames import Frame
 
 from ..pipeline.made_up_streams import MadeUpStreams, on_device
 from .pairs import End, channel_pair

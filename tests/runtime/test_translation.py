@@ -12,6 +12,9 @@ from lightning_hetero.model.calls import CacheUse, LayerCall
 from lightning_hetero.pipeline.activation import Activation, Collected, Gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, FrameReader
+from lightning_hetero.protocol.values import KeptConstants, Packer, SentConstants
 from lightning_hetero.runtime.translation import (
     Content,
     read_activation,
@@ -21,12 +24,8 @@ from lightning_hetero.runtime.translation import (
     say_arguments,
     say_gradients,
 )
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.constants import KeptConstants, SentConstants
-from lightning_hetero.wire.frames import Frame, FrameReader
-from lightning_hetero.wire.values import Packer
 
-from ..wire.test_frames import feed, joined
+from ..protocol.test_frames import feed, joined
 
 KEY = Key(3, 1)
 

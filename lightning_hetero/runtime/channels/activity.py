@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...pipeline.rule import Action
-from ...wire import messages as m
+from ...protocol import messages as m
 
 _MOST_SHOWN = 100
 

@@ -22,10 +22,10 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import ChannelError, HeteroError, RemoteProtocolError
-from ...wire import messages as m
-from ...wire.buffers import BufferPool
-from ...wire.frames import Frame, FrameReader, encode_frame
-from ...wire.session import Session, State
+from ...protocol import messages as m
+from ...protocol.buffers import BufferPool
+from ...protocol.frames import Frame, FrameReader, encode_frame
+from ...protocol.session import Session, State
 from .activity import shown_by
 from .clocks import PeerClock
 from .connection import Connection

@@ -9,8 +9,8 @@ import torch
 
 from ...model.blocks import BlocksRecipe
 from ...model.recipe import Recipe
-from ...wire.messages import Equipment
-from ...wire.tensors import dtype_name
+from ...protocol.messages import Equipment
+from ...protocol.tensors import dtype_name
 
 _OURS = "lightning-hetero"
 # Its model code builds the layers, and it keeps their meaning within a major version.

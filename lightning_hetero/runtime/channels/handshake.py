@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...errors import ChannelError, RemoteProtocolError, TrustError, WorkerUnreachable
-from ...wire import messages as m
-from ...wire.frames import Frame, encode_frame
-from ...wire.opening import OpeningReader
-from ...wire.session import Session
+from ...protocol import messages as m
+from ...protocol.frames import Frame, OpeningReader, encode_frame
+from ...protocol.session import Session
 from .address import Address
 from .channel import Channel, receive_some, send_buffers
 from .compatibility import Party, obstacles

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ChannelError, TrustError
-from ...wire.opening import TLS_RECORD_TYPES
+from ...protocol.frames import TLS_RECORD_TYPES
 from .authority import RENEWAL, Authority, Certificate
 from .connection import Connection
 from .tls_connection import TlsConnection

@@ -23,8 +23,8 @@ from ...pipeline.activation import Activation, Gradients
 from ...pipeline.rule import Key
 from ...pipeline.stage import Surroundings
 from ...plan import WireDtype
-from ...wire import messages as m
-from ...wire.tensors import TensorSpec, dtype_name
+from ...protocol import messages as m
+from ...protocol.tensors import TensorSpec, dtype_name
 
 # Optimizers of bitsandbytes keep a code book of so many numbers beside any parameter.
 _MOST_BESIDE = 256

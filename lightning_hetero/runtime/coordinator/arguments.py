@@ -11,9 +11,8 @@ from ...errors import HeteroError
 from ...pipeline.copies import Copies
 from ...pipeline.rule import Key
 from ...pipeline.stage import Surroundings
-from ...wire.constants import Digests
-from ...wire.frames import Frame, encode_frame
-from ...wire.values import Packer
+from ...protocol.frames import Frame, encode_frame
+from ...protocol.values import Digests, Packer
 from ..translation import Content, say_arguments
 from .conversations import ConnectedWorker
 

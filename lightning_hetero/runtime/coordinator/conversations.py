@@ -25,10 +25,10 @@ from ...errors import (
     WorkerLost,
 )
 from ...pipeline.copies import Copies
-from ...wire import messages as m
-from ...wire.constants import SentConstants
-from ...wire.frames import Frame
-from ...wire.session import coordinator_session
+from ...protocol import messages as m
+from ...protocol.frames import Frame
+from ...protocol.session import coordinator_session
+from ...protocol.values import SentConstants
 from ..channels.address import Address
 from ..channels.channel import Arrival, Channel, Inbox
 from ..channels.compatibility import differences

@@ -20,9 +20,9 @@ from ...pipeline.recording import APPLY
 from ...pipeline.rule import Key
 from ...pipeline.stage import Surroundings
 from ...plan import Narrowing
-from ...wire import messages as m
-from ...wire.frames import Frame
-from ...wire.values import Packer, unpack
+from ...protocol import messages as m
+from ...protocol.frames import Frame
+from ...protocol.values import Packer, unpack
 from ..channels.address import Address
 from ..channels.deadlines import Deadlines
 from ..channels.handshake import Identity

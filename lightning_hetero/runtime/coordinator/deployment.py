@@ -28,7 +28,7 @@ from ...pipeline.activation import Activation, Collected, join_activations
 from ...pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
 from ...pipeline.turns import current_turn
 from ...plan import Plan, StagePlan
-from ...wire.tensors import DTYPES
+from ...protocol.tensors import DTYPES
 from .coordinator import Coordinator
 from .own_layers import adjust_own, check_can_be_compiled
 from .plain_attributes import PlainAttributes, changed_since_recipe

@@ -9,7 +9,7 @@ import torch
 
 from ...pipeline.copies import Copies
 from ...pipeline.recording import Recorder
-from ...wire import messages as m
+from ...protocol import messages as m
 from ..channels.address import Address
 from ..channels.clocks import ClockSample
 from ..channels.deadlines import Deadlines

@@ -14,8 +14,8 @@ from ...model.layers import DecoderLayer
 from ...model.tensors import has_four_bit
 from ...pipeline.compiling import compiled
 from ...plan import Plan
+from ...protocol.messages import Equipment
 from ...stand_in import stand_in
-from ...wire.messages import Equipment
 from ..channels.compatibility import obstacles_to_compiling
 
 

@@ -23,7 +23,7 @@ from ...model.tensors import (
     stored_in_four_bits,
 )
 from ...plan import Dtype, Narrowing, Plan
-from ...wire.tensors import DTYPES
+from ...protocol.tensors import DTYPES
 from .conversations import ConnectedWorker
 from .sending import Load
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from torch import Tensor
 
 from ...model.packed import State
-from ...wire import messages as m
-from ...wire.frames import Frame
+from ...protocol import messages as m
+from ...protocol.frames import Frame
 from ..keeping import Content, fingerprint_of
 from .conversations import ConnectedWorker
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from ...protocol.messages import PROTOCOL_VERSION
 from ...version import __version__
-from ...wire.messages import PROTOCOL_VERSION
 from ..channels.address import MOST_PORT, Address
 from ..channels.token import Token
 

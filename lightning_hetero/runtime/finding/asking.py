@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from ...errors import WorkerUnreachable
-from ...wire import messages as m
-from ...wire.frames import Frame
-from ...wire.session import watcher_session
+from ...protocol import messages as m
+from ...protocol.frames import Frame
+from ...protocol.session import watcher_session
 from ..channels.address import Address
 from ..channels.channel import Inbox
 from ..channels.deadlines import Deadlines

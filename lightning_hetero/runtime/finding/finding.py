@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import DiscoveryError, WorkerUnreachable
-from ...wire import messages as m
-from ...wire.session import coordinator_session
+from ...protocol import messages as m
+from ...protocol.session import coordinator_session
 from ..channels.address import Address
 from ..channels.deadlines import Deadlines
 from ..channels.handshake import Identity, dial

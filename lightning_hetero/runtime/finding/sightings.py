@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...wire.messages import LinkStatus, StageStatus
+from ...protocol.messages import LinkStatus, StageStatus
 from .asking import WorkerStatus
 
 

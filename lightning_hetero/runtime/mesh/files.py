@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import yaml
 
+from ...atomic_file import replacing
 from ...errors import MeshError
-from ...replacing import replacing
 from ..channels.address import Address
 from ..channels.private import check_private
 from .mesh import KEEP_ALIVE_SECONDS, Mesh, Node, Peer

@@ -14,10 +14,9 @@ from ...errors import ModelError
 from ...model.imports import Allowed
 from ...pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
 from ...pipeline.memory import free_cached_memory
-from ...wire import messages as m
-from ...wire.constants import KeptConstants
-from ...wire.tensors import DTYPES
-from ...wire.values import unpack
+from ...protocol import messages as m
+from ...protocol.tensors import DTYPES
+from ...protocol.values import KeptConstants, unpack
 from ..building import build_for_values
 from ..channels.channel import Channel, Handler
 from ..channels.deadlines import Deadlines

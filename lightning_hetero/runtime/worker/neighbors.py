@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ...errors import LocalProtocolError, ModelError
 from ...pipeline.copies import Copies
-from ...wire import messages as m
+from ...protocol import messages as m
 from ..channels.channel import Channel
 from ..channels.connection import Traffic
 from ..outgoing import send_copied

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from ...errors import ModelError
-from ...wire import messages as m
+from ...protocol import messages as m
 from ..device import DeviceDescription
 
 logger = logging.getLogger(__name__)

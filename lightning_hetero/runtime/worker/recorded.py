@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...pipeline.recording import Recorder
-from ...wire import messages as m
-from ...wire.records import SpanKind
+from ...protocol import messages as m
+from ...protocol.messages import SpanKind
 from ..channels.channel import Arrival, Channel, Handler
 from ..health import health_of
 from ..sent import key_of, observe

@@ -26,11 +26,11 @@ from ...pipeline.rule import Action, Key
 from ...pipeline.runner import Result, StageRunner
 from ...pipeline.stage import Stage
 from ...plan import Narrowing
-from ...wire import messages as m
-from ...wire.constants import KeptConstants
-from ...wire.frames import Frame
-from ...wire.session import upstream_session
-from ...wire.tensors import DTYPES
+from ...protocol import messages as m
+from ...protocol.frames import Frame
+from ...protocol.session import upstream_session
+from ...protocol.tensors import DTYPES
+from ...protocol.values import KeptConstants
 from ..channels.activity import of_action, of_request
 from ..channels.address import Address
 from ..channels.channel import Arrival, Channel, Handler, Inbox

@@ -10,8 +10,8 @@ from ...model.attribute_changes import set_attributes
 from ...model.four_bit import is_four_bit, quantize
 from ...model.imports import Allowed
 from ...model.tensors import locate, narrowed, set_tensor
-from ...wire import messages as m
-from ...wire.tensors import TensorSpec
+from ...protocol import messages as m
+from ...protocol.tensors import TensorSpec
 from ..building import build_described, numbered_layers
 from ..keeping import Content, KeptTensors
 

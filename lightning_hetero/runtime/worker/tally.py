@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from ...wire import messages as m
+from ...protocol import messages as m
 from ..channels.connection import Traffic
 from ..device import resident_bytes
 

@@ -10,7 +10,7 @@ from ...pipeline.recording import Recorder
 from ...pipeline.rule import Action
 from ...pipeline.runner import Result, StageRunner
 from ...pipeline.stopwatch import Stopwatch
-from ...wire import messages as m
+from ...protocol import messages as m
 from .tally import Tally
 
 

@@ -13,8 +13,8 @@ from ...model.tensors import locate, named_tensors
 from ...pipeline.averaging import WeightAverages, averaged_tensors
 from ...pipeline.optimizer import Clipping, Group, StageOptimizer, clip_gradients, gradient_norms
 from ...pipeline.stage import Stage
-from ...wire import messages as m
-from ...wire.values import Packer, unpack
+from ...protocol import messages as m
+from ...protocol.values import Packer, unpack
 from ..channels.channel import Channel, Handler
 from .stage_layers import StageLayers
 

@@ -15,9 +15,9 @@ import torch
 
 from ...errors import ChannelError, HeteroError, ProtocolError, TrustError, WorkerError
 from ...model.imports import Allowed
-from ...wire import messages as m
-from ...wire.frames import Frame, encode_frame
-from ...wire.session import Session, downstream_session, watched_session, worker_session
+from ...protocol import messages as m
+from ...protocol.frames import Frame, encode_frame
+from ...protocol.session import Session, downstream_session, watched_session, worker_session
 from ..channels.address import Address
 from ..channels.channel import Channel, send_buffers
 from ..channels.connection import Connection, SocketConnection, prepare_socket

@@ -14,9 +14,9 @@ from lightning_hetero.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
 from lightning_hetero.runtime.channels.channel import Channel, Inbox
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame, FrameReader, encode_frame
 
 from ..pairs import (
     PATIENCE_SECONDS,

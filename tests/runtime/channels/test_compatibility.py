@@ -12,6 +12,7 @@ from lightning_hetero.model.adapters import Adapters
 from lightning_hetero.model.blocks import BlocksRecipe
 from lightning_hetero.model.packed import FourBit
 from lightning_hetero.model.recipe import Recipe
+from lightning_hetero.protocol.messages import Equipment
 from lightning_hetero.runtime.channels.compatibility import (
     Party,
     differences,
@@ -19,7 +20,6 @@ from lightning_hetero.runtime.channels.compatibility import (
     obstacles_to_compiling,
     shortcomings,
 )
-from lightning_hetero.wire.messages import Equipment
 
 VERSIONS = {
     "lightning-hetero": "0.1.0",

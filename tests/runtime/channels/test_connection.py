@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
 from lightning_hetero.runtime.channels.channel import receive_some
 from lightning_hetero.runtime.channels.connection import (
     SocketConnection,
@@ -21,8 +23,6 @@ from lightning_hetero.runtime.channels.connection import (
 )
 from lightning_hetero.runtime.channels.tls import Credentials, secured
 from lightning_hetero.runtime.channels.token import Token
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame, FrameReader, encode_frame
 
 from ..pairs import PATIENCE_SECONDS
 

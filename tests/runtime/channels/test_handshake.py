@@ -8,11 +8,11 @@ from queue import SimpleQueue
 import pytest
 
 from lightning_hetero.errors import WorkerUnreachable
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, encode_frame
+from lightning_hetero.protocol.session import coordinator_session, upstream_session
 from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.channels.handshake import Identity, dial
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame, encode_frame
-from lightning_hetero.wire.session import coordinator_session, upstream_session
 
 from ..pairs import QUICK, worker_thread
 

@@ -21,6 +21,9 @@ import torch
 from cryptography import x509
 
 from lightning_hetero.errors import ChannelError, TrustError, WorkerUnreachable
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, encode_frame
+from lightning_hetero.protocol.session import coordinator_session, upstream_session
 from lightning_hetero.runtime.channels import tls
 from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.channels.authority import RENEWAL, Authority
@@ -30,9 +33,6 @@ from lightning_hetero.runtime.channels.deadlines import Deadlines
 from lightning_hetero.runtime.channels.handshake import Identity, dial
 from lightning_hetero.runtime.channels.tls import Credentials, secured
 from lightning_hetero.runtime.channels.token import Token, write_token_file
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame, encode_frame
-from lightning_hetero.wire.session import coordinator_session, upstream_session
 
 from ..pairs import (
     PATIENCE_SECONDS,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hetero.protocol.session import upstream_session
 from lightning_hetero.runtime.channels.handshake import Identity, dial
 from lightning_hetero.runtime.coordinator import local
-from lightning_hetero.wire.session import upstream_session
 
 from ..pairs import QUICK
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.runtime.coordinator.sending import (
     MOST_REFUSALS,
     MOST_SMALL_UNDER_WAY,
@@ -19,8 +21,6 @@ from lightning_hetero.runtime.coordinator.sending import (
     send_all,
 )
 from lightning_hetero.runtime.keeping import Content, fingerprint_of
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame
 
 LARGE = SMALL_BYTES // 4  # elements of float32
 State = dict[str, Tensor]

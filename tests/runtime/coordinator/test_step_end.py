@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.runtime.channels.channel import Channel
 from lightning_hetero.runtime.coordinator.conversations import ConnectedWorker, Conversations
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame
 
 from ...models import TinyModule, loader, trainer
 from ..pairs import worker_thread

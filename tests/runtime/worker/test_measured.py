@@ -17,6 +17,7 @@ from lightning_hetero.pipeline.measure import Measurement
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.profiling.workers import prepare_workers
+from lightning_hetero.protocol import messages as m
 from lightning_hetero.runtime.channels.deadlines import Deadlines
 from lightning_hetero.runtime.channels.handshake import Identity
 from lightning_hetero.runtime.channels.links import PROBE_BYTES, measure_link
@@ -24,7 +25,6 @@ from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.deployment import Deployment
 from lightning_hetero.runtime.device import describe_device
 from lightning_hetero.runtime.measuring import Outcome, Trial, read_outcome, say_prepare, say_trial
-from lightning_hetero.wire import messages as m
 
 from ...models import VOCABULARY, tiny_llama
 from ..pairs import worker_thread

@@ -10,11 +10,11 @@ from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.copies import PlainCopies
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.plan import Narrowing
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.runtime.channels.channel import Channel
 from lightning_hetero.runtime.translation import Content, say_passed
 from lightning_hetero.runtime.worker.neighbors import Neighbors
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame
 
 from ..pairs import End, channel_pair
 

@@ -18,6 +18,9 @@ from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents
 from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.rule import Key
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame
+from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.channels.deadlines import Deadlines
 from lightning_hetero.runtime.channels.handshake import Identity, dial
@@ -25,9 +28,6 @@ from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
 from lightning_hetero.runtime.worker.owner import Owner, RunRecord
 from lightning_hetero.runtime.worker.worker import Worker, listen
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame
-from lightning_hetero.wire.session import coordinator_session
 
 from ...models import tiny_llama
 from ..coordinator.test_coordinator import NUM_LAYERS, run_here, surroundings

@@ -7,14 +7,14 @@ from queue import SimpleQueue
 import pytest
 
 from lightning_hetero.errors import WorkerError, WorkerUnreachable
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.channels.deadlines import Deadlines
 from lightning_hetero.runtime.channels.handshake import Identity, dial
 from lightning_hetero.runtime.channels.tls import Credentials
 from lightning_hetero.runtime.channels.token import Token
 from lightning_hetero.runtime.worker.worker import address_of, listen
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.session import coordinator_session
 
 from ..pairs import PATIENCE_SECONDS, QUICK, worker_thread
 

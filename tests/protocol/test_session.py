@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.records import Totals
-from lightning_hetero.wire.session import (
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.messages import Totals
+from lightning_hetero.protocol.session import (
     Session,
     State,
     coordinator_session,
@@ -24,8 +24,8 @@ from lightning_hetero.wire.session import (
     watcher_session,
     worker_session,
 )
-from lightning_hetero.wire.tensors import TensorSpec
-from lightning_hetero.wire.values import DictNode
+from lightning_hetero.protocol.tensors import TensorSpec
+from lightning_hetero.protocol.values import DictNode
 
 HELLO = m.Hello(m.PROTOCOL_VERSION, "coordinator", "run")
 WELCOME = m.Welcome(m.PROTOCOL_VERSION)

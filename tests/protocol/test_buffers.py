@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_hetero.wire.buffers import MOST_KEPT, SMALLEST_KEPT_BYTES, BufferPool
+from lightning_hetero.protocol.buffers import MOST_KEPT, SMALLEST_KEPT_BYTES, BufferPool
 
 NUM_BYTES = 2 * SMALLEST_KEPT_BYTES
 MARK = b"mark"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_hetero.errors import RemoteProtocolError
-from lightning_hetero.wire.tensors import (
+from lightning_hetero.protocol.tensors import (
     ALIGNMENT_BYTES,
     DTYPES,
     TensorSpec,

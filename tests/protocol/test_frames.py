@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame, FrameLimits, FrameReader, encode_frame
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame, FrameLimits, FrameReader, encode_frame
 
 from .test_messages import any_message
 from .test_tensors import any_tensor, is_same

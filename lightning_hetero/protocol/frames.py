@@ -1,4 +1,4 @@
-r"""Frames: a message and its tensors as bytes.
+"""Frames: a message and its tensors as bytes.
 
     prefix (20 bytes)          header (msgpack)              body
     magic version lengths  |   message, tensor specs   |   tensor 0 . . tensor 1 . . …
@@ -8,6 +8,8 @@ that every version can tell every other why they do not understand each other.
 
 Lengths, shapes and dtypes are checked before memory is taken. Tensors are neither copied into a
 frame nor out of one: `encode_frame` names their memory, `FrameReader` says where bytes belong.
+
+How a conversation's first frame is read: by any version, from anybody, into little memory.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from typing import Annotated
 
 import msgspec
 from torch import Tensor
+from typing_extensions import override
 
-from ..errors import LocalProtocolError, RemoteProtocolError
+from ..errors import LocalProtocolError, RemoteProtocolError, TrustError
 from .buffers import Buffer, BufferPool, new_buffer
-from .messages import PROTOCOL_VERSION, Message
+from .messages import PROTOCOL_VERSION, Failure, Hello, Message, Welcome
 from .tensors import TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
 
 MAGIC = b"LHET"
@@ -218,3 +221,58 @@ class FrameReader:
         )
         self._begin_frame()
         return Frame(header.message, tensors)
+
+
+# A stranger's first frame is small: nobody may make us take memory before we know the role.
+OPENING_LIMITS = FrameLimits(header_bytes=64 * 2**10, body_bytes=0)
+
+# First bytes of TLS records; a frame starts with none of them.
+TLS_RECORD_TYPES = frozenset({20, 21, 22, 23})
+
+
+class _Opening(msgspec.Struct, frozen=True):
+    message: Hello | Welcome | Failure
+
+
+_opening_decoder = msgspec.msgpack.Decoder(_Opening)
+
+
+class OpeningReader(FrameReader):
+    """Reads one Hello, or the Welcome or Failure that answers it, of whatever version.
+
+    It takes no byte of what follows, so that an ordinary reader may go on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(OPENING_LIMITS)
+        self._version = PROTOCOL_VERSION
+
+    @property
+    def version(self) -> int:
+        """The protocol version of what was read."""
+        return self._version
+
+    @override
+    def advance(self, num_bytes: int) -> Frame | None:
+        if self._body_bytes is None and self._part[0] in TLS_RECORD_TYPES:
+            raise TrustError(
+                "The peer speaks TLS, so it has a token, and this end has none; give both the same "
+                "token file, to a worker by `--token-file` and to the strategy by `token_file=`.",
+                about="token",
+            )
+        return super().advance(num_bytes)
+
+    @override
+    def _check_version(self, version: int) -> None:
+        self._version = version
+
+    @override
+    def _decode(self, header: bytearray | memoryview) -> Header:
+        try:
+            return Header(_opening_decoder.decode(header).message, [])
+        except UNREADABLE as error:
+            if self._version != PROTOCOL_VERSION:
+                super()._check_version(self._version)
+            raise RemoteProtocolError(
+                f"The frame's header is no message that opens a conversation: {error}."
+            ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ..errors import ModelError
+from .errors import ModelError
 
 
 def bitsandbytes() -> Any:

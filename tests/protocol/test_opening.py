@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import RemoteProtocolError, TrustError
-from lightning_hetero.wire import messages as m
-from lightning_hetero.wire.frames import Frame, encode_frame
-from lightning_hetero.wire.opening import OPENING_LIMITS, OpeningReader
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import OPENING_LIMITS, Frame, OpeningReader, encode_frame
 
 from .test_frames import PACKED_LIST, PING, feed, raw_frame
 from .test_messages import any_message
