@@ -24,8 +24,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
+from .model.override import stand_in
 from .runtime.coordinator.progress import PROGRESS_FROM_BYTES, Progress, ProgressInLines
-from .stand_in import stand_in
 
 _MIB = 2**20
 # Refreshes of the training bar over which its tokens per second are averaged.

@@ -15,8 +15,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from .bars import progress_of_bytes
 from .checks import check_callbacks, check_not_compiled
-from .model.checkpoint_weights import bring_here, weights_in_checkpoint
 from .model.layers import DecoderLayer, other_layer_lists
+from .model.pretrained import bring_here, weights_in_checkpoint
 from .plan import Plan, StagePlan
 from .precision import scaler_of
 from .profiling.choosing import PlanChoice

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from .model.snapshot import Attributes, contents_kept
+from .model.attributes import Attributes, contents_kept
 
 
 @contextmanager

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from .errors import HeteroError, PictureError, PlanError
 from .model.layers import DecoderLayer
-from .model.sizes import ends_of, stored_bytes
-from .model.tensors import named_tensors, stored_in_four_bits
+from .model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
 from .pictures.files import PICTURE_NAME, PLAN_NAME, picture_for
 from .pictures.planned import topology_of, with_profile
 from .pictures.topology import Memory, Place, Topology

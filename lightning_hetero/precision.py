@@ -18,13 +18,13 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from .errors import ModelError
+from .model.override import stand_in
 from .pipeline.optimizer import optimizer_gradients
 from .runtime.coordinator.remote_optimizer import (
     RemoteOptimizer,
     changed_parameters,
     optimized_parameters,
 )
-from .stand_in import stand_in
 
 Versions = set[tuple[int, int]]
 

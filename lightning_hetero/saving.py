@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from .atomic_file import replacing
 from .errors import HeteroError, ModelError, SaveError, WeightsLost
-from .model.state_dicts import keys_of, leave_out, left_out_of
+from .model.tensors import keys_of, leave_out, left_out_of
 from .runtime.coordinator.deployment import Deployment
 
 logger = logging.getLogger(__name__)

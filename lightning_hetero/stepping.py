@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .errors import BatchError, ModelError
 from .first_batch import FirstBatchCheck
 from .loaders import BatchReader
+from .model.override import stand_in
 from .pipeline.copies import Copies, HostCopy
 from .pipeline.cut_batch import CutBatch
 from .pipeline.driver import Driver, MicrobatchStep
@@ -27,7 +28,6 @@ from .pipeline.stopwatch import Stopwatch
 from .precision import scaler_of
 from .runtime.coordinator.deployment import Deployment
 from .runtime.coordinator.whole_batches import NOTHING_SAID, BatchOptions
-from .stand_in import stand_in
 
 
 class MicrobatchedStep:

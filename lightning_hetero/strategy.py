@@ -28,11 +28,11 @@ from .deploying import Deployer
 from .errors import ModelError
 from .gradients import clip_by_global_norm, norms_by_name
 from .loaders import BatchReader
-from .model.checkpoint_weights import weights_in_checkpoint
+from .model.allowed_imports import refuse_training_in_worker
 from .model.four_bit import keep_layout
-from .model.halves import cut_layers, join_layers
-from .model.imports import refuse_training_in_worker
+from .model.half_layers import cut_layers, join_layers
 from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
+from .model.pretrained import weights_in_checkpoint
 from .moving import AtHome, bring_home, check_move, give_back, moves_layers, moving_averages
 from .picturing import leave_pictures
 from .pipeline.arenas import share_one_arena

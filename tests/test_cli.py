@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lightning_hetero import cli
-from lightning_hetero.model.imports import Allowed
+from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planning.profile import Profile
 from lightning_hetero.runtime.channels.token import FILE_VARIABLE, Token, read_token_file

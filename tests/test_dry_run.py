@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_hetero.dry_run import no_trace
-from lightning_hetero.model.snapshot import restoring_generator
+from lightning_hetero.model.attributes import restoring_generator
 
 from .models import TinyModule, trainer
 

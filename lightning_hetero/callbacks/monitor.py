@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from ..model.embedding import EMBEDDING_LAYER
+from ..model.layers import EMBEDDING_LAYER
 from ..observing.flops import flops_per_token
 from ..observing.prediction import bound_seconds
 from ..observing.shares import Window, difference, pipeline_metrics, stage_metrics

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import HeteroError
-from ..model.imports import Allowed
+from ..model.allowed_imports import Allowed
 from ..runtime.channels.address import Address
 from ..runtime.channels.tls import credentials_of
 from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file

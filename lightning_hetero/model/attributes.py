@@ -1,276 +1,520 @@
-"""A module's plain attributes as data: written down here, made anew on a worker."""
+"""What the plain attributes of layers were, so that what has changed since is found quickly.
+
+Nothing here knows which side it is on: the coordinator looks for what its user has changed, and a
+worker for what a layer's own forward has. State in globals and in attributes of classes is not
+seen.
+
+Attributes of layers that are away and that were changed here: written down, and set there.
+
+What modules' attributes are at one time, to be put back when their code has run.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import types
-from collections.abc import Callable
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from typing import Any, Literal, Union
+from itertools import repeat
+from operator import is_, itemgetter
+from types import ModuleType
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ..errors import ModelError
-from .configs import plain_config, read_config
-from .imports import Allowed, ImportPath, find_class, path_of
+from .allowed_imports import Allowed, ImportPath
+from .custom_layers import (
+    BOOKKEEPING,
+    CHECKPOINTING,
+    MOST_CHARACTERS,
+    MOST_DEPTH,
+    NAMES_OF_TORCH,
+    Value,
+    read_value,
+    write_value,
+)
 
-# Deeper than any setting, and far from Python's own limit.
-MOST_DEPTH = 32
+# Under manual optimization the strategy puts a `zero_grad` over a layer's; no forward calls it.
+_NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_FIXED = (type, Enum, nn.Module)
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
-_CONTAINERS: dict[type, Any] = {
-    kind: kind.__name__ for kind in (list, tuple, set, frozenset, torch.Size)
-}
-_MAKERS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _CONTAINERS.items()}
-_SCALARS = (type(None), bool, int, str)
+# What models, `generate` and users set at any time, and no layer computes with. How the experts of
+# a mixture are multiplied is the worker's own choice.
+_NOT_OF_LAYERS = frozenset(
+    {
+        *("_commit_hash", "_experts_implementation_internal", "_name_or_path", "architectures"),
+        *("bos_token_id", "decoder_start_token_id", "eos_token_id", "id2label", "label2id"),
+        *("output_hidden_states", "pad_token_id", "problem_type", "return_dict", "sep_token_id"),
+        *("tie_word_embeddings", "transformers_version", "use_cache"),
+    }
+)
 
-
-class Items(msgspec.Struct, frozen=True, tag="items"):
-    """A list, a tuple or a set."""
-
-    container: Literal["list", "tuple", "set", "frozenset", "Size"]
-    items: list[Value]
-
-
-class Table(msgspec.Struct, frozen=True, tag="table"):
-    """A dictionary, in its order."""
-
-    items: list[tuple[Value, Value]]
-
-
-class Text(msgspec.Struct, frozen=True, tag="text"):
-    """A value by its text: a dtype, or a float that JSON does not have."""
-
-    kind: Literal["dtype", "float"]
-    text: str
-
-
-class Function(msgspec.Struct, frozen=True, tag="function"):
-    """A function by its name."""
-
-    path: ImportPath
+_MISSING = object()
 
 
-class Member(msgspec.Struct, frozen=True, tag="member"):
-    """A member of an enumeration."""
+class _Same:
+    """Equal to what refers to the very same thing."""
 
-    path: ImportPath
-    name: str
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.thing is self.thing
 
-class Record(msgspec.Struct, frozen=True, tag="record"):
-    """An instance of a dataclass."""
-
-    path: ImportPath
-    fields: dict[str, Value]
-
-
-class Config(msgspec.Struct, frozen=True, tag="config"):
-    """A Hugging Face config."""
-
-    path: ImportPath
-    content: dict[str, Any]
-    attention: str
+    def __hash__(self) -> int:
+        return id(self.thing)
 
 
-Value = Union[  # noqa: UP007 - the names are known only later
-    None, bool, int, float, str, Items, Table, Text, Function, Member, Record, Config
-]
+def frozen(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """Something that stays as it is and is equal to what is made of the same content later.
 
-
-def write_value(value: Any, where: str, paths: set[ImportPath], depth: int = 0) -> Value:
-    """The value as data; what it needs to have imported is added to ``paths``.
-
-    Raises:
-        ModelError: If a worker could not make it anew, with the place given by ``where``.
+    Tensors are told by their identity and by how often they were changed in place.
     """
-
-    def write(item: Any) -> Value:
-        return write_value(item, where, paths, depth + 1)
-
-    if depth > MOST_DEPTH:
-        raise _refusal(where, "is nested without an end", "keep plain values in it")
-    if type(value) in _SCALARS and not _is_too_large(value):
-        plain: Value = value
-        return plain
-    if type(value) is float:
-        return value if abs(value) < float("inf") else Text("float", str(value))
-    if type(value) is torch.dtype:
-        return Text("dtype", dtype_name(value))
-    if type(value) in _CONTAINERS:
-        return Items(_CONTAINERS[type(value)], [write(item) for item in value])
-    if type(value) is dict:
-        return Table([(write(key), write(item)) for key, item in value.items()])
-    return _write_named(value, where, paths, write)
-
-
-def _write_named(
-    value: Any, where: str, paths: set[ImportPath], write: Callable[[Any], Value]
-) -> Value:
-    """What is known by the name of its function or of its class."""
-
-    def path_to(thing: Any, what: str) -> ImportPath:
-        try:
-            path = path_of(thing, what)
-        except ModelError as error:
-            raise ModelError(f"{where} cannot be rebuilt on a worker. {error}") from error
-        paths.add(path)
-        return path
-
-    if inspect.isfunction(value) or inspect.isbuiltin(value):
-        return Function(path_to(value, "function"))
-    if isinstance(value, Enum):
-        return Member(path_to(type(value), "enumeration"), value.name)
-    if isinstance(value, PretrainedConfig):
-        attention = value._attn_implementation or "eager"
-        return Config(path_to(type(value), "config class"), plain_config(value), attention)
-    if _is_record(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        content = {name: write(getattr(value, name)) for name in names}
-        return Record(path_to(type(value), "dataclass"), content)
-    raise _refusal(where, *_cause_and_remedy(value))
-
-
-def _is_record(value: Any) -> bool:
-    """Whether a value is an instance of a dataclass and has nothing but its fields."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return False
-    return getattr(value, "__dict__", {}).keys() <= {f.name for f in dataclasses.fields(value)}
-
-
-def _is_too_large(value: Any) -> bool:
-    return type(value) is int and not -(2**63) <= value < 2**64
-
-
-def _cause_and_remedy(value: Any) -> tuple[str, str]:
+    kind = type(value)
+    if kind is float:
+        return kind, value.hex()  # one that is not a number is equal to itself, and -0.0 to no 0.0
+    if kind in _ATOMS:
+        return kind, value
     if isinstance(value, Tensor):
-        return f"is a {type(value).__name__}", "register it as a buffer (`register_buffer`)"
-    if isinstance(value, nn.Module):
+        return _Same(value), 0 if value.is_inference() else value._version
+    if isinstance(value, _FIXED) or inspect.isroutine(value):
+        return _Same(value)
+    is_record = is_dataclass(value) or isinstance(value, PretrainedConfig)
+    # Of other objects the first one is looked into: behind the next may be all there is.
+    is_known = is_record or isinstance(value, _CONTAINERS) or not around
+    if not is_known or _is_ours(kind) or id(value) in around or len(around) > MOST_DEPTH:
+        return _Same(value)
+    around = (*around, id(value))
+    if isinstance(value, dict):
         return (
-            f"refers to a {type(value).__name__}",
-            "make the module a child (assign it, or use nn.ModuleList or nn.ModuleDict)",
+            kind,
+            _frozen_items([*value.keys()], around),
+            _frozen_items([*value.values()], around),
         )
-    if isinstance(value, torch.device):
-        return "is a device, and a worker has its own", "use that of the hidden states"
-    return (
-        f"is a {type(value).__name__}",
-        "keep plain numbers, strings, lists, dataclasses and named functions in it",
-    )
+    if isinstance(value, (list, tuple, deque)):
+        return kind, _frozen_items(value, around)
+    if isinstance(value, (set, frozenset)):
+        return kind, frozenset(frozen(item, around) for item in value)
+    parts = sorted(_parts(value), key=itemgetter(0))
+    content = tuple((name, frozen(item, around)) for name, item in parts)
+    return (kind, content) if is_record else (_Same(value), content)
 
 
-def _refusal(where: str, cause: str, remedy: str) -> ModelError:
-    return ModelError(
-        f"{where} {cause}, which cannot be rebuilt on a worker; {remedy}, or keep the layer with "
-        "the coordinator."
-    )
+def _is_ours(kind: type) -> bool:
+    """Whether it is what layers on workers have in the place of their forward, say."""
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
-def read_value(value: Value, allowed: Allowed, depth: int = 0) -> Any:
-    """The value that was written down.
+def _frozen_items(items: Any, around: tuple[int, ...]) -> Any:
+    kinds = tuple(map(type, items))
+    if _ATOMS.issuperset(kinds):
+        return kinds, tuple(items)
+    return tuple(frozen(item, around) for item in items)
 
-    Raises:
-        ModelError: If it is not one that `write_value` writes, or may not be made here.
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object."""
+    for name, item in getattr(value, "__dict__", {}).items():
+        if not (isinstance(value, PretrainedConfig) and name in _NOT_OF_LAYERS):
+            yield name, item
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Attributes of a module of a layer that are others than they were."""
+
+    layer_index: int
+    path: str
+    module: nn.Module
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A module, and its own attributes as they were: to compare quickly, and to compare rightly."""
+
+    layer_index: int
+    path: str
+    module: nn.Module
+    size: int
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    content: dict[str, Any]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it has the very same attributes, whatever these may hold by now."""
+        found = vars(self.module)
+        return len(found) == self.size and all(
+            map(is_, map(found.get, self.names, repeat(_MISSING)), self.values)
+        )
+
+
+class AttributeState:
+    """The plain attributes of layers, and what has changed of them.
+
+    Args:
+        layers: By their numbers.
+        is_watched: Whether a module among them is looked at.
     """
 
-    def read(item: Value) -> Any:
-        return read_value(item, allowed, depth + 1)
+    def __init__(
+        self, layers: Mapping[int, nn.Module], is_watched: Callable[[nn.Module], bool]
+    ) -> None:
+        self._modules = [
+            (number, path, module)
+            for number, layer in layers.items()
+            for path, module in layer.named_modules()
+            if is_watched(module)
+        ]
+        self.note()
 
-    if depth > MOST_DEPTH:
-        raise ModelError(f"The recipe has a value that is nested deeper than {MOST_DEPTH}.")
-    match value:
-        case Items(container, items):
-            return _hashed(_MAKERS[container], [read(item) for item in items])
-        case Table(items):
-            return _hashed(dict, [(read(key), read(item)) for key, item in items])
-        case Text(kind, text):
-            return dtype_named(text) if kind == "dtype" else _special_float(text)
-        case Function(path):
-            return _function(path, allowed)
-        case Member(path, name):
-            return _member(find_class(allowed, path, Enum, "enumeration"), name)
-        case Record(path, fields):
-            made = {name: read(item) for name, item in fields.items()}
-            return _record(find_class(allowed, path, object, "dataclass"), made)
-        case Config(path, content, attention):
-            return read_config(_config_class(path, allowed), content, attention)
-        case _:
-            return value
+    def note(self) -> None:
+        """From now on changes are those of what is there at present."""
+        memory: dict[int, tuple[Any, Any]] = {}
+        self._watched = [_watched(*each, memory) for each in self._modules]
+        # Each of the things that many modules share, such as a config, is looked into once.
+        self._inside = [pair for pair in memory.values() if _may_change_inside(pair[0])]
+
+    def take_changes(self) -> list[Change]:
+        """What has changed, told once."""
+        if all([each.is_same for each in self._watched]) and all(  # noqa: C419 - it is quicker
+            [frozen(value) == before for value, before in self._inside]  # noqa: C419
+        ):
+            return []
+        old = self._watched
+        self.note()
+        pairs = zip(old, self._watched, strict=True)
+        changes = (_difference(before, now) for before, now in pairs)
+        return [change for change in changes if change.names]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name by which `dtype_named` finds it."""
-    return str(dtype).removeprefix("torch.")
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module has besides torch's bookkeeping."""
+    return {name: value for name, value in vars(module).items() if name not in _NOT_WATCHED}
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name.
+def _watched(
+    number: int, path: str, module: nn.Module, memory: dict[int, tuple[Any, Any]]
+) -> _Watched:
+    own = own_attributes(module)
+    content = {}
+    for name, value in own.items():
+        if id(value) not in memory:
+            memory[id(value)] = value, frozen(value)
+        content[name] = memory[id(value)][1]
+    size = len(vars(module))
+    return _Watched(number, path, module, size, tuple(own), tuple(own.values()), content)
+
+
+def _may_change_inside(value: Any) -> bool:
+    is_fixed = type(value) in _ATOMS or isinstance(value, _FIXED) or inspect.isroutine(value)
+    return not is_fixed
+
+
+def _difference(before: _Watched, now: _Watched) -> Change:
+    names = tuple(
+        name
+        for name in {**before.content, **now.content}
+        if before.content.get(name, _MISSING) != now.content.get(name, _MISSING)
+    )
+    return Change(now.layer_index, now.path, now.module, names)
+
+
+def differences(
+    layers: Mapping[int, nn.Module],
+    made: Mapping[int, nn.Module],
+    is_watched: Callable[[nn.Module], bool],
+) -> list[Change]:
+    """What layers have of another value than layers that were made like them.
+
+    Attributes that only one of both has are passed over, and so is the content of what is neither
+    plain nor a function.
+    """
+    changes = []
+    for number, layer in layers.items():
+        twins = dict(made[number].named_modules(remove_duplicate=False))
+        for path, module in layer.named_modules():
+            if path in twins and is_watched(module):
+                here, there = own_attributes(module), own_attributes(twins[path])
+                common = (name for name in there if name in here)
+                names = tuple(n for n in common if not _is_alike(here[n], there[n]))
+                changes.append(Change(number, path, module, names))
+    return [change for change in changes if change.names]
+
+
+def _is_alike(here: Any, there: Any) -> bool:
+    if type(here) is not type(there):
+        return False
+    return not _is_plain(here) or frozen(here) == frozen(there)
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    def are_plain(items: Any) -> bool:
+        return depth < MOST_DEPTH and all(_is_plain(item, depth + 1) for item in items)
+
+    if isinstance(value, dict):
+        return are_plain([*value.keys(), *value.values()])
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return are_plain(value)
+    if is_dataclass(value) and not isinstance(value, (type, PretrainedConfig)):
+        return are_plain(vars(value).values() if hasattr(value, "__dict__") else ())
+    if inspect.isbuiltin(value):
+        # A method of an object is another one for each object.
+        return isinstance(value.__self__, (ModuleType, type, type(None)))
+    return type(value) in _ATOMS or isinstance(value, Enum) or inspect.isfunction(value)
+
+
+def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
+    """The attributes that have another value now, as text, and the names of those that are gone.
 
     Raises:
-        ModelError: If torch has none.
+        ModelError: If a worker cannot or must not set one of them, with its name.
     """
-    found = vars(torch).get(name)
-    if not isinstance(found, torch.dtype):
-        raise ModelError(f"torch {torch.__version__} on this worker has no dtype {name!r}.")
-    return found
-
-
-def _hashed(make: Callable[[Any], Any], items: list[Any]) -> Any:
+    where = f"{layer_name}.{change.path}".rstrip(".")
+    here, paths = vars(change.module), set[ImportPath]()
+    for name in change.names:
+        if reason := _reason_to_refuse(change.module, name):
+            raise ModelError(
+                f"The attribute {where}.{name} was changed while its layer is on a worker, which "
+                f"must not set it: {reason}. Change it before `fit`, or keep the layer with the "
+                "coordinator."
+            )
+    values = {name: here[name] for name in change.names if name in here}
     try:
-        return make(items)
-    except TypeError as error:
-        raise ModelError(f"The recipe has a value that cannot be made: {error}.") from error
-
-
-def _special_float(text: str) -> float:
-    if text not in ("inf", "-inf", "nan"):
-        raise ModelError(f"The recipe has a number {text!r}.")
-    return float(text)
-
-
-def _function(path: ImportPath, allowed: Allowed) -> Any:
-    found = allowed.find(path, "function")
-    if not isinstance(found, (types.FunctionType, types.BuiltinFunctionType)):
-        raise ModelError(f"{path} is not a function.")
-    return found
-
-
-def _member(enumeration: Any, name: str) -> Any:
-    members = enumeration.__members__
-    if name not in members:
-        raise ModelError(f"{enumeration.__name__} on this worker has no member {name!r}.")
-    return members[name]
-
-
-def _record(dataclass: Any, content: dict[str, Any]) -> Any:
-    names = {field.name for field in _fields(dataclass)}
-    if names != content.keys():
+        written = {
+            n: write_value(v, f"The attribute {where}.{n}", paths) for n, v in values.items()
+        }
+    except (TypeError, ValueError) as error:  # a config with something that JSON does not have
         raise ModelError(
-            f"{dataclass.__name__} on this worker has the fields {sorted(names)} and the "
-            f"coordinator's has {sorted(content)}; install the coordinator's version here."
+            f"The attributes {sorted(values)} of {where} were changed while its layer is on a "
+            f"worker, and cannot be sent: {error}. Keep the layer with the coordinator."
+        ) from error
+    text = msgspec.json.encode(written).decode()
+    if len(text) > MOST_CHARACTERS:
+        raise ModelError(
+            f"The attributes {sorted(values)} of {where} take {len(text)} characters, and a worker "
+            f"takes {MOST_CHARACTERS}; register what is large as a buffer."
         )
-    made = object.__new__(dataclass)
-    for name, item in content.items():
-        object.__setattr__(made, name, item)
-    return made
+    return text, [name for name in change.names if name not in here]
 
 
-def _config_class(path: ImportPath, allowed: Allowed) -> Any:
-    """One of transformers, or one that is allowed."""
-    known = getattr(transformers, path.qualname, None)
-    if (
-        isinstance(known, type)
-        and issubclass(known, PretrainedConfig)
-        and known.__module__ == path.module
-    ):
-        return known
-    return find_class(allowed, path, PretrainedConfig, "config class")
+def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed: Allowed) -> None:
+    """Put attributes that were written down into a module, and take away those that are gone.
+
+    Raises:
+        ModelError: If the text is none of `write_change`, or one must not be set here.
+    """
+    try:
+        written = msgspec.json.decode(text, type=dict[str, Value])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ModelError(f"Changed attributes cannot be read: {error}.") from error
+    for name in (*written, *gone):
+        if reason := _reason_to_refuse(module, name):
+            raise ModelError(
+                f"The attribute {name!r} of a {type(module).__name__} is not set here: {reason}."
+            )
+    values = {name: read_value(value, allowed) for name, value in written.items()}
+    own = vars(module)
+    for name, value in values.items():
+        if isinstance(value, PretrainedConfig) and isinstance(own.get(name), PretrainedConfig):
+            # It is not written down, since it is the worker's own choice.
+            value._experts_implementation = own[name]._experts_implementation
+        own[name] = value
+    for name in gone:
+        own.pop(name, None)
 
 
-def _fields(found: Any) -> tuple[dataclasses.Field[Any], ...]:
-    if not dataclasses.is_dataclass(found):
-        raise ModelError(f"{found.__name__} is not a dataclass.")
-    return dataclasses.fields(found)
+def _reason_to_refuse(module: nn.Module, name: str) -> str:
+    """Why an attribute must not be set from elsewhere; empty if it may."""
+    if not name or "." in name or (name.startswith("__") and name.endswith("__")):
+        return "it is no ordinary name"
+    if name in NAMES_OF_TORCH:
+        return f"nn.Module.{name} is torch's own"
+    if any(name in kept for kept in (module._parameters, module._buffers, module._modules)):
+        return "it is the name of a tensor or of a child"
+    hidden = getattr(type(module), name, None)
+    if callable(hidden) or hasattr(hidden, "__get__"):
+        return f"it would hide a method or a property of {type(module).__name__}"
+    return ""
+
+
+# What a module may keep count in, and change in place.
+_KEPT_CONTAINERS = (dict, list, set, deque)
+# Longer containers hold data. Their entries are put back, and not looked at.
+_MOST_ENTRIES = 10_000
+_MOST_DEPTH = 8
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the modules' code may run; afterwards their attributes are as before."""
+    before = Attributes(list(modules))
+    try:
+        with contents_kept(before.tensors):
+            yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def contents_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, tensors may be changed in place; afterwards they have their content again."""
+    copies = [(tensor, tensor.detach().clone(), _version(tensor)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, content, version in copies:
+                # A graph may have saved those that did not change. Torch does not count what it
+                # changes of the statistics of a norm.
+                if _version(tensor) != version or not torch.equal(tensor, content):
+                    tensor.copy_(content)
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts in-place changes; inference mode does not count them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Attributes:
+    """What the attributes of modules were, and the content of what they refer to.
+
+    Args:
+        modules: All of them; what is inside of others is not looked at.
+        with_generators: Whether random generators are put back too.
+
+    Attributes:
+        tensors: What they refer to, parameters left out. Their content is not kept here.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], with_generators: bool = True) -> None:
+        self._with_generators = with_generators
+        self.tensors: list[Tensor] = []
+        self._undo: list[Callable[[], None]] = []
+        # The objects are kept, so that no other gets the identity of one of them.
+        self._seen: dict[int, Any] = {}
+        classes = {each for module in modules for each in type(module).__mro__}
+        self._packages = {_package_of(each) for each in classes} - _NOT_ENTERED
+        for each in classes:
+            if _package_of(each) in self._packages:
+                self._note_class(each)
+        for module in modules:
+            self._note_attributes(module, 0)
+
+    def restore(self) -> None:
+        """Put everything back but the content of tensors."""
+        for undo in reversed(self._undo):
+            undo()
+
+    def _note_attributes(self, owner: Any, depth: int) -> None:
+        self._seen[id(owner)] = owner
+        attributes = vars(owner)
+        content = dict(attributes)
+        self._undo.append(lambda: _refill(attributes, content))
+        for value in content.values():
+            self._note(value, depth)
+
+    def _note_class(self, owner: type) -> None:
+        """What all its instances share. An attribute that is new stays: it may be a cache."""
+        content = {name: item for name, item in vars(owner).items() if not name.startswith("__")}
+        self._undo.append(lambda: _reassign(owner, content))
+        for value in content.values():
+            self._note(value, 0)
+
+    def _note(self, value: Any, depth: int) -> None:
+        if id(value) in self._seen or depth > _MOST_DEPTH or isinstance(value, nn.Module):
+            return
+        if isinstance(value, Tensor):
+            self._note_tensor(value)
+        elif isinstance(value, (*_KEPT_CONTAINERS, tuple)):
+            self._note_container(value, depth)
+        elif (undo := restoring_generator(value)) is not None:
+            self._undo += [undo] if self._with_generators else []
+        elif not isinstance(value, type) and self._is_of_the_user(value):
+            self._note_attributes(value, depth + 1)
+
+    def _is_of_the_user(self, value: Any) -> bool:
+        return _package_of(type(value)) in self._packages and hasattr(value, "__dict__")
+
+    def _note_tensor(self, tensor: Tensor) -> None:
+        self._seen[id(tensor)] = tensor
+        if not tensor.is_meta and not isinstance(tensor, nn.Parameter):
+            self.tensors.append(tensor)
+
+    def _note_container(self, container: Any, depth: int) -> None:
+        self._seen[id(container)] = container
+        content: Any = dict(container) if isinstance(container, dict) else list(container)
+        if not isinstance(container, tuple):
+            self._undo.append(lambda: _refill(container, content))
+        if len(content) <= _MOST_ENTRIES:
+            for item in content.values() if isinstance(content, dict) else content:
+                self._note(item, depth + 1)
+
+
+# Of these no object is looked into: it may be a part of the run.
+_NOT_ENTERED = frozenset(
+    {"builtins", "lightning", "lightning_fabric", "lightning_hetero", "pytorch_lightning", "torch"}
+)
+
+
+def _package_of(thing: type) -> str:
+    return thing.__module__.partition(".")[0]
+
+
+def _reassign(owner: type, content: Mapping[str, Any]) -> None:
+    for name, value in content.items():
+        if vars(owner).get(name) is not value:
+            setattr(owner, name, value)
+
+
+def _refill(container: Any, content: Any) -> None:
+    if _holds(container, content):
+        return
+    container.clear()
+    if isinstance(container, dict):
+        for key, value in content.items():  # outputs of transformers refuse `update`
+            container[key] = value
+    elif isinstance(container, set):
+        container.update(content)
+    else:
+        container.extend(content)
+
+
+def _holds(container: Any, content: Any) -> bool:
+    """Whether a container has the very same entries in the same order."""
+    found = [container, content]
+    if isinstance(container, dict):
+        found = [[each for pair in held.items() for each in pair] for held in found]
+    return len(container) == len(content) and all(map(is_, *found))
+
+
+def restoring_generator(value: Any) -> Callable[[], Any] | None:
+    """What puts a random generator back to its present state; None if the value is none."""
+    generator: Any = value
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
+        state = generator.get_state()
+        return lambda: generator.set_state(state)
+    if isinstance(value, random.Random):
+        python_state = generator.getstate()
+        return lambda: generator.setstate(python_state)
+    if isinstance(value, np.random.Generator):
+        bits = generator.bit_generator
+        bits_state = bits.state
+        return lambda: setattr(bits, "state", bits_state)
+    return None

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .configs import experts_kind
 from .four_bit import describe_four_bit
-from .halves import absent_in, is_second_half
+from .half_layers import absent_in, is_second_half
+from .hf_config import experts_kind
 from .layers import DecoderLayer
 
 # A stage recomputes as a whole, and modes come with each call.

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..stand_in import stand_in
-from .calls import LayerCall, expected_result, take_hidden, without_cache
-from .collecting import CollectingHooks, SilencedHooks, add_collected, wanted_kinds
+from .captured_outputs import CollectingHooks, SilencedHooks, add_collected, wanted_kinds
 from .four_bit import shapes_only
+from .layer_call import LayerCall, expected_result, take_hidden, without_cache
 from .layers import DecoderLayer
+from .override import stand_in
 
 # Hidden states, the call and the kinds wanted, to what one layer would add to what is collected.
 Outputs = Callable[[Tensor, LayerCall, Sequence[str]], Iterable[tuple[str, Tensor]]]

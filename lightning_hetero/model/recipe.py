@@ -19,15 +19,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..errors import ModelError
 from .adapters import Adapters, describe_adapters, inject_adapters, without_wrappers
-from .blocks import BlocksRecipe, build_blocks, describe_blocks
-from .collecting import install_hooks
-from .configs import experts_kind, plain_config, read_config
-from .embedding import EMBEDDING_LAYER, EmbeddingOptions
-from .four_bit import apply_four_bit, describe_four_bit
-from .halves import absent_in, half_of
-from .imports import Allowed
-from .layers import DecoderLayer
-from .packed import FourBit
+from .allowed_imports import Allowed
+from .captured_outputs import install_hooks
+from .custom_layers import BlocksRecipe, build_blocks, describe_blocks
+from .four_bit import FourBit, apply_four_bit, describe_four_bit
+from .half_layers import absent_in, half_of
+from .hf_config import experts_kind, plain_config, read_config
+from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions
 
 # Building is on `meta` and takes no memory, but each layer takes time; the deepest published
 # decoders have fewer than 200 layers.

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..model.four_bit import multiply_in
-from ..model.made_up import fill_with_made_up_values
-from ..model.tensors import dtypes_on_stage
+from ..model.tensors import dtypes_on_stage, fill_with_made_up_values
 from .activation import Activation, Collected
 from .measure import Clock, Measurement, measure_stage, median_of_blocks
 from .memory import free_cached_memory, is_out_of_memory, synchronize

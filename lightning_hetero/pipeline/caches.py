@@ -15,8 +15,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import ModelError
-from ..model.calls import CacheUse, LayerCall
-from ..model.layers_away import cache_index
+from ..model.kv_cache import cache_index
+from ..model.layer_call import CacheUse, LayerCall
 
 # A coordinator that holds more has forgotten to let go of them.
 MOST_CACHES = 1024

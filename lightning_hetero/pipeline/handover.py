@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from ..model.calls import LayerCall
+from ..model.layer_call import LayerCall
 from .activation import Activation, Gradients, join_activations
 from .rule import Key
 from .stage import Surroundings

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import ModelError
-from ..model.attribute_state import AttributeState
-from ..model.embedding import describe_layer
+from ..model.attributes import AttributeState
+from ..model.layers import describe_layer
 
 # Their own forwards change no attribute in a way that others compute with.
 _TRUSTED = frozenset({"torch", "bitsandbytes", "peft"})

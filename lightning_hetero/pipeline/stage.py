@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RemoteProtocolError
-from ..model.calls import LayerCall, hidden_of
-from ..model.collecting import collect_embedded, collecting
-from ..model.embedding import EMBEDDING_LAYER
+from ..model.captured_outputs import collect_embedded, collecting
+from ..model.layer_call import LayerCall, hidden_of
+from ..model.layers import EMBEDDING_LAYER
 from .activation import Activation, Collected, Gradients, leaf_of
 from .caches import StageCaches
 from .compiling import CompiledLayers

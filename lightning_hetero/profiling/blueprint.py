@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..model.blocks import BlocksRecipe
-from ..model.calls import LayerCall
-from ..model.collecting import SilencedHooks
-from ..model.imports import ImportedHere
+from ..model.allowed_imports import ImportedHere
+from ..model.captured_outputs import SilencedHooks
+from ..model.custom_layers import BlocksRecipe
+from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
 from ..model.recipe import Recipe, write_recipe
 from ..pipeline.bench import Bench, LayerTrial

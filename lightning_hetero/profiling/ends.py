@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from ..model.calls import LayerCall
+from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
 from ..model.passing import Outputs, PassingLayers
 from ..pipeline.handover import surroundings_here

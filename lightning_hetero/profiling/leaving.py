@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from ..model.calls import LayerCall
-from ..model.embedding import EMBEDDING_LAYER, find_embedding
 from ..model.hollow import HollowLayers
-from ..model.layers import DecoderLayer, check_layers_stand_alone
-from ..model.sizes import ends_of
+from ..model.layer_call import LayerCall
+from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alone, find_embedding
+from ..model.tensors import ends_of
 
 
 def embedding_to_leave(root: nn.Module, layers: Sequence[DecoderLayer]) -> nn.Module | None:

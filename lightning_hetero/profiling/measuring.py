@@ -16,7 +16,7 @@ from torch import nn
 
 from ..bars import progress_of_parts
 from ..model.layers import DecoderLayer
-from ..model.sizes import ends_of
+from ..model.tensors import ends_of
 from ..pipeline.bench import OptimizerMeasurement
 from ..pipeline.measure import Clock
 from ..plan import COORDINATOR, Dtype

@@ -9,7 +9,7 @@ from typing import get_args
 from torch import nn
 
 from ..model.layers import DecoderLayer
-from ..model.sizes import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
+from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
 from ..pipeline.bench import OptimizerMeasurement
 from ..plan import Dtype
 from ..planning.profile import EMBEDDING, HEAD, ModelProfile, Part

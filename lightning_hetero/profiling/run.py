@@ -14,10 +14,10 @@ import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..dry_run import no_trace
-from ..model.checkpoint_weights import bring_here, weights_in_checkpoint
 from ..model.hollow import hold_in_place, let_move
 from ..model.kinds import fingerprint
 from ..model.layers import DecoderLayer
+from ..model.pretrained import bring_here, weights_in_checkpoint
 from ..pipeline.arenas import give_back_free_memory
 from ..pipeline.measure import Clock
 from ..plan import COORDINATOR

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import BatchError, HeteroError
-from ..model.snapshot import restoring_generator
+from ..model.attributes import restoring_generator
 from ..pipeline.microbatch import batch_size, first_samples
 
 

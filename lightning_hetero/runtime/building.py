@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from ..model.allowed_imports import Allowed
 from ..model.four_bit import is_four_bit
-from ..model.imports import Allowed
 from ..model.recipe import Recipe, build_layers
 from ..model.tensors import locate, named_tensors, set_tensor
 from ..protocol import messages as m

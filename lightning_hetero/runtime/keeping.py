@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..model.packed import State
+from ..model.four_bit import State
 from ..model.tensors import named_contents
 from ..protocol import messages as m
 from ..protocol.tensors import TensorSpec, tensor_bytes

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ..errors import RemoteProtocolError
-from ..model.blocks import BlocksRecipe
+from ..model.custom_layers import BlocksRecipe
 from ..model.recipe import Recipe
 from ..pipeline.bench import Failed, LayerTrial, OptimizerMeasurement, OptimizerTrial
 from ..pipeline.measure import Measurement

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RemoteProtocolError
-from ..model.calls import CacheUse, LayerCall
+from ..model.layer_call import CacheUse, LayerCall
 from ..pipeline.activation import Activation, Collected, Gradients
 from ..pipeline.narrowing import narrow, widen
 from ..pipeline.rule import Key

@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from ..errors import BatchError
-from ..model.calls import take_hidden
+from ..model.layer_call import take_hidden
 from ..model.layers import DecoderLayer
-from ..model.states_away import is_away
+from ..model.placeholders import is_away
 from ..pipeline.results import loss_of
 from ..runtime.coordinator.deployment import Deployment
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ..dry_run import no_trace
 from ..errors import BatchError, PlanError
-from ..model.checkpoint_weights import bring_here, weights_in_checkpoint
-from ..model.embedding import describe_layer
-from ..model.layers import DecoderLayer
+from ..model.layers import DecoderLayer, describe_layer
+from ..model.pretrained import bring_here, weights_in_checkpoint
 from ..model.tensors import flatten, named_contents
 from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
 from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device

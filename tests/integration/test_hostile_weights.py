@@ -13,9 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_hetero.errors import StageFailed
-from lightning_hetero.model.four_bit import apply_four_bit, describe_four_bit, quantize
+from lightning_hetero.model.four_bit import FourBit, apply_four_bit, describe_four_bit, quantize
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.model.packed import FourBit
 from lightning_hetero.model.recipe import Recipe, write_recipe
 from lightning_hetero.model.tensors import locate, named_tensors, stored_in_four_bits
 from lightning_hetero.runtime.channels.address import Address

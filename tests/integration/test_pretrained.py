@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 import lightning_hetero
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.checkpoint import Checkpoint
+from lightning_hetero.model.checkpoint_reader import Checkpoint
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.runtime.channels import channel

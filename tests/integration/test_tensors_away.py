@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.tensors_away import ParameterAway
+from lightning_hetero.model.placeholders import ParameterAway
 
 from ..models import TinyModule, loader, trainer
 

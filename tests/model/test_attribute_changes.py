@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.attribute_changes import set_attributes, write_change
-from lightning_hetero.model.attribute_state import Change
-from lightning_hetero.model.imports import Allowed
+from lightning_hetero.model.allowed_imports import Allowed
+from lightning_hetero.model.attributes import Change, set_attributes, write_change
 
 from ..models import tiny_llama
 from ..own_layers import Settings

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.model.attribute_state import AttributeState, Change, differences, frozen
+from lightning_hetero.model.attributes import AttributeState, Change, differences, frozen
 from lightning_hetero.model.layers import find_decoder_layers
 
 from ..families import CONFIGS, tiny_model

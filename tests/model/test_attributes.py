@@ -18,8 +18,8 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model import attributes as a
-from lightning_hetero.model.imports import Allowed, ImportPath
+from lightning_hetero.model import custom_layers as a
+from lightning_hetero.model.allowed_imports import Allowed, ImportPath
 
 from ..own_layers import Order, Settings, squared_relu
 

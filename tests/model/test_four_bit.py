@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.four_bit import (
+    FourBit,
     accepting_states,
     apply_four_bit,
     describe_four_bit,
@@ -26,7 +27,6 @@ from lightning_hetero.model.four_bit import (
     state_of,
     unpacked_on_meta,
 )
-from lightning_hetero.model.packed import FourBit
 from lightning_hetero.model.tensors import named_contents, set_tensor
 
 KINDS: dict[str, dict[str, Any]] = {

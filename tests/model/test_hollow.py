@@ -26,16 +26,20 @@ from transformers import (
 )
 
 from lightning_hetero.errors import ModelError, RemoteProtocolError
-from lightning_hetero.model.calls import LayerCall, hidden_of
-from lightning_hetero.model.collecting import (
+from lightning_hetero.model.captured_outputs import (
     CollectingHooks,
     collect_embedded,
     collecting,
     is_collecting,
 )
-from lightning_hetero.model.embedding import EMBEDDING_LAYER, find_embedding
 from lightning_hetero.model.hollow import Exchange, HollowLayers
-from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
+from lightning_hetero.model.layer_call import LayerCall, hidden_of
+from lightning_hetero.model.layers import (
+    EMBEDDING_LAYER,
+    DecoderLayer,
+    find_decoder_layers,
+    find_embedding,
+)
 from lightning_hetero.model.tensors import named_tensors, set_tensor
 from lightning_hetero.pipeline.caches import StageCaches
 

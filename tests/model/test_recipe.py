@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.blocks import BlocksRecipe
-from lightning_hetero.model.collecting import is_collecting
-from lightning_hetero.model.imports import Allowed
+from lightning_hetero.model.allowed_imports import Allowed
+from lightning_hetero.model.captured_outputs import is_collecting
+from lightning_hetero.model.custom_layers import BlocksRecipe
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.calls import CacheUse, LayerCall
+from lightning_hetero.model.layer_call import CacheUse, LayerCall
 from lightning_hetero.pipeline import caches
 from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.caches import StageCaches

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.compiling import CompiledLayers
 from lightning_hetero.pipeline.rule import Key

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_hetero.model.collecting import CollectingHooks
+from lightning_hetero.model.captured_outputs import CollectingHooks
 from lightning_hetero.model.hollow import HollowLayers
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.activation import Activation, Gradients

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.activation import Activation, Gradients
 from lightning_hetero.pipeline.layer_state import LayerState, Updates
 from lightning_hetero.pipeline.rule import Key

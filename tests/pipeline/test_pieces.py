@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_hetero.errors import BatchError
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.handover import Request
 from lightning_hetero.pipeline.pieces import (
     SampleDimension,

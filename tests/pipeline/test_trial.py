@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage, Surroundings

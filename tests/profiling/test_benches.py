@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_hetero.errors import ModelError, StageFailed
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.bench import Failed, LayerTrial, OptimizerMeasurement
 from lightning_hetero.pipeline.measure import Measurement

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_hetero.model.imports import Allowed
+from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import Session, downstream_session, upstream_session
 from lightning_hetero.runtime.channels.address import Address

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import LocalProtocolError
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.copies import Copies, PlainCopies, StreamedCopies
 from lightning_hetero.pipeline.rule import Key

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
-from lightning_hetero.model.calls import CacheUse, LayerCall
+from lightning_hetero.model.layer_call import CacheUse, LayerCall
 from lightning_hetero.pipeline.activation import Activation, Collected, Gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...model.blocks import BlocksRecipe
+from ...model.custom_layers import BlocksRecipe
 from ...model.recipe import Recipe
 from ...protocol.messages import Equipment
 from ...protocol.tensors import dtype_name

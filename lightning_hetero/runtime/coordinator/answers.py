@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError, RemoteProtocolError
-from ...model.calls import result_on_meta
-from ...model.embedding import EMBEDDING_LAYER
-from ...model.four_bit import describe_parameter, shapes_only
-from ...model.packed import State, read_state
+from ...model.four_bit import State, describe_parameter, read_state, shapes_only
+from ...model.layer_call import result_on_meta
+from ...model.layers import EMBEDDING_LAYER
 from ...model.tensors import locate, named_tensors, stored_in_four_bits
 from ...pipeline.activation import Activation, Gradients
 from ...pipeline.rule import Key

@@ -13,17 +13,21 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from ...errors import HeteroError, ModelError, StageFailed, WeightsLost
-from ...model.attribute_state import Change
-from ...model.calls import LayerCall
-from ...model.checkpoint_weights import CheckpointWeights, weights_in_checkpoint
-from ...model.collecting import CollectingHooks
-from ...model.embedding import EMBEDDING_LAYER, describe_layer, find_embedding
-from ...model.halves import absent_in
+from ...model.attributes import Change
+from ...model.captured_outputs import CollectingHooks
+from ...model.half_layers import absent_in
 from ...model.hollow import HollowLayers, is_hollow, no_copy, remote_of
-from ...model.layers import DecoderLayer, check_layers_stand_alone
+from ...model.layer_call import LayerCall
+from ...model.layers import (
+    EMBEDDING_LAYER,
+    DecoderLayer,
+    check_layers_stand_alone,
+    describe_layer,
+    find_embedding,
+)
+from ...model.pretrained import CheckpointWeights, weights_in_checkpoint
 from ...model.recipe import write_recipe
-from ...model.state_dicts import is_frozen
-from ...model.tensors import named_tensors
+from ...model.tensors import is_frozen, named_tensors
 from ...pipeline.activation import Activation, Collected, join_activations
 from ...pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
 from ...pipeline.turns import current_turn

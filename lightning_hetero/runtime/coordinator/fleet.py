@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from ...model.imports import Allowed
+from ...model.allowed_imports import Allowed
 from ..channels.address import Address
 from ..channels.deadlines import Deadlines
 from ..channels.handshake import Identity

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from ...errors import WorkerError
-from ...model.imports import Allowed
+from ...model.allowed_imports import Allowed
 from ..channels.address import Address
 from ..channels.deadlines import Deadlines
 from ..worker.worker import address_of, listen

@@ -9,13 +9,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import ModelError
-from ...model.calls import caches_among, without_cache
+from ...model.layer_call import caches_among, without_cache
 from ...model.layers import DecoderLayer
+from ...model.override import stand_in
 from ...model.tensors import has_four_bit
 from ...pipeline.compiling import compiled
 from ...plan import Plan
 from ...protocol.messages import Equipment
-from ...stand_in import stand_in
 from ..channels.compatibility import obstacles_to_compiling
 
 

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from ...errors import ModelError
-from ...model.attribute_changes import write_change
-from ...model.attribute_state import AttributeState, Change, differences
-from ...model.embedding import describe_layer
-from ...model.layers import DecoderLayer
+from ...model.attributes import AttributeState, Change, differences, write_change
+from ...model.layers import DecoderLayer, describe_layer
 from ...model.recipe import Recipe, build_layers
 from .coordinator import Coordinator
 from .remote_stage import RemoteStage

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import ModelError
+from ...model.override import stand_in
 from ...pipeline.optimizer import (
     Clipping,
     Group,
@@ -28,7 +29,6 @@ from ...pipeline.optimizer import (
     optimizer_gradients,
     total_norm,
 )
-from ...stand_in import stand_in
 from .coordinator import Coordinator
 
 

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ...model.blocks import BlocksRecipe
-from ...model.checkpoint_weights import CheckpointWeights
+from ...model.custom_layers import BlocksRecipe
+from ...model.four_bit import State
 from ...model.layers import DecoderLayer
-from ...model.packed import State
+from ...model.pretrained import CheckpointWeights
 from ...model.recipe import Recipe, write_recipe
 from ...model.tensors import (
     dtypes_on_stage,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError, RemoteProtocolError, WorkerError
-from ...model.packed import State
+from ...model.four_bit import State
 from ...model.tensors import flatten, state_in, stored_in_four_bits
 from ...protocol import messages as m
 from ...protocol.frames import Frame

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 
-from ...model.packed import State
+from ...model.four_bit import State
 from ...protocol import messages as m
 from ...protocol.frames import Frame
 from ..keeping import Content, fingerprint_of

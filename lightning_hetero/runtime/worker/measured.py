@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ModelError
-from ...model.imports import Allowed
+from ...model.allowed_imports import Allowed
 from ...pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
 from ...pipeline.memory import free_cached_memory
 from ...protocol import messages as m

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import HeteroError, LocalProtocolError, WorkerUnreachable
-from ...model.embedding import EMBEDDING_LAYER, check_token_ids
+from ...model.allowed_imports import Allowed
 from ...model.four_bit import multiply_in
-from ...model.imports import Allowed
+from ...model.layers import EMBEDDING_LAYER, check_token_ids
 from ...pipeline.compiling import CompiledLayers
 from ...pipeline.copies import copies_for
 from ...pipeline.layer_state import LayerState

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError
-from ...model.attribute_changes import set_attributes
+from ...model.allowed_imports import Allowed
+from ...model.attributes import set_attributes
 from ...model.four_bit import is_four_bit, quantize
-from ...model.imports import Allowed
 from ...model.tensors import locate, narrowed, set_tensor
 from ...protocol import messages as m
 from ...protocol.tensors import TensorSpec

@@ -14,7 +14,7 @@ import time
 import torch
 
 from ...errors import ChannelError, HeteroError, ProtocolError, TrustError, WorkerError
-from ...model.imports import Allowed
+from ...model.allowed_imports import Allowed
 from ...protocol import messages as m
 from ...protocol.frames import Frame, encode_frame
 from ...protocol.session import Session, downstream_session, watched_session, worker_session

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_hetero.model.adapters import Adapters
-from lightning_hetero.model.blocks import BlocksRecipe
-from lightning_hetero.model.packed import FourBit
+from lightning_hetero.model.custom_layers import BlocksRecipe
+from lightning_hetero.model.four_bit import FourBit
 from lightning_hetero.model.recipe import Recipe
 from lightning_hetero.protocol.messages import Equipment
 from lightning_hetero.runtime.channels.compatibility import (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import RemoteProtocolError
-from lightning_hetero.model.calls import LayerCall
-from lightning_hetero.model.embedding import EMBEDDING_LAYER
+from lightning_hetero.model.layer_call import LayerCall
+from lightning_hetero.model.layers import EMBEDDING_LAYER
 from lightning_hetero.pipeline.activation import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings

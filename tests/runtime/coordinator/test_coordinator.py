@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import StageFailed, WorkerError, WorkerLost
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.four_bit import State
+from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.model.packed import State
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents, named_tensors
 from lightning_hetero.pipeline.activation import Activation, Gradients

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hetero.errors import StageFailed
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.errors import StageFailed
-from lightning_hetero.model.calls import LayerCall
+from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.pipeline.bench import Failed, LayerTrial, OptimizerMeasurement, OptimizerTrial

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 from lightning_hetero.errors import CheckpointError
-from lightning_hetero.model import checkpoint, safetensors_files
-from lightning_hetero.model.checkpoint import Checkpoint
+from lightning_hetero.model import checkpoint_reader
+from lightning_hetero.model.checkpoint_reader import Checkpoint
 
 SIZES = {
     "hidden_size": 16,
@@ -176,7 +176,7 @@ def test_a_tensor_that_holds_several_is_split(
     gate, up = ".mlp.gate_proj.weight", ".mlp.up_proj.weight"
     targets = [gate, up, ".mlp.unused.weight"]
     rule = WeightConverter(".mlp.fused.weight", targets, [Chunk(dim=0)])
-    monkeypatch.setattr(checkpoint, "get_model_conversion_mapping", lambda _model: [rule])
+    monkeypatch.setattr(checkpoint_reader, "get_model_conversion_mapping", lambda _model: [rule])
 
     def fuse(state: dict[str, Tensor]) -> dict[str, Tensor]:
         for layer in ("model.layers.0", "model.layers.1"):
@@ -196,7 +196,7 @@ def test_a_key_that_is_right_already_is_not_renamed_away(
     tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule = WeightRenaming("mlp.gate_proj", "mlp.w1")
-    monkeypatch.setattr(checkpoint, "get_model_conversion_mapping", lambda _model: [rule])
+    monkeypatch.setattr(checkpoint_reader, "get_model_conversion_mapping", lambda _model: [rule])
     assert_equal_to(Checkpoint.open(tmp_path, on_meta(llama)), llama)
 
 
@@ -323,7 +323,7 @@ class SpiedFile:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     reads = Reads()
-    monkeypatch.setattr(safetensors_files, "safe_open", reads)
+    monkeypatch.setattr(checkpoint_reader, "safe_open", reads)
     return reads
 
 
@@ -353,14 +353,14 @@ def test_nothing_that_was_read_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     model = build("mixtral")
     opened = open_saved(model, tmp_path)
     loaded: list[weakref.ref[Tensor]] = []
-    load = safetensors_files._load
+    load = checkpoint_reader._load
 
     def watched(file: Any, key: str) -> Tensor:
         tensor = load(file, key)
         loaded.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(safetensors_files, "_load", watched)
+    monkeypatch.setattr(checkpoint_reader, "_load", watched)
     for name in model.state_dict():
         opened.read(name)
         assert [ref for ref in loaded if ref() is not None] == [], name
@@ -586,7 +586,7 @@ def test_a_read_that_failed_leaves_nothing_behind(
         raise CheckpointError(f"{key} is broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_files, "_load", broken)
+        patch.setattr(checkpoint_reader, "_load", broken)
         with pytest.raises(CheckpointError, match=r"w1\.weight is broken"):
             opened.read(name)
     assert torch.equal(opened.read(name)[""], model.state_dict()[name])

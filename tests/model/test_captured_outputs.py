@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from lightning_hetero.errors import ModelError, RemoteProtocolError
-from lightning_hetero.model.collecting import (
+from lightning_hetero.model.captured_outputs import (
     CollectingHooks,
     SilencedHooks,
     add_collected,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..errors import ModelError
-from .snapshot import unchanged
+from .attributes import unchanged
 from .tensors import narrowed
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model import imports
-from lightning_hetero.model.imports import Allowed, ImportPath, find_class, path_of
+from lightning_hetero.model import allowed_imports
+from lightning_hetero.model.allowed_imports import Allowed, ImportPath, find_class, path_of
 
 from .. import own_layers
 
@@ -202,8 +202,8 @@ def test_a_worker_elsewhere_does_not_have_the_script() -> None:
 @pytest.fixture
 def no_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setitem(sys.modules, imports.SCRIPT, None)  # type: ignore[arg-type]
-    del sys.modules[imports.SCRIPT]
+    monkeypatch.setitem(sys.modules, allowed_imports.SCRIPT, None)  # type: ignore[arg-type]
+    del sys.modules[allowed_imports.SCRIPT]
 
 
 @pytest.mark.usefixtures("no_script")
@@ -217,10 +217,10 @@ def test_the_script_is_run_once_without_its_guarded_part(tmp_path: Path) -> None
     allowed = Allowed(script=(str(script), "--epochs", "3"))
     block = find_class(allowed, ImportPath("__main__", "Block"), nn.Module)
     assert block is find_class(allowed, ImportPath("__main__", "Block"), nn.Module)
-    arguments = sys.modules[imports.SCRIPT].ARGUMENTS
+    arguments = sys.modules[allowed_imports.SCRIPT].ARGUMENTS
     assert arguments == [str(script), "--epochs", "3"]
     with pytest.raises(ModelError, match=r"train\.py' starts to train when it is imported"):
-        imports.refuse_training_in_worker()
+        allowed_imports.refuse_training_in_worker()
 
 
 @pytest.mark.usefixtures("no_script")
@@ -230,7 +230,7 @@ def test_a_script_that_fails_says_so(tmp_path: Path, body: str) -> None:
     script.write_text(body)
     with pytest.raises(ModelError, match=r"train\.py' could not be imported on a worker"):
         Allowed(script=(str(script),)).find(ImportPath("__main__", "Block"))
-    imports.refuse_training_in_worker()
+    allowed_imports.refuse_training_in_worker()
 
 
 def test_just_names_exactly_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model import blocks
-from lightning_hetero.model.blocks import (
+from lightning_hetero.model import custom_layers
+from lightning_hetero.model.allowed_imports import Allowed, ImportPath
+from lightning_hetero.model.custom_layers import (
     BlocksRecipe,
     BufferNode,
     ModuleNode,
@@ -22,7 +23,6 @@ from lightning_hetero.model.blocks import (
     build_blocks,
     describe_blocks,
 )
-from lightning_hetero.model.imports import Allowed, ImportPath
 from lightning_hetero.model.layers import DecoderLayer
 from lightning_hetero.model.recipe import Recipe
 from lightning_hetero.model.tensors import named_tensors, set_tensor
@@ -88,7 +88,7 @@ def test_a_rebuilt_layer_is_the_original(make: Callable[[], nn.Module]) -> None:
 def test_plain_attributes_arrive() -> None:
     original = block()
     (found,) = rebuilt(original)
-    own = vars(original).keys() - blocks.BOOKKEEPING
+    own = vars(original).keys() - custom_layers.BOOKKEEPING
     assert own > {"settings", "order", "activation", "final", "dims", "lowest", "dtype_of_mask"}
     assert {key: vars(found)[key] for key in own} == {key: vars(original)[key] for key in own}
 
@@ -172,7 +172,7 @@ def with_other_parameter() -> nn.Module:
 
 def deep() -> nn.Module:
     made: nn.Module = nn.Linear(1, 1)
-    for _ in range(blocks.MOST_DEPTH + 1):
+    for _ in range(custom_layers.MOST_DEPTH + 1):
         made = nn.Sequential(made)
     return made
 
@@ -236,13 +236,14 @@ def test_gradient_checkpointing_of_transformers_is_the_stages_own() -> None:
 
 
 def test_a_description_that_no_message_carries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(custom_layers, "MOST_CHARACTERS", 1000)
     with pytest.raises(ModelError, match="layers 3 to 4 has .* characters.*more workers"):
         described(block(), block()).to_json()
 
 
 def test_a_hundred_layers_fit_into_a_message() -> None:
-    assert len(described(*[block() for _ in range(100)]).to_json()) < blocks.MOST_CHARACTERS / 2
+    text = described(*[block() for _ in range(100)]).to_json()
+    assert len(text) < custom_layers.MOST_CHARACTERS / 2
 
 
 # What a worker refuses. The text may come from anyone who can connect.

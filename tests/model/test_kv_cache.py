@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.caches import HollowCaches
-from lightning_hetero.model.layers_away import LayerAway
+from lightning_hetero.model.kv_cache import HollowCaches, LayerAway
 
 from ..families import tiny_model
 from ..models import tiny_llama

@@ -21,9 +21,9 @@ import transformers
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .attribute_state import own_attributes
-from .calls import take_hidden, without_cache
-from .collecting import has_hooks
+from .attributes import own_attributes
+from .captured_outputs import has_hooks
+from .layer_call import take_hidden, without_cache
 from .layers import DecoderLayer, identity_of
 
 # What a layer and each of its halves have for themselves while they are cut or away.

@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.hollow import HollowLayers
 from lightning_hetero.model.layers import DecoderLayer
-from lightning_hetero.model.states_away import Assumptions, Form, HiddenStatesAway
+from lightning_hetero.model.placeholders import Assumptions, Form, HiddenStatesAway
 
 from .test_hollow import Elsewhere
 

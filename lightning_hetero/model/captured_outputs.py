@@ -20,7 +20,7 @@ from transformers.utils import output_capturing
 from ..errors import ModelError, RemoteProtocolError
 from .four_bit import is_cache_hook
 from .layers import models_around
-from .states_away import is_away
+from .placeholders import is_away
 
 HIDDEN_STATES = "hidden_states"
 # The numbers of the layers whose hidden states are wanted, if not all of them.

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.collecting import CollectingHooks
-from lightning_hetero.model.halves import (
+from lightning_hetero.model.captured_outputs import CollectingHooks
+from lightning_hetero.model.half_layers import (
     absent_in,
     cut_layers,
     half_of,
