@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from .devices.description import equipment_here
 from .errors import HeteroError, PictureError, PlanError
 from .model.layers import DecoderLayer
 from .model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
@@ -26,7 +27,6 @@ from .plan import Plan, StagePlan
 from .planning.profile import EMBEDDING, HEAD, Profile
 from .protocol.messages import Equipment
 from .runtime.coordinator.deployment import Deployment
-from .runtime.equipment import equipment_here
 
 logger = logging.getLogger(__name__)
 

@@ -13,18 +13,22 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from .devices.copies import Copies, HostCopy
 from .errors import BatchError, ModelError
 from .first_batch import FirstBatchCheck
 from .loaders import BatchReader
 from .model.override import stand_in
-from .pipeline.copies import Copies, HostCopy
-from .pipeline.cut_batch import CutBatch
-from .pipeline.driver import Driver, MicrobatchStep
-from .pipeline.gradients import StepGradients
-from .pipeline.metrics import BatchMetrics
-from .pipeline.microbatch import LossWeighting, LossWeights
-from .pipeline.results import StepLog, are_losses, loss_of, merge_values, weighted_mean
-from .pipeline.stopwatch import Stopwatch
+from .pipeline.driver import Driver, MicrobatchStep, StepGradients
+from .pipeline.microbatch import CutBatch, LossWeighting, LossWeights
+from .pipeline.recorder import Stopwatch
+from .pipeline.results import (
+    BatchMetrics,
+    StepLog,
+    are_losses,
+    loss_of,
+    merge_values,
+    weighted_mean,
+)
 from .precision import scaler_of
 from .runtime.coordinator.deployment import Deployment
 from .runtime.coordinator.whole_batches import NOTHING_SAID, BatchOptions

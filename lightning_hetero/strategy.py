@@ -25,6 +25,7 @@ from .callback_copies import let_callbacks_be_copied
 from .checkpoints import CheckpointingStrategy
 from .checks import check_arguments, warn_of_batch_statistics, warn_of_idle_devices
 from .deploying import Deployer
+from .devices.arenas import share_one_arena
 from .errors import ModelError
 from .gradients import clip_by_global_norm, norms_by_name
 from .loaders import BatchReader
@@ -35,9 +36,8 @@ from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from .model.pretrained import weights_in_checkpoint
 from .moving import AtHome, bring_home, check_move, give_back, moves_layers, moving_averages
 from .picturing import leave_pictures
-from .pipeline.arenas import share_one_arena
-from .pipeline.averaging import AveragingAction
 from .pipeline.microbatch import LossWeighting
+from .pipeline.optimizer import AveragingAction
 from .plan import Plan
 from .profiling.choosing import PlanChoice
 from .runtime.channels.deadlines import Deadlines

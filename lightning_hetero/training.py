@@ -15,7 +15,7 @@ from .checks import check_precision
 from .loaders import BatchReader
 from .manual import FollowedZeroGrad
 from .pipeline.microbatch import LossWeighting
-from .pipeline.stopwatch import Stopwatch
+from .pipeline.recorder import Stopwatch
 from .precision import RemoteSteps
 from .runtime.coordinator.deployment import Deployment
 from .runtime.coordinator.remote_optimizer import remote_optimizers

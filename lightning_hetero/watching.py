@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from .errors import ModelError
-from .pipeline.stopwatch import Stopwatch
+from .pipeline.recorder import Stopwatch
 from .plan import COORDINATOR, Plan
 from .planning.profile import Profile
 from .planning.replanning import LEAST_GAIN, Replanned, expected_seconds, replan

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hetero.devices.copies import PlainCopies, StreamedCopies
 from lightning_hetero.errors import BatchError, ModelError
-from lightning_hetero.pipeline.copies import PlainCopies, StreamedCopies
 from lightning_hetero.pipeline.results import loss_of
 from lightning_hetero.stepping import LossScaling, _as_computed
 
-from .pipeline.made_up_streams import MadeUpStreams, on_device
+from .devices.made_up_streams import MadeUpStreams, on_device
 
 
 def test_the_loss_is_found_where_lightning_looks_for_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.pipeline.stopwatch import Stopwatch
+from lightning_hetero.pipeline.recorder import Stopwatch
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.watching import STEPS_BETWEEN_MOVES, Watch

@@ -24,8 +24,8 @@ from transformers import LlamaConfig
 from benchmarks.processes import be_quiet, machine, wide_console, worker_process
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.pipeline.activation import Activation
-from lightning_hetero.pipeline.copies import copies_for
+from lightning_hetero.devices.copies import copies_for
+from lightning_hetero.pipeline.boundary import Activation
 
 GPU = torch.device("cuda", 0)
 CONFIG = LlamaConfig(

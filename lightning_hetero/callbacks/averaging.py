@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from ..pipeline.averaging import AveragesWeights, AveragingAction, WeightAverages, averaged_tensors
+from ..pipeline.optimizer import AveragesWeights, AveragingAction, WeightAverages, averaged_tensors
 
 
 class StageWeightAveraging(EMAWeightAveraging):

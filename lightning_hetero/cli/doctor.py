@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..devices.description import equipment_here
 from ..doctor.demand import Wanted
 from ..doctor.findings import Outcome, Report, advice
 from ..doctor.visit import Options, visit
@@ -25,7 +26,6 @@ from ..planning.profile import Profile
 from ..runtime.channels.address import Address
 from ..runtime.channels.tls import Credentials, credentials_of
 from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
-from ..runtime.equipment import equipment_here
 
 if TYPE_CHECKING:
     from .commands import Commands

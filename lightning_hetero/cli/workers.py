@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..devices.description import equipment_here
 from ..runtime.channels.deadlines import Deadlines
 from ..runtime.channels.handshake import Identity
 from ..runtime.channels.tls import credentials_of
 from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
-from ..runtime.equipment import equipment_here
 from ..runtime.finding.finding import find_workers
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .activation import Activation, Gradients
+from .boundary import Activation, Gradients
 from .rule import Action, Key, choose
 from .stage import Stage, Surroundings
 

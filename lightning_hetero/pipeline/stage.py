@@ -1,27 +1,113 @@
-"""A stage: consecutive layers, and their forward and backward on one micro-batch at a time."""
+"""A stage: consecutive layers, and their forward and backward on one micro-batch at a time.
+
+Random numbers that do not depend on who runs when.
+
+Layers compiled by `torch.compile`, each by itself, as the plan's ``compile`` asks.
+
+Layers that are alike share what is compiled: torch keeps it by the code of their class.
+
+A trial: a layer's forward that computes what it would in training, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..devices.copies import Land, already_here
 from ..errors import RemoteProtocolError
 from ..model.captured_outputs import collect_embedded, collecting
 from ..model.layer_call import LayerCall, hidden_of
 from ..model.layers import EMBEDDING_LAYER
-from .activation import Activation, Collected, Gradients, leaf_of
-from .caches import StageCaches
-from .compiling import CompiledLayers
-from .copies import Land, already_here
-from .layer_state import LayerState
+from .boundary import Activation, Collected, Gradients, leaf_of
 from .rule import Key
-from .seeds import seed_action
-from .trial import on_trial
+from .stage_state import LayerState, StageCaches
+
+
+def seed_action(seed: int, *place: int) -> None:
+    """Seed torch for one action, by its place: (step, stage, micro-batch, visit).
+
+    A replayed step and a recomputed forward draw the same dropout mask.
+    """
+    digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    # For each kind of device that is not in use, `torch.manual_seed` writes down where it was
+    # called from: half a millisecond under Lightning, several times per micro-batch.
+    if _has_other_generators():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
+
+
+def _has_other_generators() -> bool:
+    """Whether random numbers may come from elsewhere than the processor."""
+    is_in_use = torch.cuda.is_initialized() or torch.xpu.is_initialized()
+    return is_in_use or torch.backends.mps.is_available()
+
+
+Call = Callable[..., Any]
+
+INDUCTOR = "inductor"
+
+
+def compiled(function: Call, backend: str = INDUCTOR) -> Call:
+    """The function, compiled when it is first called; sizes that change become dynamic.
+
+    Args:
+        backend: torch's name for what compiles.
+    """
+    # Random numbers as without compilation, so that a forward that runs again has the same masks.
+    options: dict[str, Any] | None = {"fallback_random": True} if backend == INDUCTOR else None
+    found: Call = torch.compile(function, backend=backend, options=options)
+    return found
+
+
+@dataclass
+class CompiledLayers:
+    """The layers of a stage, each compiled when it is first called.
+
+    Args:
+        backend: As in `compiled`.
+    """
+
+    backend: str = INDUCTOR
+    _calls: dict[nn.Module, Call] = field(default_factory=dict)
+
+    def of(self, layer: nn.Module) -> Call:
+        """What is called instead of the layer."""
+        if layer not in self._calls:
+            self._calls[layer] = compiled(layer.forward, self.backend)
+        return self._calls[layer]
+
+
+@contextmanager
+def on_trial(layer: nn.Module) -> Iterator[None]:
+    """Inside, a layer drops nothing at random, and only what normalizes over a batch keeps its
+    mode. Behind it modes and buffers are what they were, and no buffer counts as changed."""
+    modes = {module: module.training for module in layer.modules()}
+    buffers = {module: dict(module._buffers) for module in modes}
+    copies: dict[Tensor, Tensor] = {}
+    try:
+        for module in modes:
+            if not isinstance(module, _BatchNorm):
+                module.training = False
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    # Modules may share one, and what one writes the other one reads.
+                    module._buffers[name] = copies.setdefault(buffer, buffer.clone())
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+            module._buffers.clear()
+            module._buffers.update(buffers[module])
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,15 @@ from functools import partial
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..errors import StageFailed
-from ..pipeline.bench import Bench, Failed, LayerTrial, OptimizerMeasurement, attempt
-from ..pipeline.measure import Clock, Measurement
+from ..pipeline.bench import (
+    Bench,
+    Clock,
+    Failed,
+    LayerTrial,
+    Measurement,
+    OptimizerMeasurement,
+    attempt,
+)
 from ..planning.measuring import LayerJob, LayerSchedule
 from ..planning.profile import Timing
 from ..runtime.measuring import Outcome, Trial

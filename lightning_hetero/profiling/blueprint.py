@@ -15,12 +15,11 @@ from ..model.custom_layers import BlocksRecipe
 from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
 from ..model.recipe import Recipe, write_recipe
-from ..pipeline.bench import Bench, LayerTrial
+from ..pipeline.bench import Bench, Clock, LayerTrial
+from ..pipeline.codec import Content
 from ..pipeline.handover import surroundings_here
-from ..pipeline.measure import Clock
-from ..runtime.building import build_for_values, describe_parameters
+from ..pipeline.stage_layers import build_for_values, describe_parameters
 from ..runtime.measuring import say_prepare
-from ..runtime.translation import Content
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from ..devices.memory import MemoryMeter, metering, synchronize
 from ..errors import ModelError
 from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
 from ..model.passing import Outputs, PassingLayers
+from ..pipeline.bench import Clock, Measurement, median_of_blocks
 from ..pipeline.handover import surroundings_here
-from ..pipeline.measure import Clock, Measurement, median_of_blocks
-from ..pipeline.memory import MemoryMeter, metering, synchronize
 from ..pipeline.results import loss_of
 from ..pipeline.stage import Surroundings
 from .leaving import Unreadable

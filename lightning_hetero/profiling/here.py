@@ -9,8 +9,7 @@ from functools import partial
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..errors import StageFailed
-from ..pipeline.bench import Failed, attempt
-from ..pipeline.measure import Clock, Measurement
+from ..pipeline.bench import Clock, Failed, Measurement, attempt
 from ..planning.measuring import LayerJob, patience_seconds
 from ..planning.profile import EMBEDDING, HEAD, Timing
 from .benches import DeviceResult, Trials, run_here, timing_of

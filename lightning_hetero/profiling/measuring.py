@@ -15,10 +15,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from ..bars import progress_of_parts
+from ..devices.description import DeviceDescription
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of
-from ..pipeline.bench import OptimizerMeasurement
-from ..pipeline.measure import Clock
+from ..pipeline.bench import Clock, OptimizerMeasurement
 from ..plan import COORDINATOR, Dtype
 from ..planning.measuring import (
     LayerJob,
@@ -31,7 +31,6 @@ from ..planning.measuring import (
 from ..planning.measuring import patience_seconds as patience_for
 from ..planning.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile
 from ..runtime.coordinator.coordinator import Coordinator
-from ..runtime.device import DeviceDescription
 from .benches import DeviceResult, Trials, first_again, trials
 from .here import EndsResult, Tick, lead_trials, measure_ends
 from .parts import model_profile

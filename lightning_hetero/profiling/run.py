@@ -13,13 +13,14 @@ import lightning.pytorch as pl
 import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from ..devices.arenas import give_back_free_memory
+from ..devices.description import DeviceDescription, describe_device
 from ..dry_run import no_trace
 from ..model.hollow import hold_in_place, let_move
 from ..model.kinds import fingerprint
 from ..model.layers import DecoderLayer
 from ..model.pretrained import bring_here, weights_in_checkpoint
-from ..pipeline.arenas import give_back_free_memory
-from ..pipeline.measure import Clock
+from ..pipeline.bench import Clock
 from ..plan import COORDINATOR
 from ..planning.assembling import (
     Station,
@@ -31,7 +32,6 @@ from ..planning.assembling import (
 )
 from ..planning.profile import VERSION, Profile
 from ..runtime.coordinator.coordinator import Coordinator
-from ..runtime.device import DeviceDescription, describe_device
 from .cache import Identity, cache_file, read_known, write_known
 from .leaving import embedding_to_leave
 from .measuring import Found, Measuring, ProfilingOptions, Wanted

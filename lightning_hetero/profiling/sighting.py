@@ -10,11 +10,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from ..devices.memory import free_cached_memory, is_out_of_memory
 from ..model.kinds import kinds_of_layers, wants_gradient
 from ..model.layers import DecoderLayer
-from ..pipeline.bench import Bench
-from ..pipeline.measure import Clock
-from ..pipeline.memory import free_cached_memory, is_out_of_memory
+from ..pipeline.bench import Bench, Clock
 from ..plan import Dtype
 from ..planning.measuring import micro_batch_sizes
 from ..protocol.tensors import dtype_name

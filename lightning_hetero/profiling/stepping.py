@@ -13,9 +13,8 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers,
 from torch import nn
 from torch.optim import Optimizer
 
-from ..pipeline.bench import OptimizerMeasurement, state_bytes
-from ..pipeline.measure import Clock, median_of_blocks
-from ..pipeline.memory import synchronize
+from ..devices.memory import synchronize
+from ..pipeline.bench import Clock, OptimizerMeasurement, median_of_blocks, state_bytes
 from ..pipeline.optimizer import (
     Group,
     StageOptimizer,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import BatchError, ModelError
 from ..pipeline.bench import LayerTrial, OptimizerTrial
-from ..pipeline.handover import Request
-from ..pipeline.pieces import first_of_request
+from ..pipeline.handover import Request, first_of_request
 from ..plan import Dtype
 from ..planning.measuring import LayerJob
 from ..protocol.tensors import DTYPES

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from ..devices.description import DeviceDescription
 from ..errors import RemoteProtocolError, StageFailed
+from ..pipeline.codec import Content
 from ..plan import COORDINATOR
 from ..planning.links import fit_link
 from ..planning.profile import Link
 from ..protocol import messages as m
 from ..runtime.channels.links import measure_link, payload
 from ..runtime.coordinator.coordinator import Coordinator
-from ..runtime.device import DeviceDescription
 from ..runtime.measuring import read_outcome, say_trial
-from ..runtime.translation import Content
 from .benches import DeviceResult, Trials
 
 

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from ..errors import RemoteProtocolError
 from ..model.custom_layers import BlocksRecipe
 from ..model.recipe import Recipe
-from ..pipeline.bench import Failed, LayerTrial, OptimizerMeasurement, OptimizerTrial
-from ..pipeline.measure import Measurement
+from ..pipeline.bench import Failed, LayerTrial, Measurement, OptimizerMeasurement, OptimizerTrial
+from ..pipeline.codec import Content, say_arguments
 from ..pipeline.rule import Key
+from ..pipeline.stage_layers import describe_parameters
 from ..protocol import messages as m
 from ..protocol.tensors import TensorSpec, dtype_name
 from ..protocol.values import Packer
-from .building import describe_parameters
-from .translation import Content, say_arguments
 
 Trial = LayerTrial | OptimizerTrial
 

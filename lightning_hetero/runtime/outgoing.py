@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..pipeline.copies import Copies, HostCopy
+from ..devices.copies import Copies, HostCopy
+from ..pipeline.codec import Content
 from ..protocol.frames import Frame, encode_body, encode_head
 from .channels.channel import Channel
-from .translation import Content
 
 
 def send_copied(channel: Channel, content: Content, copies: Copies) -> None:

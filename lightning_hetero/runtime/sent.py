@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..pipeline.recording import Recorder
+from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Key
 from ..protocol import messages as m
 from .channels.channel import Channel

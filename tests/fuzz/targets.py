@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_hetero.errors import HeteroError, RemoteProtocolError
+from lightning_hetero.pipeline.codec import read_activation, read_arguments, read_gradients
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, OpeningReader
 from lightning_hetero.protocol.session import Session, State, coordinator_session, worker_session
 from lightning_hetero.protocol.values import KeptConstants
 from lightning_hetero.runtime.channels.address import Address
-from lightning_hetero.runtime.translation import read_activation, read_arguments, read_gradients
 
 HANG_SECONDS = 60.0
 # For the worker to answer what it was asked, before the next thing is said.

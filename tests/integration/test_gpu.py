@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.pipeline.activation import Activation
-from lightning_hetero.pipeline.copies import StreamedCopies, copies_for
+from lightning_hetero.devices.copies import StreamedCopies, copies_for
+from lightning_hetero.pipeline.boundary import Activation
 
 from ..conftest import worker_process
 from ..models import TinyModule, loader, trainer

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.pipeline.copies import StreamedCopies
+from lightning_hetero.devices.copies import StreamedCopies
 from lightning_hetero.runtime.coordinator import coordinator
 from lightning_hetero.runtime.worker import serving
 
+from ..devices.made_up_streams import MadeUpMark, MadeUpStreams
 from ..models import TinyModule, loader, trainer
-from ..pipeline.made_up_streams import MadeUpMark, MadeUpStreams
 from ..runtime.pairs import worker_thread
 
 NUM_STEPS = 4

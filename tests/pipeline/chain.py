@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.activation import Activation, Gradients, leaf_of
+from lightning_hetero.pipeline.boundary import Activation, Gradients, leaf_of
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
 from lightning_hetero.pipeline.rule import Action, Key
 from lightning_hetero.pipeline.runner import StageRunner

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from lightning_hetero.model.captured_outputs import CollectingHooks
 from lightning_hetero.model.hollow import HollowLayers
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.pipeline.activation import Activation, Gradients
-from lightning_hetero.pipeline.driver import Driver, MicrobatchStep
-from lightning_hetero.pipeline.gradients import StepGradients
+from lightning_hetero.pipeline.boundary import Activation, Gradients
+from lightning_hetero.pipeline.driver import Driver, MicrobatchStep, StepGradients
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.turns import current_turn

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.activation import Activation, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage, Surroundings
 

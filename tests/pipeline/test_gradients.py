@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.pipeline.gradients import StepGradients
+from lightning_hetero.pipeline.driver import StepGradients
 
 
 def parameter() -> nn.Parameter:

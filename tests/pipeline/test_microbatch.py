@@ -1,4 +1,7 @@
-"""Cutting batches of every common kind, and weighing the pieces' losses."""
+"""Cutting batches of every common kind, and weighing the pieces' losses.
+
+A batch and its micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import BatchEncoding
 
+from lightning_hetero.devices.copies import PlainCopies, StreamedCopies
 from lightning_hetero.errors import BatchError
-from lightning_hetero.pipeline.copies import PlainCopies, StreamedCopies
 from lightning_hetero.pipeline.microbatch import (
+    CutBatch,
     SampleFinder,
     Samples,
     batch_size,
@@ -27,8 +31,8 @@ from lightning_hetero.pipeline.microbatch import (
     split_batch,
 )
 
+from ..devices.made_up_streams import MadeUpStreams, on_device
 from ..models import sequences, tiny_llama
-from .made_up_streams import MadeUpStreams, on_device
 
 
 class Sample(NamedTuple):
@@ -400,3 +404,37 @@ def test_a_list_of_two_dicts_that_each_hold_all_samples_is_cut_inside_of_them() 
     assert samples == Samples(4)
     _, second = split_batch(batch, 2, samples=samples)
     assert [second[0]["x"].shape[0], second[1]["row"].tolist()] == [2, [2, 3]]
+
+
+ROWS = torch.arange(10).view(5, 2)
+COPIES = PlainCopies(torch.device("cpu"))
+
+
+def test_the_first_micro_batches_are_a_batch_of_their_own() -> None:
+    batch = CutBatch.of({"x": ROWS}, 3, find_samples(ROWS))
+    assert list(batch.num_samples) == [2, 2, 1]
+    first = batch.first(2)
+    assert torch.equal(first.whole["x"], ROWS[:4])
+    assert torch.equal(torch.cat([piece["x"] for piece in first.microbatches]), ROWS[:4])
+    assert first.samples == Samples(4)
+    assert batch.first(3) is batch
+
+
+def test_micro_batches_along_the_second_dimension() -> None:
+    first = CutBatch.of(ROWS, 2, Samples(2, dim=1)).first(1)
+    assert torch.equal(first.whole, ROWS[:, :1])
+
+
+def test_a_batch_of_several_loaders_has_the_samples_of_one() -> None:
+    batch = CutBatch.of([None, {"x": ROWS}], 2, None)
+    assert list(batch.num_samples) == [3, 2]
+    assert batch.weights("samples", COPIES).all == [0.6, 0.4]
+
+
+def test_an_uncut_batch_is_its_own_micro_batch() -> None:
+    thing = object()
+    assert CutBatch.uncut(thing).microbatches == [thing]
+    for weighting in ("labels", "sum", lambda _: 0.0):
+        assert CutBatch.uncut(thing).weights(weighting, COPIES).all == [1.0]
+    with pytest.raises(BatchError):
+        CutBatch.of([None, None], 2, None)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_hetero.pipeline.seeds import seed_action
+from lightning_hetero.pipeline.stage import seed_action
 
 places = st.tuples(st.integers(0, 10**6), st.integers(0, 64), st.integers(0, 64), st.integers(0, 4))
 

@@ -15,7 +15,7 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.captured_outputs import collecting, install_hooks
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.activation import Activation, Collected, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Stage, Surroundings
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.activation import Activation
+from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Stage, Surroundings
-from lightning_hetero.pipeline.trial import on_trial
+from lightning_hetero.pipeline.stage import Stage, Surroundings, on_trial
 
 from ..own_layers import WIDTH
 from ..stateful_layers import Running

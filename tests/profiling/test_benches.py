@@ -10,8 +10,7 @@ import torch
 from lightning_hetero.errors import ModelError, StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.pipeline.bench import Failed, LayerTrial, OptimizerMeasurement
-from lightning_hetero.pipeline.measure import Measurement
+from lightning_hetero.pipeline.bench import Failed, LayerTrial, Measurement, OptimizerMeasurement
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Dtype
 from lightning_hetero.planning.measuring import LayerSchedule, layer_jobs

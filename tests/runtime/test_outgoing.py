@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hetero.devices.copies import Copies, PlainCopies, StreamedCopies
 from lightning_hetero.errors import LocalProtocolError
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.activation import Activation
-from lightning_hetero.pipeline.copies import Copies, PlainCopies, StreamedCopies
+from lightning_hetero.pipeline.boundary import Activation
+from lightning_hetero.pipeline.codec import read_activation, read_arguments, say_activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.protocol import messages as m
@@ -21,9 +22,8 @@ from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.coordinator.arguments import OutgoingArguments
 from lightning_hetero.runtime.coordinator.conversations import ConnectedWorker
 from lightning_hetero.runtime.outgoing import send_copied
-from lightning_hetero.runtime.translation import read_activation, read_arguments, say_activation
 
-from ..pipeline.made_up_streams import MadeUpStreams, on_device
+from ..devices.made_up_streams import MadeUpStreams, on_device
 from .pairs import End, channel_pair
 
 

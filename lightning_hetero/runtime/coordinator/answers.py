@@ -18,7 +18,7 @@ from ...model.four_bit import State, describe_parameter, read_state, shapes_only
 from ...model.layer_call import result_on_meta
 from ...model.layers import EMBEDDING_LAYER
 from ...model.tensors import locate, named_tensors, stored_in_four_bits
-from ...pipeline.activation import Activation, Gradients
+from ...pipeline.boundary import Activation, Gradients
 from ...pipeline.rule import Key
 from ...pipeline.stage import Surroundings
 from ...plan import WireDtype

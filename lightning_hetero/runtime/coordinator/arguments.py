@@ -7,13 +7,13 @@ from functools import partial
 
 from torch import Tensor
 
+from ...devices.copies import Copies
 from ...errors import HeteroError
-from ...pipeline.copies import Copies
+from ...pipeline.codec import Content, say_arguments
 from ...pipeline.rule import Key
 from ...pipeline.stage import Surroundings
 from ...protocol.frames import Frame, encode_frame
 from ...protocol.values import Digests, Packer
-from ..translation import Content, say_arguments
 from .conversations import ConnectedWorker
 
 

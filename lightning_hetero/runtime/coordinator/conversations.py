@@ -14,6 +14,7 @@ from typing import TypeVar
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from ...devices.copies import Copies
 from ...errors import (
     ChannelError,
     HeteroError,
@@ -24,7 +25,6 @@ from ...errors import (
     WorkerError,
     WorkerLost,
 )
-from ...pipeline.copies import Copies
 from ...protocol import messages as m
 from ...protocol.frames import Frame
 from ...protocol.session import coordinator_session

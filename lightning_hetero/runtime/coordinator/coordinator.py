@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...devices.copies import Copies, copies_for
 from ...errors import HeteroError, RemoteProtocolError
-from ...pipeline.activation import Activation, Gradients
-from ...pipeline.averaging import AveragingAction
-from ...pipeline.copies import Copies, copies_for
+from ...pipeline.boundary import Activation, Gradients
+from ...pipeline.codec import read_activation, read_gradients, say_passed
 from ...pipeline.handover import Returned
-from ...pipeline.optimizer import Clipping, Group
-from ...pipeline.recording import APPLY
+from ...pipeline.optimizer import AveragingAction, Clipping, Group
+from ...pipeline.recorder import APPLY
 from ...pipeline.rule import Key
 from ...pipeline.stage import Surroundings
 from ...plan import Narrowing
@@ -27,7 +27,6 @@ from ..channels.address import Address
 from ..channels.deadlines import Deadlines
 from ..channels.handshake import Identity
 from ..outgoing import send_copied
-from ..translation import read_activation, read_gradients, say_passed
 from .answers import DueAnswers, check_narrowed, check_norms, check_optimizer_state
 from .arguments import OutgoingArguments
 from .conversations import ConnectedWorker

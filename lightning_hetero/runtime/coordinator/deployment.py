@@ -28,7 +28,7 @@ from ...model.layers import (
 from ...model.pretrained import CheckpointWeights, weights_in_checkpoint
 from ...model.recipe import write_recipe
 from ...model.tensors import is_frozen, named_tensors
-from ...pipeline.activation import Activation, Collected, join_activations
+from ...pipeline.boundary import Activation, Collected, join_activations
 from ...pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
 from ...pipeline.turns import current_turn
 from ...plan import Plan, StagePlan

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ...pipeline.copies import Copies
-from ...pipeline.recording import Recorder
+from ...devices.copies import Copies
+from ...devices.description import health_of
+from ...pipeline.recorder import Recorder
 from ...protocol import messages as m
 from ..channels.address import Address
 from ..channels.clocks import ClockSample
 from ..channels.deadlines import Deadlines
 from ..channels.handshake import Identity
-from ..health import health_of
 from ..sent import observe
 from .conversations import ConnectedWorker, Conversations
 

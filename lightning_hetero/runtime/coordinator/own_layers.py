@@ -13,7 +13,7 @@ from ...model.layer_call import caches_among, without_cache
 from ...model.layers import DecoderLayer
 from ...model.override import stand_in
 from ...model.tensors import has_four_bit
-from ...pipeline.compiling import compiled
+from ...pipeline.stage import compiled
 from ...plan import Plan
 from ...protocol.messages import Equipment
 from ..channels.compatibility import obstacles_to_compiling

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ...errors import ModelError, RemoteProtocolError, WorkerError
 from ...model.four_bit import State
 from ...model.tensors import flatten, state_in, stored_in_four_bits
+from ...pipeline.stage_layers import describe_parameters
 from ...protocol import messages as m
 from ...protocol.frames import Frame
 from ...protocol.tensors import DTYPES
-from ..building import describe_parameters
 from ..channels.compatibility import obstacles_to_compiling, shortcomings
 from .answers import AwaitedTensors, HeldTensor, check_state, held_tensors
 from .conversations import ConnectedWorker

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from torch import Tensor
 
 from ...model.four_bit import State
+from ...pipeline.stage_layers import Content, fingerprint_of
 from ...protocol import messages as m
 from ...protocol.frames import Frame
-from ..keeping import Content, fingerprint_of
 from .conversations import ConnectedWorker
 
 # To a worker that has not confirmed them yet: so many tensors; or as many small ones as have fewer

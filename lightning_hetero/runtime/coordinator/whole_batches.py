@@ -20,9 +20,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import BatchError, StageFailed
-from ...pipeline.activation import Activation
-from ...pipeline.handover import Request
-from ...pipeline.pieces import SampleDimension, cut_request, first_of_request, takes_sequence_first
+from ...pipeline.boundary import Activation
+from ...pipeline.handover import (
+    Request,
+    SampleDimension,
+    cut_request,
+    first_of_request,
+    takes_sequence_first,
+)
 from ...pipeline.rounding import coarsest, norm_error, rounding_of_hidden
 from ...plan import Plan
 from ...protocol.tensors import DTYPES

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...devices.copies import Copies
 from ...errors import LocalProtocolError, ModelError
-from ...pipeline.copies import Copies
+from ...pipeline.codec import Content
 from ...protocol import messages as m
 from ..channels.channel import Channel
 from ..channels.connection import Traffic
 from ..outgoing import send_copied
-from ..translation import Content
 
 
 class Neighbors:

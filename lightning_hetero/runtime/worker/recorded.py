@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ...pipeline.recording import Recorder
+from ...devices.description import health_of
+from ...pipeline.recorder import Recorder
 from ...protocol import messages as m
 from ...protocol.messages import SpanKind
 from ..channels.channel import Arrival, Channel, Handler
-from ..health import health_of
 from ..sent import key_of, observe
 
 _KINDS: dict[type, SpanKind] = {

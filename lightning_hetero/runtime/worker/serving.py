@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...devices.copies import copies_for
 from ...errors import HeteroError, LocalProtocolError, WorkerUnreachable
 from ...model.allowed_imports import Allowed
 from ...model.four_bit import multiply_in
 from ...model.layers import EMBEDDING_LAYER, check_token_ids
-from ...pipeline.compiling import CompiledLayers
-from ...pipeline.copies import copies_for
-from ...pipeline.layer_state import LayerState
+from ...pipeline.codec import read_activation, read_arguments, read_gradients, say_passed
 from ...pipeline.rule import Action, Key
 from ...pipeline.runner import Result, StageRunner
-from ...pipeline.stage import Stage
+from ...pipeline.stage import CompiledLayers, Stage
+from ...pipeline.stage_layers import KeptTensors
+from ...pipeline.stage_state import LayerState
 from ...plan import Narrowing
 from ...protocol import messages as m
 from ...protocol.frames import Frame
@@ -36,8 +37,6 @@ from ..channels.address import Address
 from ..channels.channel import Arrival, Channel, Handler, Inbox
 from ..channels.deadlines import Deadlines
 from ..channels.handshake import Identity, dial
-from ..keeping import KeptTensors
-from ..translation import read_activation, read_arguments, read_gradients, say_passed
 from .measured import MeasuredSide, answer_probe
 from .neighbors import Neighbors
 from .owner import Owner, RunRecord

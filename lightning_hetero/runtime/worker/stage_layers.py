@@ -10,10 +10,9 @@ from ...model.allowed_imports import Allowed
 from ...model.attributes import set_attributes
 from ...model.four_bit import is_four_bit, quantize
 from ...model.tensors import locate, narrowed, set_tensor
+from ...pipeline.stage_layers import Content, KeptTensors, build_described, numbered_layers
 from ...protocol import messages as m
 from ...protocol.tensors import TensorSpec
-from ..building import build_described, numbered_layers
-from ..keeping import Content, KeptTensors
 
 
 class StageLayers:

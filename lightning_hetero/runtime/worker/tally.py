@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from ...devices.description import resident_bytes
 from ...protocol import messages as m
 from ..channels.connection import Traffic
-from ..device import resident_bytes
 
 _MOST_OF_NAME = 8
 

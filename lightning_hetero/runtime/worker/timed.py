@@ -6,10 +6,9 @@ from typing import Literal
 
 import torch
 
-from ...pipeline.recording import Recorder
+from ...pipeline.recorder import Recorder, Stopwatch
 from ...pipeline.rule import Action
 from ...pipeline.runner import Result, StageRunner
-from ...pipeline.stopwatch import Stopwatch
 from ...protocol import messages as m
 from .tally import Tally
 

@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from ...errors import ModelError
 from ...model.four_bit import state_of
 from ...model.tensors import locate, named_tensors
-from ...pipeline.averaging import WeightAverages, averaged_tensors
-from ...pipeline.optimizer import Clipping, Group, StageOptimizer, clip_gradients, gradient_norms
+from ...pipeline.optimizer import (
+    Clipping,
+    Group,
+    StageOptimizer,
+    WeightAverages,
+    averaged_tensors,
+    clip_gradients,
+    gradient_norms,
+)
 from ...pipeline.stage import Stage
 from ...protocol import messages as m
 from ...protocol.values import Packer, unpack

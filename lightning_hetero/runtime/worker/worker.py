@@ -13,8 +13,10 @@ import time
 
 import torch
 
+from ...devices.description import equipment_here
 from ...errors import ChannelError, HeteroError, ProtocolError, TrustError, WorkerError
 from ...model.allowed_imports import Allowed
+from ...pipeline.stage_layers import KEPT_SECONDS, KeptTensors
 from ...protocol import messages as m
 from ...protocol.frames import Frame, encode_frame
 from ...protocol.session import Session, downstream_session, watched_session, worker_session
@@ -24,8 +26,6 @@ from ..channels.connection import Connection, SocketConnection, prepare_socket
 from ..channels.deadlines import Deadlines
 from ..channels.handshake import Identity, receive_hello
 from ..channels.tls import Credentials, secured
-from ..equipment import equipment_here
-from ..keeping import KEPT_SECONDS, KeptTensors
 from .lobby import Lobby
 from .owner import Owner
 from .serving import StageSession

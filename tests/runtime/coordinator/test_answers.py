@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_hetero.errors import RemoteProtocolError
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import EMBEDDING_LAYER
-from lightning_hetero.pipeline.activation import Activation
+from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.runtime.coordinator.answers import (

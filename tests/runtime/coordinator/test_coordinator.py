@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import StageFailed, WorkerError, WorkerLost
 from lightning_hetero.model.four_bit import State
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents, named_tensors
-from lightning_hetero.pipeline.activation import Activation, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
@@ -31,7 +32,6 @@ from lightning_hetero.runtime.channels.deadlines import Deadlines
 from lightning_hetero.runtime.channels.handshake import Identity
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
-from lightning_hetero.runtime.equipment import equipment_here
 from lightning_hetero.runtime.worker.trained import TrainedSide
 
 from ...models import tiny_llama

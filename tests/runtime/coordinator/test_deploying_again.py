@@ -14,7 +14,7 @@ from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents
-from lightning_hetero.pipeline.activation import Activation, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.optimizer import Group
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings

@@ -9,9 +9,9 @@ import torch
 from lightning_hetero import from_pretrained
 from lightning_hetero.errors import ModelError, StageFailed, WeightsLost
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.pipeline.caches import StageCaches
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.pipeline.stage_state import StageCaches
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.runtime.channels.deadlines import Deadlines
 from lightning_hetero.runtime.channels.handshake import Identity

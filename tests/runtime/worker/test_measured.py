@@ -8,12 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hetero.devices.description import describe_device
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
-from lightning_hetero.pipeline.bench import Failed, LayerTrial, OptimizerMeasurement, OptimizerTrial
-from lightning_hetero.pipeline.measure import Measurement
+from lightning_hetero.pipeline.bench import (
+    Failed,
+    LayerTrial,
+    Measurement,
+    OptimizerMeasurement,
+    OptimizerTrial,
+)
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.profiling.workers import prepare_workers
@@ -23,7 +29,6 @@ from lightning_hetero.runtime.channels.handshake import Identity
 from lightning_hetero.runtime.channels.links import PROBE_BYTES, measure_link
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.deployment import Deployment
-from lightning_hetero.runtime.device import describe_device
 from lightning_hetero.runtime.measuring import Outcome, Trial, read_outcome, say_prepare, say_trial
 
 from ...models import VOCABULARY, tiny_llama

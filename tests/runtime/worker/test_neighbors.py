@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.errors import LocalProtocolError, ModelError
-from lightning_hetero.pipeline.activation import Activation, Gradients
-from lightning_hetero.pipeline.copies import PlainCopies
+from lightning_hetero.pipeline.boundary import Activation, Gradients
+from lightning_hetero.pipeline.codec import Content, say_passed
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.plan import Narrowing
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.runtime.channels.channel import Channel
-from lightning_hetero.runtime.translation import Content, say_passed
 from lightning_hetero.runtime.worker.neighbors import Neighbors
 
 from ..pairs import End, channel_pair

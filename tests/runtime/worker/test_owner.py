@@ -16,7 +16,7 @@ from lightning_hetero.errors import StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents
-from lightning_hetero.pipeline.activation import Activation
+from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame

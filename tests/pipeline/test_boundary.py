@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_hetero.pipeline.activation import Activation, Collected, join_activations, leaf_of
+from lightning_hetero.pipeline.boundary import Activation, Collected, join_activations, leaf_of
 
 
 def activation(size: int = 1, start: float = 0.0) -> Activation:

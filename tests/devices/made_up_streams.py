@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_hetero.pipeline.streams import Bytes
+from lightning_hetero.devices.copies import Bytes
 
 
 class OnDevice(Tensor):

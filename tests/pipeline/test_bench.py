@@ -10,10 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.devices.memory import is_out_of_memory, metering
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
-from lightning_hetero.pipeline.measure import Measurement, measure_stage, median_of_blocks
-from lightning_hetero.pipeline.memory import is_out_of_memory, metering
+from lightning_hetero.pipeline.bench import (
+    Bench,
+    Failed,
+    LayerTrial,
+    Measurement,
+    OptimizerTrial,
+    attempt,
+    measure_stage,
+    median_of_blocks,
+)
 from lightning_hetero.pipeline.stage import Stage, Surroundings
 
 CPU = torch.device("cpu")

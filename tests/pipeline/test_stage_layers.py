@@ -11,23 +11,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.devices.description import describe_device
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents, named_tensors
+from lightning_hetero.pipeline.stage_layers import (
+    Content,
+    KeptTensors,
+    describe_parameters,
+    fingerprint_of,
+)
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.runtime.building import describe_parameters
 from lightning_hetero.runtime.channels.address import Address
 from lightning_hetero.runtime.channels.channel import Channel
 from lightning_hetero.runtime.channels.deadlines import Deadlines
 from lightning_hetero.runtime.channels.handshake import Identity
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
-from lightning_hetero.runtime.device import describe_device
-from lightning_hetero.runtime.keeping import Content, KeptTensors, fingerprint_of
 
 from ..integration.test_families import in_four_bits
 from ..models import tiny_llama
-from .pairs import worker_thread
+from ..runtime.pairs import worker_thread
 
 NUM_LAYERS = 2
 CHANGED = "1.mlp.up_proj.weight"

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from lightning_hetero.pipeline import arenas, memory
-from lightning_hetero.runtime.device import describe_device
+from lightning_hetero.devices import arenas, memory
+from lightning_hetero.devices.description import describe_device
 
 NUM_THREADS = 3
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .copies import Land, already_here
+from ..devices.copies import Land, already_here
 
 
 class Collected(NamedTuple):

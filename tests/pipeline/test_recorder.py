@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hetero.pipeline.recording import APPLY, MOST_SPANS, Recorder
+from lightning_hetero.pipeline.recorder import APPLY, MOST_SPANS, Recorder
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol.messages import Span, SpanKind
 

@@ -1,0 +1,1 @@
+"""What computes: memory, copies and the description of a device."""
