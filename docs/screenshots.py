@@ -40,11 +40,11 @@ from lightning_hetero import (
 from lightning_hetero.cli.top import table
 from lightning_hetero.pictures.record import read_run
 from lightning_hetero.pictures.report import report
-from lightning_hetero.runtime.channels.address import Address
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.handshake import Identity
 from lightning_hetero.runtime.finding.asking import WorkerStatus, ask_status
 from lightning_hetero.runtime.finding.sightings import Sighting, seen_again
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
 from tests.pictures.chromium import COMMAND, evaluate
 
 HERE = Path(__file__).parent

@@ -22,12 +22,12 @@ from .precision import scaler_of
 from .profiling.choosing import PlanChoice
 from .profiling.measuring import ProfilingOptions
 from .profiling.run import ProfilingRun
-from .runtime.channels.deadlines import Deadlines
 from .runtime.coordinator.coordinator import Coordinator
 from .runtime.coordinator.deployment import Deployment, imports_of
 from .runtime.coordinator.fleet import Fleet
 from .runtime.coordinator.whole_batches import BatchOptions
 from .training import dropout_seed
+from .transport.deadlines import Deadlines
 
 logger = logging.getLogger(__name__)
 

@@ -40,11 +40,11 @@ from .pipeline.microbatch import LossWeighting
 from .pipeline.optimizer import AveragingAction
 from .plan import Plan
 from .profiling.choosing import PlanChoice
-from .runtime.channels.deadlines import Deadlines
 from .runtime.coordinator.deployment import Deployment, check_is_whole
 from .runtime.coordinator.fleet import Fleet
 from .runtime.coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from .training import StagedTraining
+from .transport.deadlines import Deadlines
 from .watching import Watch
 
 Rehearsal = Callable[[pl.LightningModule, list[DecoderLayer], Fleet], None]

@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from lightning_hetero.runtime.channels.token import FILE_VARIABLE
+from lightning_hetero.transport.token import FILE_VARIABLE
 
 from .forked import CAN_FORK, Process, forked_worker
 

@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 from benchmarks.processes import be_quiet, machine, on_core, pin, two_cores, worker_process
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.runtime.channels.token import FILE_VARIABLE, Token, write_token_file
+from lightning_hetero.transport.token import FILE_VARIABLE, Token, write_token_file
 
 CONFIG = LlamaConfig(
     hidden_size=512,

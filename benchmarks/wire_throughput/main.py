@@ -23,13 +23,13 @@ from rich.table import Table
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.protocol.session import downstream_session, upstream_session
-from lightning_hetero.runtime.channels.address import Address
-from lightning_hetero.runtime.channels.channel import Channel, Inbox, send_buffers
-from lightning_hetero.runtime.channels.connection import SocketConnection, prepare_socket
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.handshake import Identity, dial, receive_hello
-from lightning_hetero.runtime.channels.tls import Credentials, secured
-from lightning_hetero.runtime.channels.token import Token
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.channel import Channel, Inbox, send_buffers
+from lightning_hetero.transport.connection import SocketConnection, prepare_socket
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity, dial, receive_hello
+from lightning_hetero.transport.tls import Credentials, secured
+from lightning_hetero.transport.token import Token
 
 DEADLINES = Deadlines()
 BARE, CHANNEL = "bare sockets", "channel"

@@ -23,9 +23,9 @@ from ..doctor.visit import Options, visit
 from ..errors import PlanError, TokenError
 from ..plan import Plan
 from ..planning.profile import Profile
-from ..runtime.channels.address import Address
-from ..runtime.channels.tls import Credentials, credentials_of
-from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
+from ..transport.address import Address
+from ..transport.tls import Credentials, credentials_of
+from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 
 if TYPE_CHECKING:
     from .commands import Commands

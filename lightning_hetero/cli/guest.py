@@ -19,10 +19,10 @@ from rich.text import Text
 
 from ..errors import PlanError
 from ..planning.wishes import parse_size
-from ..runtime.channels.address import Address
-from ..runtime.channels.token import FILE_VARIABLE
 from ..runtime.worker.owner import Owner, RunRecord
 from ..runtime.worker.worker import Worker
+from ..transport.address import Address
+from ..transport.token import FILE_VARIABLE
 from .units import kind_here, unit_text
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import TokenError
-from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, Token, write_token_file
+from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, Token, write_token_file
 
 if TYPE_CHECKING:
     from .commands import Commands

@@ -18,13 +18,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..errors import WorkerUnreachable
-from ..runtime.channels.address import Address
-from ..runtime.channels.deadlines import Deadlines
-from ..runtime.channels.handshake import Identity
-from ..runtime.channels.tls import credentials_of
-from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from ..runtime.finding.asking import WorkerStatus, ask_status
 from ..runtime.finding.sightings import Sighting, Traffic, seen_again
+from ..transport.address import Address
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import Identity
+from ..transport.tls import credentials_of
+from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from ..units import in_bytes, in_percent
 
 if TYPE_CHECKING:

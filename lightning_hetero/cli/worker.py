@@ -16,11 +16,11 @@ import torch
 
 from ..errors import HeteroError
 from ..model.allowed_imports import Allowed
-from ..runtime.channels.address import Address
-from ..runtime.channels.tls import credentials_of
-from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from ..runtime.finding.discovery import announced_worker
 from ..runtime.worker.worker import Worker, address_of, listen
+from ..transport.address import Address
+from ..transport.tls import credentials_of
+from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from .guest import add_options, obeying_signals, owner_of, unit_of
 
 logger = logging.getLogger(__name__)

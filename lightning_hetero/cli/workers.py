@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..devices.description import equipment_here
-from ..runtime.channels.deadlines import Deadlines
-from ..runtime.channels.handshake import Identity
-from ..runtime.channels.tls import credentials_of
-from ..runtime.channels.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from ..runtime.finding.finding import find_workers
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import Identity
+from ..transport.tls import credentials_of
+from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 
 if TYPE_CHECKING:
     from .commands import Commands

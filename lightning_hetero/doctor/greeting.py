@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..errors import TrustError
 from ..protocol import messages as m
-from ..runtime.channels.address import Address
-from ..runtime.channels.compatibility import Party, differences, obstacles
+from ..transport.address import Address
+from ..transport.handshake import Party, differences, obstacles
 from .findings import Check, Finding
 
 # So far clocks may be apart without anybody noticing it in logs and file dates.

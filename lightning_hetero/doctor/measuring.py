@@ -13,8 +13,8 @@ from ..planning.links import fit_link
 from ..planning.profile import Link
 from ..protocol import messages as m
 from ..protocol.frames import Frame
-from ..runtime.channels.channel import Channel, Inbox
-from ..runtime.channels.links import exchange_over, measure_link
+from ..transport.channel import Channel, Inbox
+from ..transport.link_probe import exchange_over, measure_link
 from .demand import Wanted, against_plan
 from .findings import Finding
 from .route import Route, interface_mtu, path_mtu

@@ -12,13 +12,13 @@ from ..errors import ChannelError, ProtocolError, TokenError, TrustError
 from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader, encode_frame
 from ..protocol.session import Session, coordinator_session
-from ..runtime.channels.address import Address
-from ..runtime.channels.channel import Channel, send_buffers
-from ..runtime.channels.connection import Connection, SocketConnection, prepare_socket
-from ..runtime.channels.deadlines import Deadlines
-from ..runtime.channels.handshake import receive_opening
-from ..runtime.channels.links import new_inbox
-from ..runtime.channels.tls import Credentials, secured
+from ..transport.address import Address
+from ..transport.channel import Channel, send_buffers
+from ..transport.connection import Connection, SocketConnection, prepare_socket
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import receive_opening
+from ..transport.link_probe import new_inbox
+from ..transport.tls import Credentials, secured
 from .demand import Wanted
 from .findings import Finding, Report, completed
 from .greeting import Greeting, broken_off, distrusted, heard, no_token, silent, unusable_token

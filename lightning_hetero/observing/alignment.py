@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ChannelError
-from ..runtime.channels.clocks import ClockSample
+from ..transport.clocks import ClockSample
 
 WINDOW_SECONDS = 1.0
 """Pings of so short a time are of one offset: clocks of bad machines drift by 0.1 ms in it."""

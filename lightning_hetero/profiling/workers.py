@@ -11,9 +11,9 @@ from ..plan import COORDINATOR
 from ..planning.links import fit_link
 from ..planning.profile import Link
 from ..protocol import messages as m
-from ..runtime.channels.links import measure_link, payload
 from ..runtime.coordinator.coordinator import Coordinator
 from ..runtime.measuring import read_outcome, say_trial
+from ..transport.link_probe import measure_link, payload
 from .benches import DeviceResult, Trials
 
 

@@ -20,9 +20,9 @@ from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
 from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device
 from ..profiling.stepping import with_optimizers
 from ..protocol.tensors import DTYPES
-from ..runtime.channels.deadlines import Deadlines
 from ..runtime.coordinator.deployment import Deployment, imports_of, layers_of_stage
 from ..runtime.coordinator.fleet import Fleet
+from ..transport.deadlines import Deadlines
 from .errors import Comparison, Verdict, Worst, coarsest, relative_error, tolerance, worst_gradient
 from .observing import Observed, Observer
 

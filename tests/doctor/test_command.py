@@ -9,11 +9,11 @@ import pytest
 
 from lightning_hetero import cli
 from lightning_hetero.doctor.findings import CHECKS
-from lightning_hetero.runtime.channels.tls import Credentials
-from lightning_hetero.runtime.channels.token import Token, write_token_file
+from lightning_hetero.transport.tls import Credentials
+from lightning_hetero.transport.token import Token, write_token_file
 
-from ..runtime.channels.test_handshake import closed_address
-from ..runtime.pairs import worker_thread
+from ..transport.pairs import worker_thread
+from ..transport.test_handshake import closed_address
 
 
 def doctor(

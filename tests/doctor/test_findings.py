@@ -7,7 +7,7 @@ import pytest
 from lightning_hetero.doctor.findings import CHECKS, Check, Finding, Report, advice, completed
 from lightning_hetero.doctor.greeting import Greeting, heard
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.runtime.channels.address import Address
+from lightning_hetero.transport.address import Address
 
 ADDRESS = Address("strix", 9999)
 

@@ -19,16 +19,15 @@ from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.protocol.session import coordinator_session
-from lightning_hetero.runtime.channels.address import Address
-from lightning_hetero.runtime.channels.authority import Authority
-from lightning_hetero.runtime.channels.handshake import Identity, dial
-from lightning_hetero.runtime.channels.tls import Credentials, _load_certificate, utc_now
-from lightning_hetero.runtime.channels.token import Token
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.tls import Credentials, _load_certificate, utc_now
+from lightning_hetero.transport.token import Authority, Token
 
 from ..planning.profiles import device, profile
-from ..runtime.channels.test_handshake import closed_address
-from ..runtime.channels.test_tls import OURS, THEIRS, TOKEN, at
-from ..runtime.pairs import PATIENCE_SECONDS, QUICK, worker_thread
+from ..transport.pairs import PATIENCE_SECONDS, QUICK, worker_thread
+from ..transport.test_handshake import closed_address
+from ..transport.test_tls import OURS, THEIRS, TOKEN, at
 
 Answer = Callable[[socket.socket], None]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import WORKER_SAYS
-from lightning_hetero.runtime.channels.channel import Channel
+from lightning_hetero.transport.channel import Channel
 
 FILE_VARIABLE = "LIE_FILE"
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.runtime.channels.channel import Channel
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.token import Token, write_token_file
+from lightning_hetero.transport.channel import Channel
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.token import Token, write_token_file
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, trainer

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.protocol.frames import _PREFIX
-from lightning_hetero.runtime.channels.connection import SocketConnection
+from lightning_hetero.transport.connection import SocketConnection
 
 from ..models import TinyModule, loader, trainer
 

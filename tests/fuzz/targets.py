@@ -15,7 +15,7 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, OpeningReader
 from lightning_hetero.protocol.session import Session, State, coordinator_session, worker_session
 from lightning_hetero.protocol.values import KeptConstants
-from lightning_hetero.runtime.channels.address import Address
+from lightning_hetero.transport.address import Address
 
 HANG_SECONDS = 60.0
 # For the worker to answer what it was asked, before the next thing is said.

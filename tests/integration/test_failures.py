@@ -23,8 +23,8 @@ from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import PlanError, StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
-from lightning_hetero.runtime.channels.address import Address
-from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.deadlines import Deadlines
 
 from ..conftest import worker_process
 from ..models import TinyModule, loader, trainer

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_hetero.errors import LinkLost, WorkerLost, WorkerUnreachable
-from lightning_hetero.runtime.channels.deadlines import Deadlines
+from lightning_hetero.transport.deadlines import Deadlines
 
 from ..conftest import WorkerProcess, worker_process
 from ..faults.relay import relay_to

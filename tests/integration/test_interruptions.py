@@ -21,9 +21,9 @@ from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.runtime.channels.channel import Channel
 from lightning_hetero.runtime.coordinator import remote_optimizer
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
+from lightning_hetero.transport.channel import Channel
 
 from ..conftest import worker_process
 from ..models import TinyModule, loader, trainer

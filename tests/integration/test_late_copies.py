@@ -21,7 +21,7 @@ from lightning_hetero.runtime.worker import serving
 
 from ..devices.made_up_streams import MadeUpMark, MadeUpStreams
 from ..models import TinyModule, loader, trainer
-from ..runtime.pairs import worker_thread
+from ..transport.pairs import worker_thread
 
 NUM_STEPS = 4
 

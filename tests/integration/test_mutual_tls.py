@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import TokenError, WorkerUnreachable
-from lightning_hetero.runtime.channels.token import FILE_VARIABLE, Token, write_token_file
+from lightning_hetero.transport.token import FILE_VARIABLE, Token, write_token_file
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, trainer

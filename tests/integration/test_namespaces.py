@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_hetero import HeteroPipelineStrategy, cli
-from lightning_hetero.runtime.channels.token import Token, write_token_file
+from lightning_hetero.transport.token import Token, write_token_file
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, trainer

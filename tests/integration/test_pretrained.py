@@ -20,7 +20,7 @@ from lightning_hetero.errors import ModelError
 from lightning_hetero.model.checkpoint_reader import Checkpoint
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
-from lightning_hetero.runtime.channels import channel
+from lightning_hetero.transport import channel
 
 from ..families import MIXTURES, NUM_LAYERS, tiny_model
 from ..models import VOCABULARY, loader, trainer

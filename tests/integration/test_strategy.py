@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import BatchError, ModelError
-from lightning_hetero.runtime.channels.token import FILE_VARIABLE
+from lightning_hetero.transport.token import FILE_VARIABLE
 
 from ..models import TinyModule, loader, trainer
 

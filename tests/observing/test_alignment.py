@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hetero.errors import ChannelError
 from lightning_hetero.observing.alignment import align
-from lightning_hetero.runtime.channels.clocks import ClockSample
+from lightning_hetero.transport.clocks import ClockSample
 
 
 def ping(asked: float, there: float, back: float, offset: float) -> ClockSample:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from lightning_hetero.observing.alignment import align
 from lightning_hetero.observing.steps import recorded_step
 from lightning_hetero.protocol.messages import Span
-from lightning_hetero.runtime.channels.clocks import ClockSample
+from lightning_hetero.transport.clocks import ClockSample
 
 from .made_up import COORDINATOR, PLAN, WORKER, made_up_step
 

@@ -22,16 +22,16 @@ from lightning_hetero.pipeline.stage_layers import (
     fingerprint_of,
 )
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.runtime.channels.address import Address
-from lightning_hetero.runtime.channels.channel import Channel
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.handshake import Identity
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.channel import Channel
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
 
 from ..integration.test_families import in_four_bits
 from ..models import tiny_llama
-from ..runtime.pairs import worker_thread
+from ..transport.pairs import worker_thread
 
 NUM_LAYERS = 2
 CHANGED = "1.mlp.up_proj.weight"

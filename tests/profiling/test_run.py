@@ -25,7 +25,7 @@ from lightning_hetero.planning.profile import EMBEDDING, HEAD, Profile
 
 from ..families import tiny_model
 from ..models import TinyModule, loader, sequences, trainer
-from ..runtime.pairs import worker_thread
+from ..transport.pairs import worker_thread
 
 
 def profiler(path: Path, **options: Any) -> PipelineProfiler:

@@ -29,11 +29,10 @@ from ...protocol import messages as m
 from ...protocol.frames import Frame
 from ...protocol.session import coordinator_session
 from ...protocol.values import SentConstants
-from ..channels.address import Address
-from ..channels.channel import Arrival, Channel, Inbox
-from ..channels.compatibility import differences
-from ..channels.deadlines import Deadlines
-from ..channels.handshake import Identity, dial
+from ...transport.address import Address
+from ...transport.channel import Arrival, Channel, Inbox
+from ...transport.deadlines import Deadlines
+from ...transport.handshake import Identity, dial, differences
 
 logger = logging.getLogger(__name__)
 

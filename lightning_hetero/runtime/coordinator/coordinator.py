@@ -23,10 +23,10 @@ from ...plan import Narrowing
 from ...protocol import messages as m
 from ...protocol.frames import Frame
 from ...protocol.values import Packer, unpack
-from ..channels.address import Address
-from ..channels.deadlines import Deadlines
-from ..channels.handshake import Identity
-from ..outgoing import send_copied
+from ...transport.address import Address
+from ...transport.channel import send_copied
+from ...transport.deadlines import Deadlines
+from ...transport.handshake import Identity
 from .answers import DueAnswers, check_narrowed, check_norms, check_optimizer_state
 from .arguments import OutgoingArguments
 from .conversations import ConnectedWorker

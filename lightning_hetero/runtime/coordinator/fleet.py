@@ -13,11 +13,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ...devices.description import equipment_here
 from ...model.allowed_imports import Allowed
-from ..channels.address import Address
-from ..channels.deadlines import Deadlines
-from ..channels.handshake import Identity
-from ..channels.tls import Credentials, credentials_of
-from ..channels.token import find_token_file
+from ...transport.address import Address
+from ...transport.deadlines import Deadlines
+from ...transport.handshake import Identity
+from ...transport.tls import Credentials, credentials_of
+from ...transport.token import find_token_file
 from ..finding.finding import find_workers
 from .coordinator import Coordinator
 from .local import (

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from ...errors import WorkerError
 from ...model.allowed_imports import Allowed
-from ..channels.address import Address
-from ..channels.deadlines import Deadlines
+from ...transport.address import Address
+from ...transport.deadlines import Deadlines
 from ..worker.worker import address_of, listen
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from ...devices.copies import Copies
 from ...devices.description import health_of
 from ...pipeline.recorder import Recorder
 from ...protocol import messages as m
-from ..channels.address import Address
-from ..channels.clocks import ClockSample
-from ..channels.deadlines import Deadlines
-from ..channels.handshake import Identity
-from ..sent import observe
+from ...transport.address import Address
+from ...transport.channel import observe
+from ...transport.clocks import ClockSample
+from ...transport.deadlines import Deadlines
+from ...transport.handshake import Identity
 from .conversations import ConnectedWorker, Conversations
 
 # Enough for one of them to meet no other traffic.

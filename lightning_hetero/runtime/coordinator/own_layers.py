@@ -16,7 +16,7 @@ from ...model.tensors import has_four_bit
 from ...pipeline.stage import compiled
 from ...plan import Plan
 from ...protocol.messages import Equipment
-from ..channels.compatibility import obstacles_to_compiling
+from ...transport.handshake import obstacles_to_compiling
 
 
 def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment: Equipment) -> None:

@@ -15,7 +15,7 @@ from ...pipeline.stage_layers import describe_parameters
 from ...protocol import messages as m
 from ...protocol.frames import Frame
 from ...protocol.tensors import DTYPES
-from ..channels.compatibility import obstacles_to_compiling, shortcomings
+from ...transport.handshake import obstacles_to_compiling, shortcomings
 from .answers import AwaitedTensors, HeldTensor, check_state, held_tensors
 from .conversations import ConnectedWorker
 from .observed import ObservedConversations

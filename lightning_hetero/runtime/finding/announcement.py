@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ...protocol.messages import PROTOCOL_VERSION
+from ...transport.address import MOST_PORT, Address
+from ...transport.token import Token
 from ...version import __version__
-from ..channels.address import MOST_PORT, Address
-from ..channels.token import Token
 
 # DNS-SD allows fifteen characters between the underscore and the dot.
 SERVICE = "_light-hetero._tcp.local."

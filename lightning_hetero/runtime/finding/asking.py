@@ -9,10 +9,10 @@ from ...errors import WorkerUnreachable
 from ...protocol import messages as m
 from ...protocol.frames import Frame
 from ...protocol.session import watcher_session
-from ..channels.address import Address
-from ..channels.channel import Inbox
-from ..channels.deadlines import Deadlines
-from ..channels.handshake import Identity, dial
+from ...transport.address import Address
+from ...transport.channel import Inbox
+from ...transport.deadlines import Deadlines
+from ...transport.handshake import Identity, dial
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DiscoveryError
-from ..channels.address import Address
-from ..channels.token import read_token_file
+from ...transport.address import Address
+from ...transport.token import read_token_file
 from .announcement import (
     SERVICE,
     Announcement,

@@ -12,11 +12,11 @@ from pathlib import Path
 from ...errors import DiscoveryError, WorkerUnreachable
 from ...protocol import messages as m
 from ...protocol.session import coordinator_session
-from ..channels.address import Address
-from ..channels.deadlines import Deadlines
-from ..channels.handshake import Identity, dial
-from ..channels.links import new_inbox
-from ..channels.token import read_token_file
+from ...transport.address import Address
+from ...transport.deadlines import Deadlines
+from ...transport.handshake import Identity, dial
+from ...transport.link_probe import new_inbox
+from ...transport.token import read_token_file
 from .announcement import Announcement, Interface, Recogniser, addresses_to_try, multicast_hosts
 from .discovery import hear, own_interfaces
 

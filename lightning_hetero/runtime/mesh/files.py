@@ -16,8 +16,8 @@ import yaml
 
 from ...atomic_file import replacing
 from ...errors import MeshError
-from ..channels.address import Address
-from ..channels.private import check_private
+from ...transport.address import Address
+from ...transport.token import check_private
 from .mesh import KEEP_ALIVE_SECONDS, Mesh, Node, Peer
 
 INTERFACE = "lhmesh"

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ...errors import MeshError, PlanError
-from ..channels.address import Address
+from ...transport.address import Address
 
 DEFAULT_NETWORK = "10.88.0.0/24"
 _PRIVATE_NETWORKS = tuple(

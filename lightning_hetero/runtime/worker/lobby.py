@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..channels.connection import Connection
+from ...transport.connection import Connection
 
 
 class Lobby:

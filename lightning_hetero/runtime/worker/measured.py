@@ -20,9 +20,9 @@ from ...pipeline.stage_layers import KeptTensors, build_for_values
 from ...protocol import messages as m
 from ...protocol.tensors import DTYPES
 from ...protocol.values import KeptConstants, unpack
-from ..channels.channel import Channel, Handler
-from ..channels.deadlines import Deadlines
-from ..channels.links import exchange_over, measure_link, new_inbox, payload
+from ...transport.channel import Channel, Handler
+from ...transport.deadlines import Deadlines
+from ...transport.link_probe import exchange_over, measure_link, new_inbox, payload
 from .owner import Owner
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,8 @@ from ...devices.copies import Copies
 from ...errors import LocalProtocolError, ModelError
 from ...pipeline.codec import Content
 from ...protocol import messages as m
-from ..channels.channel import Channel
-from ..channels.connection import Traffic
-from ..outgoing import send_copied
+from ...transport.channel import Channel, send_copied
+from ...transport.connection import Traffic
 
 
 class Neighbors:

@@ -12,8 +12,7 @@ from ...devices.description import health_of
 from ...pipeline.recorder import Recorder
 from ...protocol import messages as m
 from ...protocol.messages import SpanKind
-from ..channels.channel import Arrival, Channel, Handler
-from ..sent import key_of, observe
+from ...transport.channel import Arrival, Channel, Handler, key_of, observe
 
 _KINDS: dict[type, SpanKind] = {
     m.Arguments: "take",

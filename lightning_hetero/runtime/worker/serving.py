@@ -32,11 +32,10 @@ from ...protocol.frames import Frame
 from ...protocol.session import upstream_session
 from ...protocol.tensors import DTYPES
 from ...protocol.values import KeptConstants
-from ..channels.activity import of_action, of_request
-from ..channels.address import Address
-from ..channels.channel import Arrival, Channel, Handler, Inbox
-from ..channels.deadlines import Deadlines
-from ..channels.handshake import Identity, dial
+from ...transport.address import Address
+from ...transport.channel import Arrival, Channel, Handler, Inbox, of_action, of_request
+from ...transport.deadlines import Deadlines
+from ...transport.handshake import Identity, dial
 from .measured import MeasuredSide, answer_probe
 from .neighbors import Neighbors
 from .owner import Owner, RunRecord

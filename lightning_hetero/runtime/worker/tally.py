@@ -9,7 +9,7 @@ import torch
 
 from ...devices.description import resident_bytes
 from ...protocol import messages as m
-from ..channels.connection import Traffic
+from ...transport.connection import Traffic
 
 _MOST_OF_NAME = 8
 

@@ -22,7 +22,7 @@ from ...pipeline.optimizer import (
 from ...pipeline.stage import Stage
 from ...protocol import messages as m
 from ...protocol.values import Packer, unpack
-from ..channels.channel import Channel, Handler
+from ...transport.channel import Channel, Handler
 from .stage_layers import StageLayers
 
 # Tensors of a GPU that are on their way at once: what is sent is copied to main memory first.

@@ -20,12 +20,12 @@ from ...pipeline.stage_layers import KEPT_SECONDS, KeptTensors
 from ...protocol import messages as m
 from ...protocol.frames import Frame, encode_frame
 from ...protocol.session import Session, downstream_session, watched_session, worker_session
-from ..channels.address import Address
-from ..channels.channel import Channel, send_buffers
-from ..channels.connection import Connection, SocketConnection, prepare_socket
-from ..channels.deadlines import Deadlines
-from ..channels.handshake import Identity, receive_hello
-from ..channels.tls import Credentials, secured
+from ...transport.address import Address
+from ...transport.channel import Channel, send_buffers
+from ...transport.connection import Connection, SocketConnection, prepare_socket
+from ...transport.deadlines import Deadlines
+from ...transport.handshake import Identity, receive_hello
+from ...transport.tls import Credentials, secured
 from .lobby import Lobby
 from .owner import Owner
 from .serving import StageSession

@@ -28,14 +28,14 @@ from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.handshake import Identity
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
 from lightning_hetero.runtime.worker.trained import TrainedSide
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
 
 from ...models import tiny_llama
-from ..pairs import worker_thread
+from ...transport.pairs import worker_thread
 
 NUM_LAYERS = 4
 

@@ -18,13 +18,13 @@ from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.optimizer import Group
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.handshake import Identity
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
 
 from ...models import tiny_llama
-from ..pairs import worker_thread
+from ...transport.pairs import worker_thread
 
 NUM_LAYERS = 4
 HIDDEN = torch.linspace(-1, 1, 2 * 5 * 16).reshape(2, 5, 16)

@@ -13,13 +13,13 @@ from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.pipeline.stage_state import StageCaches
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.handshake import Identity
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.deployment import Deployment
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
 
 from ...models import VOCABULARY, tiny_llama
-from ..pairs import worker_thread
+from ...transport.pairs import worker_thread
 
 NUM_LAYERS = 4
 PLAN = Plan([StagePlan(["coordinator"], (0, 2), recompute=True), StagePlan(["worker"], (2, 4))], 3)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero.protocol.session import upstream_session
-from lightning_hetero.runtime.channels.handshake import Identity, dial
 from lightning_hetero.runtime.coordinator import local
+from lightning_hetero.transport.handshake import Identity, dial
 
-from ..pairs import QUICK
+from ...transport.pairs import QUICK
 
 
 @pytest.mark.parametrize(

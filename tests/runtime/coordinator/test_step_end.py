@@ -11,12 +11,12 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
-from lightning_hetero.runtime.channels.channel import Channel
 from lightning_hetero.runtime.coordinator.conversations import ConnectedWorker, Conversations
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
+from lightning_hetero.transport.channel import Channel
 
 from ...models import TinyModule, loader, trainer
-from ..pairs import worker_thread
+from ...transport.pairs import worker_thread
 
 NUM_STEPS = 3
 NUM_MICROBATCHES = 2

@@ -5,7 +5,6 @@ from ipaddress import ip_interface
 
 import pytest
 
-from lightning_hetero.runtime.channels.token import Token
 from lightning_hetero.runtime.finding.announcement import (
     MOST_HOSTS,
     SERVICE,
@@ -15,6 +14,7 @@ from lightning_hetero.runtime.finding.announcement import (
     hosts_to_announce,
     multicast_hosts,
 )
+from lightning_hetero.transport.token import Token
 
 HOSTS = ("10.0.0.7", "192.168.1.7")
 

@@ -15,11 +15,6 @@ import torch
 
 from lightning_hetero import cli
 from lightning_hetero.errors import DiscoveryError, TokenError
-from lightning_hetero.runtime.channels.address import Address
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.handshake import Identity
-from lightning_hetero.runtime.channels.tls import Credentials
-from lightning_hetero.runtime.channels.token import Token, write_token_file
 from lightning_hetero.runtime.coordinator.fleet import Fleet
 from lightning_hetero.runtime.finding import discovery, finding
 from lightning_hetero.runtime.finding.announcement import Recogniser
@@ -30,8 +25,13 @@ from lightning_hetero.runtime.finding.discovery import (
     own_interfaces,
 )
 from lightning_hetero.runtime.finding.finding import find_workers, speak_with
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.tls import Credentials
+from lightning_hetero.transport.token import Token, write_token_file
 
-from ..pairs import QUICK, worker_thread
+from ...transport.pairs import QUICK, worker_thread
 
 LOOPBACK = ["127.0.0.1"]
 # Multicast DNS does not repeat within a second what was just announced (RFC 6762, section 6).

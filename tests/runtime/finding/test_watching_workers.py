@@ -11,14 +11,14 @@ import pytest
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import coordinator_session
-from lightning_hetero.runtime.channels.address import Address
-from lightning_hetero.runtime.channels.handshake import Identity, dial
-from lightning_hetero.runtime.channels.tls import Credentials
-from lightning_hetero.runtime.channels.token import Token
 from lightning_hetero.runtime.finding.asking import WorkerStatus, ask_status
 from lightning_hetero.runtime.finding.sightings import Sighting, seen_again
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.tls import Credentials
+from lightning_hetero.transport.token import Token
 
-from ..pairs import QUICK, worker_thread
+from ...transport.pairs import QUICK, worker_thread
 
 
 def test_a_free_worker_says_so_and_what_it_runs_on() -> None:

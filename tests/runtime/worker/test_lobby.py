@@ -6,7 +6,7 @@ import threading
 
 from lightning_hetero.runtime.worker.lobby import Lobby
 
-from ..pairs import PATIENCE_SECONDS, MemoryConnection, memory_pair
+from ...transport.pairs import PATIENCE_SECONDS, MemoryConnection, memory_pair
 
 
 def visitors(count: int) -> list[MemoryConnection]:

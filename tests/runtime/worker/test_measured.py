@@ -24,15 +24,15 @@ from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.profiling.workers import prepare_workers
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.handshake import Identity
-from lightning_hetero.runtime.channels.links import PROBE_BYTES, measure_link
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.deployment import Deployment
 from lightning_hetero.runtime.measuring import Outcome, Trial, read_outcome, say_prepare, say_trial
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.transport.link_probe import PROBE_BYTES, measure_link
 
 from ...models import VOCABULARY, tiny_llama
-from ..pairs import worker_thread
+from ...transport.pairs import worker_thread
 
 ROPE = (torch.ones(1, 5, 8), torch.zeros(1, 5, 8))
 CALL = LayerCall(3, True, (), {"position_embeddings": ROPE, "attention_mask": None})

@@ -9,14 +9,14 @@ import pytest
 from lightning_hetero.errors import WorkerError, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import coordinator_session
-from lightning_hetero.runtime.channels.address import Address
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.handshake import Identity, dial
-from lightning_hetero.runtime.channels.tls import Credentials
-from lightning_hetero.runtime.channels.token import Token
 from lightning_hetero.runtime.worker.worker import address_of, listen
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.tls import Credentials
+from lightning_hetero.transport.token import Token
 
-from ..pairs import PATIENCE_SECONDS, QUICK, worker_thread
+from ...transport.pairs import PATIENCE_SECONDS, QUICK, worker_thread
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "strix.local"])  # noqa: S104

@@ -6,7 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
-from ...errors import PlanError
+from ..errors import PlanError
 
 MOST_PORT = 65535
 

@@ -24,17 +24,16 @@ from lightning_hetero.errors import ChannelError, TrustError, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.protocol.session import coordinator_session, upstream_session
-from lightning_hetero.runtime.channels import tls
-from lightning_hetero.runtime.channels.address import Address
-from lightning_hetero.runtime.channels.authority import RENEWAL, Authority
-from lightning_hetero.runtime.channels.channel import Channel, send_buffers
-from lightning_hetero.runtime.channels.connection import Connection, SocketConnection
-from lightning_hetero.runtime.channels.deadlines import Deadlines
-from lightning_hetero.runtime.channels.handshake import Identity, dial
-from lightning_hetero.runtime.channels.tls import Credentials, secured
-from lightning_hetero.runtime.channels.token import Token, write_token_file
+from lightning_hetero.transport import tls
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.channel import Channel, send_buffers
+from lightning_hetero.transport.connection import Connection, SocketConnection
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.tls import Credentials, secured
+from lightning_hetero.transport.token import RENEWAL, Authority, Token, write_token_file
 
-from ..pairs import (
+from .pairs import (
     PATIENCE_SECONDS,
     QUICK,
     End,

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...protocol import messages as m
+from ..protocol import messages as m
 
 _MOST_KEPT = 512
 

@@ -15,16 +15,12 @@ import torch
 
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
-from lightning_hetero.runtime.channels.channel import receive_some
-from lightning_hetero.runtime.channels.connection import (
-    SocketConnection,
-    awaited_bytes,
-    prepare_socket,
-)
-from lightning_hetero.runtime.channels.tls import Credentials, secured
-from lightning_hetero.runtime.channels.token import Token
+from lightning_hetero.transport.channel import receive_some
+from lightning_hetero.transport.connection import SocketConnection, awaited_bytes, prepare_socket
+from lightning_hetero.transport.tls import Credentials, secured
+from lightning_hetero.transport.token import Token
 
-from ..pairs import PATIENCE_SECONDS
+from .pairs import PATIENCE_SECONDS
 
 MOST_AWAITED_BYTES = 2**15
 

@@ -5,6 +5,14 @@ memory, and gives a sign of life when there is nothing to send, so a peer that c
 While the writing thread waits for its device to make what it is to send, the reading one does.
 What arrives, and the channel's end, goes to one inbox. Nobody who computes ever waits for the
 network.
+
+What a worker does, in words for people: what it says of itself, and what its messages show.
+
+Sends what the pipeline passes on while it is still being copied from the device.
+
+Whoever computes begins the copies and goes on; the thread that writes to the socket waits for them.
+
+What a channel sends, told to the recorder of a stage.
 """
 
 from __future__ import annotations
@@ -21,15 +29,61 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import ChannelError, HeteroError, RemoteProtocolError
-from ...protocol import messages as m
-from ...protocol.buffers import BufferPool
-from ...protocol.frames import Frame, FrameReader, encode_frame
-from ...protocol.session import Session, State
-from .activity import shown_by
+from ..devices.copies import Copies, HostCopy
+from ..errors import ChannelError, HeteroError, RemoteProtocolError
+from ..pipeline.codec import Content
+from ..pipeline.recorder import Recorder
+from ..pipeline.rule import Action, Key
+from ..protocol import messages as m
+from ..protocol.buffers import BufferPool
+from ..protocol.frames import Frame, FrameReader, encode_body, encode_frame, encode_head
+from ..protocol.session import Session, State
 from .clocks import PeerClock
 from .connection import Connection
 from .deadlines import Deadlines
+
+_MOST_SHOWN = 100
+
+_REQUESTS: dict[type, str] = {
+    m.Deploy: "the building of its layers",
+    m.LoadTensor: "the loading of its weights",
+    m.Launch: "the linking with its neighbor",
+    m.BuildOptimizer: "the building of an optimizer",
+    m.LoadOptimizerState: "the loading of an optimizer's state",
+    m.MeasureNorms: "the measuring of its gradients",
+    m.FetchTensors: "the sending of its weights",
+    m.FetchOptimizerState: "the sending of its optimizer's state",
+    m.MeasureLayer: "the measuring of a layer",
+    m.MeasureOptimizer: "the measuring of an optimizer",
+    m.MeasureLink: "the measuring of a link",
+}
+_SHOWN: dict[type, str] = {m.Activation: "forward", m.Gradient: "backward"}
+
+
+def of_action(action: Action, step: int) -> str:
+    """What a stage does when it carries out an action."""
+    kind = "forward" if action.kind == "F" else "backward"
+    return f"the {kind} of micro-batch {action.key.microbatch} in step {step}"
+
+
+def of_request(request: m.Message) -> str:
+    """What a stage does when it carries out a request; nothing if that is over at once."""
+    if isinstance(request, m.ApplyOptimizer):
+        return f"the optimizer's part of step {request.step}"
+    return _REQUESTS.get(type(request), "")
+
+
+def shown_by(message: m.Message) -> str:
+    """What a worker that sends a message does, or has just done; nothing if it does not show."""
+    if isinstance(message, m.Pong):
+        return ascii(message.doing[:_MOST_SHOWN])[1:-1]
+    if isinstance(message, (m.Activation, m.Gradient)):
+        kind = _SHOWN[type(message)]
+        return f"the {kind} of micro-batch {message.microbatch} in step {message.step}"
+    if isinstance(message, m.Timings):
+        return f"the optimizer's part of step {message.step}"
+    return ""
+
 
 logger = logging.getLogger(__name__)
 
@@ -366,3 +420,43 @@ def send_buffers(
             num_bytes -= len(buffers.pop(0))
         if num_bytes:
             buffers[0] = buffers[0][num_bytes:]
+
+
+def send_copied(channel: Channel, content: Content, copies: Copies) -> None:
+    """Queue a message with tensors of the device.
+
+    Raises:
+        LocalProtocolError: If the rules forbid the message, or it cannot be encoded.
+    """
+    message, tensors = content
+    copy = copies.to_host(tensors)
+    if copy.is_immediate:
+        channel.send(message, *copy.tensors)
+    else:
+        head = encode_head(Frame(message, copy.tensors))
+        channel.send_later(message, partial(_encode_copied, head, copy))
+
+
+def _encode_copied(head: memoryview, copy: HostCopy) -> list[memoryview]:
+    copy.wait()
+    return [head, *encode_body(copy.tensors)]
+
+
+def observe(channel: Channel, peer: int, recorder: Recorder | None) -> None:
+    """Have a recorder told of what the channel sends, or nobody."""
+    channel.on_sent = None if recorder is None else partial(_note_sent, recorder, peer)
+
+
+def key_of(message: m.Message) -> Key | None:
+    """Which micro-batch a message is about, if about one."""
+    if isinstance(message, (m.Arguments, m.Activation, m.Gradient)):
+        return Key(message.microbatch, message.visit)
+    return None
+
+
+def _note_sent(
+    recorder: Recorder, peer: int, message: m.Message, num_bytes: int, start_seconds: float
+) -> None:
+    key = key_of(message)
+    if key is not None:
+        recorder.note_sent(peer, key, type(message).__name__, num_bytes, start_seconds)

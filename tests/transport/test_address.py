@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import PlanError
-from lightning_hetero.runtime.channels.address import Address
+from lightning_hetero.transport.address import Address
 
 host_names = st.from_regex(
     r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?(\.[a-z0-9]{1,10}){0,3}", fullmatch=True

@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from ...errors import ChannelError, HeteroError
-from ...protocol import messages as m
+from ..errors import ChannelError, HeteroError
+from ..protocol import messages as m
 from .channel import Channel, Inbox
 
 # From what only the latency decides to what only the bandwidth decides.

@@ -1,0 +1,1 @@
+"""How it travels: sockets, TLS, handshakes and channels."""

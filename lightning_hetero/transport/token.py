@@ -1,0 +1,274 @@
+"""The token: one secret in a file, by which the coordinator and the workers know each other.
+
+Whoever has it may train on the workers, and read and change what they are sent. It is read here and
+handed on as it is; it never stands in a message to people.
+
+The authority that a token stands for, and the short-lived certificates under it.
+
+    token ── HKDF-SHA256 ──▶ Ed25519 key ── signs ──▶ certificate of a process
+
+Whoever has the token has the authority, so certificates say that their owner has it, and nothing
+else: no name, no host, no role.
+
+Files that nobody but their owner may use.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import os
+import secrets
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from ..errors import HeteroError, TokenError
+
+
+def check_private(file: IO[Any], what: str, danger: str, error: type[HeteroError]) -> None:
+    """Refuse an open file that others than its owner may read, write or run.
+
+    Args:
+        what: The file, as the beginning of a sentence.
+        danger: What others may do.
+        error: What is raised.
+    """
+    mode = os.fstat(file.fileno()).st_mode
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise error(
+            f"{what} {str(file.name)!r} has mode {stat.S_IMODE(mode):04o}, so that others may "
+            f"{danger}; `chmod 600 {file.name}`."
+        )
+
+
+DEFAULT_FILE = Path("~/.config/lightning-hetero/token")
+FILE_VARIABLE = "LIGHTNING_HETERO_TOKEN_FILE"
+
+SECRET_BYTES = 32
+# Tells a token that was damaged in copying from one of another run.
+_CHECK_BYTES = 4
+# So that people, and programs that look for secrets in the wrong places, know one when they see it.
+_MARK = "lht1_"
+# A file that is much longer is something else.
+_MOST_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Token:
+    """A secret of 256 bits. It does not print and cannot be pickled, so it gets into no log, no
+    error and no checkpoint."""
+
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> Token:
+        """A token that nobody has seen."""
+        return cls(secrets.token_bytes(SECRET_BYTES))
+
+    @classmethod
+    def from_text(cls, text: str) -> Token:
+        """Read a token as `to_text` writes it.
+
+        Raises:
+            ValueError: If it is none; without the text, which may be a secret of somebody's.
+        """
+        words = text.split()
+        if len(words) != 1 or not words[0].startswith(_MARK):
+            raise ValueError("what stands there is no token")
+        try:
+            content = base64.b64decode(words[0].removeprefix(_MARK), b"-_", validate=True)
+        except ValueError:
+            raise ValueError("the token there is damaged") from None
+        secret, check = content[:SECRET_BYTES], content[SECRET_BYTES:]
+        if len(secret) != SECRET_BYTES or not secrets.compare_digest(check, _check_of(secret)):
+            raise ValueError("the token there is damaged")
+        return cls(secret)
+
+    def to_text(self) -> str:
+        """The token as one line for its file."""
+        content = self.secret + _check_of(self.secret)
+        return _MARK + base64.urlsafe_b64encode(content).decode()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A token is not pickled; pass on the name of its file.")
+
+
+def write_token_file(path: Path, token: Token) -> None:
+    """Make a file of a token that only its owner may read.
+
+    Raises:
+        TokenError: If there is something already, or it cannot be written.
+    """
+    try:
+        _make_folder(path.parent)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise TokenError(
+            f"{str(path)!r} is there already, and whoever uses its token would lose it; name "
+            "another file, or remove this one first."
+        ) from None
+    except OSError as error:
+        raise TokenError(f"The token file cannot be written: {error}.") from error
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(token.to_text() + "\n")
+    except OSError as error:
+        path.unlink()
+        raise TokenError(f"The token cannot be written to {str(path)!r}: {error}.") from error
+
+
+def _make_folder(path: Path) -> None:
+    if not path.is_dir():
+        path.mkdir(mode=0o700, parents=True)
+
+
+def read_token_file(path: Path) -> Token:
+    """The token of a file that nobody but its owner may read.
+
+    Raises:
+        TokenError: If the file is missing, open to others, or has no token of ours in it.
+    """
+    try:
+        with path.open("rb") as file:
+            check_private(file, "The token file", "use it", TokenError)
+            content = file.read(_MOST_FILE_BYTES)
+    except FileNotFoundError:
+        raise TokenError(
+            f"There is no token file {str(path)!r}; make one with `lightning-hetero token`, or "
+            "copy that of the other machines there."
+        ) from None
+    except OSError as error:
+        raise TokenError(f"The token file cannot be read: {error}.") from error
+    try:
+        return Token.from_text(content.decode("ascii", "replace"))
+    except ValueError as error:
+        raise TokenError(
+            f"The token file {str(path)!r} is of no use: {error}; make one with "
+            "`lightning-hetero token`, or copy that of the other machines once more."
+        ) from None
+
+
+def find_token_file(named: str | os.PathLike[str] | None) -> Path | None:
+    """The token file to be used: the named one, that of the environment variable, or the default
+    one if it is there. An empty variable stands for none."""
+    if named is not None:
+        return Path(named).expanduser()
+    if FILE_VARIABLE in os.environ:
+        text = os.environ[FILE_VARIABLE]
+        return Path(text).expanduser() if text else None
+    default = DEFAULT_FILE.expanduser()
+    return default if default.exists() else None
+
+
+def _check_of(secret: bytes) -> bytes:
+    return hashlib.sha256(b"lightning-hetero token" + secret).digest()[:_CHECK_BYTES]
+
+
+_SALT = b"lightning-hetero"
+_PURPOSE = b"authority of mutual TLS, version 1"
+_KEY_BYTES = 32
+
+# Every process makes the same certificate of the authority, so its dates are fixed, and out of the
+# way of every clock.
+_FIRST_DAY = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
+_LAST_DAY = datetime.datetime(2199, 12, 31, tzinfo=datetime.timezone.utc)
+
+# Clocks of two machines may be this far apart, and a certificate still counts.
+CLOCK_SKEW = datetime.timedelta(days=2)
+# A process that lives longer makes itself another.
+RENEWAL = datetime.timedelta(days=1)
+
+_USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate under the authority and its key, both as PEM; the key does not print."""
+
+    public: bytes
+    key: bytes = field(repr=False)
+
+
+class Authority:
+    """Makes certificates that all processes with the same token accept."""
+
+    def __init__(self, token: Token) -> None:
+        derivation = HKDF(hashes.SHA256(), _KEY_BYTES, _SALT, _PURPOSE)
+        self._key = Ed25519PrivateKey.from_private_bytes(derivation.derive(token.secret))
+        self._name = _name("lightning-hetero authority")
+        self._key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        self.certificate = _pem(self._certify_itself())
+
+    def issue(self, now: datetime.datetime) -> Certificate:
+        """A certificate for this process, with a key that nobody else has."""
+        key = Ed25519PrivateKey.generate()
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(_name("lightning-hetero"))
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - CLOCK_SKEW)
+            .not_valid_after(now + RENEWAL + CLOCK_SKEW)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage("digital_signature"), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage(
+                    [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+                ),
+                critical=False,
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._key_id),
+                critical=False,
+            )
+            .sign(self._key, None)
+        )
+        return Certificate(_pem(certificate), _key_pem(key))
+
+    def _certify_itself(self) -> x509.Certificate:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(self._name)
+            .issuer_name(self._name)
+            .public_key(self._key.public_key())
+            .serial_number(1)
+            .not_valid_before(_FIRST_DAY)
+            .not_valid_after(_LAST_DAY)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage("key_cert_sign"), critical=True)
+            .add_extension(self._key_id, critical=False)
+            .sign(self._key, None)
+        )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _usage(only: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{usage: usage == only for usage in _USAGES})
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
