@@ -24,7 +24,7 @@ from .pictures.files import PICTURE_NAME, PLAN_NAME, picture_for
 from .pictures.planned import topology_of, with_profile
 from .pictures.topology import Memory, Place, Topology
 from .plan import Plan, StagePlan
-from .planning.profile import EMBEDDING, HEAD, Profile
+from .planner.profile import EMBEDDING, HEAD, Profile
 from .protocol.messages import Equipment
 from .runtime.coordinator.deployment import Deployment
 

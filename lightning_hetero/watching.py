@@ -7,9 +7,16 @@ import logging
 from .errors import ModelError
 from .pipeline.recorder import Stopwatch
 from .plan import COORDINATOR, Plan
-from .planning.profile import Profile
-from .planning.replanning import LEAST_GAIN, Replanned, expected_seconds, replan
-from .planning.watching import Drift, StageSeconds, Watcher
+from .planner.profile import Profile
+from .planner.replan import (
+    LEAST_GAIN,
+    Drift,
+    Replanned,
+    StageSeconds,
+    Watcher,
+    expected_seconds,
+    replan,
+)
 from .runtime.coordinator.deployment import Deployment
 
 logger = logging.getLogger(__name__)

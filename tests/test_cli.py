@@ -11,11 +11,11 @@ import yaml
 from lightning_hetero import cli
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.planning.profile import Profile
+from lightning_hetero.planner.profile import Profile
 from lightning_hetero.runtime.worker.worker import Worker
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, read_token_file
 
-from .planning.profiles import device, profile
+from .planner.profiles import device, profile
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_hetero
 from lightning_hetero import callbacks, cli, from_pretrained
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.planning import profile
+from lightning_hetero.planner import profile
 
 ARGUMENTS: dict[Callable[..., Any], str] = {
     lightning_hetero.HeteroPipelineStrategy: (

@@ -30,8 +30,7 @@ from benchmarks.processes import be_quiet, machine, on_core, pin, wide_console, 
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.callbacks import PipelineProfiler
-from lightning_hetero.planning.solver import solve
-from lightning_hetero.planning.wishes import Wishes
+from lightning_hetero.planner.solver import Wishes, solve
 
 VOCABULARY = 2000
 # A step that takes so many times the median before is one of the slowed worker.

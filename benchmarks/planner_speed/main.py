@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hetero.planning.profile import (
+from lightning_hetero.planner.profile import (
     EMBEDDING,
     HEAD,
     VERSION,
@@ -22,8 +22,8 @@ from lightning_hetero.planning.profile import (
     Profile,
     Timing,
 )
-from lightning_hetero.planning.solver import solve
-from lightning_hetero.planning.verdict import judge
+from lightning_hetero.planner.solver import solve
+from lightning_hetero.planner.verdict import judge
 
 GIB = 2**30
 

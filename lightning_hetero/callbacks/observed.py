@@ -8,7 +8,7 @@ from typing import cast
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from ..planning.profile import Profile
+from ..planner.profile import Profile
 from ..runtime.coordinator.deployment import Deployment
 
 

@@ -13,7 +13,7 @@ from ..errors import PictureError
 from ..pictures.files import picture_for
 from ..pictures.planned import topology_of
 from ..plan import Plan
-from ..planning.profile import Profile
+from ..planner.profile import Profile
 from .commands import new_file
 
 if TYPE_CHECKING:

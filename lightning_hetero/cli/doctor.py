@@ -22,7 +22,7 @@ from ..doctor.findings import Outcome, Report, advice
 from ..doctor.visit import Options, visit
 from ..errors import PlanError, TokenError
 from ..plan import Plan
-from ..planning.profile import Profile
+from ..planner.profile import Profile
 from ..transport.address import Address
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import PlanError
-from ..planning.wishes import parse_size
+from ..planner.solver import parse_size
 from ..runtime.worker.owner import Owner, RunRecord
 from ..runtime.worker.worker import Worker
 from ..transport.address import Address

@@ -11,11 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import PlanError
-from ..planning.profile import Profile
-from ..planning.rendering import render
-from ..planning.solver import solve
-from ..planning.verdict import judge
-from ..planning.wishes import Wishes, parse_memory, parse_pin
+from ..planner.profile import Profile
+from ..planner.solver import Wishes, parse_memory, parse_pin, solve
+from ..planner.verdict import judge, render
 from .commands import new_file
 
 Value = TypeVar("Value")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import PlanError
-from ..planning.profile import Profile
+from ..planner.profile import Profile
 from .commands import new_file
 from .projects import Project, add_project_options, project_of
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from ..errors import ModelError
 from ..model.layers import DecoderLayer
 from ..plan import Plan
-from ..planning.even import even_plan
+from ..planner.solver import even_plan
 from ..runtime.coordinator.fleet import Fleet
 from ..verifying.errors import Comparison, Verdict
 from ..verifying.rehearsal import Rehearsal

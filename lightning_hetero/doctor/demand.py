@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ..plan import Plan
-from ..planning.candidates import Candidate
-from ..planning.checking import candidate_of
-from ..planning.forms import Form
-from ..planning.profile import Link, Profile
-from ..planning.solver import solve
+from ..planner.candidates import Candidate
+from ..planner.feasibility import candidate_of
+from ..planner.profile import Link, Profile
+from ..planner.roles import Form
+from ..planner.solver import solve
 from ..units import in_bytes, in_percent
 from .findings import Finding
 

@@ -9,8 +9,7 @@ from queue import Empty
 
 from ..errors import HeteroError, PlanError
 from ..plan import COORDINATOR
-from ..planning.links import fit_link
-from ..planning.profile import Link
+from ..planner.profile import Link, fit_link
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..transport.channel import Channel, Inbox

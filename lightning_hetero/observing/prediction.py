@@ -9,13 +9,21 @@ from typing import Literal
 
 from ..errors import PlanError
 from ..plan import Plan
-from ..planning.bounds import Speed, least_bottleneck
-from ..planning.candidates import Costs
-from ..planning.checking import candidate_of
-from ..planning.profile import Profile
-from ..planning.search import speeds_of
-from ..planning.simulation import LOSS, Hop, Pipeline, Simulation, StageTimes, predict
-from ..planning.simulation import Span as Played
+from ..planner.candidates import Costs
+from ..planner.feasibility import candidate_of
+from ..planner.profile import Profile
+from ..planner.search import speeds_of
+from ..planner.simulation import (
+    LOSS,
+    Hop,
+    Pipeline,
+    Simulation,
+    Speed,
+    StageTimes,
+    least_bottleneck,
+    predict,
+)
+from ..planner.simulation import Span as Played
 from ..protocol.messages import SpanKind
 from .steps import RecordedStep, StageSpans
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
-from ..planning.candidates import Candidate
-from ..planning.checking import candidate_of
-from ..planning.holding import Need
-from ..planning.profile import ENDS, Profile
+from ..planner.candidates import Candidate
+from ..planner.costs import Need
+from ..planner.feasibility import candidate_of
+from ..planner.profile import ENDS, Profile
 from ..units import in_percent
 from .topology import EMBEDDING, Link, Memory, Place, Speed, Topology
 

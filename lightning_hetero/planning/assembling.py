@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from .profile import DeviceProfile, Link, Profile
+from ..planner.profile import DeviceProfile, Link, Profile
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..plan import Dtype
-from .profile import Timing
+from ..planner.profile import Timing
 
 _MOST_PATIENCE_SECONDS = 0.6
 # Beside the runs that are timed there are those that warm up and those that count memory.

@@ -24,8 +24,8 @@ from ..pipeline.bench import (
     OptimizerMeasurement,
     attempt,
 )
+from ..planner.profile import Timing
 from ..planning.measuring import LayerJob, LayerSchedule
-from ..planning.profile import Timing
 from ..runtime.measuring import Outcome, Trial
 from .subject import Subject
 

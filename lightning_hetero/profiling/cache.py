@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..atomic_file import replacing
 from ..errors import ProfileError
-from ..planning.profile import Profile
+from ..planner.profile import Profile
 
 logger = logging.getLogger(__name__)
 

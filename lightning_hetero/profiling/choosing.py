@@ -16,13 +16,10 @@ from rich.console import Console
 from ..callbacks.profiler import PipelineProfiler
 from ..errors import ProfileError
 from ..plan import Plan
-from ..planning.checking import check_plan
-from ..planning.even import even_plan
-from ..planning.profile import Profile
-from ..planning.rendering import render
-from ..planning.solver import Solution, solve
-from ..planning.verdict import judge
-from ..planning.wishes import Wishes
+from ..planner.feasibility import check_plan
+from ..planner.profile import Profile
+from ..planner.solver import Solution, Wishes, even_plan, solve
+from ..planner.verdict import judge, render
 from .measuring import ProfilingOptions
 from .run import ProfilingRun
 from .sample import NoSample

@@ -10,8 +10,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ..errors import StageFailed
 from ..pipeline.bench import Clock, Failed, Measurement, attempt
+from ..planner.profile import EMBEDDING, HEAD, Timing
 from ..planning.measuring import LayerJob, patience_seconds
-from ..planning.profile import EMBEDDING, HEAD, Timing
 from .benches import DeviceResult, Trials, run_here, timing_of
 from .ends import Ends
 from .sighting import Cutting, Sighting

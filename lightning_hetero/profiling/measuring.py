@@ -20,6 +20,7 @@ from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of
 from ..pipeline.bench import Clock, OptimizerMeasurement
 from ..plan import COORDINATOR, Dtype
+from ..planner.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile
 from ..planning.measuring import (
     LayerJob,
     LayerSchedule,
@@ -29,7 +30,6 @@ from ..planning.measuring import (
     layer_jobs,
 )
 from ..planning.measuring import patience_seconds as patience_for
-from ..planning.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile
 from ..runtime.coordinator.coordinator import Coordinator
 from .benches import DeviceResult, Trials, first_again, trials
 from .here import EndsResult, Tick, lead_trials, measure_ends

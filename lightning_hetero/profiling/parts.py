@@ -12,7 +12,7 @@ from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
 from ..pipeline.bench import OptimizerMeasurement
 from ..plan import Dtype
-from ..planning.profile import EMBEDDING, HEAD, ModelProfile, Part
+from ..planner.profile import EMBEDDING, HEAD, ModelProfile, Part
 from ..protocol.tensors import DTYPES
 from .subject import Subject
 

@@ -22,6 +22,7 @@ from ..model.layers import DecoderLayer
 from ..model.pretrained import bring_here, weights_in_checkpoint
 from ..pipeline.bench import Clock
 from ..plan import COORDINATOR
+from ..planner.profile import VERSION, Profile
 from ..planning.assembling import (
     Station,
     merged,
@@ -30,7 +31,6 @@ from ..planning.assembling import (
     still_true,
     with_present_memory,
 )
-from ..planning.profile import VERSION, Profile
 from ..runtime.coordinator.coordinator import Coordinator
 from .cache import Identity, cache_file, read_known, write_known
 from .leaving import embedding_to_leave

@@ -8,8 +8,7 @@ from ..devices.description import DeviceDescription
 from ..errors import RemoteProtocolError, StageFailed
 from ..pipeline.codec import Content
 from ..plan import COORDINATOR
-from ..planning.links import fit_link
-from ..planning.profile import Link
+from ..planner.profile import Link, fit_link
 from ..protocol import messages as m
 from ..runtime.coordinator.coordinator import Coordinator
 from ..runtime.measuring import read_outcome, say_trial

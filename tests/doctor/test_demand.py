@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lightning_hetero.doctor.demand import Wanted, against_plan
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
-from lightning_hetero.planning.profile import Link
+from lightning_hetero.planner.profile import Link
 
-from ..planning.profiles import device, profile
+from ..planner.profiles import device, profile
 
 BYTES = {"activation_bytes_per_sample": 1000, "gradient_bytes_per_sample": 3000}
 MEASURED = profile(

@@ -24,7 +24,7 @@ from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.transport.tls import Credentials, _load_certificate, utc_now
 from lightning_hetero.transport.token import Authority, Token
 
-from ..planning.profiles import device, profile
+from ..planner.profiles import device, profile
 from ..transport.pairs import PATIENCE_SECONDS, QUICK, worker_thread
 from ..transport.test_handshake import closed_address
 from ..transport.test_tls import OURS, THEIRS, TOKEN, at

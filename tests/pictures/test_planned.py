@@ -6,9 +6,9 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.pictures.planned import topology_of
 from lightning_hetero.pictures.topology import Link, Speed
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.planning import profile as p
+from lightning_hetero.planner import profile as p
 
-from ..planning.profiles import GIB, device, profile
+from ..planner.profiles import GIB, device, profile
 
 PLAN = Plan(
     [

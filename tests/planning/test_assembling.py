@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from msgspec.structs import replace as replace_fields
 
+from lightning_hetero.planner.profile import VERSION, DeviceProfile, Link, Profile
 from lightning_hetero.planning.assembling import (
     Station,
     merged,
@@ -13,9 +14,8 @@ from lightning_hetero.planning.assembling import (
     still_true,
     with_present_memory,
 )
-from lightning_hetero.planning.profile import VERSION, DeviceProfile, Link, Profile
 
-from .profiles import device, model
+from ..planner.profiles import device, model
 
 GIB = 2**30
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from lightning_hetero.planner.profile import Timing
 from lightning_hetero.planning.measuring import (
     LayerJob,
     LayerSchedule,
@@ -14,7 +15,6 @@ from lightning_hetero.planning.measuring import (
     micro_batch_sizes,
     patience_seconds,
 )
-from lightning_hetero.planning.profile import Timing
 
 
 def timing(job: LayerJob, peak_bytes: int = 0) -> Timing:

@@ -16,7 +16,7 @@ from lightning_hetero.profiling.cache import (
     write_known,
 )
 
-from ..planning.profiles import device, profile
+from ..planner.profiles import device, profile
 
 IDENTITY = Identity("Module", "test", {})
 

@@ -20,8 +20,8 @@ from torchmetrics import MeanMetric
 from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler
 from lightning_hetero.errors import PlanError, ProfileError, StageFailed, WorkerUnreachable
 from lightning_hetero.model.allowed_imports import Allowed
+from lightning_hetero.planner.profile import EMBEDDING, HEAD, Profile
 from lightning_hetero.planning import measuring
-from lightning_hetero.planning.profile import EMBEDDING, HEAD, Profile
 
 from ..families import tiny_model
 from ..models import TinyModule, loader, sequences, trainer

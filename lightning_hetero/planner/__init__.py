@@ -1,0 +1,1 @@
+"""Who gets what. Pure: knows no worker and no torch."""

@@ -1,0 +1,313 @@
+"""Re-planning: other layers for the same devices in the same order, by what they take now.
+
+Watching: whether the stages of a run still take what was expected of them.
+
+One slow step says nothing, and neither do longer sequences, which make all stages slower alike.
+What is looked at is the slowest stage, in medians over some steps, less what is common to all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+
+from ..errors import PlanError
+from ..plan import COORDINATOR, Plan, StagePlan
+from .candidates import Candidate
+from .feasibility import candidate_of
+from .profile import DeviceProfile, Profile
+from .roles import with_coordinator
+from .split import Matrix, best_split
+
+THRESHOLD = 0.2
+"""Share by which the slowest stage has to become slower, or faster, to be noticed."""
+
+WARM_UP = 2
+"""Steps at the start that are not looked at."""
+
+WINDOW = 5
+"""Steps whose median counts."""
+
+SUSTAINED = 8
+"""Steps for which it has to stay so: with the window, the tenth slow step is noticed."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What a stage computes for one micro-batch.
+
+    Args:
+        layers: Forward and backward of its layers.
+        ends: Of the coordinator besides: the head and the loss; where it does not have the first
+            layers, all that it computes.
+    """
+
+    layers: float
+    ends: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.layers + self.ends
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A change that lasts.
+
+    Args:
+        stage: Who changed most.
+        seconds: What it takes for a micro-batch now.
+        expected_seconds: What it took, or should have taken.
+        slowest: Who is the slowest now.
+    """
+
+    stage: str
+    seconds: float
+    expected_seconds: float
+    slowest: str
+
+    def __str__(self) -> str:
+        is_slower = self.seconds > self.expected_seconds
+        ratio = self.seconds / self.expected_seconds
+        return (
+            f"{self.stage} has become {'slower' if is_slower else 'faster'}: a micro-batch takes "
+            f"it {1e3 * self.seconds:.3g} ms, {ratio:.2g} times the expected "
+            f"{1e3 * self.expected_seconds:.3g} ms. The slowest stage is {self.slowest}."
+        )
+
+
+class Watcher:
+    """Decides whether the slowest stage has drifted.
+
+    Args:
+        expected: Seconds of each stage for a micro-batch, as planned; None takes the first steady
+            steps for the rule.
+        threshold: As `THRESHOLD`.
+
+    Attributes:
+        num_steps: How many steps were noted.
+    """
+
+    def __init__(
+        self, expected: Mapping[str, float] | None = None, threshold: float = THRESHOLD
+    ) -> None:
+        self._expected = expected
+        self._threshold = threshold
+        self._recent: deque[Mapping[str, StageSeconds]] = deque(maxlen=WINDOW)
+        self._num_off = 0
+        self.num_steps = 0
+
+    def note(self, seconds: Mapping[str, StageSeconds]) -> Drift | None:
+        """Take a step in.
+
+        Returns:
+            What has changed, once: from then on it is what is expected.
+        """
+        self.num_steps += 1
+        if self.num_steps <= WARM_UP:
+            return None
+        self._recent.append(seconds)
+        if len(self._recent) < WINDOW:
+            return None
+        now = {name: stage.total for name, stage in self.present().items()}
+        if self._expected is None:
+            self._expected = now
+        is_off = abs(_drift(now, self._expected)) > self._threshold
+        self._num_off = self._num_off + 1 if is_off else 0
+        if self._num_off < SUSTAINED:
+            return None
+        drift = _describe(now, self._expected)
+        self._expected, self._num_off = now, 0
+        return drift
+
+    def slowest(self) -> str | None:
+        """Who takes longest at present; None while no steady step was noted."""
+        if not self._recent:
+            return None
+        present = self.present()
+        return max(present, key=lambda name: present[name].total)
+
+    def present(self) -> dict[str, StageSeconds]:
+        """The medians over the latest steps."""
+        return {
+            name: StageSeconds(
+                statistics.median(step[name].layers for step in self._recent),
+                statistics.median(step[name].ends for step in self._recent),
+            )
+            for name in self._recent[-1]
+        }
+
+
+def _drift(now: Mapping[str, float], expected: Mapping[str, float]) -> float:
+    """By which share the slowest stage is slower than expected; negative if it is faster."""
+    common = _common(now, expected)
+    return max(now.values()) / common / max(expected[name] for name in now) - 1
+
+
+def _common(now: Mapping[str, float], expected: Mapping[str, float]) -> float:
+    """How much slower, or faster, all stages are alike."""
+    ratios = [seconds / expected[name] for name, seconds in now.items()]
+    return min(max(1.0, min(ratios)), max(ratios))
+
+
+def _describe(now: Mapping[str, float], expected: Mapping[str, float]) -> Drift:
+    ratios = {name: seconds / expected[name] for name, seconds in now.items()}
+    slowest = max(now, key=lambda name: now[name])
+    choose = max if _drift(now, expected) > 0 else min
+    stage = choose(ratios, key=lambda name: ratios[name])
+    return Drift(stage, now[stage], expected[stage], slowest)
+
+
+LEAST_GAIN = 0.05
+"""Share of the step that a move has to save."""
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A plan for the devices as they are now.
+
+    Args:
+        plan: The same as before, with other layers.
+        gain: The share of the step that it saves, as predicted.
+        profile: What was measured, scaled to what devices take now; None where nothing was.
+    """
+
+    plan: Plan
+    gain: float
+    profile: Profile | None
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it saves enough for layers to move."""
+        return self.gain >= LEAST_GAIN
+
+
+def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
+    """What each stage takes for a micro-batch by the profile; None where it does not say."""
+    try:
+        plan.check(len(profile.model.layers), profile.workers)
+        candidate = candidate_of(plan, profile)
+    except PlanError:
+        return None
+    found = _stage_seconds(candidate)
+    return found if all(0 < seconds < math.inf for seconds in found.values()) else None
+
+
+def replan(
+    plan: Plan, profile: Profile | None, seconds: Mapping[str, StageSeconds]
+) -> Replanned | None:
+    """The best layers for the plan's stages.
+
+    With a profile, its times are scaled to the present ones, memory is kept to, and steps are
+    simulated. Without one, all layers of a stage are taken for alike and the slowest stage is made
+    as fast as possible; a coordinator without layers gets none then, and one with the last layers
+    keeps them, since their time is not known apart from the head's. A coordinator that is not among
+    ``seconds`` keeps the layers that it has.
+
+    Returns:
+        None where the layers do not fit, by the profile.
+    """
+    if profile is not None:
+        expected = expected_seconds(plan, profile)
+        if expected is not None:
+            return _by_profile(plan, _scaled(profile, expected, seconds), seconds)
+    return _by_seconds(plan, seconds)
+
+
+def _by_profile(
+    plan: Plan, profile: Profile, seconds: Mapping[str, StageSeconds]
+) -> Replanned | None:
+    before = candidate_of(plan, profile)
+    matrices = [
+        before.holder(index).matrix_of(option, before.in_flight)
+        for index, option in enumerate(before.options)
+    ]
+    if COORDINATOR not in seconds:
+        matrices[0] = _only(matrices[0], before.ranges[0])
+    media = before.busy_seconds_of_media
+    split = best_split(before.form.in_layer_order(matrices), max(media.values(), default=0.0))
+    if split is None:
+        return None
+    after = dataclasses.replace(before, ranges=before.form.coordinator_first(split.ranges))
+    gain = 1 - after.step_seconds / before.step_seconds
+    return Replanned(_with_ranges(plan, split.ranges), gain, profile)
+
+
+def _by_seconds(plan: Plan, seconds: Mapping[str, StageSeconds]) -> Replanned | None:
+    stages = with_coordinator(plan)
+    num_layers = stages[-1].layers[1]
+    matrices = [_matrix(stage, seconds.get(stage.worker), num_layers) for stage in stages]
+    split = best_split(matrices)
+    if split is None:
+        return None
+    before = max(float(m[s.layers]) for m, s in zip(matrices, stages, strict=True))
+    gain = 1 - split.bottleneck_seconds / before
+    return Replanned(_with_ranges(plan, split.ranges), gain, None)
+
+
+def _matrix(stage: StagePlan, seconds: StageSeconds | None, num_layers: int) -> Matrix:
+    """The seconds of every stage that its worker may hold."""
+    points = np.arange(num_layers + 1)
+    first, end = points[:, None], points[None, :]
+    present = seconds or StageSeconds(0.0)
+    num_present = len(stage.layer_indices)
+    each = present.layers / max(1, num_present)
+    matrix = np.where(first <= end, present.ends + each * (end - first), np.inf)
+    if not stage.is_local:
+        return np.where(first < end, matrix, np.inf)
+    if present.layers == 0 or num_present == 0:
+        return _only(matrix, stage.layers)
+    is_possible = first == 0 if stage.layers[0] == 0 else end == num_layers
+    return np.where(is_possible, matrix, np.inf)
+
+
+def _only(matrix: Matrix, layers: tuple[int, int]) -> Matrix:
+    kept = np.full_like(matrix, np.inf)
+    kept[layers] = matrix[layers]
+    return kept
+
+
+def _scaled(
+    profile: Profile, expected: Mapping[str, float], seconds: Mapping[str, StageSeconds]
+) -> Profile:
+    factors = {name: stage.total / expected[name] for name, stage in seconds.items()}
+    devices = [_slowed(device, factors.get(device.name, 1.0)) for device in profile.devices]
+    return replace(profile, devices=devices)
+
+
+def _slowed(device: DeviceProfile, factor: float) -> DeviceProfile:
+    timings = [
+        replace(
+            timing,
+            forward_seconds=timing.forward_seconds * factor,
+            backward_seconds=timing.backward_seconds * factor,
+        )
+        for timing in device.timings
+    ]
+    steps = {part: seconds * factor for part, seconds in device.optimizer_seconds.items()}
+    return replace(device, timings=timings, optimizer_seconds=steps)
+
+
+def _stage_seconds(candidate: Candidate) -> dict[str, float]:
+    pipeline = candidate.pipeline
+    times = [stage.forward_seconds + stage.backward_seconds for stage in pipeline.stages]
+    times[0] += pipeline.loss_seconds
+    return dict(zip(candidate.names, times, strict=True))
+
+
+def _with_ranges(plan: Plan, ranges: Sequence[tuple[int, int]]) -> Plan:
+    had_coordinator = any(stage.is_local for stage in plan.stages)
+    stages = [
+        dataclasses.replace(stage, layers=layers)
+        for stage, layers in zip(with_coordinator(plan), ranges, strict=True)
+        if had_coordinator or not stage.is_local or layers[0] < layers[1]
+    ]
+    return dataclasses.replace(plan, stages=stages)

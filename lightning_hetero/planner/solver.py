@@ -1,0 +1,241 @@
+"""The solver: from a profile and wishes to the plan with the shortest predicted step.
+
+What a person asks of the planner: pins, devices left out, memory, and the cut of a batch.
+
+The plan that knows nothing of the devices: the same number of layers for everyone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from ..errors import PlanError
+from ..plan import COORDINATOR, Plan, StagePlan
+from .candidates import Candidate, Costs
+from .feasibility import explain_shortage
+from .profile import Profile
+from .search import Search
+
+UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(MB|GB|MiB|GiB)")
+_SIZES = f"10GiB: a number above 0 and one of {', '.join(UNITS)}, without a space between."
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the plan must keep to.
+
+    Args:
+        pins: Half-open range of layers that a worker, or the coordinator, has to hold.
+        exclude: Workers to leave out.
+        memory_bytes: Memory to reckon with in place of the profile's.
+        batch_size: Samples of a training batch in place of the profile's.
+        micro_batches: Into how many pieces a batch is cut; None to choose.
+    """
+
+    pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    exclude: Collection[str] = ()
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    batch_size: int | None = None
+    micro_batches: int | None = None
+
+
+def parse_pin(text: str) -> tuple[str, tuple[int, int]]:
+    """``WORKER=START:END``; a worker's name may hold colons.
+
+    Raises:
+        PlanError: If it is not that.
+    """
+    match = re.fullmatch(r"(.+)=(\d+):(\d+)", text)
+    if match is None:
+        raise PlanError(
+            f"The pin {text!r} is not WORKER=START:END with whole numbers, such as fast:9999=0:12."
+        )
+    return match[1], (int(match[2]), int(match[3]))
+
+
+def parse_memory(text: str) -> tuple[str, int]:
+    """``WORKER=SIZE``, the size as in ``10GiB``.
+
+    Raises:
+        PlanError: If it is not that.
+    """
+    worker, _, size = text.rpartition("=")
+    match = _SIZE.fullmatch(size)
+    if not worker or match is None or float(match[1]) == 0:
+        raise PlanError(f"The memory {text!r} is not WORKER=SIZE with a size such as {_SIZES}")
+    return worker, int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_size(text: str) -> int:
+    """Bytes, as in ``10GiB``.
+
+    Raises:
+        PlanError: If it is not that.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or float(match[1]) == 0:
+        raise PlanError(f"The memory {text!r} is not a size such as {_SIZES}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def apply(wishes: Wishes, profile: Profile) -> Profile:
+    """The profile as wished: without excluded devices, with other memory and batch size.
+
+    Raises:
+        PlanError: If a wish names what is not there, or wishes contradict each other.
+    """
+    for names, what in (
+        (wishes.pins, "pin"),
+        (wishes.exclude, "exclusion"),
+        (wishes.memory_bytes, "memory"),
+    ):
+        for name in names:
+            if name not in [COORDINATOR, *profile.workers]:
+                raise PlanError(
+                    f"The {what} of {name!r} names none of the profile's devices; they are "
+                    f"{', '.join([COORDINATOR, *profile.workers])}."
+                )
+    _check_exclusions(wishes)
+    _check_pins(wishes.pins, len(profile.model.layers))
+    devices = [
+        replace(device, memory_bytes=wishes.memory_bytes.get(device.name, device.memory_bytes))
+        for device in profile.devices
+        if device.name not in wishes.exclude
+    ]
+    links = [link for link in profile.links if not {link.source, link.target} & set(wishes.exclude)]
+    return replace(profile, devices=devices, links=links, batch_size=_batch_size(wishes, profile))
+
+
+def _batch_size(wishes: Wishes, profile: Profile) -> int:
+    size = profile.batch_size if wishes.batch_size is None else wishes.batch_size
+    if size is None:
+        raise PlanError("The profile names no batch size; give one with --batch-size.")
+    if size < 1:
+        raise PlanError(f"The batch size is {size}; it must be 1 or more.")
+    pieces = wishes.micro_batches
+    if pieces is not None and not 1 <= pieces <= size:
+        raise PlanError(
+            f"A batch of {size} samples cannot be cut into {pieces} micro-batches; "
+            f"ask for 1 to {size}."
+        )
+    return size
+
+
+def _check_exclusions(wishes: Wishes) -> None:
+    if COORDINATOR in wishes.exclude:
+        raise PlanError(
+            "The coordinator cannot be left out: it has the embedding and the head. "
+            f"Pin it to no layers with {COORDINATOR}=0:0."
+        )
+    for name in wishes.exclude:
+        if name in wishes.pins:
+            raise PlanError(f"{name!r} is pinned and excluded; take back one of the two.")
+
+
+def _check_pins(pins: Mapping[str, tuple[int, int]], num_layers: int) -> None:
+    for name, (start, end) in pins.items():
+        is_empty = start == end and name != COORDINATOR
+        if start > end or is_empty or end > num_layers:
+            raise PlanError(
+                f"The pin {name}={start}:{end} is no range of the model's {num_layers} layers; "
+                f"it must keep to 0 <= START < END <= {num_layers}."
+            )
+        if name == COORDINATOR and start > 0 and end < num_layers:
+            raise PlanError(
+                f"The pin {name}={start}:{end} cannot be honoured: the coordinator can only hold "
+                "the first layers or the last ones, so its pin starts at 0 or ends at "
+                f"{num_layers}."
+            )
+    ordered = sorted(pins.items(), key=lambda pin: pin[1])
+    for (name, (_, end)), (other, (start, _)) in zip(ordered, ordered[1:], strict=False):
+        if start < end:
+            raise PlanError(
+                f"The pins of {name!r} and {other!r} overlap: one ends at layer {end}, "
+                f"the other starts at {start}."
+            )
+
+
+MOST_COUNTS = 12
+"""Numbers of micro-batches that are tried."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What was found, and where it was looked for.
+
+    Args:
+        profile: As wished.
+        chosen: The best candidate.
+        search: To ask what other devices would do.
+    """
+
+    profile: Profile
+    chosen: Candidate
+    search: Search
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to deploy."""
+        return self.chosen.plan()
+
+
+def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
+    """Choose devices, their order and layers, micro-batches, recomputation and dtypes.
+
+    Raises:
+        PlanError: If the model does not fit, with what is short and the remedies; or if a wish
+            cannot be granted.
+    """
+    wishes = wishes or Wishes()
+    wished = apply(wishes, profile)
+    costs = Costs(wished, wishes.pins)
+    search = Search(costs, micro_batch_counts(costs.batch_size, wishes.micro_batches))
+    chosen = search.best()
+    if chosen is None:
+        raise explain_shortage(costs, search.micro_batches)
+    return Solution(wished, chosen, search)
+
+
+def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:
+    """Into how many micro-batches a batch may be cut: evenly, unless a person says otherwise.
+
+    Of a number with many divisors, those next to the powers of two.
+    """
+    if wished is not None:
+        return [wished]
+    counts = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+    if len(counts) <= MOST_COUNTS:
+        return counts
+    powers = (2**exponent for exponent in range(batch_size.bit_length()))
+    return sorted({batch_size, *(max(c for c in counts if c <= power) for power in powers)})
+
+
+def even_plan(num_layers: int, workers: Sequence[str]) -> Plan:
+    """Layers in nearly equal shares over the coordinator and the workers.
+
+    The coordinator comes first and has the embedding, the head and the loss besides, so it gets
+    the smaller share where the layers do not divide.
+
+    Raises:
+        PlanError: If there are more workers than layers.
+    """
+    names = [COORDINATOR, *workers]
+    if len(workers) > num_layers:
+        raise PlanError(
+            f"The model has {num_layers} layers, too few for {len(workers)} workers; "
+            f"use {num_layers} workers or fewer."
+        )
+    quotient, remainder = divmod(num_layers, len(names))
+    first_longer = len(names) - remainder
+    stages, start = [], 0
+    for index, name in enumerate(names):
+        end = start + quotient + (index >= first_longer)
+        stages.append(StagePlan([name], (start, end)))
+        start = end
+    return Plan(stages)

@@ -1,0 +1,369 @@
+"""The verdict on a plan before anything is deployed: the numbers, and what to say about them.
+
+What to tell a person about a plan: what does not fit, whom to leave out, who was left out.
+
+The verdict as a table and sentences, for a terminal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..plan import COORDINATOR, Dtype
+from ..units import in_bytes, in_percent
+from .candidates import Candidate
+from .feasibility import shortages
+from .profile import HEAD
+from .search import LEAST_GAIN, Search, speeds_of
+from .simulation import Speed, least_bottleneck
+from .solver import Solution
+
+MOST_TRIED = 8
+"""Devices that are tried with and without, for each is a search of its own."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to say.
+
+    Args:
+        kind: What it is about.
+        worker: Whom it concerns.
+        text: A sentence.
+    """
+
+    kind: Literal["does not fit", "leave out", "left out", "slow link"]
+    worker: str
+    text: str
+
+
+def advise(candidate: Candidate, search: Search) -> list[Advice]:
+    """All that is worth saying, the gravest first."""
+    unfit = [Advice("does not fit", short.name, short.text) for short in shortages(candidate)]
+    if unfit:
+        return unfit
+    return [
+        *_better_without(candidate, search),
+        *_left_out(candidate, search),
+        *_slow_links(candidate),
+    ]
+
+
+def _better_without(candidate: Candidate, search: Search) -> Iterator[Advice]:
+    spans = zip(candidate.names, candidate.ranges, strict=True)
+    num_layers = {name: end - first for name, (first, end) in spans}
+    few_layers_first = sorted(candidate.workers, key=lambda name: num_layers[name])
+    for name in search.one_of_each(few_layers_first)[:MOST_TRIED]:
+        others = [other for other in candidate.workers if other != name]
+        without = search.best_with(others, below=candidate.step_seconds)
+        if without is not None:
+            longer = in_percent(candidate.step_seconds / without.step_seconds - 1)
+            text = f"leave `{name}` out: with it a step takes {longer} longer."
+            yield Advice("leave out", name, text)
+
+
+def _left_out(candidate: Candidate, search: Search) -> Iterator[Advice]:
+    spare = [name for name in candidate.costs.profile.workers if name not in candidate.workers]
+    kinds = search.one_of_each(spare)
+    for name in kinds[:MOST_TRIED]:
+        alike = sum(search.are_alike(name, other) for other in spare) - 1
+        who = f"`{name}` and {alike} like it are" if alike else f"`{name}` is"
+        reason = _why_left_out(candidate, search, name)
+        yield Advice("left out", name, f"{who} left out: {reason}")
+    if len(kinds) > MOST_TRIED:
+        others = ", ".join(f"`{name}`" for name in kinds[MOST_TRIED:])
+        text = f"left out like them, though not tried one by one: {others}."
+        yield Advice("left out", kinds[MOST_TRIED], text)
+
+
+def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:
+    holder = candidate.costs.holder(name, candidate.size)
+    if holder.speed.most_layers == 0:
+        known = {timing.part for timing in holder.device.timings}
+        if known.isdisjoint(candidate.costs.profile.model.kinds):
+            return "it was measured with none of the model's layers."
+        return f"not one layer fits there with {candidate.size} samples in a micro-batch."
+    beside = search.best_with([*candidate.workers, name])
+    if beside is None:
+        return "no order has layers for it too."
+    change = beside.step_seconds / candidate.step_seconds - 1
+    if change >= 0:
+        return f"with it a step would take {in_percent(change)} longer."
+    return (
+        f"with it a step would take only {in_percent(-change)} less; "
+        f"below {in_percent(LEAST_GAIN)} a device is not worth its risk of drifting or failing."
+    )
+
+
+def _slow_links(candidate: Candidate) -> Iterator[Advice]:
+    busy = candidate.busy_seconds_of_media
+    for medium, seconds in busy.items():
+        if seconds > candidate.bottleneck_seconds:
+            more = in_percent(seconds / candidate.bottleneck_seconds - 1)
+            text = (
+                f"the link {medium} is the bottleneck: a micro-batch takes it {more} longer than "
+                "the slowest stage; a faster link would help, other layers would not."
+            )
+            yield Advice("slow link", COORDINATOR, text)
+
+
+@dataclass(frozen=True)
+class StageVerdict:
+    """One stage of the plan.
+
+    Args:
+        worker: Who holds it.
+        device: What that is.
+        layers: Half-open range.
+        dtype: What it multiplies in.
+        recompute: As in the plan.
+        needed_bytes: The memory that it needs.
+        available_bytes: The memory that there is, the share kept free included.
+        forward_seconds: One micro-batch; of who has the embedding with that.
+        backward_seconds: The same; of the coordinator with the head and the loss.
+        link_seconds: How long its activation and its gradient of one micro-batch travel.
+        busy_share: How much of the step it computes.
+        embedding: Whether it is a worker that has the embedding.
+    """
+
+    worker: str
+    device: str
+    layers: tuple[int, int]
+    dtype: Dtype
+    recompute: bool
+    needed_bytes: float
+    available_bytes: float
+    forward_seconds: float
+    backward_seconds: float
+    link_seconds: float
+    busy_share: float
+    embedding: bool = False
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Tokens per second that cannot be beaten, and by what."""
+
+    name: str
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a plan would do.
+
+    Args:
+        stages: In the order of the layers.
+        micro_batches: As in the plan.
+        micro_batch_size: Samples in the largest.
+        in_flight: As in the plan.
+        step_seconds: A training batch, the optimizer's step included.
+        tokens_per_second: From that.
+        bubble: The idle share of all stages' time.
+        bounds: What no plan can beat, the first one for any plan on these devices.
+        best_single: Tokens per second of the device that is fastest with all layers on it, and its
+            name; None where no device holds them.
+        advice: What to say.
+        assumed_links: How many hops rest on an assumed link.
+    """
+
+    stages: Sequence[StageVerdict]
+    micro_batches: int
+    micro_batch_size: int
+    in_flight: int
+    step_seconds: float
+    tokens_per_second: float
+    bubble: float
+    bounds: Sequence[Bound]
+    best_single: tuple[str, float] | None
+    advice: Sequence[Advice]
+    assumed_links: int
+
+    @property
+    def achieved(self) -> float:
+        """The share of the first bound, if there is one."""
+        return self.tokens_per_second / self.bounds[0].tokens_per_second if self.bounds else 1.0
+
+
+def judge(solution: Solution) -> Verdict:
+    """The verdict on what the solver chose."""
+    return judge_candidate(solution.chosen, solution.search)
+
+
+def judge_candidate(candidate: Candidate, search: Search) -> Verdict:
+    """The verdict on any candidate, that of an edited plan for one.
+
+    Args:
+        candidate: What to judge.
+        search: Over the same profile, to compare with.
+    """
+    tokens = _tokens(candidate)
+    single = _best_single(candidate, search)
+    stages = [_stage(candidate, index) for index in range(len(candidate.names))]
+    return Verdict(
+        stages=candidate.form.in_layer_order(stages),
+        micro_batches=candidate.micro_batches,
+        micro_batch_size=candidate.size,
+        in_flight=candidate.in_flight,
+        step_seconds=candidate.step_seconds,
+        tokens_per_second=_rate(tokens, candidate),
+        bubble=candidate.simulation.bubble,
+        bounds=_bounds(candidate, search),
+        best_single=None if single is None else (single.names[-1], _rate(tokens, single)),
+        advice=advise(candidate, search),
+        assumed_links=_assumed_links(candidate),
+    )
+
+
+def _tokens(candidate: Candidate) -> int:
+    return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
+
+
+def _rate(tokens: int, candidate: Candidate) -> float:
+    seconds = candidate.step_seconds
+    return tokens / seconds if seconds > 0 else math.inf
+
+
+def _stage(candidate: Candidate, index: int) -> StageVerdict:
+    pipeline, option = candidate.pipeline, candidate.options[index]
+    holder = candidate.holder(index)
+    forward, backward = candidate.layer_seconds(index)
+    before = holder.before_layers
+    hops = [pipeline.forward_hops[index], pipeline.backward_hops[index]]
+    travel = 0.0 if pipeline.is_alone else sum(h.busy_seconds + h.latency_seconds for h in hops)
+    device = candidate.costs.profile.device(candidate.names[index])
+    return StageVerdict(
+        worker=device.name,
+        device=device.device,
+        layers=candidate.ranges[index],
+        dtype=option.dtype,
+        recompute=option.recompute,
+        needed_bytes=float(candidate.need(index).total),
+        available_bytes=device.memory_bytes,
+        forward_seconds=forward + before.forward_seconds,
+        backward_seconds=backward + before.backward_seconds + holder.end_seconds(HEAD),
+        link_seconds=travel,
+        busy_share=candidate.simulation.busy_shares[index],
+        embedding=candidate.has_embedding(index),
+    )
+
+
+def _bounds(candidate: Candidate, search: Search) -> list[Bound]:
+    tokens = _tokens(candidate)
+    shortest = {
+        "the devices' speeds": _least_step(candidate, search, with_memory=False),
+        "with their memory": _least_step(candidate, search, with_memory=True),
+        "this plan's fill and drain": candidate.least_seconds,
+    }
+    media = candidate.busy_seconds_of_media
+    if media:
+        slowest = max(media, key=lambda medium: media[medium])
+        shortest[f"the link {slowest}"] = media[slowest] * candidate.micro_batches
+    return [Bound(name, tokens / seconds) for name, seconds in shortest.items() if seconds > 0]
+
+
+def _least_step(candidate: Candidate, search: Search, with_memory: bool) -> float:
+    """The step at the sum of all devices' speeds, at the best number of micro-batches."""
+    costs = candidate.costs
+    layers = len(costs.profile.model.layers)
+    steps = []
+    for pieces in {*search.micro_batches, candidate.micro_batches}:
+        speeds = speeds_of(costs, costs.profile.workers, pieces)
+        if not with_memory:
+            speeds = [Speed(s.layer_seconds, s.fixed_seconds) for s in speeds]
+        steps.append(pieces * least_bottleneck(speeds, layers))
+    return min(steps)
+
+
+def _best_single(candidate: Candidate, search: Search) -> Candidate | None:
+    found = [search.best_alone(name) for name in (COORDINATOR, *search.one_of_each())]
+    return min(
+        (single for single in found if single is not None),
+        key=lambda single: single.step_seconds,
+        default=None,
+    )
+
+
+def _assumed_links(candidate: Candidate) -> int:
+    names = candidate.names
+    if len(names) == 1:
+        return 0
+    known = {(link.source, link.target) for link in candidate.costs.profile.links}
+    hops = set(zip(names, [*names[1:], names[0]], strict=True))
+    return len({*hops, *((target, source) for source, target in hops)} - known)
+
+
+COLUMNS = ("worker", "device", "layers", "dtype", "memory", "forward", "backward", "link", "busy")
+
+
+def render(verdict: Verdict) -> RenderableType:
+    """Everything that a person should see before the plan is deployed."""
+    table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
+    for stage in verdict.stages:
+        table.add_row(*(Text(cell) for cell in _cells(stage)))
+    return Group(table, *(Text(line) for line in sentences(verdict)))
+
+
+def sentences(verdict: Verdict) -> list[str]:
+    """What stands below the table."""
+    lines = [
+        f"{verdict.micro_batches} micro-batches of {verdict.micro_batch_size}, at most "
+        f"{verdict.in_flight} in flight: a step of {_in_milliseconds(verdict.step_seconds)}, "
+        f"{_rate_text(verdict.tokens_per_second)}, bubble {in_percent(verdict.bubble)}",
+    ]
+    lines += [
+        f"{stage.worker} has the input embedding: token ids go there, and no gradient comes back"
+        for stage in verdict.stages
+        if stage.embedding
+    ]
+    lines += [
+        f"bound by {bound.name}: {_rate_text(bound.tokens_per_second)}, of which this plan reaches "
+        f"{in_percent(verdict.tokens_per_second / bound.tokens_per_second)}"
+        for bound in verdict.bounds
+    ]
+    lines.append(_single(verdict))
+    if verdict.assumed_links:
+        lines.append(
+            f"{verdict.assumed_links} of the links were not measured; their speed is assumed."
+        )
+    return [*lines, *(advice.text for advice in verdict.advice)]
+
+
+def _single(verdict: Verdict) -> str:
+    if verdict.best_single is None:
+        return "no single device holds all layers"
+    name, speed = verdict.best_single
+    times = verdict.tokens_per_second / speed
+    return f"best single device: {name}, {_rate_text(speed)}; this plan is {times:.2f} x that"
+
+
+def _cells(stage: StageVerdict) -> list[str]:
+    first, end = stage.layers
+    return [
+        stage.worker,
+        stage.device,
+        f"{first}:{end} ({end - first})",
+        stage.dtype + (" recompute" if stage.recompute else ""),
+        f"{in_bytes(stage.needed_bytes)} of {in_bytes(stage.available_bytes)}",
+        _in_milliseconds(stage.forward_seconds),
+        _in_milliseconds(stage.backward_seconds),
+        _in_milliseconds(stage.link_seconds),
+        in_percent(stage.busy_share),
+    ]
+
+
+def _in_milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.1 else f"{1000 * seconds:.0f} ms"
+
+
+def _rate_text(tokens_per_second: float) -> str:
+    digits = 0 if tokens_per_second >= 100 else 2
+    return f"{tokens_per_second:,.{digits}f} tokens/s"

@@ -1,0 +1,295 @@
+"""Costs between measured sizes, and the dtypes that a stage may have.
+
+Seconds and bytes of stages, against sums done by hand.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_hetero.plan import COORDINATOR
+from lightning_hetero.planner.candidates import Costs
+from lightning_hetero.planner.costs import KEPT_FREE, Cost, Holder, allowed_dtypes, cost_at
+from lightning_hetero.planner.profile import (
+    EMBEDDING,
+    HEAD,
+    VERSION,
+    DeviceProfile,
+    ModelProfile,
+    Part,
+    Profile,
+    Timing,
+)
+from lightning_hetero.planner.roles import Form
+
+from .profiles import coordinator, device, ends, model, timing
+
+
+def measured(*timings: Timing, **others: object) -> DeviceProfile:
+    return device("w", 0, 0, timings=list(timings), **others)
+
+
+TWO_SIZES = measured(
+    timing("layer", 1, 10, size=2, saved_bytes=100, peak_bytes=1000),
+    timing("layer", 3, 20, size=4, saved_bytes=200, peak_bytes=1600),
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1, Cost(1, 10, 100, 1000)),
+        (2, Cost(1, 10, 100, 1000)),
+        (3, Cost(2, 15, 150, 1300)),
+        (4, Cost(3, 20, 200, 1600)),
+        (6, Cost(5, 30, 300, 2200)),
+    ],
+)
+def test_costs_go_straight_between_sizes_and_on_above_them(size: int, expected: Cost) -> None:
+    assert cost_at(TWO_SIZES, "layer", "float32", False, size) == expected
+
+
+def test_one_size_is_taken_in_proportion_above_and_as_it_is_below() -> None:
+    one = measured(timing("layer", 1, 2, size=4, saved_bytes=8))
+    assert cost_at(one, "layer", "float32", False, 8) == Cost(2, 4, 16, 0)
+    assert cost_at(one, "layer", "float32", False, 1) == Cost(1, 2, 8, 0)
+
+
+def test_what_falls_with_size_never_falls_below_nothing() -> None:
+    odd = measured(timing("layer", 3, 3, size=1), timing("layer", 1, 1, size=2))
+    assert cost_at(odd, "layer", "float32", False, 8) == Cost(0, 0, 0, 0)
+
+
+def test_recomputation_is_the_measured_one_or_a_forward_more() -> None:
+    derived = cost_at(TWO_SIZES, "layer", "float32", True, 2)
+    assert derived == Cost(1, 11, 100, 1000)
+    again = timing("layer", 1, 10.5, size=2, recompute=True)
+    own = measured(*TWO_SIZES.timings, again)
+    assert cost_at(own, "layer", "float32", True, 2) == Cost(1, 10.5, 0, 0)
+
+
+def test_above_the_largest_that_fits_and_for_the_unmeasured_there_is_no_cost() -> None:
+    small = measured(*TWO_SIZES.timings, largest_micro_batch=3)
+    assert cost_at(small, "layer", "float32", False, 4) is None
+    assert cost_at(small, "layer", "float32", True, 4) is None
+    assert cost_at(small, "layer", "float32", False, 3) is not None
+    assert cost_at(small, "other", "float32", False, 1) is None
+    assert cost_at(small, "layer", "float16", False, 1) is None
+
+
+def in_dtypes(**seconds: float) -> DeviceProfile:
+    return measured(*(timing("layer", each, 0, dtype=dtype) for dtype, each in seconds.items()))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seconds", "expected"),
+    [
+        ("float16", {"float16": 3, "float32": 5}, ["float16"]),
+        ("float16", {"float16": 5, "float32": 3}, ["float16", "float32"]),
+        ("float32", {"float16": 1, "float32": 3}, ["float32"]),
+        ("bfloat16", {"float16": 1, "float32": 3}, ["float16"]),
+        ("bfloat16", {"float16": 4, "float32": 3}, ["float32"]),
+        ("bfloat16", {"float16": 1, "bfloat16": 3}, ["bfloat16"]),
+        ("bfloat16", {}, []),
+    ],
+)
+def test_which_dtypes_a_stage_may_have(
+    wanted: str, seconds: dict[str, float], expected: list[str]
+) -> None:
+    assert allowed_dtypes(in_dtypes(**seconds), model(1, dtype=wanted), 1) == expected
+
+
+def test_the_coordinator_keeps_to_the_users_precision() -> None:
+    own = coordinator([*ends(), timing("layer", 1, 1), timing("layer", 5, 5, dtype="float16")])
+    assert allowed_dtypes(own, model(1, dtype="float16"), 1) == ["float16"]
+    assert allowed_dtypes(own, model(1, dtype="bfloat16"), 1) == []
+
+
+def test_a_dtype_in_which_a_kind_is_missing_is_not_faster() -> None:
+    half = measured(
+        timing("dense", 5, 5, dtype="float16"),
+        timing("moe", 5, 5, dtype="float16"),
+        timing("dense", 1, 1),
+    )
+    assert allowed_dtypes(half, model(["dense", "moe"], dtype="float16"), 1) == ["float16"]
+
+
+LAYERS = ["dense", "moe", "dense"]
+
+
+def mixed_model(**others: object) -> ModelProfile:
+    parts = [
+        Part(EMBEDDING, 1000, 10, 20, 40),
+        Part(HEAD, 2000, 5, 10, 20),
+        Part("dense", 100, 25, 50, 200, {"float16": 60}),
+        Part("moe", 400, 0, 0, 0),
+    ]
+    given = {"activation_bytes_per_sample": 3, "gradient_bytes_per_sample": 2, "parts": parts}
+    return model(LAYERS, **(given | others))
+
+
+TIMINGS = [
+    timing("dense", 1, 2, saved_bytes=10, peak_bytes=15),
+    timing("moe", 4, 8, saved_bytes=20, peak_bytes=50),
+]
+
+
+def holder(memory_bytes: int = 2**30, **others: object) -> Holder:
+    worker = device("w", 0, 0, timings=TIMINGS, memory_bytes=memory_bytes, base_bytes=7, **others)
+    return Holder(worker, mixed_model(), size=1)
+
+
+def in_role(form: Form, index: int, own: DeviceProfile, **model: object) -> Holder:
+    """The coordinator at index 0 of a form, or else the worker."""
+    worker = device("w", 0, 0, timings=TIMINGS, base_bytes=7)
+    both = Profile(VERSION, mixed_model(**model), [own, worker])
+    return Costs(both, {}).holder(COORDINATOR if index == 0 else "w", 1, form.role(index))
+
+
+def test_a_stage_takes_the_sum_of_its_layers() -> None:
+    seconds = holder().matrix(in_flight=1)
+    assert [seconds[0, 1], seconds[0, 2], seconds[0, 3], seconds[1, 2]] == [3, 15, 18, 12]
+    assert np.isinf(seconds[1, 1])
+    assert np.isinf(seconds[2, 1])
+
+
+def test_what_a_stage_without_recomputation_needs() -> None:
+    here = holder()
+    need = here.need(here.option("float32", False), 0, 2, in_flight=4)
+    assert (need.base, need.weights, need.gradients, need.optimizer) == (7, 500, 50, 200)
+    assert need.in_flight == 4 * (10 + 20 + 3)
+    assert need.working == (50 - 20) + 2 * (3 + 2)
+    assert need.total == 7 + 500 + 50 + 200 + 132 + 40
+
+
+def test_what_a_stage_with_recomputation_needs() -> None:
+    here = holder()
+    need = here.need(here.option("float32", True), 0, 2, in_flight=4)
+    # Inputs and outputs wait; one micro-batch's graph is made anew at a time.
+    assert need.in_flight == 4 * (3 + 3)
+    assert need.working == (50 - 20) + (10 + 20) + 2 * (3 + 2)
+
+
+def test_a_stages_own_dtype_may_store_weights_otherwise() -> None:
+    timings = [timing("dense", 1, 2, dtype="float16")]
+    here = Holder(device("w", 0, 0, timings=timings), mixed_model(dtype="bfloat16"), size=1)
+    assert [option.dtype for option in here.options] == ["float16", "float16"]
+    assert here.need(here.options[0], 0, 1, in_flight=1).weights == 60
+
+
+def test_a_kind_that_was_not_measured_cannot_be_there() -> None:
+    worker = device("w", 0, 0, timings=TIMINGS[:1])
+    seconds = Holder(worker, mixed_model(), size=1).matrix(in_flight=1)
+    assert seconds[0, 1] == 3
+    assert np.isinf(seconds[0, 2])
+    assert Holder(device("w", 0, 0, timings=[]), mixed_model(), 1).speed.most_layers == 0
+
+
+def test_the_coordinator_has_its_ends_besides() -> None:
+    here = in_role(Form.FIRST, 0, ends_with(*TIMINGS), tied_gradient_bytes=30)
+    seconds = here.matrix(in_flight=1)
+    assert [seconds[0, 0], seconds[0, 1]] == [33, 36]
+    assert np.isinf(seconds[1, 2])
+    need = here.need(here.option("float32", False), 0, 1, in_flight=2)
+    assert (need.weights, need.gradients, need.optimizer) == (3100, 80, 260)
+    assert need.in_flight == 2 * (10 + 2 * 3 + 5 + 30)
+    assert need.working == 900 + 2 * (3 + 2)
+
+
+def test_the_coordinator_recomputes_layer_by_layer() -> None:
+    timings = [timing(EMBEDDING, 1, 2), timing(HEAD, 1, 2), *TIMINGS]
+    here = in_role(Form.FIRST, 0, coordinator(timings))
+    need = here.need(here.option("float32", True), 0, 3, in_flight=2)
+    assert need.in_flight == 2 * (3 * 3 + 2 * 3)
+    assert need.working == 50 + 2 * (3 + 2)
+
+
+def ends_with(*others: Timing) -> DeviceProfile:
+    return coordinator(
+        [
+            timing(EMBEDDING, 1, 2, saved_bytes=5, peak_bytes=6),
+            timing(HEAD, 10, 20, saved_bytes=500, peak_bytes=900),
+            *others,
+        ],
+        optimizer_seconds={EMBEDDING: 4, HEAD: 2},
+    )
+
+
+def test_a_coordinator_that_is_last_has_the_graph_of_one_micro_batch() -> None:
+    here = in_role(Form.LAST, 0, ends_with(*TIMINGS), tied_gradient_bytes=30)
+    seconds = here.matrix(in_flight=1)
+    assert [seconds[3, 3], seconds[2, 3], seconds[1, 3]] == [33, 36, 48]
+    assert np.isinf([seconds[0, 0], seconds[0, 1], seconds[1, 2]]).all()
+    need = here.need(here.option("float32", False), 1, 3, in_flight=7)
+    assert (need.weights, need.gradients) == (1000 + 2000 + 400 + 100, 20 + 10 + 50)
+    # The embedding's output and what comes back wait; the two layers' graph is there once.
+    assert need.in_flight == 7 * (2 * 3 + 5 + 30)
+    assert need.working == (20 + 10) + 900 + 2 * (3 + 2)
+    again = here.need(here.option("float32", True), 1, 3, in_flight=7)
+    assert again.working == 2 * 3 + 900 + 2 * (3 + 2)
+
+
+def test_in_a_line_the_coordinator_has_no_embedding() -> None:
+    here = in_role(Form.LINE, 0, ends_with(*TIMINGS))
+    # The forward before the layers is all but the embedding's.
+    assert here.matrix(in_flight=1)[2, 3] == 34
+    need = here.need(here.option("float32", False), 2, 3, in_flight=7)
+    assert (need.weights, need.gradients, need.optimizer) == (2100, 60, 220)
+    # What comes back waits; nothing that was sent does, and there is one boundary.
+    assert need.in_flight == 7 * 3
+    assert need.working == 10 + 900 + (3 + 2)
+
+
+def test_in_a_line_the_first_worker_has_the_embedding() -> None:
+    # It is half as fast as the coordinator, so it takes twice as long for the backward.
+    halved = [timing("dense", 0.5, 1), timing("moe", 2, 4)]
+    there = in_role(Form.LINE, 1, ends_with(*halved))
+    assert [there.matrix(1)[0, 1], there.matrix(1)[0, 3]] == [3 + 4, 18 + 4]
+    assert np.isinf(there.matrix(1)[1, 2])
+    assert there.ends[EMBEDDING].optimizer_seconds == 8
+    need = there.need(there.option("float32", False), 0, 1, in_flight=7)
+    assert (need.weights, need.gradients, need.optimizer) == (1100, 70, 240)
+    assert need.in_flight == 7 * (10 + 3 + 5)
+    assert need.working == 6 + (3 + 2)
+    again = there.need(there.option("float32", True), 0, 1, in_flight=7)
+    assert again.in_flight == 7 * 3
+
+
+def test_an_embedding_is_not_held_in_another_dtype() -> None:
+    own = ends_with(timing("dense", 1, 2, dtype="float16"))
+    half = device("w", 0, 0, timings=[timing("dense", 1, 2, dtype="float16")])
+    costs = Costs(Profile(VERSION, mixed_model(), [own, half]), {})
+    assert costs.holder("w", 1).speed.most_layers == 1
+    assert costs.holder("w", 1, Form.LINE.role(1)).speed.most_layers == 0
+
+
+def test_recomputation_is_taken_where_memory_asks_for_it() -> None:
+    plain = holder()
+    most = float(plain.need(plain.option("float32", False), 0, 3, in_flight=9).total)
+    roomy, tight = int(most / (1 - KEPT_FREE)) + 1, int((most - 1) / (1 - KEPT_FREE))
+    assert not holder(roomy).option_for(0, 3, in_flight=9).recompute
+    assert holder(tight).option_for(0, 3, in_flight=9).recompute
+    assert holder(tight).matrix(9)[0, 3] == 18 + 6
+    assert holder(roomy).matrix(9)[0, 3] == 18
+
+
+def test_more_in_flight_leaves_room_for_fewer_layers() -> None:
+    def most_layers(in_flight: int) -> int:
+        seconds = holder(900).matrix(in_flight)
+        return max(end for end in range(4) if np.isfinite(seconds[0, end]) or end == 0)
+
+    counts = [most_layers(in_flight) for in_flight in (1, 8, 40)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1]
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_one_stage_and_all_stages_are_reckoned_alike(in_flight: int) -> None:
+    here, points = holder(), np.arange(4)
+    for option in here.options:
+        every = here.need(option, points[:, None], points[None, :], in_flight).total
+        for first in range(4):
+            for end in range(first + 1, 4):
+                single = here.need(option, first, end, in_flight).total
+                assert np.asarray(every)[first, end] == single

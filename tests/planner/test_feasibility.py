@@ -1,0 +1,137 @@
+"""A plan that a person edited: every fault in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.planner.candidates import Candidate
+from lightning_hetero.planner.feasibility import candidate_of, check_plan
+from lightning_hetero.planner.profile import EMBEDDING, HEAD, Part, Profile
+from lightning_hetero.planner.roles import Form
+from lightning_hetero.planner.simulation import Hop
+from lightning_hetero.planner.solver import solve
+
+from .profiles import GIB, coordinator, device, ends, profile, timing
+
+
+def cluster(batch_size: int | None = 8) -> Profile:
+    parts = [Part(EMBEDDING, 0), Part(HEAD, 0), Part("layer", GIB)]
+    own = coordinator([*ends(), timing("layer", 1, 1)], memory_bytes=8 * GIB)
+    workers = [
+        device("laptop", 1, 1, memory_bytes=int(2.5 * GIB)),
+        device("tower", 1, 1, memory_bytes=8 * GIB),
+    ]
+    return profile(6, workers, own, (), {"parts": parts}, batch_size=batch_size)
+
+
+def plan(*stages: tuple[str, int, int], **others: int) -> Plan:
+    return Plan([StagePlan([name], (first, end)) for name, first, end in stages], **others)
+
+
+def test_what_the_solver_makes_has_no_fault() -> None:
+    assert check_plan(solve(cluster()).plan, cluster()) == []
+
+
+def test_a_plan_without_the_coordinator_is_checked_with_its_ends() -> None:
+    edited = plan(("tower", 0, 5), ("laptop", 5, 6))
+    assert check_plan(edited, cluster()) == []
+    assert candidate_of(edited, cluster()).names == ["coordinator", "tower", "laptop"]
+
+
+def test_a_plan_is_taken_in_its_form() -> None:
+    line = Plan([StagePlan(["tower"], (0, 4), embedding=True), StagePlan(["coordinator"], (4, 6))])
+    candidate = candidate_of(line, cluster())
+    assert (candidate.form, candidate.names) == (Form.LINE, ["coordinator", "tower"])
+    assert candidate.ranges == [(4, 6), (0, 4)]
+    assert candidate.plan().stages == line.stages
+    alone = Plan([StagePlan(["tower"], (0, 6), embedding=True)])
+    assert candidate_of(alone, cluster()).ranges == [(6, 6), (0, 6)]
+    assert candidate_of(alone, cluster()).plan().stages == alone.stages
+    last = plan(("tower", 0, 5), ("coordinator", 5, 6))
+    assert candidate_of(last, cluster()).form is Form.LAST
+    assert candidate_of(plan(("coordinator", 0, 6)), cluster()).form is Form.FIRST
+
+
+@pytest.mark.parametrize(
+    ("edited", "expected"),
+    [
+        (plan(("tower", 0, 5)), "The plan covers 5 layers and the model has 6"),
+        (plan(("towr", 0, 6)), "'towr', which is none of the workers ['laptop', 'tower']"),
+        (plan(("tower", 0, 6), micro_batches=9), "cannot be cut into 9 micro-batches"),
+        (
+            plan(("laptop", 0, 4), ("tower", 4, 6)),
+            "does not fit: `laptop` is 1.6 GiB short; move 2 layers.",
+        ),
+        (
+            Plan([StagePlan(["tower"], (0, 6), dtype="float16")]),
+            "`tower` was not measured with these layers, this dtype",
+        ),
+    ],
+)
+def test_a_fault_is_said(edited: Plan, expected: str) -> None:
+    (fault,) = check_plan(edited, cluster())
+    assert expected in fault
+
+
+def test_of_the_last_layers_the_first_ones_have_to_move() -> None:
+    kinds, small = ["layer"] * 5 + ["large"], cluster()
+    parts = [*small.model.parts, Part("large", 2 * GIB)]
+    own = coordinator([*ends(), timing("layer", 1, 1), timing("large", 1, 1)], memory_bytes=4 * GIB)
+    given = profile(kinds, small.devices[1:], own, (), {"parts": parts}, batch_size=8)
+    (fault,) = check_plan(plan(("tower", 0, 2), ("coordinator", 2, 6)), given)
+    # Of 5 GiB 3.8 fit; of the last layers one would have been enough.
+    assert fault == "does not fit: `coordinator` is 1.2 GiB short; move 2 layers."
+
+
+def test_every_stage_that_does_not_fit_is_named() -> None:
+    small = cluster()
+    faults = check_plan(plan(("laptop", 0, 3), ("tower", 3, 6)), small)
+    assert len(faults) == 1
+    tight = profile(
+        6,
+        [device(name, 1, 1, memory_bytes=GIB) for name in ("laptop", "tower")],
+        model_options={"parts": small.model.parts},
+        batch_size=8,
+    )
+    assert len(check_plan(plan(("laptop", 0, 3), ("tower", 3, 6)), tight)) == 2
+
+
+def test_without_a_batch_size_there_is_nothing_to_reckon_with() -> None:
+    (fault,) = check_plan(plan(("tower", 0, 6)), cluster(batch_size=None))
+    assert "names no batch size" in fault
+
+
+def test_the_plan_is_simulated_as_it_is_written() -> None:
+    edited = plan(("coordinator", 0, 3), ("tower", 3, 6), micro_batches=4, in_flight=9)
+    candidate = candidate_of(edited, cluster())
+    assert candidate.plan().stages == edited.stages
+    assert (candidate.size, candidate.in_flight) == (2, 4)
+    assert candidate.step_seconds >= 4 * 3 * 4
+
+
+def test_what_is_rounded_on_its_way_takes_less_of_the_links() -> None:
+    model = {"activation_bytes_per_sample": 6400, "gradient_bytes_per_sample": 3200}
+    slow = profile(
+        6, [device("tower", 1, 1), device("laptop", 1, 1)], None, (), model, batch_size=8
+    )
+    edited = Plan(
+        [
+            StagePlan(["coordinator"], (0, 2), activation_dtype="float16"),
+            StagePlan(["tower"], (2, 4)),
+            StagePlan(["laptop"], (4, 6), gradient_dtype="int8"),
+        ],
+    )
+    whole = dataclasses.replace(candidate_of(edited, slow), narrowings=())
+
+    def shares(hops: Callable[[Candidate], list[Hop]]) -> list[float]:
+        pairs = zip(hops(candidate_of(edited, slow)), hops(whole), strict=True)
+        return [narrow.busy_seconds / wide.busy_seconds for narrow, wide in pairs]
+
+    # Leaving the coordinator, the tower, the laptop.
+    assert shares(lambda found: found.pipeline.forward_hops) == pytest.approx([0.5, 1, 0.5])
+    int8 = 17 / 64
+    assert shares(lambda found: found.pipeline.backward_hops) == pytest.approx([int8, 1, int8])

@@ -1,0 +1,36 @@
+"""The planner needs no torch and no Lightning, and of what is run only the rule."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning_hetero
+
+SCRIPT = """
+import sys, types
+from importlib import import_module
+# The package without its __init__, which registers the strategy with Lightning.
+bare = types.ModuleType("lightning_hetero")
+bare.__path__ = [sys.argv[1]]
+sys.modules["lightning_hetero"] = bare
+for name in sys.argv[2:]:
+    import_module(f"lightning_hetero.planner.{name}")
+print(*sorted({"torch", "lightning", "transformers"} & set(sys.modules)))
+print(*sorted(name for name in sys.modules if name.startswith("lightning_hetero.")))
+"""
+
+
+def test_what_all_of_the_planner_imports() -> None:
+    package = Path(lightning_hetero.__file__).parent
+    names = sorted(path.stem for path in (package / "planner").glob("*.py"))
+    names.remove("__init__")
+    assert "solver" in names
+    command = [sys.executable, "-c", SCRIPT, str(package), *names]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    foreign, own = ran.stdout.splitlines()
+    assert foreign == ""
+    parts = {name.removeprefix("lightning_hetero.") for name in own.split()}
+    others = {part for part in parts if part.split(".")[0] != "planner"}
+    assert others == {"errors", "plan", "units", "pipeline", "pipeline.rule"}

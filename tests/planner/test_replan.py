@@ -1,0 +1,265 @@
+"""Re-planning: the same devices in the same order, and other layers.
+
+The watcher: notices what lasts, and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
+from lightning_hetero.planner.profile import Profile
+from lightning_hetero.planner.replan import (
+    SUSTAINED,
+    WARM_UP,
+    WINDOW,
+    Drift,
+    Replanned,
+    StageSeconds,
+    Watcher,
+    expected_seconds,
+    replan,
+)
+from lightning_hetero.planner.replan import StageSeconds as S
+
+from .profiles import coordinator, device, ends, profile, timing
+
+
+def plan_of(*shares: int, with_coordinator: bool = True) -> Plan:
+    names = [COORDINATOR, "a", "b"] if with_coordinator else ["a", "b"]
+    stages, first = [], 0
+    for name, count in zip(names, shares, strict=True):
+        stages.append(StagePlan([name], (first, first + count), recompute=name == "b"))
+        first += count
+    return Plan(stages, micro_batches=4, in_flight=3)
+
+
+def shares(found: Replanned | None) -> list[int]:
+    assert found is not None
+    return [len(stage.layer_indices) for stage in found.plan.stages]
+
+
+def seconds(**stages: float) -> dict[str, StageSeconds]:
+    return {name: StageSeconds(value) for name, value in stages.items()}
+
+
+def test_without_a_profile_the_layers_follow_the_seconds() -> None:
+    times = {COORDINATOR: StageSeconds(1.0, 2.0), **seconds(a=4, b=16)}
+    found = replan(plan_of(2, 4, 4), None, times)
+    # Half a second a layer here besides the head, one on a, four on b.
+    assert shares(found) == [5, 4, 1]
+    assert found is not None
+    assert found.gain == pytest.approx(1 - 4.5 / 16)
+    assert found.is_worth_it
+
+
+def test_all_else_of_the_plan_stays() -> None:
+    plan = plan_of(2, 4, 4)
+    found = replan(plan, None, {COORDINATOR: StageSeconds(2.0), **seconds(a=4, b=16)})
+    assert found is not None
+    assert [stage.recompute for stage in found.plan.stages] == [False, False, True]
+    assert (found.plan.micro_batches, found.plan.in_flight) == (4, 3)
+    assert [stage.worker for stage in found.plan.stages] == [COORDINATOR, "a", "b"]
+
+
+@pytest.mark.parametrize("is_timed", [True, False], ids=["no layers", "not timed"])
+def test_a_coordinator_whose_layers_are_not_known_keeps_what_it_has(is_timed: bool) -> None:
+    own = {COORDINATOR: StageSeconds(0, 0.1)} if is_timed else {}
+    plan = plan_of(5, 5, with_coordinator=False) if is_timed else plan_of(2, 4, 4)
+    found = replan(plan, None, {**own, **seconds(a=4, b=16)})
+    assert shares(found) == ([8, 2] if is_timed else [2, 7, 1])
+
+
+def line_of(*shares: int) -> Plan:
+    """Layers of a, of b and of the coordinator, the embedding on a."""
+    stages, first = [], 0
+    for name, count in zip(["a", "b", COORDINATOR], shares, strict=False):
+        stages.append(StagePlan([name], (first, first + count), embedding=name == "a"))
+        first += count
+    return Plan(stages, micro_batches=4, in_flight=3)
+
+
+def test_a_coordinator_with_the_last_layers_keeps_them_without_a_profile() -> None:
+    # What its layers take cannot be told from the head.
+    found = replan(line_of(4, 4, 2), None, {COORDINATOR: StageSeconds(0, 9), **seconds(a=4, b=16)})
+    assert shares(found) == [7, 1, 2]
+    assert found is not None
+    assert [stage.embedding for stage in found.plan.stages] == [True, False, False]
+
+
+@pytest.mark.parametrize("own", [0, 4])
+def test_with_a_profile_the_last_layers_move(own: int) -> None:
+    plan, measured = line_of(5 - own // 2, 5 - own // 2, *[own] if own else []), cluster()
+    expected = expected_seconds(plan, measured)
+    assert expected is not None
+    assert expected[COORDINATOR] == pytest.approx(0.25 + 0.5 + 3 * own)
+    now = {name: StageSeconds(value) for name, value in expected.items()}
+    found = replan(plan, measured, {**now, "b": StageSeconds(6 * expected["b"])})
+    assert found is not None
+    assert found.is_worth_it
+    found.plan.check(10, ["a", "b"])
+    *_, last = found.plan.stages
+    assert last.is_local
+    assert len(last.layer_indices) > own
+    assert found.plan.stages[0].embedding
+
+
+def test_a_worker_keeps_a_layer() -> None:
+    found = replan(plan_of(1, 1, 1), None, {COORDINATOR: StageSeconds(1), **seconds(a=1, b=99)})
+    assert shares(found)[2] == 1
+    assert found is not None
+    assert not found.is_worth_it
+
+
+def cluster(**memory: int) -> Profile:
+    """Workers that are alike, and a coordinator that takes a second for its ends."""
+    own = coordinator([timing("layer", 1, 2), *ends(0.25, 0.25)])
+    workers = [device("a", 1, 2, **memory), device("b", 1, 2)]
+    return profile(10, workers, own, batch_size=4)
+
+
+def test_memory_is_kept_to() -> None:
+    plan = plan_of(2, 4, 4)
+    # A layer saves a byte for each of the three in flight.
+    measured = cluster(memory_bytes=17)
+    expected = expected_seconds(plan, measured)
+    assert expected is not None
+    slow = {name: StageSeconds(3 * value) for name, value in expected.items()}
+    slow["a"] = StageSeconds(expected["a"])
+    assert shares(replan(plan, cluster(), slow))[1] > 5
+    assert shares(replan(plan, measured, slow))[1] == 5
+
+
+def test_a_profile_of_other_devices_says_nothing() -> None:
+    plan = Plan([StagePlan(["c"], (0, 10))], 4)
+    assert expected_seconds(plan, cluster()) is None
+    found = replan(plan, cluster(), {COORDINATOR: StageSeconds(0, 1), "c": StageSeconds(4)})
+    assert shares(found) == [10]
+
+
+def test_with_a_profile_its_times_are_scaled() -> None:
+    # The best one: 10, 12 and, with recomputation, 12 seconds.
+    measured, plan = cluster(), plan_of(3, 4, 3)
+    expected = expected_seconds(plan, measured)
+    assert expected == pytest.approx({COORDINATOR: 10, "a": 12, "b": 12})
+    assert expected is not None
+    now = {name: StageSeconds(value) for name, value in expected.items()}
+    same = replan(plan, measured, now)
+    assert same is not None
+    assert not same.is_worth_it
+    slow = {**now, "b": StageSeconds(3 * expected["b"])}
+    found = replan(plan, measured, slow)
+    assert found is not None
+    assert found.is_worth_it
+    assert shares(found) == [4, 5, 1]
+    # What the devices take now is what is expected of the new plan.
+    assert found.profile is not None
+    after = expected_seconds(found.plan, found.profile)
+    assert after is not None
+    assert after == pytest.approx({COORDINATOR: 13, "a": 15, "b": 12})
+
+
+STEADY = {"coordinator": S(0.03, 0.02), "a": S(0.06), "b": S(0.08)}
+
+
+def scaled(**factors: float) -> dict[str, S]:
+    return {
+        name: S(stage.layers * factors.get(name, 1), stage.ends * factors.get(name, 1))
+        for name, stage in STEADY.items()
+    }
+
+
+def noticed(watcher: Watcher, steps: Iterable[dict[str, S]]) -> list[tuple[int, Drift]]:
+    """After how many of the steps it noticed what."""
+    found = [(number, watcher.note(step)) for number, step in enumerate(steps, start=1)]
+    return [(number, drift) for number, drift in found if drift is not None]
+
+
+def settled() -> Watcher:
+    """One that has seen the first steady steps."""
+    watcher = Watcher()
+    assert noticed(watcher, [STEADY] * 30) == []
+    return watcher
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_stage_at_half_or_a_quarter_of_its_speed_is_noticed_within_twenty_steps(
+    name: str, factor: float
+) -> None:
+    ((step, drift),) = noticed(settled(), [scaled(**{name: factor})] * 60)
+    assert step <= 12
+    assert (drift.stage, drift.slowest) == (name, name)
+    assert drift.seconds == pytest.approx(factor * drift.expected_seconds)
+    assert f"{name} has become slower" in str(drift)
+    assert f"{factor:.2g} times the expected" in str(drift)
+
+
+def test_a_slowest_stage_that_becomes_faster_is_noticed() -> None:
+    ((_, drift),) = noticed(settled(), [scaled(b=0.4)] * 60)
+    assert (drift.stage, drift.slowest) == ("b", "a")
+    assert "b has become faster" in str(drift)
+
+
+def test_there_and_back_are_two_changes() -> None:
+    watcher = settled()
+    (there,) = noticed(watcher, [scaled(b=2)] * 60)
+    (back,) = noticed(watcher, [STEADY] * 60)
+    assert [there[1].stage, back[1].stage] == ["b", "b"]
+    assert back[1].seconds < back[1].expected_seconds
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([scaled(b=1.15)] * 99, id="below the threshold"),
+        pytest.param([scaled(a=1.2)] * 99, id="not the slowest"),
+        pytest.param([scaled(coordinator=1.7, a=1.7, b=1.7)] * 99, id="all alike, slower"),
+        pytest.param([scaled(coordinator=0.5, a=0.5, b=0.5)] * 99, id="all alike, faster"),
+        pytest.param([scaled(b=9), STEADY, STEADY, STEADY] * 25, id="every fourth step"),
+        pytest.param([scaled(b=3)] * 5 + [STEADY] * 60, id="five steps"),
+        pytest.param(([scaled(b=3)] * 6 + [STEADY] * 12) * 5, id="six steps, again and again"),
+    ],
+)
+def test_what_does_not_last_or_matter_is_not_noticed(steps: list[dict[str, S]]) -> None:
+    assert noticed(settled(), steps) == []
+
+
+def test_noise_is_not_noticed_and_hides_nothing() -> None:
+    dice = random.Random(0)
+
+    def noisy(**factors: float) -> dict[str, S]:
+        spike = 5.0 if dice.random() < 0.1 else 1.0
+        return {
+            name: S(stage.layers * dice.uniform(0.85, 1.15) * spike, stage.ends)
+            for name, stage in scaled(**factors).items()
+        }
+
+    watcher = Watcher()
+    assert noticed(watcher, [noisy() for _ in range(500)]) == []
+    ((step, drift),) = noticed(watcher, [noisy(b=2) for _ in range(200)])
+    assert step <= 20
+    assert drift.stage == "b"
+
+
+def test_a_plan_that_promised_too_much_is_noticed() -> None:
+    promised = {"coordinator": 0.05, "a": 0.06, "b": 0.05}
+    ((step, drift),) = noticed(Watcher(promised), [STEADY] * 60)
+    assert step == WARM_UP + WINDOW + SUSTAINED - 1
+    assert drift.stage == "b"
+
+
+def test_the_first_steps_do_not_count() -> None:
+    watcher = Watcher()
+    assert noticed(watcher, [scaled(b=50)] * WARM_UP + [STEADY] * 60) == []
+
+
+def test_the_present_times_are_medians() -> None:
+    watcher = settled()
+    for factor in (1, 2, 2, 9, 2):
+        watcher.note(scaled(a=factor))
+    assert watcher.present()["a"] == S(pytest.approx(0.12))
+    assert watcher.present()["coordinator"] == STEADY["coordinator"]

@@ -1,0 +1,372 @@
+"""Orders to begin with, and devices that stand in for each other.
+
+The search: nothing that brute force finds is better, with caps, links and unlike layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.plan import COORDINATOR, most_started
+from lightning_hetero.planner.candidates import Candidate, Costs
+from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
+from lightning_hetero.planner.roles import Form
+from lightning_hetero.planner.search import (
+    LEAST_GAIN,
+    LEAST_GAIN_IN_FLIGHT,
+    Orders,
+    Search,
+    interchangeable,
+    place_at,
+)
+from lightning_hetero.planner.simulation import Hop, Pipeline, StageTimes, simulate
+from lightning_hetero.planner.solver import Wishes, solve
+
+from .profiles import GIB, coordinator, device, ends, profile, timing
+
+
+def test_devices_of_one_measurement_and_like_links_stand_in_for_each_other() -> None:
+    workers = [device(f"w{number}", 1, 2) for number in range(3)] + [device("other", 1, 3)]
+    classes = interchangeable(Costs(profile(4, workers), {}))
+    assert classes == {"w0": 0, "w1": 0, "w2": 0, "other": 1}
+
+
+def test_a_pin_or_a_link_of_its_own_sets_a_device_apart() -> None:
+    workers = [device(f"w{number}", 1, 2) for number in range(3)]
+    slow_link = Link(COORDINATOR, "w2", 1, 1)
+    classes = interchangeable(Costs(profile(4, workers, links=[slow_link]), {"w0": (0, 1)}))
+    assert len(set(classes.values())) == 3
+
+
+def test_the_fastest_come_first() -> None:
+    workers = [device(name, seconds, 0) for name, seconds in (("c", 3), ("a", 1), ("b", 2))]
+    orders = Orders(Costs(profile(4, workers), {}), 1)
+    assert orders.by_speed == ["a", "b", "c"]
+    assert orders.usual(["c", "a"]) == [["a", "c"]]
+
+
+def test_where_links_differ_an_order_along_the_fast_ones_is_begun_with_too() -> None:
+    workers = [device(name, seconds, 0) for name, seconds in (("c", 3), ("a", 1), ("b", 2))]
+    links = [Link(COORDINATOR, "a", 0, 1), Link(COORDINATOR, "b", 0, 1), Link("c", "a", 0, 2)]
+    sizes = {"activation_bytes_per_sample": 8}
+    of = profile(4, workers, None, links, sizes, batch_size=1)
+    assert Orders(Costs(of, {}), 1).usual(["a", "b", "c"]) == [["a", "b", "c"], ["c", "b", "a"]]
+
+
+def test_free_devices_go_between_pins_where_most_is_to_do() -> None:
+    workers = [device(name, 1, 1) for name in ("p", "q", "x", "y", "z")]
+    pins = {"q": (40, 41), "p": (9, 10), COORDINATOR: (0, 9)}
+    order = Orders(Costs(profile(61, workers), pins), 1).by_speed_and_pins(list("pqxyz"))
+    assert order[0] == "p"
+    assert order.index("q") in (2, 3)
+
+
+Ranges = list[tuple[int, int]]
+
+FORWARD_SHARE = 0.25
+
+BOUNDARY_BYTES = 1000
+"""Of one sample, which is a token; its id has 8."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster small enough for brute force. Device 0 is the coordinator."""
+
+    layers: list[str]
+    seconds: list[dict[str, float]]
+    caps: list[int]
+    end_seconds: float
+    hop_seconds: dict[tuple[int, int], float]
+    micro_batches: int
+    embedding_may_leave: bool
+
+    def time(self, number: int, first: int, end: int) -> float:
+        return sum(self.seconds[number][kind] for kind in self.layers[first:end])
+
+    def hop(self, source: int, target: int, share: float = 1) -> Hop:
+        return Hop(f"{source} to {target}", share * self.hop_seconds.get((source, target), 0))
+
+    def embedding_seconds(self, number: int) -> float:
+        """Its backward. Measured on the coordinator; elsewhere as many times as long as a layer of
+        each kind."""
+        own, its = (
+            sum(self.seconds[each][kind] for kind in set(self.layers)) for each in (0, number)
+        )
+        # The last digit counts where two things happen at one moment.
+        return self.end_seconds * 2 / 3 * (its / own)
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_workers: int, max_layers: int) -> Case:
+    num_workers = draw(st.integers(1, max_workers))
+    layers = draw(st.lists(st.sampled_from(["dense", "moe"]), min_size=1, max_size=max_layers))
+    times = st.integers(1, 40).map(float)
+    seconds = draw(
+        st.lists(
+            st.fixed_dictionaries({"dense": times, "moe": times}),
+            min_size=num_workers + 1,
+            max_size=num_workers + 1,
+        )
+    )
+    caps = st.one_of(st.just(len(layers)), st.integers(0, len(layers)))
+    numbers = st.integers(0, num_workers)
+    hops = st.dictionaries(st.tuples(numbers, numbers), st.integers(1, 30).map(float), max_size=5)
+    return Case(
+        layers,
+        seconds,
+        draw(st.lists(caps, min_size=num_workers + 1, max_size=num_workers + 1)),
+        draw(st.integers(0, 20)),
+        {(a, b): each for (a, b), each in draw(hops).items() if a != b},
+        draw(st.integers(1, 6)),
+        draw(st.booleans()),
+    )
+
+
+def name_of(number: int) -> str:
+    return COORDINATOR if number == 0 else f"w{number}"
+
+
+def profile_of(case: Case) -> Profile:
+    devices = []
+    for number, (seconds, cap) in enumerate(zip(case.seconds, case.caps, strict=True)):
+        timings = [
+            timing(kind, FORWARD_SHARE * each, (1 - FORWARD_SHARE) * each)
+            for kind, each in seconds.items()
+            if kind in case.layers
+        ]
+        # A layer is a GiB, and a twentieth of the memory is kept free.
+        memory = int((cap + 0.5) * GIB / 0.95)
+        if number == 0:
+            # The embedding and the head take a third forward and two thirds backward.
+            timings += ends(case.end_seconds / 3, case.end_seconds * 2 / 3)
+            devices.append(coordinator(timings, memory_bytes=memory))
+        else:
+            devices.append(device(name_of(number), 0, 0, timings=timings, memory_bytes=memory))
+    kinds = [Part(kind, GIB) for kind in dict.fromkeys(case.layers)]
+    links = [
+        Link(name_of(source), name_of(target), 0, BOUNDARY_BYTES / seconds)
+        for (source, target), seconds in case.hop_seconds.items()
+    ]
+    options = {
+        "parts": [Part(EMBEDDING, 0), Part(HEAD, 0), *kinds],
+        "activation_bytes_per_sample": BOUNDARY_BYTES,
+        "gradient_bytes_per_sample": BOUNDARY_BYTES,
+        "embedding_may_leave": case.embedding_may_leave,
+    }
+    return profile(
+        case.layers, devices[1:], devices[0], links, options, batch_size=case.micro_batches
+    )
+
+
+def ways_to_cut(num_layers: int, num_stages: int, form: Form) -> Iterator[Ranges]:
+    """All splits in which only the coordinator's stage may be empty, with that first."""
+    for cuts in combinations(range(num_layers), num_stages - 1):
+        bounds = [0, *cuts, num_layers]
+        if form is Form.FIRST:
+            yield list(zip(bounds, bounds[1:], strict=False))
+        else:
+            ends = [num_layers - bound for bound in bounds]
+            coordinator, *others = [(a, b) for b, a in zip(ends, ends[1:], strict=False)]
+            yield [coordinator, *others[::-1]]
+
+
+def pipeline_of(
+    case: Case, order: Sequence[int], ranges: Sequence[tuple[int, int]], form: Form
+) -> Pipeline:
+    """As the runtime would do it; the coordinator is first in the order and in the ranges."""
+    stages, loss_seconds = [], case.end_seconds
+    for index, (number, (first, end)) in enumerate(zip(order, ranges, strict=True)):
+        time = case.time(number, first, end)
+        if number == 0 and form is not Form.FIRST:
+            loss_seconds, time = case.end_seconds + time, 0
+        has_embedding = index == (1 if form is Form.LINE else 0)
+        start = case.end_seconds / 3 if number == 0 else 0
+        more = case.embedding_seconds(number) if has_embedding else 0
+        stages.append(StageTimes(FORWARD_SHARE * time + start, (1 - FORWARD_SHARE) * time + more))
+    there = [case.hop(a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
+    back = [case.hop(a, b) for a, b in zip(order, [order[-1], *order[:-1]], strict=True)]
+    if form is Form.LINE:
+        there[0] = case.hop(order[0], order[1], share=8 / BOUNDARY_BYTES)
+        back[1] = case.hop(order[1], order[0], share=0)
+    limit = min(case.micro_batches, 2 * len(order)) if len(order) > 1 else 1
+    starts_first = form is not Form.FIRST or ranges[0] == (0, 0)
+    count, started = case.micro_batches, most_started(limit, form is Form.LINE)
+    return Pipeline(stages, loss_seconds, there, back, count, limit, starts_first, started)
+
+
+def brute_force(case: Case) -> float | None:
+    """The shortest step over all subsets, orders, forms and splits with the least bottleneck.
+
+    Of those with the same bottleneck and the same sum the longest step counts: no split is owed
+    the luck of a tie.
+    """
+    workers = range(1, len(case.seconds))
+    steps = []
+    for count in range(len(case.seconds)):
+        for chosen in permutations(workers, count):
+            order = (0, *chosen)
+            for form, tied in _splits_of_forms(case, order).items():
+                played = [simulate(pipeline_of(case, order, cut, form)) for cut in tied]
+                steps.append(max(each.step_seconds for each in played))
+    return min(steps, default=None)
+
+
+def _splits_of_forms(case: Case, order: Sequence[int]) -> dict[Form, list[Ranges]]:
+    """The splits with the least bottleneck; that with the coordinator last and the embedding there
+    counts only where its bottleneck is less than with the embedding on the worker."""
+    forms = [Form.FIRST]
+    if len(order) > 1:
+        forms += [Form.LAST, Form.LINE] if case.embedding_may_leave else [Form.LAST]
+    found = {form: _min_max_splits(case, order, form) for form in forms}
+    if Form.LINE in found and found[Form.LINE][0] <= found[Form.LAST][0]:
+        del found[Form.LAST]
+    return {form: splits for form, (_, splits) in found.items() if splits}
+
+
+def _min_max_splits(case: Case, order: Sequence[int], form: Form) -> tuple[float, list[Ranges]]:
+    """The least bottleneck, and the splits that have it with the least sum."""
+    scored = []
+    for ranges in ways_to_cut(len(case.layers), len(order), form):
+        pairs = list(zip(order, ranges, strict=True))
+        if any(end - first > case.caps[number] for number, (first, end) in pairs):
+            continue
+        pipeline = pipeline_of(case, order, ranges, form)
+        times = [each.forward_seconds + each.backward_seconds for each in pipeline.stages]
+        times[0] += pipeline.loss_seconds
+        hops = [*pipeline.forward_hops, *pipeline.backward_hops] if len(order) > 1 else []
+        busy: dict[str, float] = {}
+        for hop in hops:
+            busy[hop.medium] = busy.get(hop.medium, 0) + hop.busy_seconds
+        scored.append((max([*times, *busy.values()]), sum(times), ranges))
+    slowest = min((score[0] for score in scored), default=math.inf) * (1 + 1e-9)
+    least = min((total for each, total, _ in scored if each <= slowest), default=0) * (1 + 1e-9)
+    tied = [ranges for each, total, ranges in scored if each <= slowest and total <= least]
+    return slowest, tied
+
+
+def check_against_brute_force(case: Case) -> None:
+    given_profile = profile_of(case)
+    search = Search(Costs(given_profile, {}), [case.micro_batches])
+    best = search._best_among(list(search._subsets()), float("inf"))
+    expected = brute_force(case)
+    if expected is None:
+        assert best is None
+        return
+    assert best is not None
+    assert best.step_seconds <= expected * (1 + 1e-9)
+    assert_possible(case, best)
+    solved = solve(given_profile, Wishes(micro_batches=case.micro_batches)).chosen
+    slack = (1 + LEAST_GAIN) * (1 + LEAST_GAIN_IN_FLIGHT) * (1 + 1e-9)
+    assert solved.step_seconds <= expected * slack
+    assert len(solved.workers) <= len(best.workers)
+
+
+def assert_possible(case: Case, candidate: Candidate) -> None:
+    """The candidate keeps to the caps, and its own pipeline is the one that brute force plays."""
+    order = [0, *(int(name[1:]) for name in candidate.workers)]
+    for number, (first, end) in zip(order, candidate.ranges, strict=True):
+        assert end - first <= case.caps[number]
+    played = simulate(pipeline_of(case, order, candidate.ranges, candidate.form))
+    assert played.step_seconds == pytest.approx(candidate.step_seconds)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(max_workers=2, max_layers=6))
+def test_brute_force_finds_nothing_better_on_three_devices(case: Case) -> None:
+    check_against_brute_force(case)
+
+
+@settings(max_examples=12, deadline=None)
+@given(cases(max_workers=4, max_layers=12))
+def test_brute_force_finds_nothing_better_on_five_devices(case: Case) -> None:
+    check_against_brute_force(case)
+
+
+def many(num_workers: int, num_layers: int, kinds: int) -> Profile:
+    """More workers than all orders of which are looked at."""
+    workers = [
+        device(
+            f"w{number}", 1 + number % kinds, 2 + 2 * (number % kinds), device=str(number % kinds)
+        )
+        for number in range(num_workers)
+    ]
+    speed = LinkSpeed(latency_seconds=0.01, bytes_per_second=1e9)
+    return profile(num_layers, workers, batch_size=32, default_link=speed)
+
+
+@pytest.mark.parametrize(("num_workers", "kinds"), [(7, 7), (12, 3)])
+def test_many_workers_come_near_the_bound(num_workers: int, kinds: int) -> None:
+    given_profile = many(num_workers, 60, kinds)
+    solution = solve(given_profile)
+    chosen = solution.chosen
+    chosen.plan().check(60, given_profile.workers)
+    assert chosen.step_seconds <= 1.5 * 32 * chosen.bottleneck_seconds
+    single = solution.search.best_alone("w0")
+    assert single is not None
+    assert chosen.step_seconds < single.step_seconds / 2
+
+
+def test_pins_hold_among_many_workers() -> None:
+    pins = {"w6": (10, 20), "w3": (40, 41), COORDINATOR: (0, 0)}
+    solution = solve(many(7, 60, 7), Wishes(pins=pins))
+    spans = dict(zip(solution.chosen.names, solution.chosen.ranges, strict=True))
+    assert {name: spans[name] for name in pins} == pins
+
+
+def test_slow_links_between_many_are_avoided() -> None:
+    given_profile = many(6, 24, 6)
+    pairs = [(a, b) for a in range(6) for b in range(6) if (a + b) % 2]
+    slowed = profile(
+        24,
+        given_profile.devices[1:],
+        links=[Link(f"w{a}", f"w{b}", 0, 1) for a, b in pairs],
+        model_options={"activation_bytes_per_sample": 100},
+        batch_size=32,
+    )
+    # One layer takes at most 18 seconds, a boundary on a slow link 100.
+    names = solve(slowed, Wishes(micro_batches=32)).chosen.workers
+    assert len(names) == 3
+    assert len({int(name[1:]) % 2 for name in names}) == 1
+
+
+def test_of_more_workers_than_layers_the_fastest_few_are_taken() -> None:
+    assert set(solve(many(12, 2, 12)).chosen.workers) <= {"w0", "w1"}
+
+
+def alike(num_workers: int, hop_seconds: float) -> Profile:
+    """Devices of which each takes 20 and 40 seconds for the four layers that are its share."""
+    own = coordinator([*device("", 5, 10).timings, *ends()])
+    workers = [device(f"w{number}", 5, 10) for number in range(num_workers)]
+    speed = LinkSpeed(latency_seconds=hop_seconds, bytes_per_second=1e18)
+    return profile(4 * (num_workers + 1), workers, own, batch_size=16, default_link=speed)
+
+
+@pytest.mark.parametrize(("num_workers", "hop_seconds"), [(1, 0), (1, 8), (2, 0), (2, 8)])
+def test_the_fewest_are_in_flight_that_are_nearly_as_fast_as_any(
+    num_workers: int, hop_seconds: float
+) -> None:
+    given_profile = alike(num_workers, hop_seconds)
+    chosen = solve(given_profile, Wishes(micro_batches=16)).chosen
+    assert len(chosen.workers) == num_workers
+    costs = Costs(given_profile, {})
+    seconds = {}
+    for count in range(num_workers + 1, 3 * (num_workers + 1) + 1):
+        placed = place_at(costs, chosen.workers, 16, count, chosen.form)
+        assert placed is not None
+        seconds[count] = placed.step_seconds
+    limit = min(seconds.values()) * (1 + LEAST_GAIN_IN_FLIGHT)
+    assert chosen.in_flight == min(count for count in seconds if seconds[count] <= limit)
+    assert chosen.plan().in_flight == chosen.in_flight
+
+
+def test_slower_links_want_more_in_flight() -> None:
+    near, far = (solve(alike(2, hop), Wishes(micro_batches=16)).chosen for hop in (0, 8))
+    assert near.in_flight < far.in_flight

@@ -1,0 +1,337 @@
+"""Bounds: equal to what dividing layers to the last crumb gives, and to the textbook's.
+
+The simulator: hand-computed steps, the rule's own picture, and what must hold of any step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.errors import PlanError
+from lightning_hetero.pipeline import rule
+from lightning_hetero.planner.simulation import (
+    LOSS,
+    MOST_PLAYED,
+    Hop,
+    Pipeline,
+    Simulation,
+    Span,
+    Speed,
+    StageTimes,
+    busy_seconds_of_media,
+    least_bottleneck,
+    least_seconds,
+    predict,
+    simulate,
+)
+
+
+def test_speeds_add_up() -> None:
+    assert least_bottleneck([Speed(1), Speed(2), Speed(2)], 10) == pytest.approx(5)
+
+
+def test_a_cap_leaves_more_to_the_others() -> None:
+    assert least_bottleneck([Speed(1, most_layers=4), Speed(2)], 10) == pytest.approx(12)
+
+
+def test_what_the_coordinator_does_besides_comes_first() -> None:
+    assert least_bottleneck([Speed(1, fixed_seconds=3), Speed(1)], 7) == pytest.approx(5)
+    assert least_bottleneck([Speed(1, fixed_seconds=9), Speed(1)], 7) == 9
+
+
+def test_too_few_places_are_no_bound_at_all() -> None:
+    assert least_bottleneck([Speed(1, most_layers=4), Speed(1, most_layers=5)], 10) == math.inf
+
+
+def test_layers_that_cost_nothing_take_no_time() -> None:
+    assert least_bottleneck([Speed(0), Speed(1)], 10) == pytest.approx(0, abs=1e-9)
+
+
+speeds = st.builds(Speed, st.floats(0.1, 9), st.floats(0, 9), st.integers(1, 9).map(float))
+
+
+@given(st.lists(speeds, min_size=1, max_size=5), st.integers(1, 20))
+def test_within_the_bound_all_layers_are_done_and_not_much_before(
+    given_speeds: list[Speed], num_layers: int
+) -> None:
+    seconds = least_bottleneck(given_speeds, num_layers)
+
+    def layers_within(limit: float) -> float:
+        done = [(limit - s.fixed_seconds) / s.layer_seconds for s in given_speeds]
+        pairs = zip(done, given_speeds, strict=True)
+        return sum(min(max(layers, 0), speed.most_layers) for layers, speed in pairs)
+
+    if math.isinf(seconds):
+        assert sum(speed.most_layers for speed in given_speeds) < num_layers
+        return
+    assert layers_within(seconds * (1 + 1e-6)) >= num_layers * (1 - 1e-6)
+    longest_fixed = max(speed.fixed_seconds for speed in given_speeds)
+    assert seconds == longest_fixed or layers_within(seconds * (1 - 1e-6)) <= num_layers
+
+
+@pytest.mark.parametrize(("count", "workers"), [(16, 3), (4, 1), (1, 5)])
+def test_equal_stages_lose_what_the_textbook_says(count: int, workers: int) -> None:
+    stages = [StageTimes(0, 0), *[StageTimes(1, 2)] * workers]
+    hops = [Hop(str(index), 0) for index in range(workers + 1)]
+    pipeline = Pipeline(stages, 0, hops, hops, count, max_in_flight=count)
+    ideal = count * 3
+    assert ideal / least_seconds(pipeline) == pytest.approx(count / (count + workers - 1))
+
+
+def test_a_shared_medium_carries_both_ways() -> None:
+    hops = [Hop("card", 1), Hop("card", 2), Hop("other", 4)]
+    assert busy_seconds_of_media(hops) == {"card": 3, "other": 4}
+    stages = [StageTimes(0.1, 0.1), StageTimes(0.1, 0.1)]
+    pipeline = Pipeline(stages, 0, hops[:2], [Hop("card", 3), Hop("x", 0)], 10, 10)
+    assert least_seconds(pipeline) == pytest.approx(60)
+
+
+def test_few_in_flight_are_a_bound_of_their_own() -> None:
+    hops = [Hop("a", 5), Hop("b", 5)]
+    pipeline = Pipeline([StageTimes(1, 1), StageTimes(1, 1)], 1, hops, hops, 4, max_in_flight=1)
+    assert least_seconds(pipeline) == 4 * (5 + 20)
+
+
+FORWARD, BACKWARD = "0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"
+
+
+def pipeline(
+    stages: Sequence[tuple[float, float]],
+    count: int,
+    limit: int,
+    loss: float = 1,
+    there: Sequence[Hop] | None = None,
+    back: Sequence[Hop] | None = None,
+    starts_first: bool = False,
+) -> Pipeline:
+    instant = [Hop(f"hop {index}", 0) for index in range(len(stages))]
+    return Pipeline(
+        [StageTimes(*times) for times in stages],
+        loss,
+        there or instant,
+        back or instant,
+        count,
+        limit,
+        starts_first,
+    )
+
+
+def drawn(simulation: Simulation, num_stages: int) -> list[str]:
+    """Lines of whole ticks, as in the rule's docstring."""
+    lines = []
+    for index in range(num_stages):
+        cells = [" "] * int(simulation.step_seconds)
+        for span in simulation.spans:
+            if span.action.stage_index == index:
+                cells[int(span.start_seconds)] = symbol(span)
+        lines.append(" ".join(cells).rstrip())
+    return lines
+
+
+def symbol(span: Span) -> str:
+    if span.action.key.visit == LOSS:
+        return "L"
+    digits = FORWARD if span.action.kind == "F" else BACKWARD
+    return digits[span.action.key.microbatch]
+
+
+def test_the_rules_own_picture_comes_out() -> None:
+    picture = [line[14:] for line in (rule.__doc__ or "").splitlines() if "    stage " in line]
+    assert len(picture) == 3
+    assert drawn(simulate(pipeline([(1, 1)] * 3, count=5, limit=4)), 3) == picture
+
+
+def test_a_coordinator_that_only_hands_over_starts_before_all_else() -> None:
+    def worker(starts_first: bool) -> str:
+        played = simulate(pipeline([(0, 0), (2, 2)], 4, 3, loss=3, starts_first=starts_first))
+        return " ".join(str(each.action) for each in spans_of(played, 1))
+
+    # While the loss of micro-batch 2 is computed the worker has no input, or that of 3.
+    assert worker(False) == "1F0 1F1 1F2 1B0 1B1 1B2 1F3 1B3"
+    assert worker(True) == "1F0 1F1 1F2 1B0 1B1 1F3 1B2 1B3"
+
+
+def test_more_may_begin_than_are_in_flight_on_a_stage_so_that_a_slow_link_is_never_idle() -> None:
+    """A backward's end is heard of behind the activations that wait for the same link."""
+    slow = [Hop("there", 1), Hop("back", 110)], [Hop("there", 110), Hop("back", 1)]
+
+    def played(max_started: int | None) -> Simulation:
+        times = pipeline([(0, 0), (19, 35)], 16, 4, 67, *slow, starts_first=True)
+        return simulate(replace(times, max_started=max_started))
+
+    bound = 19 + 16 * 110 + 67 + 110 + 35
+    assert played(6).step_seconds < 1.02 * bound
+    assert played(None).step_seconds > 1.2 * bound
+    assert played(6).peak_in_flight == [6, 4]
+
+
+def test_the_coordinator_alone_does_one_after_the_other() -> None:
+    played = simulate(pipeline([(2, 5)], count=3, limit=4, loss=1))
+    assert played.step_seconds == 3 * (2 + 1 + 5)
+    assert (played.bubble, played.peak_in_flight) == (0, [1])
+
+
+def test_one_microbatch_goes_there_and_back() -> None:
+    there = [Hop("a", 10, 1), Hop("b", 20, 2)]
+    back = [Hop("c", 30, 3), Hop("d", 40, 4)]
+    played = simulate(pipeline([(100, 200), (300, 400)], 1, 4, loss=50, there=there, back=back))
+    forward = 100 + 11 + 300 + 22 + 50
+    assert played.step_seconds == forward + 33 + 400 + 44 + 200
+    assert played.busy_seconds == [350, 700]
+
+
+def test_two_stages_by_hand() -> None:
+    # 0: F0 0-1, F1 1-2, .., loss of 0 at 3-4 and of 1 at 5-6; 1: F0 1-3, F1 3-5, B0 5-9, B1 9-13.
+    played = simulate(pipeline([(1, 1), (2, 4)], count=2, limit=2))
+    worker = [(str(s.action), s.start_seconds) for s in played.spans if s.action.stage_index == 1]
+    assert worker == [("1F0", 1), ("1F1", 3), ("1B0", 5), ("1B1", 9)]
+    assert played.step_seconds == 14
+
+
+def test_a_transfer_runs_beside_the_compute_and_one_at_a_time() -> None:
+    # The hop takes 5 a piece, so the worker gets its inputs at 6 and 11, though it needs but 1.
+    there = [Hop("thin", 5), Hop("b", 0)]
+    played = simulate(pipeline([(1, 1), (1, 1)], count=2, limit=2, there=there))
+    starts = {str(s.action): s.start_seconds for s in played.spans}
+    assert (starts["0F1"], starts["1F0"], starts["1F1"]) == (1, 6, 11)
+
+
+def test_latency_delays_and_does_not_occupy() -> None:
+    there = [Hop("far", 0, 5), Hop("b", 0)]
+    played = simulate(pipeline([(1, 1), (1, 1)], count=2, limit=2, there=there))
+    starts = {str(s.action): s.start_seconds for s in played.spans}
+    assert (starts["1F0"], starts["1F1"]) == (6, 7)
+
+
+def test_links_that_share_a_medium_wait_for_each_other() -> None:
+    def starts(first: str, second: str) -> dict[str, float]:
+        there = [Hop(first, 4), Hop(second, 4), Hop("c", 0)]
+        played = simulate(pipeline([(1, 1), (2, 1), (1, 1)], count=2, limit=2, there=there))
+        return {str(span.action): span.start_seconds for span in played.spans}
+
+    # The second input arrives at 9 either way; the first output leaves at 7 on its own link.
+    assert starts("a", "b")["2F0"] == 11
+    assert starts("card", "card")["2F0"] == 13
+
+
+def test_the_slowest_optimizer_ends_the_step() -> None:
+    stages = [StageTimes(1, 1, 5), StageTimes(1, 1, 7)]
+    hops = [Hop("a", 0), Hop("b", 0)]
+    played = simulate(Pipeline(stages, 1, hops, hops, 1, 1))
+    assert played.step_seconds == 5 + 7
+    assert played.busy_seconds == [3 + 5, 2 + 7]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8])
+def test_a_long_step_is_predicted_from_its_beginning(limit: int) -> None:
+    long = pipeline([(1, 2), (2, 3.5), (1.5, 2)], count=3 * MOST_PLAYED + 5, limit=limit, loss=0.7)
+    predicted, played = predict(long), simulate(long)
+    assert predicted.step_seconds == pytest.approx(played.step_seconds, rel=1e-3)
+    assert predicted.busy_seconds == pytest.approx(played.busy_seconds, rel=1e-6)
+    assert predicted.peak_in_flight == played.peak_in_flight
+    assert len(predicted.spans) < len(played.spans)
+
+
+def test_a_short_step_is_predicted_as_it_is_played() -> None:
+    short = pipeline([(1, 2), (2, 3.5)], count=9, limit=4)
+    assert predict(short) == simulate(short)
+
+
+def test_hops_must_match_the_stages() -> None:
+    with pytest.raises(PlanError, match="2 stages has 1 forward and 2 backward hops"):
+        Pipeline([StageTimes(1, 1)] * 2, 1, [Hop("a", 0)], [Hop("a", 0)] * 2, 1, 1)
+
+
+seconds = st.floats(0, 5)
+media = st.sampled_from("abc")
+
+
+@st.composite
+def any_pipeline(draw: st.DrawFn) -> Pipeline:
+    num_stages = draw(st.integers(1, 5))
+    hops = st.lists(
+        st.builds(Hop, media, seconds, seconds), min_size=num_stages, max_size=num_stages
+    )
+    times = st.builds(StageTimes, seconds, seconds, seconds)
+    stages = draw(st.lists(times, min_size=num_stages, max_size=num_stages))
+    count, limit = draw(st.integers(1, 8)), draw(st.integers(1, 9))
+    starts_first, started = draw(st.booleans()), draw(st.none() | st.integers(limit, 2 * limit))
+    there, back = draw(hops), draw(hops)
+    return Pipeline(
+        stages, draw(seconds), there, back, count, limit, starts_first, max_started=started
+    )
+
+
+def spans_of(simulation: Simulation, index: int) -> list[Span]:
+    return [span for span in simulation.spans if span.action.stage_index == index]
+
+
+@settings(max_examples=60)
+@given(any_pipeline())
+def test_every_action_runs_once(tried: Pipeline) -> None:
+    played = simulate(tried)
+    done = sorted(str(span.action) for span in played.spans)
+    assert len(done) == len(set(done))
+    per_microbatch = 1 if tried.is_alone else 2 * len(tried.stages) + 1
+    assert len(done) == per_microbatch * tried.num_microbatches
+
+
+@settings(max_examples=60)
+@given(any_pipeline())
+def test_a_stage_does_one_thing_at_a_time_and_never_more_than_the_step(tried: Pipeline) -> None:
+    played = simulate(tried)
+    for index, busy in enumerate(played.busy_seconds):
+        spans = spans_of(played, index)
+        for before, after in zip(spans, spans[1:], strict=False):
+            assert before.end_seconds <= after.start_seconds
+        assert busy <= played.step_seconds * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(any_pipeline())
+def test_forwards_come_before_backwards_and_upstream_before_downstream(tried: Pipeline) -> None:
+    played = simulate(tried)
+    start = {str(span.action): span.start_seconds for span in played.spans}
+    end = {str(span.action): span.end_seconds for span in played.spans}
+    if tried.is_alone:
+        return
+    for microbatch in range(tried.num_microbatches):
+        way = [f"{index}F{microbatch}" for index in range(len(tried.stages))]
+        way += [f"0F{microbatch}.{LOSS}"]
+        way += [f"{index}B{microbatch}" for index in reversed(range(len(tried.stages)))]
+        for before, after in zip(way, way[1:], strict=False):
+            assert end[before] <= start[after]
+
+
+@settings(max_examples=60)
+@given(any_pipeline())
+def test_never_more_in_flight_than_allowed(tried: Pipeline) -> None:
+    played = simulate(tried)
+    for index in range(len(tried.stages)):
+        limit = min(tried.limit(index), tried.num_microbatches)
+        assert played.peak_in_flight[index] <= limit
+        moments = [span.start_seconds for span in spans_of(played, index)]
+        for moment in moments if not tried.is_alone else []:
+            begun = {
+                span.action.key.microbatch
+                for span in spans_of(played, index)
+                if span.action.kind == "F" and span.start_seconds < moment
+            }
+            done = {
+                span.action.key.microbatch
+                for span in spans_of(played, index)
+                if span.action.kind == "B" and span.end_seconds <= moment
+            }
+            assert len(begun - done) <= limit
+
+
+@settings(max_examples=200)
+@given(any_pipeline())
+def test_no_step_beats_its_bound(tried: Pipeline) -> None:
+    assert simulate(tried).step_seconds >= least_seconds(tried) * (1 - 1e-9)

@@ -1,0 +1,245 @@
+"""Advice: whom to leave out and by how much, who was left out and why.
+
+The verdict's numbers, and how they are shown.
+"""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.planner.candidates import Candidate, Costs
+from lightning_hetero.planner.feasibility import candidate_of
+from lightning_hetero.planner.profile import EMBEDDING, HEAD, DeviceProfile, Link, Part, Profile
+from lightning_hetero.planner.search import Search
+from lightning_hetero.planner.solver import Wishes, solve
+from lightning_hetero.planner.verdict import Advice, Verdict, advise, judge, render, sentences
+from lightning_hetero.units import in_bytes, in_layers, in_percent
+
+from .profiles import GIB, coordinator, device, ends, profile, timing
+from .tables import TABLES
+
+
+def cluster(*others: DeviceProfile, links: tuple[Link, ...] = (), **options: object) -> Profile:
+    workers = [device("tower", 1, 2), *others]
+    return profile(8, workers, links=links, batch_size=16, **options)
+
+
+def advice_on_solution(of: Profile) -> list[Advice]:
+    solution = solve(of)
+    return advise(solution.chosen, solution.search)
+
+
+def advice_on(of: Profile, *stages: tuple[str, int, int]) -> list[Advice]:
+    plan = Plan([StagePlan([name], (first, end)) for name, first, end in stages], 16)
+    candidate: Candidate = candidate_of(plan, of)
+    return advise(candidate, Search(Costs(of, {}), [16]))
+
+
+def test_a_good_plan_needs_none() -> None:
+    assert advice_on_solution(cluster(device("twin", 1, 2))) == []
+
+
+def test_a_device_that_slows_an_edited_plan_is_named_with_what_it_costs() -> None:
+    snail = cluster(device("laptop", 20, 40))
+    (advice,) = advice_on(snail, ("tower", 0, 7), ("laptop", 7, 8))
+    assert (advice.kind, advice.worker) == ("leave out", "laptop")
+    candidate = candidate_of(
+        Plan([StagePlan(["tower"], (0, 7)), StagePlan(["laptop"], (7, 8))], 16), snail
+    )
+    # The tower alone takes 16 micro-batches of 8 layers of 3 seconds.
+    percent = 100 * (candidate.step_seconds / (16 * 24) - 1)
+    assert advice.text == f"leave `laptop` out: with it a step takes {percent:.0f} % longer."
+
+
+def test_a_device_that_was_left_out_is_named_with_the_reason() -> None:
+    (advice,) = advice_on_solution(cluster(device("laptop", 20, 40)))
+    assert advice.kind == "left out"
+    assert advice.text.startswith("`laptop` is left out: with it a step would take")
+    assert advice.text.endswith("% longer.")
+
+
+def test_devices_of_one_kind_are_named_once() -> None:
+    (advice,) = advice_on_solution(cluster(*(device(f"l{number}", 20, 40) for number in range(3))))
+    assert advice.text.startswith("`l0` and 2 like it are left out")
+
+
+def test_of_many_left_out_the_first_are_tried_and_the_others_named() -> None:
+    snails = [device(f"s{number}", 90 + number, 90) for number in range(10)]
+    *tried, rest = advice_on_solution(cluster(*snails))
+    assert [advice.worker for advice in tried] == [f"s{number}" for number in range(8)]
+    assert rest.text == "left out like them, though not tried one by one: `s8`, `s9`."
+
+
+def test_a_device_that_brings_too_little_is_left_out_with_its_gain() -> None:
+    times = {"a6000": 43.3, "l4-1": 81.3, "l4-2": 81.3, "p40": 464.5}
+    workers = [device(name, time / 4, time * 3 / 4) for name, time in times.items()]
+    solution = solve(profile(32, workers, batch_size=16), Wishes(micro_batches=16))
+    (advice,) = advise(solution.chosen, solution.search)
+    assert advice.worker == "p40"
+    assert "a step would take only 0." in advice.text
+    assert "below 2 %" in advice.text
+
+
+def test_a_device_without_measurements_says_so() -> None:
+    (advice,) = advice_on_solution(cluster(device("new", 0, 0, timings=[])))
+    assert advice.text == ("`new` is left out: it was measured with none of the model's layers.")
+
+
+def test_a_device_without_memory_says_so() -> None:
+    (advice,) = advice_on_solution(cluster(device("tiny", 1, 1, memory_bytes=1, base_bytes=5)))
+    assert "not one layer fits there" in advice.text
+
+
+def test_what_does_not_fit_comes_alone() -> None:
+    full = cluster(device("tiny", 1, 1, memory_bytes=1, base_bytes=2**30))
+    (advice,) = advice_on(full, ("tower", 0, 4), ("tiny", 4, 8))
+    assert (advice.kind, advice.worker) == ("does not fit", "tiny")
+
+
+def test_a_link_that_is_slower_than_every_stage_is_named() -> None:
+    options = {"model_options": {"activation_bytes_per_sample": 48}}
+    slow = cluster(links=(Link("coordinator", "tower", 0, 1),), **options)
+    (advice,) = advice_on_solution(slow)
+    assert advice.kind == "slow link"
+    assert "a micro-batch takes it 100 % longer" in advice.text
+
+
+def published(micro_batches: int) -> Verdict:
+    row = TABLES[0]
+    workers = [
+        device(f"w{number}", time / 4000, 3 * time / 4000)
+        for number, time in enumerate(row.layer_milliseconds)
+    ]
+    of = profile(
+        row.num_layers,
+        workers,
+        model_options={"tokens_per_sample": 512},
+        batch_size=micro_batches,
+    )
+    return judge(solve(of, Wishes(micro_batches=micro_batches)))
+
+
+def test_the_published_cluster() -> None:
+    verdict, row = published(256), TABLES[0]
+    assert verdict.bounds[0].tokens_per_second == pytest.approx(512 / row.bound * 1000, rel=1e-3)
+    assert verdict.best_single is not None
+    name, speed = verdict.best_single
+    assert name == "w0"
+    assert speed == pytest.approx(512 / row.best_single * 1000, rel=2e-3)
+    assert 0.95 < verdict.achieved < row.bound / row.bottleneck
+    assert verdict.tokens_per_second * verdict.step_seconds == pytest.approx(256 * 512)
+
+
+def test_no_bound_is_beaten() -> None:
+    verdict = published(16)
+    assert verdict.tokens_per_second <= min(b.tokens_per_second for b in verdict.bounds) * (
+        1 + 1e-9
+    )
+
+
+def small() -> Profile:
+    own = coordinator([*ends(1, 2), timing("layer", 100, 100)], memory_bytes=4 * GIB)
+    worker = device("w:1", 2, 4, device="GPU", memory_bytes=2 * GIB, base_bytes=GIB // 2)
+    return profile(
+        3,
+        [worker],
+        own,
+        [Link("coordinator", "w:1", 0.5, 10)],
+        {"activation_bytes_per_sample": 5, "gradient_bytes_per_sample": 5},
+        batch_size=2,
+    )
+
+
+def test_each_stage_has_its_numbers() -> None:
+    verdict = judge(solve(small()))
+    own, worker = verdict.stages
+    assert (worker.worker, worker.device, worker.layers) == ("w:1", "GPU", (0, 3))
+    assert (worker.forward_seconds, worker.backward_seconds) == (6, 12)
+    assert (own.forward_seconds, own.backward_seconds) == (1, 2 + 3)
+    assert own.link_seconds == pytest.approx(2 * (0.5 + 0.5))
+    assert worker.link_seconds == pytest.approx(0)
+    assert worker.available_bytes == 2 * GIB
+    assert worker.needed_bytes > GIB // 2
+    assert worker.busy_share == pytest.approx(36 / verdict.step_seconds)
+    assert verdict.assumed_links == 1
+
+
+def test_a_line_is_shown_in_the_order_of_its_layers() -> None:
+    own = coordinator([*ends(1, 2), timing("layer", 2, 4)])
+    crossing = {f"{what}_bytes_per_sample": 10**6 for what in ("activation", "gradient")}
+    line = profile(
+        4,
+        [device("w:1", 2, 4)],
+        own,
+        [Link("coordinator", "w:1", 0, 1e5), Link("w:1", "coordinator", 0, 1e5)],
+        {**crossing, "embedding_may_leave": True},
+        batch_size=16,
+    )
+    verdict = judge(solve(line, Wishes(micro_batches=16)))
+    first, last = verdict.stages
+    assert (first.worker, first.embedding, first.layers[0]) == ("w:1", True, 0)
+    assert (last.worker, last.embedding, last.layers[1]) == ("coordinator", False, 4)
+    # The start, two layers, the head: each in its direction.
+    layers = last.layers[1] - last.layers[0]
+    assert (last.forward_seconds, last.backward_seconds) == (1 + 2 * layers, 4 * layers + 3)
+    assert "w:1 has the input embedding: token ids go there, and no gradient comes back" in (
+        sentences(verdict)
+    )
+
+
+def shown(verdict: Verdict) -> str:
+    console = Console(width=150)
+    with console.capture() as captured:
+        console.print(render(verdict))
+    return captured.get()
+
+
+def test_the_table_shows_every_stage_and_the_sentences_the_rest() -> None:
+    console = Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    verdict = judge(solve(small()))
+    console.print(render(verdict))
+    text = console.export_text()
+    for wanted in (
+        "w:1",
+        "GPU",
+        "0:3 (3)",
+        "float32",
+        "of 2.0 GiB",
+        "6000 ms",
+        "12000 ms",
+        "bubble",
+    ):
+        assert wanted in text
+    assert "1 of the links were not measured" in text
+    assert "best single device: w:1" in text
+    assert all(line in text for line in sentences(verdict))
+
+
+def test_names_in_brackets_are_no_markup() -> None:
+    odd = profile(1, [device("[red]", 1, 1)], batch_size=1)
+    assert "[red]" in shown(judge(solve(odd)))
+
+
+def test_where_no_device_holds_all_there_is_no_best_single() -> None:
+    parts = [Part(EMBEDDING, 0), Part(HEAD, 0), Part("layer", 100)]
+    tight = [device(name, 1, 1, memory_bytes=600) for name in "ab"]
+    verdict = judge(solve(profile(8, tight, model_options={"parts": parts}, batch_size=1)))
+    assert verdict.best_single is None
+    assert "no single device holds all layers" in sentences(verdict)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (in_bytes(1.25 * GIB), "1.2 GiB"),
+        (in_bytes(GIB / 2), "512.0 MiB"),
+        (in_layers(1), "1 layer"),
+        (in_layers(3), "3 layers"),
+        (in_percent(0.084), "8 %"),
+        (in_percent(0.012), "1.2 %"),
+    ],
+)
+def test_amounts_are_said_as_a_person_says_them(text: str, expected: str) -> None:
+    assert text == expected
