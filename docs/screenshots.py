@@ -38,14 +38,14 @@ from lightning_hetero import (
     StagePlan,
 )
 from lightning_hetero.cli.top import table
-from lightning_hetero.pictures.record import read_run
-from lightning_hetero.pictures.report import report
+from lightning_hetero.report.html import report
+from lightning_hetero.report.run_record import read_run
 from lightning_hetero.runtime.finding.asking import WorkerStatus, ask_status
 from lightning_hetero.runtime.finding.sightings import Sighting, seen_again
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
-from tests.pictures.chromium import COMMAND, evaluate
+from tests.report.chromium import COMMAND, evaluate
 
 HERE = Path(__file__).parent
 NUM_STEPS = 150

@@ -20,12 +20,11 @@ from .devices.description import equipment_here
 from .errors import HeteroError, PictureError, PlanError
 from .model.layers import DecoderLayer
 from .model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
-from .pictures.files import PICTURE_NAME, PLAN_NAME, picture_for
-from .pictures.planned import topology_of, with_profile
-from .pictures.topology import Memory, Place, Topology
 from .plan import Plan, StagePlan
 from .planner.profile import EMBEDDING, HEAD, Profile
 from .protocol.messages import Equipment
+from .report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
+from .report.topology import Memory, Place, Topology, topology_of, with_profile
 from .runtime.coordinator.deployment import Deployment
 
 logger = logging.getLogger(__name__)

@@ -13,13 +13,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from ..model.layers import EMBEDDING_LAYER
-from ..observing.flops import flops_per_token
-from ..observing.prediction import bound_seconds
-from ..observing.shares import Window, difference, pipeline_metrics, stage_metrics
 from ..pipeline.optimizer import gradient_norms, total_norm
 from ..plan import COORDINATOR
 from ..protocol.messages import Totals
 from ..runtime.coordinator.deployment import Deployment
+from ..telemetry.metrics import Window, difference, flops_per_token, pipeline_metrics, stage_metrics
+from ..telemetry.prediction import bound_seconds
 from .observed import deployment_of, profile_of, warn_of_no_stages
 
 _WHO = "monitor"

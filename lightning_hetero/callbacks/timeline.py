@@ -13,12 +13,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from ..observing.alignment import align
-from ..observing.chart import chart_of
-from ..observing.prediction import prediction_of
-from ..observing.steps import RecordedStep, recorded_step
-from ..observing.trace import StepAndPrediction, trace_of
+from ..report.charts import chart_of
 from ..runtime.coordinator.deployment import Deployment
+from ..telemetry.chrome_trace import StepAndPrediction, trace_of
+from ..telemetry.prediction import prediction_of
+from ..telemetry.step import RecordedStep, align, recorded_step
 from .observed import deployment_of, profile_of, run_folder, warn_of_no_stages
 
 TRACE_NAME, CHART_NAME = "timeline.json", "timeline.svg"

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import PictureError
-from ..pictures.files import picture_for
-from ..pictures.planned import topology_of
 from ..plan import Plan
 from ..planner.profile import Profile
+from ..report.diagram import picture_for
+from ..report.topology import topology_of
 from .commands import new_file
 
 if TYPE_CHECKING:

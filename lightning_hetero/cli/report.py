@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import PictureError
-from ..pictures.record import read_run
-from ..pictures.report import report
+from ..report.html import report
+from ..report.run_record import read_run
 
 if TYPE_CHECKING:
     from .commands import Commands

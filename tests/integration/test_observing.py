@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, StageMonitor
-from lightning_hetero.observing.trace import faults_of
+from lightning_hetero.telemetry.chrome_trace import faults_of
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, trainer

@@ -1,0 +1,1 @@
+"""What is shown: charts, diagrams and the page on a run."""

@@ -1,0 +1,211 @@
+"""The card of one place: its name, its device, its layers, its memory, what is special."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .svg import element, elided, escaped, hue, moved, rectangle, text, titled, width_of, wrapped
+from .topology import MEMORY_PARTS, Memory, Place, layers_as_text, memory_as_text, split_address
+
+PADDING = 16
+HEADER_HEIGHT = 40
+DEVICE_LINE_HEIGHT = 16
+LAYERS_HEIGHT = 46
+MEMORY_HEIGHT = 38
+MARKS_HEIGHT = 28
+
+_LEAST_CELL = 6.0
+
+
+@dataclass(frozen=True)
+class CardGrid:
+    """What all cards of a picture have room for, so that their rows are level.
+
+    Args:
+        width: Of a card.
+        device_lines: The most that a device's name takes.
+        has_memory: Whether there is any memory bar.
+        mark_rows: The most rows of marks.
+    """
+
+    width: float
+    device_lines: int
+    has_memory: bool
+    mark_rows: int
+
+    @classmethod
+    def around(cls, places: Sequence[Place], width: float) -> CardGrid:
+        """The grid for these places."""
+        inner = width - 2 * PADDING
+        return cls(
+            width,
+            max((len(_device_lines(place, inner)) for place in places), default=0),
+            any(place.memory for place in places),
+            max((len(mark_rows(place.marks, inner)) for place in places), default=0),
+        )
+
+    @property
+    def height(self) -> float:
+        """Of a card."""
+        return (
+            PADDING
+            + HEADER_HEIGHT
+            + self.device_lines * DEVICE_LINE_HEIGHT
+            + LAYERS_HEIGHT
+            + self.has_memory * MEMORY_HEIGHT
+            + self.mark_rows * MARKS_HEIGHT
+        )
+
+
+def card(place: Place, number: int, num_layers: int, machine: int, grid: CardGrid) -> str:
+    """A worker's card with its upper left corner at the origin."""
+    inner = grid.width - 2 * PADDING
+    parts = [
+        rectangle(0, 0, grid.width, grid.height, "card edge", radius=12),
+        moved(PADDING, PADDING, header(place, str(number), machine, inner)),
+    ]
+    y = PADDING + HEADER_HEIGHT
+    for line, content in enumerate(_device_lines(place, inner)):
+        parts.append(text(PADDING, y + line * DEVICE_LINE_HEIGHT, content, "normal soft"))
+    y += grid.device_lines * DEVICE_LINE_HEIGHT
+    parts.append(moved(PADDING, y, layers_row(place, num_layers, machine, inner)))
+    y += LAYERS_HEIGHT
+    if place.memory is not None:
+        parts.append(moved(PADDING, y, memory_row(place.memory, machine, inner)))
+    y += grid.has_memory * MEMORY_HEIGHT
+    for row, marks in enumerate(mark_rows(place.marks, inner)):
+        parts.append(moved(PADDING, y + row * MARKS_HEIGHT, marks_row(marks)))
+    said = [place.name, place.device, layers_as_text(place.layers), *place.marks]
+    return titled(", ".join(part for part in said if part), *parts, class_="place")
+
+
+def header(place: Place, number: str, machine: int, width: float) -> str:
+    """The number in its machine's colour, and the name."""
+    host, port = split_address(place.name)
+    aside = port or place.host
+    room = width - 34
+    aside_width = width_of(aside, 12) + 6 if aside else 0
+    if aside and not port and width_of(host, 14, is_bold=True) + aside_width > room:
+        aside, aside_width = "", 0
+    name = elided(host, room - aside_width, 14, is_bold=True)
+    parts = [element("tspan", escaped(name), class_="name ink")]
+    if aside:
+        # A space of the font, which a screen reader hears too.
+        said = aside if port else f" {aside}"
+        parts.append(element("tspan", escaped(said), class_="normal soft", dx=1))
+    return "".join(
+        [
+            element("circle", cx=12, cy=12, r=12, class_=hue(machine)),
+            text(12, 16.5, number, "chip", "middle"),
+            element("text", *parts, x=34, y=17),
+        ]
+    )
+
+
+def layers_row(place: Place, num_layers: int, machine: int, width: float) -> str:
+    """Which layers, and where they are in the model."""
+    count = f"{place.num_layers} of {num_layers}"
+    return "".join(
+        [
+            text(0, 12, layers_as_text(place.layers), "strong ink"),
+            text(width, 12, count, "small soft", "end"),
+            moved(0, 20, layer_map(place.layers, num_layers, machine, width)),
+        ]
+    )
+
+
+def layer_map(
+    layers: tuple[int, int], num_layers: int, machine: int, width: float, height: float = 10
+) -> str:
+    """All layers of the model in a row, with those held here in colour."""
+    first, end = layers
+    cell = width / max(num_layers, 1)
+    if cell >= _LEAST_CELL:
+        return "".join(
+            rectangle(
+                index * cell,
+                0,
+                cell - 2,
+                height,
+                hue(machine) if first <= index < end else "track",
+                radius=2,
+            )
+            for index in range(num_layers)
+        )
+    held = max((end - first) * cell, 3) if end > first else 0
+    start = min(first * cell, width - held)
+    return rectangle(0, 0, width, height, "track", radius=3) + (
+        rectangle(start, 0, held, height, hue(machine), radius=2) if held else ""
+    )
+
+
+def memory_row(memory: Memory, machine: int, width: float) -> str:
+    """How much of the memory is taken by what."""
+    parts = [
+        text(0, 8, _name_of_bar(memory), "small soft"),
+        text(width, 8, memory_as_text(memory), "small soft", "end"),
+    ]
+    if memory.total_bytes and memory.used_bytes:
+        parts.append(moved(0, 15, memory_bar(memory, machine, width)))
+    return "".join(parts)
+
+
+def memory_bar(memory: Memory, machine: int, width: float, height: float = 8) -> str:
+    """The bar, cut off at the device's memory."""
+    parts = [rectangle(0, 0, width, height, "track", radius=3)]
+    start = 0.0
+    for name in MEMORY_PARTS:
+        share = memory.used_bytes.get(name, 0.0) / memory.total_bytes
+        length = min(share * width, width - start)
+        if length > 0:
+            parts.append(
+                rectangle(start, 0, length, height, f"{hue(machine)} {memory_class(name)}")
+            )
+            start += length
+    return "".join(parts)
+
+
+def memory_class(name: str) -> str:
+    """The class of a part of the bar."""
+    return f"of-{name.replace(' ', '-')}"
+
+
+def mark_rows(marks: Sequence[str], width: float) -> list[list[str]]:
+    """The marks in rows that are not wider."""
+    rows: list[list[str]] = []
+    for mark in marks:
+        if rows and marks_width([*rows[-1], mark]) <= width:
+            rows[-1].append(mark)
+        else:
+            rows.append([mark])
+    return rows
+
+
+def marks_width(marks: Sequence[str]) -> float:
+    """Pixels of a row of marks."""
+    return sum(_pill_width(mark) + 6 for mark in marks) - 6
+
+
+def marks_row(marks: Sequence[str]) -> str:
+    """Pills beside each other."""
+    parts, x = [], 0.0
+    for mark in marks:
+        width = _pill_width(mark)
+        parts.append(rectangle(x, 0, width, 20, "pill", radius=10))
+        parts.append(text(x + width / 2, 14, mark, "small ink", "middle"))
+        x += width + 6
+    return "".join(parts)
+
+
+def _pill_width(mark: str) -> float:
+    return width_of(mark, 11) + 18
+
+
+def _device_lines(place: Place, width: float) -> list[str]:
+    return wrapped(place.device, width, 12)
+
+
+def _name_of_bar(memory: Memory) -> str:
+    """Where only the weights are known, the bar is theirs."""
+    return "weights" if list(memory.used_bytes) == ["weights"] else "memory"

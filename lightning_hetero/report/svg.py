@@ -1,0 +1,278 @@
+"""Elements of SVG as text. Everything that comes from elsewhere is escaped here.
+
+How much room text takes. The fonts of whoever looks are not known, so it is reckoned wide.
+
+Colours and type of all pictures, for light and dark.
+
+SVG pictures as PNG, where the optional library for it is installed.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import importlib.util
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from ..errors import PictureError
+
+Point = tuple[float, float]
+
+# What XML 1.0 cannot hold, escaped or not.
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def element(name: str, *children: str, **attributes: str | float | None) -> str:
+    """An element around its children, which are markup. ``text_anchor=`` is ``text-anchor``, and
+    ``class_=`` is ``class``; what is None is left out."""
+    shown = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escaped(_number(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    content = "".join(children)
+    return f"<{name}{shown}>{content}</{name}>" if content else f"<{name}{shown}/>"
+
+
+def escaped(text: str) -> str:
+    """Text as markup."""
+    return html.escape(_FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text))
+
+
+def text(x: float, y: float, content: str, class_: str, anchor: str | None = None) -> str:
+    """A line of text; ``y`` is its base line."""
+    return element("text", escaped(content), x=x, y=y, class_=class_, text_anchor=anchor)
+
+
+def rectangle(
+    x: float, y: float, width: float, height: float, class_: str, radius: float = 0
+) -> str:
+    """A rectangle with round corners."""
+    return element("rect", x=x, y=y, width=width, height=height, rx=radius or None, class_=class_)
+
+
+def moved(x: float, y: float, *children: str) -> str:
+    """A group with its origin elsewhere."""
+    return element("g", *children, transform=f"translate({_number(x)} {_number(y)})")
+
+
+def titled(title: str, *children: str, class_: str | None = None) -> str:
+    """A group that says more when pointed at."""
+    return element("g", element("title", escaped(title)), *children, class_=class_)
+
+
+def rounded_line(points: Sequence[Point], class_: str, radius: float = 10) -> str:
+    """A line through points whose corners are right angles, and round."""
+    (x, y), *_ = points
+    path = [f"M{_number(x)} {_number(y)}"]
+    for before, corner, after in zip(points, points[1:], points[2:], strict=False):
+        reach = min(radius, _distance(before, corner) / 2, _distance(corner, after) / 2)
+        enter, leave = towards(corner, before, reach), towards(corner, after, reach)
+        path.append(f"L{_pair(enter)} Q{_pair(corner)} {_pair(leave)}")
+    path.append(f"L{_pair(points[-1])}")
+    return element("path", d=" ".join(path), class_=class_)
+
+
+def arrow_head(tip: Point, origin: Point, class_: str, size: float = 8) -> str:
+    """A head that points from ``origin`` to its tip."""
+    back = towards(tip, origin, size)
+    dx, dy = (back[0] - tip[0]) / 2, (back[1] - tip[1]) / 2
+    corners = [tip, (back[0] + dy, back[1] - dx), (back[0] - dy, back[1] + dx)]
+    return element("polygon", points=" ".join(_pair(corner) for corner in corners), class_=class_)
+
+
+def towards(start: Point, end: Point, reach: float) -> Point:
+    """The point so far from ``start`` on the way to ``end``."""
+    share = reach / (_distance(start, end) or 1)
+    return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
+
+
+def beside(points: Sequence[Point], distance: float) -> list[Point]:
+    """The line so far to the left of one with right angles; to the right, if negative."""
+    normals = [_normal(start, end) for start, end in zip(points, points[1:], strict=False)]
+    shifts = [normals[0]]
+    for before, after in zip(normals, normals[1:], strict=False):
+        is_straight = before == after
+        shifts.append(before if is_straight else (before[0] + after[0], before[1] + after[1]))
+    shifts.append(normals[-1])
+    return [
+        (x + distance * dx, y + distance * dy)
+        for (x, y), (dx, dy) in zip(points, shifts, strict=True)
+    ]
+
+
+def _normal(start: Point, end: Point) -> Point:
+    length = _distance(start, end) or 1
+    return (end[1] - start[1]) / length, (start[0] - end[0]) / length
+
+
+def _distance(start: Point, end: Point) -> float:
+    return abs(end[0] - start[0]) + abs(end[1] - start[1])
+
+
+def _pair(point: Point) -> str:
+    return f"{_number(point[0])} {_number(point[1])}"
+
+
+def _number(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+# Advances of DejaVu Sans in em, one of the widest faces in use.
+_WIDTHS = {
+    character: width
+    for width, characters in {
+        0.28: "ijl'",
+        0.34: " \N{NO-BREAK SPACE}.,:;I|/\\J·",
+        0.40: "ftr!()[]{}-",
+        0.56: "csz_L–",
+        0.64: 'abdeghknopquvxy0123456789EFSTPY$?*"',
+        0.70: "ABCKRVXZ",
+        0.79: "DGHNOQU",
+        0.84: "wM+=<>×~#",
+        1.00: "mW@%&…",
+    }.items()
+    for character in characters
+}
+_UNKNOWN_WIDTH = 0.8
+_WIDE_WIDTH = 1.05
+_BOLD = 1.14
+
+
+def width_of(text: str, size: float, is_bold: bool = False) -> float:
+    """Pixels that a line of text takes at most."""
+    ems = sum(_WIDTHS.get(character) or _other_width(character) for character in text)
+    return ems * size * (_BOLD if is_bold else 1.0)
+
+
+def elided(text: str, width: float, size: float, is_bold: bool = False) -> str:
+    """The text, with its middle left out where it is wider than ``width``."""
+    if width_of(text, size, is_bold) <= width:
+        return text
+    kept = len(text) - 1
+    while kept > 0:
+        left = (kept + 1) // 2
+        shorter = f"{text[:left]}…{text[len(text) - kept + left :]}"
+        if width_of(shorter, size, is_bold) <= width:
+            return shorter
+        kept -= 1
+    return "…"
+
+
+def wrapped(text: str, width: float, size: float, most_lines: int = 2) -> list[str]:
+    """The text in lines of at most ``width``; what does not fit the last one is left out of it."""
+    lines: list[str] = []
+    words = [word for word in text.split(" ") if word]
+    while words and len(lines) < most_lines - 1:
+        count = _fitting(words, width, size)
+        lines.append(elided(" ".join(words[:count]), width, size))
+        words = words[count:]
+    return [*lines, elided(" ".join(words), width, size)] if words else lines
+
+
+def _fitting(words: list[str], width: float, size: float) -> int:
+    """How many words go into a line, one at least."""
+    count = 1
+    while count < len(words) and width_of(" ".join(words[: count + 1]), size) <= width:
+        count += 1
+    return count
+
+
+def _other_width(character: str) -> float:
+    is_wide = unicodedata.east_asian_width(character) in "WF"
+    return _WIDE_WIDTH if is_wide or ord(character) > 0xFFFF else _UNKNOWN_WIDTH
+
+
+FONTS = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
+
+HUES = ("#2f6fde", "#0f9d76", "#d4772a", "#8b5cd6", "#cf4a6f", "#1795b8", "#7d8a22", "#a9633a")
+"""One for each machine or series; readable on white and on slate."""
+
+# Class: (property, light, dark).
+_COLOURS = {
+    "paper": ("fill", "#ffffff", "#10161f"),
+    "card": ("fill", "#f8fafc", "#1a2330"),
+    "edge": ("stroke", "#d5dce6", "#334155"),
+    "ink": ("fill", "#172033", "#e8edf4"),
+    "soft": ("fill", "#5b6880", "#9fb0c6"),
+    "track": ("fill", "#e3e8f0", "#2c394b"),
+    "pill": ("fill", "#e9eef6", "#27344a"),
+    "grid": ("stroke", "#e3e8f0", "#2c394b"),
+    "activation-line": ("stroke", "#2563c9", "#6ea3ff"),
+    "activation-head": ("fill", "#2563c9", "#6ea3ff"),
+    "gradient-line": ("stroke", "#b4540f", "#f0a062"),
+    "gradient-head": ("fill", "#b4540f", "#f0a062"),
+}
+
+_TYPE = {
+    "title": "font-size:20px;font-weight:700",
+    "name": "font-size:14px;font-weight:700",
+    "strong": "font-size:13px;font-weight:700",
+    "normal": "font-size:12px",
+    "small": "font-size:11px",
+    "chip": "font-size:12px;font-weight:700;fill:#ffffff",
+}
+
+_SHAPES = {
+    "edge": "stroke-width:1.2",
+    "line": "fill:none;stroke-width:1.8",
+    "gradient-line": "stroke-dasharray:5 4",
+    "trace": "fill:none;stroke-width:1.8;stroke-linejoin:round",
+    "of-weights": "fill-opacity:1",
+    "of-training": "fill-opacity:.66",
+    "of-in-flight": "fill-opacity:.42",
+    "of-other": "fill-opacity:.22",
+}
+
+
+def style_sheet() -> str:
+    """The rules for everything inside an element of class ``hetero``."""
+    rules = {**_TYPE, **_SHAPES}
+    light = [f".hetero text{{font-family:{FONTS}}}"]
+    light += [f".hetero .{name}{{{rule}}}" for name, rule in rules.items()]
+    light += [f".hetero .{name}{{{key}:{one}}}" for name, (key, one, _) in _COLOURS.items()]
+    for number, hue in enumerate(HUES):
+        light.append(f".hetero .hue-{number}{{fill:{hue}}}")
+        light.append(f".hetero .stroke-{number}{{stroke:{hue}}}")
+    dark = [f".hetero .{name}{{{key}:{two}}}" for name, (key, _, two) in _COLOURS.items()]
+    return f"{''.join(light)}@media(prefers-color-scheme:dark){{{''.join(dark)}}}"
+
+
+def hue(number: int) -> str:
+    """The class of the hue with that number; they repeat."""
+    return f"hue-{number % len(HUES)}"
+
+
+_LIBRARY = "resvg_py"
+
+INSTALL = "pip install 'lightning-hetero[pictures]'"
+"""What makes PNGs possible."""
+
+_TEXT = (
+    '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">'
+    '<text x="0" y="16" font-family="sans-serif">M</text></svg>'
+)
+
+
+def png(svg: str, scale: float = 2.0) -> bytes:
+    """The picture, so many times as large.
+
+    Raises:
+        PictureError: If the library or any font is missing.
+    """
+    if importlib.util.find_spec(_LIBRARY) is None:
+        raise PictureError(f"PNGs need a library: {INSTALL}.")
+    # Optional, so it is looked for when a picture is drawn.
+    library = importlib.import_module(_LIBRARY)
+
+    def draw(markup: str) -> bytes:
+        return bytes(library.svg_to_bytes(markup, zoom=scale, sans_serif_family="DejaVu Sans"))
+
+    # Without a font it would leave all text out and say nothing.
+    if draw(_TEXT) == draw(_TEXT.replace(">M<", "> <")):
+        raise PictureError(
+            "PNGs need a font, and this machine has none; install one such as DejaVu Sans."
+        )
+    return draw(svg)

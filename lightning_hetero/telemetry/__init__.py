@@ -1,0 +1,1 @@
+"""What happened: recorded steps, their metrics and predictions."""

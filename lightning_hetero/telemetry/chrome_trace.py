@@ -1,0 +1,249 @@
+"""Recorded steps as a Chrome trace, which Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, pairwise
+from typing import Any
+
+from ..protocol.messages import ACTIONS, Span
+from .prediction import Prediction
+from .step import RecordedStep, StageSpans
+
+FORMAT = "lightning-hetero timeline 1"
+PREDICTED = 1000
+"""Added to a stage's number, the process under which its predicted actions are shown."""
+
+_COMPUTES, _HANDLES, _SENDS = 1, 2, 3
+_TRACKS = {_COMPUTES: "computes", _HANDLES: "waits, takes, packs", _SENDS: "sends"}
+# A hundredth of this is what the clocks of two machines may be wrong by.
+_TOLERANCE_MICROSECONDS = 1.0
+
+Event = dict[str, Any]
+StepAndPrediction = tuple[RecordedStep, Prediction | None]
+
+
+def trace_of(steps: Sequence[StepAndPrediction]) -> dict[str, Any]:
+    """The trace as what JSON holds; moments are in microseconds since the first step's begin."""
+    if not steps:
+        return {"displayTimeUnit": "ms", "traceEvents": [], "otherData": {"format": FORMAT}}
+    writer = _Writer(steps[0][0].start_seconds)
+    events = [*_names(steps)]
+    for step, prediction in steps:
+        events += writer.events(step)
+        if prediction is not None:
+            events += writer.predicted(step, prediction)
+    other = {
+        "format": FORMAT,
+        "stages": [_stage(stage) for stage in steps[-1][0].stages],
+        "steps": [writer.summary(*each) for each in steps],
+    }
+    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": other}
+
+
+class _Writer:
+    """Writes moments as microseconds since one of them."""
+
+    def __init__(self, zero_seconds: float) -> None:
+        self._zero = zero_seconds
+        self._flows = count(1)
+
+    def events(self, step: RecordedStep) -> Iterator[Event]:
+        for stage in step.stages:
+            for span in stage.spans:
+                yield self._slice(step, stage, span)
+        for stage in step.stages:
+            for span in stage.spans:
+                yield from self._flow(step, stage, span)
+
+    def predicted(self, step: RecordedStep, prediction: Prediction) -> Iterator[Event]:
+        start = first_action_seconds(step)
+        for span in prediction.spans:
+            yield {
+                "ph": "X",
+                "cat": "predicted",
+                "name": span.name,
+                "pid": PREDICTED + span.stage,
+                "tid": _COMPUTES,
+                "ts": self._micro(start + span.start_seconds),
+                "dur": 1e6 * (span.end_seconds - span.start_seconds),
+                "args": {"step": step.step, "kind": span.kind},
+            }
+
+    def summary(self, step: RecordedStep, prediction: Prediction | None) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "step": step.step,
+            "start_us": self._micro(step.start_seconds),
+            "end_us": self._micro(step.end_seconds),
+            "bubble_share": step.bubble,
+            "num_dropped": step.num_dropped,
+            "stages": [_shares(stage) for stage in step.stages],
+        }
+        if prediction is not None:
+            found["predicted"] = {
+                "source": prediction.source,
+                "seconds": prediction.seconds,
+                "bubble_share": prediction.bubble,
+            }
+        return found
+
+    def _slice(self, step: RecordedStep, stage: StageSpans, span: Span) -> Event:
+        category, track, name = _shown(stage, span)
+        args: dict[str, Any] = {"step": step.step}
+        if category == "action":
+            args["kind"] = span.kind
+        if span.microbatch is not None:
+            args |= {"microbatch": span.microbatch, "visit": span.visit}
+        if span.num_bytes:
+            args["bytes"] = span.num_bytes
+        if span.peer is not None:
+            args["to" if span.kind == "send" else "from"] = span.peer
+        if span.arrived_seconds is not None:
+            args["arrived_us"] = self._micro(span.arrived_seconds)
+        return {
+            "ph": "X",
+            "cat": category,
+            "name": name,
+            "pid": stage.stage,
+            "tid": track + (span.peer or 0) if category == "send" else track,
+            "ts": self._micro(span.start_seconds),
+            "dur": 1e6 * (span.end_seconds - span.start_seconds),
+            "args": args,
+        }
+
+    def _flow(self, step: RecordedStep, stage: StageSpans, span: Span) -> Iterator[Event]:
+        """An arrow from what was sent to the action that it made possible."""
+        target = _receiving_action(step, span)
+        if target is None:
+            return
+        receiver, action = target
+        shared = {"cat": "flow", "name": span.message, "id": next(self._flows)}
+        start = {"pid": stage.stage, "tid": _SENDS + (span.peer or 0)}
+        yield {"ph": "s", **shared, **start, "ts": self._micro(span.start_seconds)}
+        end = {"pid": receiver, "tid": _COMPUTES, "ts": self._micro(action.start_seconds)}
+        yield {"ph": "f", "bp": "e", **shared, **end}
+
+    def _micro(self, seconds: float) -> float:
+        return 1e6 * (seconds - self._zero)
+
+
+def first_action_seconds(step: RecordedStep) -> float:
+    """When anybody first computed something."""
+    starts = [span.start_seconds for stage in step.stages for span in stage.actions]
+    return min(starts, default=step.start_seconds)
+
+
+def faults_of(trace: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a trace, in sentences; empty where every beginning has its end, no action
+    overlaps another on its stage, and forwards come before their backwards."""
+    events: Sequence[Event] = trace["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    faults = [
+        f"{event['name']} of stage {event['pid']} ends before it begins."
+        for event in slices
+        if event["dur"] < 0
+    ]
+    begun = [event["id"] for event in events if event["ph"] == "s"]
+    ended = [event["id"] for event in events if event["ph"] == "f"]
+    if sorted(begun) != sorted(ended) or len(set(begun)) != len(begun):
+        faults.append(f"{len(begun)} arrows begin and {len(ended)} end.")
+    for stage in sorted({event["pid"] for event in slices}):
+        actions = [e for e in slices if e["pid"] == stage and e["cat"] in ("action", "predicted")]
+        faults += _overlaps(sorted(actions, key=lambda event: float(event["ts"])))
+        faults += _wrong_order([event for event in actions if event["cat"] == "action"])
+    return faults
+
+
+def _overlaps(actions: Sequence[Event]) -> Iterator[str]:
+    for one, other in pairwise(actions):
+        end = one["ts"] + one["dur"]
+        if other["ts"] < end - _TOLERANCE_MICROSECONDS:
+            yield (
+                f"{other['name']} of stage {one['pid']} begins {end - other['ts']:.0f} us before "
+                f"{one['name']} has ended."
+            )
+
+
+def _wrong_order(actions: Sequence[Event]) -> Iterator[str]:
+    ends: dict[tuple[Any, ...], float] = {}
+    for event in sorted(actions, key=lambda event: float(event["ts"])):
+        args = event["args"]
+        if "microbatch" not in args:
+            continue
+        key = args["step"], args["microbatch"], args["visit"]
+        if args["kind"] == "forward":
+            ends[key] = event["ts"] + event["dur"]
+        elif event["ts"] < ends.get(key, float("inf")) - _TOLERANCE_MICROSECONDS:
+            yield f"{event['name']} of step {key[0]} has no forward before it."
+
+
+def _shown(stage: StageSpans, span: Span) -> tuple[str, int, str]:
+    """Category, track and name."""
+    if span.kind in ACTIONS:
+        return "action", _COMPUTES, stage.name_of(span)
+    number = "" if span.microbatch is None else f" {span.microbatch}"
+    if span.kind == "send":
+        return "send", _SENDS, f"{span.message}{number}"
+    if span.kind == "wait":
+        return "wait", _HANDLES, f"waits for {_awaited(stage, span)}"
+    return "transfer", _HANDLES, f"{span.kind}s {span.message}{number}"
+
+
+def _awaited(stage: StageSpans, wait: Span) -> str:
+    """The action that waiting was for."""
+    after = (s for s in stage.actions if s.start_seconds >= wait.end_seconds)
+    following = next(after, None)
+    return "the next step" if following is None else stage.name_of(following)
+
+
+def _receiving_action(step: RecordedStep, sent: Span) -> tuple[int, Span] | None:
+    if sent.kind != "send" or sent.peer is None or sent.message not in ("Activation", "Gradient"):
+        return None
+    if sent.peer >= len(step.stages):
+        return None
+    forward = "loss" if sent.peer == 0 else "forward"
+    kind = forward if sent.message == "Activation" else "backward"
+    wanted = kind, sent.microbatch, sent.visit
+    stage = step.stages[sent.peer]
+    found = (s for s in stage.actions if (s.kind, s.microbatch, s.visit) == wanted)
+    action = next((s for s in found if s.start_seconds >= sent.start_seconds), None)
+    return None if action is None else (sent.peer, action)
+
+
+def _names(steps: Sequence[StepAndPrediction]) -> Iterator[Event]:
+    stages = steps[-1][0].stages
+    is_predicted = any(prediction is not None for _, prediction in steps)
+    for stage in stages:
+        shown = [(stage.stage, f"stage {stage.stage}: {stage.worker}")]
+        if is_predicted:
+            shown.append((PREDICTED + stage.stage, f"predicted stage {stage.stage}"))
+        for pid, name in shown:
+            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+        peers = [s.stage for s in stages if s.stage != stage.stage]
+        tracks = {track: _TRACKS[track] for track in (_COMPUTES, _HANDLES)}
+        tracks |= {_SENDS + peer: f"sends to stage {peer}" for peer in peers}
+        for tid, name in tracks.items():
+            args = {"name": name}
+            yield {"ph": "M", "name": "thread_name", "pid": stage.stage, "tid": tid, "args": args}
+
+
+def _stage(stage: StageSpans) -> dict[str, Any]:
+    return {
+        "stage": stage.stage,
+        "worker": stage.worker,
+        "layers": list(stage.layers),
+        "clock_offset_seconds": stage.clock.knots[-1].offset_seconds,
+        "clock_error_seconds": stage.clock.error_seconds,
+    }
+
+
+def _shares(stage: StageSpans) -> dict[str, Any]:
+    sent = [span.num_bytes for span in stage.spans if span.kind == "send"]
+    return {
+        "stage": stage.stage,
+        "busy_us": 1e6 * stage.computing_seconds,
+        "waiting_us": 1e6 * stage.seconds("wait"),
+        "transferring_us": 1e6 * stage.seconds("take", "pack"),
+        "sent_bytes": sum(sent),
+    }

@@ -1,0 +1,185 @@
+"""What totals of all stages come to: the metrics of `StageMonitor`.
+
+How many floating-point operations a token of training takes, by the model's own matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..model.four_bit import describe_parameter, is_four_bit
+from ..protocol.messages import ACTIONS, SpanKind, Totals
+
+
+@dataclass(frozen=True)
+class Window:
+    """What stages did between two moments, by their numbers; 0 is the coordinator.
+
+    Args:
+        totals: All stages'.
+        wall_seconds: From one moment to the other, with all that is between steps.
+    """
+
+    totals: Mapping[int, Totals]
+    wall_seconds: float
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps; with several optimizers, those of all of them."""
+        return max(totals.num_steps for totals in self.totals.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of the hidden states that went through the stages."""
+        return self.totals[0].num_tokens
+
+    @property
+    def step_seconds(self) -> float:
+        """All steps together, each until the last stage had ended it."""
+        return max(totals.step_seconds for totals in self.totals.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was trained."""
+        return self.num_tokens == 0 or self.step_seconds <= 0
+
+    def computing_seconds(self, stage: int) -> float:
+        """How long a stage computed."""
+        return sum(self.totals[stage].seconds.get(kind, 0.0) for kind in ACTIONS)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all stages' time in which they computed nothing."""
+        busy = sum(map(self.computing_seconds, self.totals))
+        return 1 - busy / (len(self.totals) * self.step_seconds)
+
+    @property
+    def bottleneck(self) -> int:
+        """The stage that computed longest."""
+        return max(self.totals, key=self.computing_seconds)
+
+
+def difference(after: Totals, before: Totals) -> Totals:
+    """What was added between two moments."""
+    return Totals(
+        step_seconds=after.step_seconds - before.step_seconds,
+        seconds={k: max(0.0, s - before.seconds.get(k, 0.0)) for k, s in after.seconds.items()},
+        counts={kind: n - before.counts.get(kind, 0) for kind, n in after.counts.items()},
+        sending_seconds=max(0.0, after.sending_seconds - before.sending_seconds),
+        sent_bytes=after.sent_bytes - before.sent_bytes,
+        received_bytes=after.received_bytes - before.received_bytes,
+        num_steps=after.num_steps - before.num_steps,
+        num_microbatches=after.num_microbatches - before.num_microbatches,
+        num_tokens=after.num_tokens - before.num_tokens,
+        num_ready=after.num_ready - before.num_ready,
+        num_choices=after.num_choices - before.num_choices,
+    )
+
+
+def stage_metrics(window: Window, stage: int) -> dict[str, float]:
+    """One stage's metrics, by their names without the stage.
+
+    Computing, transferring and waiting add up to the step. A stage whose optimizer has stepped
+    before those of others waits for them; what a worker's loop does between two messages counts
+    as transferring, and what Lightning does around the micro-batches as ``other_share``.
+    """
+    totals, whole = window.totals[stage], window.step_seconds
+    busy = window.computing_seconds(stage)
+    packing = sum(totals.seconds.get(kind, 0.0) for kind in ("take", "pack"))
+    waiting = totals.seconds.get("wait", 0.0)
+    between = max(0.0, totals.step_seconds - busy - packing - waiting)
+    waiting += whole - totals.step_seconds
+    found = {
+        "busy_share": busy / whole,
+        "transferring_share": (packing if stage == 0 else packing + between) / whole,
+        "waiting_share": waiting / whole,
+        "bubble_share": 1 - busy / whole,
+        "sending_share": totals.sending_seconds / whole,
+    }
+    if stage == 0:
+        found["other_share"] = between / whole
+    if busy > 0:
+        found["tokens_per_second"] = window.num_tokens / busy
+    if totals.num_choices > 0:
+        found["queue_depth"] = totals.num_ready / totals.num_choices
+    return found | _of_one(totals, window.num_steps)
+
+
+def _of_one(totals: Totals, num_steps: int) -> dict[str, float]:
+    """What is of one micro-batch or of one step."""
+    found = {}
+    kinds: tuple[SpanKind, ...] = ("forward", "backward", "loss")
+    for kind in kinds:
+        if totals.counts.get(kind, 0) > 0 and totals.num_microbatches > 0:
+            found[f"{kind}_ms"] = 1e3 * totals.seconds[kind] / totals.num_microbatches
+    if num_steps > 0:
+        found["optimizer_ms"] = 1e3 * totals.seconds.get("optimizer", 0.0) / num_steps
+        found["sent_bytes"] = totals.sent_bytes / num_steps
+        if totals.received_bytes > 0:
+            found["received_bytes"] = totals.received_bytes / num_steps
+    return found
+
+
+def pipeline_metrics(window: Window) -> dict[str, float]:
+    """The metrics of all stages together, by their names."""
+    found = {
+        "tokens_per_second": window.num_tokens / window.wall_seconds,
+        "bubble_share": window.bubble,
+        "bottleneck_stage": float(window.bottleneck),
+    }
+    if window.num_steps > 0:
+        found["step_seconds"] = window.step_seconds / window.num_steps
+    return found
+
+
+def flops_per_token(root: nn.Module) -> float:
+    """Forward and backward of one token: 2 N for the forward, 2 N for the gradients of what goes
+    between the layers, and 2 N' for those of the N' values that train. With all trained that is
+    the 6 N of Kaplan et al. (2020), "Scaling Laws for Neural Language Models", section 2.1.
+
+    N counts the values of matrices that multiply: no embeddings and, of a mixture's experts, the
+    share that a token goes to. Left out, as there, is what attention does with the context.
+    """
+    share = _share_of_experts(root)
+    total = trained = 0.0
+    for name, count, is_trained in _matrices(root):
+        used = count * (share if ".experts." in f".{name}." else 1.0)
+        total += used
+        trained += used * is_trained
+    return 4 * total + 2 * trained
+
+
+def _matrices(root: nn.Module) -> Iterator[tuple[str, int, bool]]:
+    """Each matrix with its name, how many values it has, and whether they train. One that a head
+    shares with an embedding multiplies in the head."""
+    for prefix, module in root.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            count = parameter.numel()
+            if is_four_bit(module, leaf):
+                count = _product(describe_parameter(module, leaf).shape)
+            elif parameter.ndim < 2:
+                continue
+            yield f"{prefix}.{leaf}", count, parameter.requires_grad
+
+
+def _product(shape: list[int]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+def _share_of_experts(root: nn.Module) -> float:
+    """Which share of the experts computes for a token, by the model's config."""
+    for module in root.modules():
+        config = getattr(module, "config", None)
+        chosen = getattr(config, "num_experts_per_tok", None)
+        count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        if chosen and count:
+            return float(chosen) / float(count)
+    return 1.0

@@ -1,0 +1,89 @@
+"""The picture of a step: well-formed, every action in it, every row hatched where nobody works."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lightning_hetero.protocol.messages import Span
+from lightning_hetero.report.charts import chart_of
+from lightning_hetero.telemetry.prediction import prediction_of
+from lightning_hetero.telemetry.step import RecordedStep, StageSpans
+
+from ..telemetry.made_up import PLAN, made_up_step, staggered_step
+from .chromium import FAULTS, evaluate, needs_chromium
+from .test_rendered import page
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def titles(chart: str) -> list[str]:
+    return [title.text or "" for title in ElementTree.fromstring(chart).iter(f"{SVG}title")]
+
+
+def test_every_action_is_drawn_once_and_once_as_predicted() -> None:
+    step = made_up_step()
+    alone = titles(chart_of(step, None))
+    assert [title.split(":")[0] for title in alone] == [
+        *("0F0", "0L0", "0B0", "ApplyOptimizer"),
+        *("1F0", "1B0", "ApplyOptimizer"),
+    ]
+    assert alone[0] == "0F0: 2 s"
+    assert len(titles(chart_of(step, prediction_of(step, PLAN, None)))) == 14
+
+
+def test_bars_stand_where_the_axis_says() -> None:
+    root = ElementTree.fromstring(chart_of(made_up_step(), None))
+    bars = [r for r in root.iter(f"{SVG}rect") if r.get("class") in ("forward", "backward")]
+    hatched = [r for r in root.iter(f"{SVG}rect") if r.get("fill") == "url(#bubble)"]
+    first, last = bars[0], bars[-1]
+    scale = float(hatched[0].get("width", "")) / 20  # from the first action, at 1, to the end
+    left = float(hatched[0].get("x", ""))
+    assert abs(float(first.get("x", "")) - left) < 0.01
+    assert abs(float(last.get("x", "")) - left - 12 * scale) < 0.1
+
+
+def test_names_are_cut_and_escaped() -> None:
+    step = made_up_step()
+    stage = replace(step.stages[1], worker="<&" + "x" * 200 + ":9999")
+    chart = chart_of(RecordedStep(0, 0.0, [step.stages[0], stage]), None)
+    labels = [t.text or "" for t in ElementTree.fromstring(chart).iter(f"{SVG}text")]
+    (label,) = (text for text in labels if text.startswith("stage 1: <&"))
+    assert label.endswith("xx:9999")
+    assert "…" in label
+    assert len(label) < 30
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0125, "12.5 ms"), (0.99996, "1 s"), (999.9, "1,000 s")]
+)
+def test_seconds_have_no_exponents(seconds: float, shown: str) -> None:
+    spans = [Span("forward", 0.0, seconds, 0)]
+    chart = chart_of(RecordedStep(0, 0.0, [StageSpans(0, "coordinator", (0, 1), spans)]), None)
+    assert f"Step 0 as it was: {shown}, bubble 0%" in chart
+
+
+@needs_chromium
+def test_no_text_is_cut_and_none_overlaps(tmp_path: Path) -> None:
+    """By the boxes in a browser: texts within the picture, apart, and numbers within their bars."""
+    charts = []
+    for stages, pieces in ((2, 4), (5, 120), (12, 8)):
+        for seconds in (0.0099, 1.0, 12345.0):
+            step = staggered_step(stages, pieces, seconds)
+            prediction = prediction_of(step, replace(PLAN, micro_batches=pieces), None)
+            assert prediction is not None
+            charts += [chart_of(step, None), chart_of(step, prediction)]
+    numbers = """
+    for (const node of document.querySelectorAll('.inside')) {
+      const bar = node.previousElementSibling.getBoundingClientRect();
+      if (!inside(node.getBoundingClientRect(), {...bar.toJSON(), top: 0, bottom: 1e9}, 0))
+        faults.push(`beyond its bar: ${said(node)}`);
+    }"""
+    counts = "document.querySelectorAll('svg').length, document.querySelectorAll('.inside').length"
+    script = f"{FAULTS} {numbers} return [{counts}, [...new Set(faults)]];"
+    shown, num_numbers, faults = evaluate(page(charts), script, tmp_path)
+    assert (shown, faults) == (2 * len(charts), [])
+    assert num_numbers > 100

@@ -1,0 +1,107 @@
+"""Topologies with everything that a picture can show, and names that are hard to place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_hetero.report.topology import Link, Memory, Place, Speed, Topology
+
+GIB = 2**30
+LAYERS_EACH = 5
+MARKS = ((), ("recomputed",), ("4-bit", "frozen"), ("recomputed", "4-bit", "float16", "frozen"))
+WORKERS = (
+    ("strix.local:9999", "AMD Radeon 8060S Graphics (Strix Halo)", 96),
+    ("old-tower:9999", "NVIDIA GeForce GTX 1080 Ti", 11),
+    ("192.168.178.142:65535", "Apple M3 Max", 64),
+    ("lab-7:9999", "Tesla V100-PCIE-32GB", 32),
+    ("lab-7:9998", "Tesla V100-PCIE-32GB", 32),
+    ("workstation-with-a-long-name.example.org:9999", "NVIDIA RTX PRO 6000 Blackwell " * 3, 96),
+    ("local-1", "Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz", 15),
+    ("W" * 60, "", 32),
+    ("[2001:db8:85a3::8a2e:370:7334]:9999", "NVIDIA GeForce RTX 4090 Laptop GPU", 16),
+    ("計算機.example:9999", "華為昇騰910B計算加速卡・特別長い名前の装置です", 8),
+    ("mini:9999", "M" * 80, 16),
+    ("x:1", "NVIDIA A100-SXM4-80GB", 80),
+)
+
+
+def memory(gib: float) -> Memory:
+    """A memory that is half full."""
+    shares = {"weights": 0.3, "training": 0.1, "in flight": 0.07, "other": 0.03}
+    return Memory(gib * GIB, {name: share * gib * GIB for name, share in shares.items()})
+
+
+def topology(num_stages: int, coordinator_layers: int = 3) -> Topology:
+    """A topology with every fact."""
+    stages = []
+    for number, (name, device, gib) in enumerate(WORKERS[:num_stages]):
+        first = coordinator_layers + number * LAYERS_EACH
+        layers = (first, first + LAYERS_EACH)
+        marks = MARKS[number % len(MARKS)]
+        host = "this machine" if name.startswith("local") else ""
+        stages.append(Place(name, host, device, layers, memory(gib), marks))
+    return Topology(
+        title="Meta-Llama-3.1-8B-Instruct with a title that goes on",
+        num_layers=coordinator_layers + num_stages * LAYERS_EACH,
+        coordinator=Place(
+            "coordinator",
+            "this machine",
+            "NVIDIA GeForce RTX 5090",
+            (0, coordinator_layers),
+            memory(31.4),
+            ("recomputed",),
+        ),
+        stages=stages,
+        links=[link(number) for number in range(num_stages + 1)] if stages else [],
+        facts=["8 micro-batches, at most 4 in flight", "predicted: 12,345 tokens/s, bubble 9 %"],
+        frozen_ends=frozenset({"embedding", "head"}),
+    )
+
+
+def coordinator_last(num_stages: int) -> Topology:
+    """The same with the last layers on the coordinator, and the embedding on the first worker."""
+    full = topology(num_stages)
+    end = full.num_layers
+    moved = [replace(p, layers=(p.layers[0] - 3, p.layers[1] - 3)) for p in full.stages]
+    first = replace(moved[0], marks=("embedding", *moved[0].marks))
+    return replace(
+        full,
+        coordinator=replace(full.coordinator, layers=(end - 3, end)),
+        stages=[first, *moved[1:]],
+        links=[Link(full.links[0].forward, full.links[0].backward, is_one_way=True)]
+        + [link(number) for number in range(1, num_stages + 1)],
+    )
+
+
+def link(number: int) -> Link:
+    """Links that differ in what is known of them."""
+    there, back = Speed(118e6, 0.0004), Speed(118e6 / (1 + number % 2), 0.0125)
+    if number % 3 == 1:
+        return Link(there, back, "bfloat16", "bfloat16")
+    return Link(there, back)
+
+
+def narrowed(num_stages: int) -> Topology:
+    """The same with as much to say of every link as there can be, and shorter names of the ends."""
+    slow, slower = Speed(888e6, 0.00088), Speed(444e6, 0.00088)
+    full = topology(num_stages)
+    links = [Link(slow, slower, "bfloat16", "bfloat16") for _ in full.links]
+    return replace(full, links=links, frozen_ends=frozenset())
+
+
+def bare(num_stages: int) -> Topology:
+    """The same without what only measurements tell."""
+    full = topology(num_stages)
+    return replace(
+        full,
+        title="",
+        coordinator=_bare_place(full.coordinator),
+        stages=[_bare_place(place) for place in full.stages],
+        links=[Link() for _ in full.links],
+        facts=full.facts[:1],
+        frozen_ends=frozenset(),
+    )
+
+
+def _bare_place(place: Place) -> Place:
+    return replace(place, device="", memory=None)

@@ -1,0 +1,102 @@
+"""The trace that Perfetto opens, and what is found wrong with one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_hetero.telemetry.chrome_trace import PREDICTED, faults_of, trace_of
+from lightning_hetero.telemetry.prediction import prediction_of
+
+from .made_up import PLAN, made_up_step
+
+
+@pytest.fixture
+def trace() -> dict[str, Any]:
+    step = made_up_step()
+    found: dict[str, Any] = trace_of([(step, prediction_of(step, PLAN, None))])
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    return found
+
+
+def named(trace: dict[str, Any], name: str, pid: int) -> dict[str, Any]:
+    (event,) = (e for e in trace["traceEvents"] if e["name"] == name and e["pid"] == pid)
+    return event  # type: ignore[no-any-return]
+
+
+def test_each_action_is_a_slice_of_its_stage(trace: dict[str, Any]) -> None:
+    assert faults_of(trace) == []
+    forward = named(trace, "1F0", 1)
+    assert (forward["ph"], forward["cat"]) == ("X", "action")
+    assert (forward["ts"], forward["dur"]) == (5e6, 2e6)
+    assert forward["args"] == {"step": 4, "kind": "forward", "microbatch": 0, "visit": 0}
+    assert named(trace, "0L0", 0)["args"]["kind"] == "loss"
+
+
+def test_waiting_says_for_what(trace: dict[str, Any]) -> None:
+    waits = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "wait" and e["pid"] == 1]
+    assert waits == ["waits for 1F0", "waits for 1B0", "waits for ApplyOptimizer"]
+
+
+def test_an_arrow_goes_from_what_was_sent_to_the_action_it_was_for(trace: dict[str, Any]) -> None:
+    begins = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "s"}
+    ends = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "f"}
+    ways = [(b["pid"], b["ts"], ends[n]["pid"], ends[n]["ts"]) for n, b in begins.items()]
+    assert ways == [
+        (0, 3e6, 1, 5e6),
+        (0, 12e6, 1, 13e6),
+        (1, 7e6, 0, 8e6),
+        (1, 16e6, 0, 17e6),
+    ]
+
+
+def test_the_prediction_stands_beside_it(trace: dict[str, Any]) -> None:
+    predicted = [e for e in trace["traceEvents"] if e.get("cat") == "predicted"]
+    assert {e["pid"] for e in predicted} == {PREDICTED, PREDICTED + 1}
+    summary = trace["otherData"]["steps"][0]
+    # Nothing but one micro-batch: forward 2, there 1, 2, back 1, loss 4, 1, 3, 1, 2, optimizer 1.
+    assert summary["predicted"]["seconds"] == pytest.approx(18.0)
+    assert summary["predicted"]["source"] == "this step's own times"
+    assert summary["stages"][1]["waiting_us"] == 14e6
+    assert summary["end_us"] == 21e6
+
+
+def test_no_steps_are_an_empty_trace() -> None:
+    assert faults_of(trace_of([])) == []
+
+
+def _negative(events: list[dict[str, Any]]) -> None:
+    next(e for e in events if e["name"] == "1F0")["dur"] = -1.0
+
+
+def _overlapping(events: list[dict[str, Any]]) -> None:
+    next(e for e in events if e["name"] == "1F0")["dur"] = 9e6
+
+
+def _backward_first(events: list[dict[str, Any]]) -> None:
+    next(e for e in events if e["name"] == "1B0")["ts"] = 0.0
+
+
+def _endless(events: list[dict[str, Any]]) -> None:
+    events.remove(next(e for e in events if e["ph"] == "f"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        (_negative, "1F0 of stage 1 ends before it begins."),
+        (_overlapping, "1B0 of stage 1 begins 1000000 us before 1F0 has ended."),
+        (_backward_first, "1B0 of step 4 has no forward before it."),
+        (_endless, "4 arrows begin and 3 end."),
+    ],
+)
+def test_what_is_wrong_is_found(
+    trace: dict[str, Any], spoil: Callable[[list[dict[str, Any]]], None], fault: str
+) -> None:
+    spoiled = copy.deepcopy(trace)
+    spoil(spoiled["traceEvents"])
+    assert fault in faults_of(spoiled)

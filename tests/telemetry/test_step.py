@@ -1,0 +1,92 @@
+"""Clocks: the best ping decides, and what drifts is followed.
+
+A step as stages tell it: on one clock, cut to itself, with its bubble.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from lightning_hetero.errors import ChannelError
+from lightning_hetero.protocol.messages import Span
+from lightning_hetero.telemetry.step import align, recorded_step
+from lightning_hetero.transport.clocks import ClockSample
+
+from .made_up import COORDINATOR, PLAN, WORKER, made_up_step
+
+
+def ping(asked: float, there: float, back: float, offset: float) -> ClockSample:
+    """A ping that takes so long each way, to a peer whose clock is ahead by so much."""
+    return ClockSample(asked, asked + there + offset, asked + there + back)
+
+
+def test_as_long_there_as_back_the_offset_is_exact() -> None:
+    clock = align([ping(10.0, 0.002, 0.002, 3600.0)])
+    assert clock.ours(3611.0) == pytest.approx(11.0, abs=1e-9)
+    assert clock.error_seconds == pytest.approx(0.002)
+
+
+def test_the_ping_with_the_least_round_trip_decides() -> None:
+    slow = [ping(10.0 + n / 100, 0.5, 0.001, -5.0) for n in range(10)]
+    clock = align([*slow, ping(10.5, 0.0003, 0.0001, -5.0)])
+    assert clock.offset_at(5.5) == pytest.approx(-5.0, abs=0.0002)
+
+
+def test_an_offset_is_never_wrong_by_more_than_it_says() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        ways = [(chance.expovariate(1e3), chance.expovariate(1e3)) for _ in range(16)]
+        clock = align(ping(n / 100, *way, 77.0) for n, way in enumerate(ways))
+        assert abs(clock.offset_at(77.0) - 77.0) <= clock.error_seconds
+
+
+def test_between_two_times_a_drift_is_followed() -> None:
+    pings = [ping(0.0, 1e-4, 1e-4, 50.0), ping(100.0, 1e-4, 1e-4, 50.01)]
+    clock = align(pings)
+    assert clock.offset_at(100.0) == pytest.approx(50.005, abs=1e-4)
+    assert clock.offset_at(0.0) == pytest.approx(50.0)
+    assert clock.offset_at(500.0) == pytest.approx(50.01)
+
+
+def test_without_a_ping_nothing_can_be_said() -> None:
+    with pytest.raises(ChannelError, match="has not told what its clock shows"):
+        align([])
+
+
+def test_a_step_ends_with_the_last_action_of_any_stage() -> None:
+    step = made_up_step()
+    assert (step.end_seconds, step.seconds) == (21.0, 21.0)
+    first, second = step.stages[1].spans[0], step.stages[1].spans[-1]
+    assert (first.kind, first.start_seconds) == ("wait", 0.0)
+    assert second.kind == "optimizer"
+
+
+def test_the_bubble_is_what_nobody_computes_in() -> None:
+    step = made_up_step()
+    assert step.stages[0].computing_seconds == 9.0
+    assert step.stages[1].computing_seconds == 6.0
+    assert step.bubble == pytest.approx(1 - 15 / 42)
+
+
+def test_the_worker_s_moments_come_on_our_clock() -> None:
+    ahead = [
+        replace(
+            span,
+            start_seconds=span.start_seconds + 1000,
+            end_seconds=span.end_seconds + 1000,
+            arrived_seconds=None if span.arrived_seconds is None else span.arrived_seconds + 1000,
+        )
+        for span in WORKER
+    ]
+    clock = align([ClockSample(0.0, 1000.5, 1.0)])
+    step = recorded_step(4, 0.0, PLAN, {0: COORDINATOR, 1: ahead}, {1: clock})
+    assert step.stages[1].spans == made_up_step().stages[1].spans
+
+
+def test_what_an_action_waits_for_is_not_computing() -> None:
+    spans = [Span("forward", 0, 10), Span("wait", 2, 6), Span("pack", 6, 7)]
+    step = recorded_step(0, 0.0, PLAN, {0: spans, 1: WORKER}, {1: align([ClockSample(0, 0, 0)])})
+    assert step.stages[0].computing_seconds == 5.0
