@@ -38,10 +38,9 @@ from lightning_hetero import (
     StagePlan,
 )
 from lightning_hetero.cli.top import table
+from lightning_hetero.discovery.status import Sighting, WorkerStatus, ask_status, seen_again
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import read_run
-from lightning_hetero.runtime.finding.asking import WorkerStatus, ask_status
-from lightning_hetero.runtime.finding.sightings import Sighting, seen_again
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity

@@ -16,7 +16,7 @@ import pytest
 
 from lightning_hetero import cli
 from lightning_hetero.cli.guest import line_of
-from lightning_hetero.cli.units import unit_text
+from lightning_hetero.launch.manifests import unit_text
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.runtime.worker.owner import RunRecord

@@ -6,9 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..runtime.mesh.files import (
+from ..mesh.wireguard import (
+    DEFAULT_MTU,
+    DEFAULT_NETWORK,
     INSTALLED,
     INTERFACE,
+    Mesh,
     check_replaceable,
     create_mesh,
     folder_of,
@@ -17,7 +20,6 @@ from ..runtime.mesh.files import (
     save_mesh,
     write_nodes,
 )
-from ..runtime.mesh.mesh import DEFAULT_MTU, DEFAULT_NETWORK, Mesh
 
 if TYPE_CHECKING:
     from .commands import Commands

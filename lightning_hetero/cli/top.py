@@ -17,9 +17,8 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..discovery.status import Sighting, Traffic, WorkerStatus, ask_status, seen_again
 from ..errors import WorkerUnreachable
-from ..runtime.finding.asking import WorkerStatus, ask_status
-from ..runtime.finding.sightings import Sighting, Traffic, seen_again
 from ..transport.address import Address
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
 from ..model.allowed_imports import Allowed
-from ..runtime.finding.discovery import announced_worker
 from ..runtime.worker.worker import Worker, address_of, listen
 from ..transport.address import Address
 from ..transport.tls import credentials_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..devices.description import equipment_here
-from ..runtime.finding.finding import find_workers
+from ..discovery.find import find_workers
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import credentials_of

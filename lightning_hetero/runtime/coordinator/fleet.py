@@ -12,15 +12,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ...devices.description import equipment_here
-from ...model.allowed_imports import Allowed
-from ...transport.address import Address
-from ...transport.deadlines import Deadlines
-from ...transport.handshake import Identity
-from ...transport.tls import Credentials, credentials_of
-from ...transport.token import find_token_file
-from ..finding.finding import find_workers
-from .coordinator import Coordinator
-from .local import (
+from ...discovery.find import find_workers
+from ...launch.local import (
     START_SECONDS,
     LocalWorker,
     local_worker_names,
@@ -28,6 +21,13 @@ from .local import (
     stop_local_workers,
     threads_per_process,
 )
+from ...model.allowed_imports import Allowed
+from ...transport.address import Address
+from ...transport.deadlines import Deadlines
+from ...transport.handshake import Identity
+from ...transport.tls import Credentials, credentials_of
+from ...transport.token import find_token_file
+from .coordinator import Coordinator
 
 
 class Fleet:

@@ -13,11 +13,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from ...errors import WorkerError
-from ...model.allowed_imports import Allowed
-from ...transport.address import Address
-from ...transport.deadlines import Deadlines
-from ..worker.worker import address_of, listen
+from ..errors import WorkerError
+from ..model.allowed_imports import Allowed
+from ..runtime.worker.worker import address_of, listen
+from ..transport.address import Address
+from ..transport.deadlines import Deadlines
 
 logger = logging.getLogger(__name__)
 

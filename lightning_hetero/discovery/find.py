@@ -9,16 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...errors import DiscoveryError, WorkerUnreachable
-from ...protocol import messages as m
-from ...protocol.session import coordinator_session
-from ...transport.address import Address
-from ...transport.deadlines import Deadlines
-from ...transport.handshake import Identity, dial
-from ...transport.link_probe import new_inbox
-from ...transport.token import read_token_file
-from .announcement import Announcement, Interface, Recogniser, addresses_to_try, multicast_hosts
-from .discovery import hear, own_interfaces
+from ..errors import DiscoveryError, WorkerUnreachable
+from ..protocol import messages as m
+from ..protocol.session import coordinator_session
+from ..transport.address import Address
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import Identity, dial
+from ..transport.link_probe import new_inbox
+from ..transport.token import read_token_file
+from .mdns import (
+    Announcement,
+    Interface,
+    Recogniser,
+    addresses_to_try,
+    hear,
+    multicast_hosts,
+    own_interfaces,
+)
 
 # One way to a worker of several may lead nowhere, and others are still to be tried.
 _MOST_CONNECT_SECONDS = 3.0

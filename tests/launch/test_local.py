@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hetero.launch import local
 from lightning_hetero.protocol.session import upstream_session
-from lightning_hetero.runtime.coordinator import local
 from lightning_hetero.transport.handshake import Identity, dial
 
-from ...transport.pairs import QUICK
+from ..transport.pairs import QUICK
 
 
 @pytest.mark.parametrize(

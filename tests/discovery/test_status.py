@@ -8,17 +8,16 @@ from queue import SimpleQueue
 
 import pytest
 
+from lightning_hetero.discovery.status import Sighting, WorkerStatus, ask_status, seen_again
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import coordinator_session
-from lightning_hetero.runtime.finding.asking import WorkerStatus, ask_status
-from lightning_hetero.runtime.finding.sightings import Sighting, seen_again
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
 
-from ...transport.pairs import QUICK, worker_thread
+from ..transport.pairs import QUICK, worker_thread
 
 
 def test_a_free_worker_says_so_and_what_it_runs_on() -> None:

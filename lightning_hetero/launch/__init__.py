@@ -1,0 +1,1 @@
+"""Who starts workers."""

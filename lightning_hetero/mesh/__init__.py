@@ -1,0 +1,1 @@
+"""Networks apart: WireGuard files for machines in different places."""
