@@ -12,8 +12,8 @@ from lightning_hetero import cli
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Profile
-from lightning_hetero.runtime.worker.worker import Worker
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, read_token_file
+from lightning_hetero.worker.worker import Worker
 
 from .planner.profiles import device, profile
 

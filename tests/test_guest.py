@@ -19,9 +19,9 @@ from lightning_hetero.cli.guest import line_of
 from lightning_hetero.launch.manifests import unit_text
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import coordinator_session
-from lightning_hetero.runtime.worker.owner import RunRecord
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.worker.owner import RunRecord
 
 from .transport.pairs import PATIENCE_SECONDS, QUICK
 

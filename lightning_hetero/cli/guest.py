@@ -20,10 +20,10 @@ from rich.text import Text
 from ..errors import PlanError
 from ..launch.manifests import kind_here, unit_text
 from ..planner.solver import parse_size
-from ..runtime.worker.owner import Owner, RunRecord
-from ..runtime.worker.worker import Worker
 from ..transport.address import Address
 from ..transport.token import FILE_VARIABLE
+from ..worker.owner import Owner, RunRecord
+from ..worker.worker import Worker
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -17,10 +17,10 @@ import torch
 from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
 from ..model.allowed_imports import Allowed
-from ..runtime.worker.worker import Worker, address_of, listen
 from ..transport.address import Address
 from ..transport.tls import credentials_of
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
+from ..worker.worker import Worker, address_of, listen
 from .guest import add_options, obeying_signals, owner_of, unit_of
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from ..errors import WorkerError
 from ..model.allowed_imports import Allowed
-from ..runtime.worker.worker import address_of, listen
 from ..transport.address import Address
 from ..transport.deadlines import Deadlines
+from ..worker.worker import address_of, listen
 
 logger = logging.getLogger(__name__)
 

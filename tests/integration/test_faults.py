@@ -140,7 +140,7 @@ def test_a_frozen_local_worker_is_named_and_ended(scene: Scene) -> None:
 
 
 IMPATIENT_AND_SLOW = (
-    "import functools, tests.faults.slow_worker, lightning_hetero.runtime.worker.worker as w; "
+    "import functools, tests.faults.slow_worker, lightning_hetero.worker.worker as w; "
     "w.Deadlines = functools.partial("
     f"w.Deadlines, heartbeat_seconds=0.1, silence_seconds={SILENCE_SECONDS})"
 )

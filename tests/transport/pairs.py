@@ -14,13 +14,13 @@ import torch
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import Session, downstream_session, upstream_session
-from lightning_hetero.runtime.worker.owner import Owner
-from lightning_hetero.runtime.worker.worker import Worker, address_of, listen
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Arrival, Channel, Inbox
 from lightning_hetero.transport.connection import SocketConnection, Traffic
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.tls import Credentials
+from lightning_hetero.worker.owner import Owner
+from lightning_hetero.worker.worker import Worker, address_of, listen
 
 PATIENCE_SECONDS = 20.0
 QUICK = Deadlines(

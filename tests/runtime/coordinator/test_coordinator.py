@@ -30,9 +30,9 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
-from lightning_hetero.runtime.worker.trained import TrainedSide
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
+from lightning_hetero.worker.training import TrainedSide
 
 from ...models import tiny_llama
 from ...transport.pairs import worker_thread
@@ -95,7 +95,7 @@ def test_a_worker_that_lacks_something_is_refused_before_anything_is_sent(
     layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     less = msgspec.structs.replace(equipment_here(torch.device("cpu")), dtypes=["bfloat16"])
-    monkeypatch.setattr("lightning_hetero.runtime.worker.worker.equipment_here", lambda _: less)
+    monkeypatch.setattr("lightning_hetero.worker.worker.equipment_here", lambda _: less)
     model = tiny_llama(NUM_LAYERS)
     recipe = write_recipe(model, list(enumerate(find_decoder_layers(model))))
     stage = RemoteStage(recipe, layers, partial(named_contents, layers), False, 0)

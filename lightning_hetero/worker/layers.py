@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...errors import ModelError
-from ...model.allowed_imports import Allowed
-from ...model.attributes import set_attributes
-from ...model.four_bit import is_four_bit, quantize
-from ...model.tensors import locate, narrowed, set_tensor
-from ...pipeline.stage_layers import Content, KeptTensors, build_described, numbered_layers
-from ...protocol import messages as m
-from ...protocol.tensors import TensorSpec
+from ..errors import ModelError
+from ..model.allowed_imports import Allowed
+from ..model.attributes import set_attributes
+from ..model.four_bit import is_four_bit, quantize
+from ..model.tensors import locate, narrowed, set_tensor
+from ..pipeline.stage_layers import Content, KeptTensors, build_described, numbered_layers
+from ..protocol import messages as m
+from ..protocol.tensors import TensorSpec
 
 
 class StageLayers:

@@ -13,10 +13,10 @@ from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.plan import Narrowing
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
-from lightning_hetero.runtime.worker.neighbors import Neighbors
 from lightning_hetero.transport.channel import Channel
+from lightning_hetero.worker.session import Neighbors
 
-from ...transport.pairs import End, channel_pair
+from ..transport.pairs import End, channel_pair
 
 COPIES = PlainCopies(torch.device("cpu"))
 

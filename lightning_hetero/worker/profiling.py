@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...devices.description import describe_device
-from ...devices.memory import free_cached_memory
-from ...errors import ModelError
-from ...model.allowed_imports import Allowed
-from ...pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
-from ...pipeline.codec import read_arguments
-from ...pipeline.stage_layers import KeptTensors, build_for_values
-from ...protocol import messages as m
-from ...protocol.tensors import DTYPES
-from ...protocol.values import KeptConstants, unpack
-from ...transport.channel import Channel, Handler
-from ...transport.deadlines import Deadlines
-from ...transport.link_probe import exchange_over, measure_link, new_inbox, payload
+from ..devices.description import describe_device
+from ..devices.memory import free_cached_memory
+from ..errors import ModelError
+from ..model.allowed_imports import Allowed
+from ..pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
+from ..pipeline.codec import read_arguments
+from ..pipeline.stage_layers import KeptTensors, build_for_values
+from ..protocol import messages as m
+from ..protocol.tensors import DTYPES
+from ..protocol.values import KeptConstants, unpack
+from ..transport.channel import Channel, Handler
+from ..transport.deadlines import Deadlines
+from ..transport.link_probe import exchange_over, measure_link, new_inbox, payload
 from .owner import Owner
 
 logger = logging.getLogger(__name__)

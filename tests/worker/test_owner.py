@@ -23,15 +23,15 @@ from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
-from lightning_hetero.runtime.worker.owner import Owner, RunRecord
-from lightning_hetero.runtime.worker.worker import Worker, listen
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.worker.owner import Owner, RunRecord
+from lightning_hetero.worker.worker import Worker, listen
 
-from ...models import tiny_llama
-from ...transport.pairs import PATIENCE_SECONDS, QUICK, serving_worker
-from ..coordinator.test_coordinator import NUM_LAYERS, run_here, surroundings
+from ..models import tiny_llama
+from ..runtime.coordinator.test_coordinator import NUM_LAYERS, run_here, surroundings
+from ..transport.pairs import PATIENCE_SECONDS, QUICK, serving_worker
 
 HIDDEN = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 

@@ -31,8 +31,8 @@ from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.transport.link_probe import PROBE_BYTES, measure_link
 
-from ...models import VOCABULARY, tiny_llama
-from ...transport.pairs import worker_thread
+from ..models import VOCABULARY, tiny_llama
+from ..transport.pairs import worker_thread
 
 ROPE = (torch.ones(1, 5, 8), torch.zeros(1, 5, 8))
 CALL = LayerCall(3, True, (), {"position_embeddings": ROPE, "attention_mask": None})

@@ -1,16 +1,20 @@
-"""The worker's side of training: a stage's optimizers, its gradients, and its weights' way out."""
+"""The worker's side of training: a stage's optimizers, its gradients, and its weights' way out.
+
+The training actions of a stage, and what they took.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import ModelError
-from ...model.four_bit import state_of
-from ...model.tensors import locate, named_tensors
-from ...pipeline.optimizer import (
+from ..errors import ModelError
+from ..model.four_bit import state_of
+from ..model.tensors import locate, named_tensors
+from ..pipeline.optimizer import (
     Clipping,
     Group,
     StageOptimizer,
@@ -19,11 +23,15 @@ from ...pipeline.optimizer import (
     clip_gradients,
     gradient_norms,
 )
-from ...pipeline.stage import Stage
-from ...protocol import messages as m
-from ...protocol.values import Packer, unpack
-from ...transport.channel import Channel, Handler
-from .stage_layers import StageLayers
+from ..pipeline.recorder import Recorder, Stopwatch
+from ..pipeline.rule import Action
+from ..pipeline.runner import Result, StageRunner
+from ..pipeline.stage import Stage
+from ..protocol import messages as m
+from ..protocol.values import Packer, unpack
+from ..transport.channel import Channel, Handler
+from .layers import StageLayers
+from .telemetry import Tally
 
 # Tensors of a GPU that are on their way at once: what is sent is copied to main memory first.
 _MOST_COPIES = 2
@@ -168,3 +176,41 @@ class TrainedSide:
         # A parameter that its layer has twice is known by the last of its names.
         names = {parameter: name for name, parameter in parameters.items()}
         return {name: p.grad for p, name in names.items() if p.grad is not None}
+
+
+class TimedTraining:
+    """Runs training actions on a device, and adds up what they take until `take`.
+
+    Args:
+        device: Where the actions compute.
+        recorder: Takes their spans.
+
+    Attributes:
+        tally: What all of them took, for who looks at the worker.
+    """
+
+    def __init__(self, device: torch.device, recorder: Recorder) -> None:
+        self.tally = Tally()
+        self._recorder = recorder
+        self._stopwatch = Stopwatch(device)
+        self._num_microbatches = 0
+
+    def run(self, runner: StageRunner, action: Action) -> Result:
+        """Carry out an action of the runner."""
+        kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
+        self.tally.begin()
+        self._recorder.note_choice(runner.num_ready)
+        with self._stopwatch.measuring(kind), self._recorder.span(kind, action.key):
+            result = runner.run(action)
+        if action.kind == "F" and action.key.visit == 0:
+            self._num_microbatches += 1
+            self._recorder.note_training()
+        return result
+
+    def take(self, step: int) -> m.Timings:
+        """What training has taken since the last time."""
+        num_microbatches, self._num_microbatches = self._num_microbatches, 0
+        laps = self._stopwatch.take()
+        seconds = laps.seconds("forward"), laps.seconds("backward")
+        self.tally.note(sum(seconds))
+        return m.Timings(step, *seconds, num_microbatches)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
-from ...devices.description import DeviceDescription
-from ...errors import ModelError
-from ...protocol import messages as m
+from ..devices.description import DeviceDescription
+from ..errors import ModelError
+from ..protocol import messages as m
 
 logger = logging.getLogger(__name__)
 
