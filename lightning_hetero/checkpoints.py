@@ -16,9 +16,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .coordinator.deployment import Deployment
 from .model.four_bit import accepting_states
 from .model.pretrained import weights_in_checkpoint
-from .runtime.coordinator.deployment import Deployment
 from .saving import (
     Gathering,
     SavedCheckpoints,

@@ -13,8 +13,12 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from .bars import progress_of_bytes
 from .checks import check_callbacks, check_not_compiled
+from .coordinator.deployment import Deployment, imports_of
+from .coordinator.progress import progress_of_bytes
+from .coordinator.training import Coordinator
+from .coordinator.whole_batches import BatchOptions
+from .coordinator.workers import Fleet
 from .model.layers import DecoderLayer, other_layer_lists
 from .model.pretrained import bring_here, weights_in_checkpoint
 from .plan import Plan, StagePlan
@@ -22,10 +26,6 @@ from .precision import scaler_of
 from .profiling.choosing import PlanChoice
 from .profiling.measuring import ProfilingOptions
 from .profiling.run import ProfilingRun
-from .runtime.coordinator.coordinator import Coordinator
-from .runtime.coordinator.deployment import Deployment, imports_of
-from .runtime.coordinator.fleet import Fleet
-from .runtime.coordinator.whole_batches import BatchOptions
 from .training import dropout_seed
 from .transport.deadlines import Deadlines
 

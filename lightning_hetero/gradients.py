@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .coordinator.deployment import Deployment
 from .pipeline.optimizer import (
     Clipping,
     clip_gradients,
@@ -11,7 +12,6 @@ from .pipeline.optimizer import (
     gradient_norms,
     total_norm,
 )
-from .runtime.coordinator.deployment import Deployment
 
 
 def norms_by_name(module: nn.Module, deployment: Deployment | None) -> dict[str, float]:

@@ -13,9 +13,9 @@ from typing import Any
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
+from .coordinator.optimizer import RemoteOptimizer
+from .coordinator.training import Coordinator
 from .model.override import stand_in
-from .runtime.coordinator.coordinator import Coordinator
-from .runtime.coordinator.remote_optimizer import RemoteOptimizer
 
 
 class FollowedZeroGrad:

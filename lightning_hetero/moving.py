@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .callbacks.averaging import StageWeightAveraging
+from .coordinator.deployment import Deployment
 from .errors import HeteroError, ModelError, PlanError, WeightsLost
 from .model.tensors import flatten, named_contents
 from .pipeline.optimizer import beside
 from .plan import Plan
 from .precision import RemoteSteps
-from .runtime.coordinator.deployment import Deployment
 
 logger = logging.getLogger(__name__)
 

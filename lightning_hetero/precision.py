@@ -17,14 +17,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from .coordinator.optimizer import RemoteOptimizer, changed_parameters, optimized_parameters
 from .errors import ModelError
 from .model.override import stand_in
 from .pipeline.optimizer import optimizer_gradients
-from .runtime.coordinator.remote_optimizer import (
-    RemoteOptimizer,
-    changed_parameters,
-    optimized_parameters,
-)
 
 Versions = set[tuple[int, int]]
 

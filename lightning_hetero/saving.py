@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from .atomic_file import replacing
+from .coordinator.deployment import Deployment
 from .errors import HeteroError, ModelError, SaveError, WeightsLost
 from .model.tensors import keys_of, leave_out, left_out_of
-from .runtime.coordinator.deployment import Deployment
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from .coordinator.deployment import Deployment
+from .coordinator.whole_batches import NOTHING_SAID, BatchOptions
 from .devices.copies import Copies, HostCopy
 from .errors import BatchError, ModelError
 from .first_batch import FirstBatchCheck
@@ -30,8 +32,6 @@ from .pipeline.results import (
     weighted_mean,
 )
 from .precision import scaler_of
-from .runtime.coordinator.deployment import Deployment
-from .runtime.coordinator.whole_batches import NOTHING_SAID, BatchOptions
 
 
 class MicrobatchedStep:

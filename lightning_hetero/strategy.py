@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .bars import TrainingFigures
 from .callback_copies import let_callbacks_be_copied
 from .checkpoints import CheckpointingStrategy
 from .checks import check_arguments, warn_of_batch_statistics, warn_of_idle_devices
+from .coordinator.deployment import Deployment, check_is_whole
+from .coordinator.progress import TrainingFigures
+from .coordinator.whole_batches import BatchOptions, CheckFirstBatch
+from .coordinator.workers import Fleet
 from .deploying import Deployer
 from .devices.arenas import share_one_arena
 from .errors import ModelError
@@ -40,9 +43,6 @@ from .pipeline.microbatch import LossWeighting
 from .pipeline.optimizer import AveragingAction
 from .plan import Plan
 from .profiling.choosing import PlanChoice
-from .runtime.coordinator.deployment import Deployment, check_is_whole
-from .runtime.coordinator.fleet import Fleet
-from .runtime.coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from .training import StagedTraining
 from .transport.deadlines import Deadlines
 from .watching import Watch

@@ -12,14 +12,14 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from .checks import check_precision
+from .coordinator.deployment import Deployment
+from .coordinator.optimizer import remote_optimizers
+from .coordinator.whole_batches import NOTHING_SAID, BatchOptions
 from .loaders import BatchReader
 from .manual import FollowedZeroGrad
 from .pipeline.microbatch import LossWeighting
 from .pipeline.recorder import Stopwatch
 from .precision import RemoteSteps
-from .runtime.coordinator.deployment import Deployment
-from .runtime.coordinator.remote_optimizer import remote_optimizers
-from .runtime.coordinator.whole_batches import NOTHING_SAID, BatchOptions
 from .stepping import MicrobatchedStep
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from .coordinator.deployment import Deployment
 from .errors import ModelError
 from .pipeline.recorder import Stopwatch
 from .plan import COORDINATOR, Plan
@@ -17,7 +18,6 @@ from .planner.replan import (
     expected_seconds,
     replan,
 )
-from .runtime.coordinator.deployment import Deployment
 
 logger = logging.getLogger(__name__)
 

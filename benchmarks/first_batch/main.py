@@ -34,9 +34,9 @@ from benchmarks.processes import (
 )
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.coordinator.training import Coordinator
+from lightning_hetero.coordinator.whole_batches import WholeBatches
 from lightning_hetero.first_batch import FirstBatchCheck
-from lightning_hetero.runtime.coordinator.coordinator import Coordinator
-from lightning_hetero.runtime.coordinator.whole_batches import WholeBatches
 
 NUM_LAYERS = 8
 NUM_LOCAL_LAYERS = 3

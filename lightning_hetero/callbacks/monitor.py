@@ -12,11 +12,11 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from ..coordinator.deployment import Deployment
 from ..model.layers import EMBEDDING_LAYER
 from ..pipeline.optimizer import gradient_norms, total_norm
 from ..plan import COORDINATOR
 from ..protocol.messages import Totals
-from ..runtime.coordinator.deployment import Deployment
 from ..telemetry.metrics import Window, difference, flops_per_token, pipeline_metrics, stage_metrics
 from ..telemetry.prediction import bound_seconds
 from .observed import deployment_of, profile_of, warn_of_no_stages

@@ -8,8 +8,8 @@ from typing import cast
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from ..coordinator.deployment import Deployment
 from ..planner.profile import Profile
-from ..runtime.coordinator.deployment import Deployment
 
 
 def deployment_of(trainer: pl.Trainer) -> Deployment | None:

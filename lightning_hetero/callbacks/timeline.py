@@ -13,8 +13,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from ..coordinator.deployment import Deployment
 from ..report.charts import chart_of
-from ..runtime.coordinator.deployment import Deployment
 from ..telemetry.chrome_trace import StepAndPrediction, trace_of
 from ..telemetry.prediction import prediction_of
 from ..telemetry.step import RecordedStep, align, recorded_step

@@ -15,11 +15,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from ..coordinator.workers import Fleet
 from ..errors import ModelError
 from ..model.layers import DecoderLayer
 from ..plan import Plan
 from ..planner.solver import even_plan
-from ..runtime.coordinator.fleet import Fleet
 from ..verifying.errors import Comparison, Verdict
 from ..verifying.rehearsal import Rehearsal
 from .projects import Project, add_project_options, project_of

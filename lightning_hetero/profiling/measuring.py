@@ -14,7 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from ..bars import progress_of_parts
+from ..coordinator.progress import progress_of_parts
+from ..coordinator.training import Coordinator
 from ..devices.description import DeviceDescription
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of
@@ -30,7 +31,6 @@ from ..planning.measuring import (
     layer_jobs,
 )
 from ..planning.measuring import patience_seconds as patience_for
-from ..runtime.coordinator.coordinator import Coordinator
 from .benches import DeviceResult, Trials, first_again, trials
 from .here import EndsResult, Tick, lead_trials, measure_ends
 from .parts import model_profile

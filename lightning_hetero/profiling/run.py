@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from ..coordinator.training import Coordinator
 from ..devices.arenas import give_back_free_memory
 from ..devices.description import DeviceDescription, describe_device
 from ..dry_run import no_trace
@@ -31,7 +32,6 @@ from ..planning.assembling import (
     still_true,
     with_present_memory,
 )
-from ..runtime.coordinator.coordinator import Coordinator
 from .cache import Identity, cache_file, read_known, write_known
 from .leaving import embedding_to_leave
 from .measuring import Found, Measuring, ProfilingOptions, Wanted

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from ..coordinator.training import Coordinator
 from ..devices.description import DeviceDescription
 from ..errors import RemoteProtocolError, StageFailed
 from ..pipeline.codec import Content
 from ..plan import COORDINATOR
 from ..planner.profile import Link, fit_link
 from ..protocol import messages as m
-from ..runtime.coordinator.coordinator import Coordinator
 from ..runtime.measuring import read_outcome, say_trial
 from ..transport.link_probe import measure_link, payload
 from .benches import DeviceResult, Trials

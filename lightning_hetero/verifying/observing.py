@@ -12,12 +12,12 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from ..coordinator.deployment import Deployment
 from ..errors import BatchError
 from ..model.layer_call import take_hidden
 from ..model.layers import DecoderLayer
 from ..model.placeholders import is_away
 from ..pipeline.results import loss_of
-from ..runtime.coordinator.deployment import Deployment
 
 
 @dataclass

@@ -11,6 +11,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from ..coordinator.deployment import Deployment, imports_of, layers_of_stage
+from ..coordinator.workers import Fleet
 from ..dry_run import no_trace
 from ..errors import BatchError, PlanError
 from ..model.layers import DecoderLayer, describe_layer
@@ -20,8 +22,6 @@ from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
 from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device
 from ..profiling.stepping import with_optimizers
 from ..protocol.tensors import DTYPES
-from ..runtime.coordinator.deployment import Deployment, imports_of, layers_of_stage
-from ..runtime.coordinator.fleet import Fleet
 from ..transport.deadlines import Deadlines
 from .errors import Comparison, Verdict, Worst, coarsest, relative_error, tolerance, worst_gradient
 from .observing import Observed, Observer

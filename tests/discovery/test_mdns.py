@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_hetero import cli
+from lightning_hetero.coordinator.workers import Fleet
 from lightning_hetero.discovery import find, mdns
 from lightning_hetero.discovery.find import find_workers, speak_with
 from lightning_hetero.discovery.mdns import (
@@ -30,7 +31,6 @@ from lightning_hetero.discovery.mdns import (
     own_interfaces,
 )
 from lightning_hetero.errors import DiscoveryError, TokenError
-from lightning_hetero.runtime.coordinator.fleet import Fleet
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity

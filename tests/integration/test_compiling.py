@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.coordinator.connections import Conversations
 from lightning_hetero.devices import description as equipment_module
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import ModelError, WorkerError
 from lightning_hetero.protocol.messages import Equipment
-from lightning_hetero.runtime.coordinator.conversations import Conversations
 
 from ..models import TinyModule, loader, trainer
 

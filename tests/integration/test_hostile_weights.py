@@ -12,13 +12,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from lightning_hetero.coordinator.layers import RemoteStage
+from lightning_hetero.coordinator.training import Coordinator
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.four_bit import FourBit, apply_four_bit, describe_four_bit, quantize
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, write_recipe
 from lightning_hetero.model.tensors import locate, named_tensors, stored_in_four_bits
-from lightning_hetero.runtime.coordinator.coordinator import Coordinator
-from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity

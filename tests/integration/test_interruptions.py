@@ -18,11 +18,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.coordinator import optimizer
+from lightning_hetero.coordinator.training import Coordinator
 from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.runtime.coordinator import remote_optimizer
-from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.transport.channel import Channel
 
 from ..conftest import worker_process
@@ -191,7 +191,7 @@ def on_a_stage(patch: Patch) -> None:
         # Two groups, told once when the optimizer is built and once in each step.
         return {**group_options(group), **({"betas": "wrong"} if len(told) > 4 else {})}
 
-    patch.setattr(remote_optimizer, "group_options", wrong)
+    patch.setattr(optimizer, "group_options", wrong)
 
 
 PLACES: list[tuple[Callable[[Patch], None], type[BaseException]]] = [

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.coordinator import training
 from lightning_hetero.devices.copies import StreamedCopies
-from lightning_hetero.runtime.coordinator import coordinator
 from lightning_hetero.worker import session
 
 from ..devices.made_up_streams import MadeUpMark, MadeUpStreams
@@ -68,7 +68,7 @@ def test_training_is_the_same_however_late_copies_are(
             made.append(StreamedCopies(LateStreams()))
             return made[-1]
 
-        for module in (coordinator, session):
+        for module in (training, session):
             monkeypatch.setattr(module, "copies_for", late_copies)
         late = train()
     assert len(made) == 3

@@ -138,9 +138,7 @@ def test_a_module_shared_across_stages_is_refused_by_name(allowing: list[str]) -
 def test_an_attribute_that_is_not_plain_is_refused_before_a_process_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "lightning_hetero.runtime.coordinator.fleet.start_local_workers", pytest.fail
-    )
+    monkeypatch.setattr("lightning_hetero.coordinator.workers.start_local_workers", pytest.fail)
     module = OwnModule()
     module.model.blocks[4].activation = lambda x: x
     with pytest.raises(ModelError, match=r"attribute model\.blocks\.4\.activation cannot be"):

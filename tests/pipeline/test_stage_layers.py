@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.coordinator.layers import RemoteStage
+from lightning_hetero.coordinator.training import Coordinator
 from lightning_hetero.devices.description import describe_device
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
@@ -22,8 +24,6 @@ from lightning_hetero.pipeline.stage_layers import (
     fingerprint_of,
 )
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.runtime.coordinator.coordinator import Coordinator
-from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.deadlines import Deadlines
@@ -40,7 +40,7 @@ CHANGED = "1.mlp.up_proj.weight"
 @pytest.fixture(autouse=True)
 def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The bytes of the tensors that have been loaded, by their names; small ones are offered."""
-    monkeypatch.setattr("lightning_hetero.runtime.coordinator.sending.LEAST_OFFERED_BYTES", 0)
+    monkeypatch.setattr("lightning_hetero.coordinator.layers.LEAST_OFFERED_BYTES", 0)
     send, found = Channel.send, dict[str, int]()
 
     def counting(self: Channel, message: m.Message, *tensors: Tensor) -> None:

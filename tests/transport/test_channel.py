@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hetero.coordinator.connections import ConnectedWorker
+from lightning_hetero.coordinator.training import OutgoingArguments
 from lightning_hetero.devices.copies import Copies, PlainCopies, StreamedCopies
 from lightning_hetero.errors import (
     ChannelError,
@@ -27,8 +29,6 @@ from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
 from lightning_hetero.protocol.values import KeptConstants
-from lightning_hetero.runtime.coordinator.arguments import OutgoingArguments
-from lightning_hetero.runtime.coordinator.conversations import ConnectedWorker
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel, Inbox, send_copied
 

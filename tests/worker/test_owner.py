@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hetero.coordinator.layers import RemoteStage
+from lightning_hetero.coordinator.training import Coordinator
 from lightning_hetero.errors import StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
@@ -21,16 +23,14 @@ from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.protocol.session import coordinator_session
-from lightning_hetero.runtime.coordinator.coordinator import Coordinator
-from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.worker.owner import Owner, RunRecord
 from lightning_hetero.worker.worker import Worker, listen
 
+from ..coordinator.test_training import NUM_LAYERS, run_here, surroundings
 from ..models import tiny_llama
-from ..runtime.coordinator.test_coordinator import NUM_LAYERS, run_here, surroundings
 from ..transport.pairs import PATIENCE_SECONDS, QUICK, serving_worker
 
 HIDDEN = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
@@ -79,9 +79,7 @@ class TellsAndResumes(list[str]):
 
 def resuming(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines = TellsAndResumes(worker)
-    monkeypatch.setattr(
-        "lightning_hetero.runtime.coordinator.conversations.rank_zero_info", lines.append
-    )
+    monkeypatch.setattr("lightning_hetero.coordinator.connections.rank_zero_info", lines.append)
     return lines
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hetero.coordinator.deployment import Deployment
+from lightning_hetero.coordinator.training import Coordinator
 from lightning_hetero.devices.description import describe_device
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.layer_call import LayerCall
@@ -24,8 +26,6 @@ from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.profiling.workers import prepare_workers
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.runtime.coordinator.coordinator import Coordinator
-from lightning_hetero.runtime.coordinator.deployment import Deployment
 from lightning_hetero.runtime.measuring import Outcome, Trial, read_outcome, say_prepare, say_trial
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity

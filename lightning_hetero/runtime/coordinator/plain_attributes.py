@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from ...coordinator.layers import RemoteStage
+from ...coordinator.training import Coordinator
 from ...errors import ModelError
 from ...model.attributes import AttributeState, Change, differences, write_change
 from ...model.layers import DecoderLayer, describe_layer
 from ...model.recipe import Recipe, build_layers
-from .coordinator import Coordinator
-from .remote_stage import RemoteStage
 
 # Adapters and what is stored in 4 bits have switches of their own, which `AdapterSwitches` watches.
 _NOT_FOLLOWED = frozenset({"bitsandbytes", "peft"})

@@ -1,45 +1,114 @@
-"""A model deployed over workers: its hollow layers, and the conversations behind them."""
+"""A model deployed over workers: its hollow layers, and the conversations behind them.
+
+What the plan asks of the coordinator's own layers: compiled, or run again in the backward.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ...errors import HeteroError, ModelError, StageFailed, WeightsLost
-from ...model.attributes import Change
-from ...model.captured_outputs import CollectingHooks
-from ...model.half_layers import absent_in
-from ...model.hollow import HollowLayers, is_hollow, no_copy, remote_of
-from ...model.layer_call import LayerCall
-from ...model.layers import (
+from ..errors import HeteroError, ModelError, StageFailed, WeightsLost
+from ..model.attributes import Change
+from ..model.captured_outputs import CollectingHooks
+from ..model.half_layers import absent_in
+from ..model.hollow import HollowLayers, is_hollow, no_copy, remote_of
+from ..model.layer_call import LayerCall, caches_among, without_cache
+from ..model.layers import (
     EMBEDDING_LAYER,
     DecoderLayer,
     check_layers_stand_alone,
     describe_layer,
     find_embedding,
 )
-from ...model.pretrained import CheckpointWeights, weights_in_checkpoint
-from ...model.recipe import write_recipe
-from ...model.tensors import is_frozen, named_tensors
-from ...pipeline.boundary import Activation, Collected, join_activations
-from ...pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
-from ...pipeline.turns import current_turn
-from ...plan import Plan, StagePlan
-from ...protocol.tensors import DTYPES
-from .coordinator import Coordinator
-from .own_layers import adjust_own, check_can_be_compiled
-from .plain_attributes import PlainAttributes, changed_since_recipe
+from ..model.override import stand_in
+from ..model.pretrained import CheckpointWeights, weights_in_checkpoint
+from ..model.recipe import write_recipe
+from ..model.tensors import has_four_bit, is_frozen, named_tensors
+from ..pipeline.boundary import Activation, Collected, join_activations
+from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
+from ..pipeline.stage import compiled
+from ..pipeline.turns import current_turn
+from ..plan import Plan, StagePlan
+from ..protocol.messages import Equipment
+from ..protocol.tensors import DTYPES
+from ..runtime.coordinator.plain_attributes import PlainAttributes, changed_since_recipe
+from ..transport.handshake import obstacles_to_compiling
+from .layers import remote_stages
+from .optimizer import TrainedParameters
 from .progress import Progress
-from .remote_stage import remote_stages
-from .trained_parameters import TrainedParameters
+from .training import Coordinator
 from .whole_batches import NOTHING_SAID, BatchOptions, WholeBatches
+
+
+def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment: Equipment) -> None:
+    """Refuse a plan by which this process should compile layers and cannot.
+
+    Raises:
+        ModelError: With the remedy.
+    """
+    for stage in plan.stages:
+        if stage.is_local and stage.compile:
+            own = {number: layers[number].module for number in stage.layer_indices}
+            if found := obstacles_to_compiling(equipment, has_four_bit(own)):
+                raise ModelError(f"The coordinator cannot compile its layers: {' '.join(found)}")
+
+
+def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[Callable[[], None]]:
+    """Compile the coordinator's layers, and let them run again in the backward, if the plan wants
+    it; what makes them ordinary again."""
+    adjusted = []
+    for stage in plan.stages:
+        if stage.is_local and (stage.compile or stage.recompute):
+            for number in stage.layer_indices:
+                layer = layers[number].module
+                forward: Callable[..., Any] = layer.forward
+                forward = _Compiled(forward) if stage.compile else forward
+                forward = _Recomputed(forward) if stage.recompute else forward
+                adjusted.append(stand_in(layer, "forward", forward))
+    return adjusted
+
+
+class _Compiled:
+    """A layer's ``forward``, compiled where no cache grows from call to call."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._compiled = compiled(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            args, kwargs = without_cache(args, kwargs)  # which nobody reads in a training step
+        elif caches_among(args, kwargs):
+            return self._forward(*args, **kwargs)
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What torch has compiled would stay with the first layer in a copy of it.
+        return _Compiled, (self._forward,)
+
+
+class _Recomputed:
+    """A layer's ``forward`` that keeps its inputs only."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        # A second forward must not find what the first one left in a cache.
+        args, kwargs = without_cache(args, kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
 
 # Numbers of visits that no hand-over of a step reaches.
 _FIRST_TRIAL = 2**30

@@ -1,36 +1,95 @@
-"""Running the stages of a plan on workers: steps, gradients, optimizers."""
+"""Running the stages of a plan on workers: steps, gradients, optimizers.
+
+What the model passed to its layers, on its way to all stages.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...devices.copies import Copies, copies_for
-from ...errors import HeteroError, RemoteProtocolError
-from ...pipeline.boundary import Activation, Gradients
-from ...pipeline.codec import read_activation, read_gradients, say_passed
-from ...pipeline.handover import Returned
-from ...pipeline.optimizer import AveragingAction, Clipping, Group
-from ...pipeline.recorder import APPLY
-from ...pipeline.rule import Key
-from ...pipeline.stage import Surroundings
-from ...plan import Narrowing
-from ...protocol import messages as m
-from ...protocol.frames import Frame
-from ...protocol.values import Packer, unpack
-from ...transport.address import Address
-from ...transport.channel import send_copied
-from ...transport.deadlines import Deadlines
-from ...transport.handshake import Identity
+from ..devices.copies import Copies, copies_for
+from ..errors import HeteroError, RemoteProtocolError
+from ..pipeline.boundary import Activation, Gradients
+from ..pipeline.codec import Content, read_activation, read_gradients, say_arguments, say_passed
+from ..pipeline.handover import Returned
+from ..pipeline.optimizer import AveragingAction, Clipping, Group
+from ..pipeline.recorder import APPLY
+from ..pipeline.rule import Key
+from ..pipeline.stage import Surroundings
+from ..plan import Narrowing
+from ..protocol import messages as m
+from ..protocol.frames import Frame, encode_frame
+from ..protocol.values import Digests, Packer, unpack
+from ..transport.address import Address
+from ..transport.channel import send_copied
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import Identity
 from .answers import DueAnswers, check_narrowed, check_norms, check_optimizer_state
-from .arguments import OutgoingArguments
-from .conversations import ConnectedWorker
-from .remote_tensors import TensorConversations
+from .connections import ConnectedWorker
+from .layers import TensorConversations
+
+
+class OutgoingArguments:
+    """What the model passed to its layers for one micro-batch, on its way to all stages.
+
+    Which tensors a worker keeps already is told by their content. So where that is still being
+    copied, messages are put together when it is there.
+    """
+
+    def __init__(self, step: int, key: Key, surroundings: Surroundings, copies: Copies) -> None:
+        self._step, self._key, self._surroundings = step, key, surroundings
+        self._originals = _once(surroundings.tensors)
+        self._copy = copies.to_host(self._originals)
+        pairs = zip(self._originals, self._copy.tensors, strict=True)
+        self._hosts = {id(original): host for original, host in pairs}
+        self._digests = Digests(self._hosts)
+
+    def send(self, worker: ConnectedWorker, layers: Container[int]) -> None:
+        """Send a stage what its layers are called with.
+
+        Raises:
+            LocalProtocolError: If an argument cannot be sent.
+        """
+        if self._copy.is_immediate:
+            try:
+                message, tensors = self._say(worker, layers)
+                worker.channel.send(message, *tensors)
+            except BaseException:
+                worker.forget_constants()
+                raise
+        else:
+            # What cannot be sent is refused here, where somebody hears it.
+            message, _ = self._pack(layers, Packer())
+            worker.channel.send_later(message, partial(self._encode, worker, layers))
+
+    def _encode(self, worker: ConnectedWorker, layers: Container[int]) -> list[memoryview]:
+        self._copy.wait()
+        try:
+            message, tensors = self._say(worker, layers)
+            return encode_frame(Frame(message, tuple(tensors)))
+        except HeteroError:
+            worker.forget_constants()
+            raise
+
+    def _say(self, worker: ConnectedWorker, layers: Container[int]) -> Content:
+        with worker.constants_lock:
+            message, tensors = self._pack(layers, Packer(worker.constants, self._digests))
+        return message, [self._hosts.get(id(tensor), tensor) for tensor in tensors]
+
+    def _pack(self, layers: Container[int], packer: Packer) -> Content:
+        return say_arguments(self._step, self._key, self._surroundings, layers, packer)
+
+
+def _once(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
+    """Each tensor once: layers share masks and rotary tables."""
+    return [*{id(tensor): tensor for tensor in tensors}.values()]
+
 
 CPU = torch.device("cpu")
 

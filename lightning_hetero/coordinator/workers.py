@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from ...devices.description import equipment_here
-from ...discovery.find import find_workers
-from ...launch.local import (
+from ..devices.description import equipment_here
+from ..discovery.find import find_workers
+from ..launch.local import (
     START_SECONDS,
     LocalWorker,
     local_worker_names,
@@ -21,13 +21,13 @@ from ...launch.local import (
     stop_local_workers,
     threads_per_process,
 )
-from ...model.allowed_imports import Allowed
-from ...transport.address import Address
-from ...transport.deadlines import Deadlines
-from ...transport.handshake import Identity
-from ...transport.tls import Credentials, credentials_of
-from ...transport.token import find_token_file
-from .coordinator import Coordinator
+from ..model.allowed_imports import Allowed
+from ..transport.address import Address
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import Identity
+from ..transport.tls import Credentials, credentials_of
+from ..transport.token import find_token_file
+from .training import Coordinator
 
 
 class Fleet:

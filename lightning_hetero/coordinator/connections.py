@@ -14,8 +14,8 @@ from typing import TypeVar
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from ...devices.copies import Copies
-from ...errors import (
+from ..devices.copies import Copies
+from ..errors import (
     ChannelError,
     HeteroError,
     LinkLost,
@@ -25,14 +25,14 @@ from ...errors import (
     WorkerError,
     WorkerLost,
 )
-from ...protocol import messages as m
-from ...protocol.frames import Frame
-from ...protocol.session import coordinator_session
-from ...protocol.values import SentConstants
-from ...transport.address import Address
-from ...transport.channel import Arrival, Channel, Inbox
-from ...transport.deadlines import Deadlines
-from ...transport.handshake import Identity, dial, differences
+from ..protocol import messages as m
+from ..protocol.frames import Frame
+from ..protocol.session import coordinator_session
+from ..protocol.values import SentConstants
+from ..transport.address import Address
+from ..transport.channel import Arrival, Channel, Inbox
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import Identity, dial, differences
 
 logger = logging.getLogger(__name__)
 

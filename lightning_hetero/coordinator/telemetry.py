@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ...devices.copies import Copies
-from ...devices.description import health_of
-from ...pipeline.recorder import Recorder
-from ...protocol import messages as m
-from ...transport.address import Address
-from ...transport.channel import observe
-from ...transport.clocks import ClockSample
-from ...transport.deadlines import Deadlines
-from ...transport.handshake import Identity
-from .conversations import ConnectedWorker, Conversations
+from ..devices.copies import Copies
+from ..devices.description import health_of
+from ..pipeline.recorder import Recorder
+from ..protocol import messages as m
+from ..transport.address import Address
+from ..transport.channel import observe
+from ..transport.clocks import ClockSample
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import Identity
+from .connections import ConnectedWorker, Conversations
 
 # Enough for one of them to meet no other traffic.
 _COMPARISONS = 16

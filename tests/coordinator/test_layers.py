@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero.pipeline.stage_layers import Content, fingerprint_of
-from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.frames import Frame
-from lightning_hetero.runtime.coordinator.sending import (
+from lightning_hetero.coordinator.layers import (
     MOST_REFUSALS,
     MOST_SMALL_UNDER_WAY,
     MOST_UNDER_WAY,
@@ -21,6 +18,9 @@ from lightning_hetero.runtime.coordinator.sending import (
     Load,
     send_all,
 )
+from lightning_hetero.pipeline.stage_layers import Content, fingerprint_of
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.frames import Frame
 
 LARGE = SMALL_BYTES // 4  # elements of float32
 State = dict[str, Tensor]

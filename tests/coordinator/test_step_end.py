@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.coordinator.connections import ConnectedWorker, Conversations
+from lightning_hetero.coordinator.training import Coordinator
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
-from lightning_hetero.runtime.coordinator.conversations import ConnectedWorker, Conversations
-from lightning_hetero.runtime.coordinator.coordinator import Coordinator
 from lightning_hetero.transport.channel import Channel
 
-from ...models import TinyModule, loader, trainer
-from ...transport.pairs import worker_thread
+from ..models import TinyModule, loader, trainer
+from ..transport.pairs import worker_thread
 
 NUM_STEPS = 3
 NUM_MICROBATCHES = 2

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.coordinator.answers import (
+    DueAnswers,
+    check_norms,
+    check_optimizer_state,
+    held_tensors,
+)
 from lightning_hetero.errors import RemoteProtocolError
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import EMBEDDING_LAYER
 from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
-from lightning_hetero.runtime.coordinator.answers import (
-    DueAnswers,
-    check_norms,
-    check_optimizer_state,
-    held_tensors,
-)
 
 
 class Widening(nn.Module):

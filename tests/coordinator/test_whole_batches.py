@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.coordinator.whole_batches import BatchOptions, WholeBatches
 from lightning_hetero.errors import BatchError, StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, join_activations
 from lightning_hetero.pipeline.handover import Request
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.runtime.coordinator.whole_batches import BatchOptions, WholeBatches
 
 Layer = Callable[[Tensor], Tensor]
 BATCH = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))

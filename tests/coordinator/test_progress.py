@@ -1,7 +1,11 @@
-"""Bars follow the Trainer's own: tqdm, rich, none; and the training bar shows two things more."""
+"""What takes long is told at each quarter, and nothing else is.
+
+Bars follow the Trainer's own: tqdm, rich, none; and the training bar shows two things more.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +16,37 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 from rich import reconfigure
 from rich.progress import Progress as RichProgress
 
-from lightning_hetero import HeteroPipelineStrategy, bars
-from lightning_hetero.bars import TrainingFigures, progress_of_bytes, progress_of_parts
+from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.coordinator import progress as bars
+from lightning_hetero.coordinator.progress import (
+    PROGRESS_FROM_BYTES,
+    ProgressInLines,
+    TrainingFigures,
+    progress_of_bytes,
+    progress_of_parts,
+)
 
-from .models import TinyModule, loader, trainer
+from ..models import TinyModule, loader, trainer
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def test_each_quarter_is_told_once(lines: pytest.LogCaptureFixture) -> None:
+    progress = ProgressInLines("Gathering", 4 * 2**30)
+    for _ in range(18):
+        progress.advance(2**28)
+    assert lines.messages == [f"Gathering: {n}.0 of 4.0 GiB" for n in (1, 2, 3, 4)]
+
+
+def test_what_is_short_is_not_told(lines: pytest.LogCaptureFixture) -> None:
+    ProgressInLines("Gathering", PROGRESS_FROM_BYTES - 1).advance(PROGRESS_FROM_BYTES - 1)
+    ProgressInLines("Gathering", 0).advance(0)
+    assert lines.messages == []
+
 
 GIB = 2**30
 

@@ -19,18 +19,18 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...errors import BatchError, StageFailed
-from ...pipeline.boundary import Activation
-from ...pipeline.handover import (
+from ..errors import BatchError, StageFailed
+from ..pipeline.boundary import Activation
+from ..pipeline.handover import (
     Request,
     SampleDimension,
     cut_request,
     first_of_request,
     takes_sequence_first,
 )
-from ...pipeline.rounding import coarsest, norm_error, rounding_of_hidden
-from ...plan import Plan
-from ...protocol.tensors import DTYPES
+from ..pipeline.rounding import coarsest, norm_error, rounding_of_hidden
+from ..plan import Plan
+from ..protocol.tensors import DTYPES
 
 CheckFirstBatch = Literal["stop", "warn", "off"]
 

@@ -2,21 +2,23 @@
 
 The optimizer object stays the user's own; it holds all parameters, and steps those with a
 gradient here. The stages step theirs when told, with the options the groups have at that moment.
+
+Which parameters on the stages train: what a user freezes between two steps is frozen there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...errors import ModelError
-from ...model.override import stand_in
-from ...pipeline.optimizer import (
+from ..errors import ModelError
+from ..model.override import stand_in
+from ..pipeline.optimizer import (
     Clipping,
     Group,
     clip_gradients,
@@ -29,7 +31,8 @@ from ...pipeline.optimizer import (
     optimizer_gradients,
     total_norm,
 )
-from .coordinator import Coordinator
+from ..plan import StagePlan
+from .training import Coordinator
 
 
 class RemoteOptimizer:
@@ -238,3 +241,54 @@ def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in state.items():
         flat.update(value if isinstance(value, Mapping) else {key: value})
     return flat
+
+
+class TrainedParameters:
+    """Follows what trains of some hollow layers.
+
+    Args:
+        coordinator: Tells the stages.
+        names_of: The layers' tensors with their names there.
+        rounded: Stages that keep frozen weights in another dtype than they have here.
+
+    Attributes:
+        ever: What trains at present, as the stages know it, or ever did.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        names_of: Mapping[Tensor, str],
+        rounded: Iterable[StagePlan],
+    ) -> None:
+        self._coordinator = coordinator
+        self._names_of = names_of
+        self._rounded = {number: stage for stage in rounded for number in stage.layer_indices}
+        self._present = {tensor for tensor in names_of if tensor.requires_grad}
+        self.ever = set(self._present)
+
+    def follow(self) -> None:
+        """Freeze on the stages what is frozen now, and train what is not.
+
+        Raises:
+            ModelError: If a stage keeps a parameter in a dtype in which it must not be trained.
+        """
+        before, now = self._present, {p for p in self._names_of if p.requires_grad}
+        if now == before:
+            return
+        for parameter in now - self.ever:
+            self._check_trainable(parameter)
+        for changed, requires_grad in ((now - before, True), (before - now, False)):
+            self._coordinator.set_trained([self._names_of[p] for p in changed], requires_grad)
+        self._present = now
+        self.ever |= now
+
+    def _check_trainable(self, parameter: Tensor) -> None:
+        number, _, inside = self._names_of[parameter].partition(".")
+        stage = self._rounded.get(int(number))
+        if stage is not None:
+            raise ModelError(
+                f"{inside} of layer {number} was unfrozen while {stage.worker} kept it in "
+                f"{stage.dtype}, as frozen weights are there, and its steps would be lost in "
+                "rounding; set `requires_grad` before the run, or take `dtype` from the plan."
+            )

@@ -9,6 +9,8 @@ from functools import partial
 import pytest
 import torch
 
+from lightning_hetero.coordinator.layers import RemoteStage
+from lightning_hetero.coordinator.training import Coordinator
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
@@ -18,13 +20,11 @@ from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.optimizer import Group
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
-from lightning_hetero.runtime.coordinator.coordinator import Coordinator
-from lightning_hetero.runtime.coordinator.remote_stage import RemoteStage
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
 
-from ...models import tiny_llama
-from ...transport.pairs import worker_thread
+from ..models import tiny_llama
+from ..transport.pairs import worker_thread
 
 NUM_LAYERS = 4
 HIDDEN = torch.linspace(-1, 1, 2 * 5 * 16).reshape(2, 5, 16)

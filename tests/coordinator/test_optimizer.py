@@ -1,18 +1,23 @@
+"""Freezing between two steps: the stages hear what changed, and only that."""
+
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_hetero.coordinator import optimizer as remote_optimizer
+from lightning_hetero.coordinator.optimizer import RemoteOptimizer, TrainedParameters
+from lightning_hetero.coordinator.progress import ProgressInLines
+from lightning_hetero.coordinator.training import Coordinator
+from lightning_hetero.errors import ModelError
 from lightning_hetero.pipeline.optimizer import Clipping, Group
-from lightning_hetero.runtime.coordinator import remote_optimizer
-from lightning_hetero.runtime.coordinator.progress import ProgressInLines
-from lightning_hetero.runtime.coordinator.remote_optimizer import RemoteOptimizer
+from lightning_hetero.plan import StagePlan
 
 
 class FakeCoordinator:
@@ -193,3 +198,53 @@ def test_the_coordinator_knows_when_a_step_is_whole() -> None:
     remote.step()
     remote.note_stepped()
     assert coordinator.said == [("step", 7, [0.1, 0.1]), "applied"]
+
+
+class Told:
+    """A coordinator that is told what trains."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[list[str], bool]] = []
+
+    def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
+        if names:
+            self.changes.append((list(names), requires_grad))
+
+
+def parameters() -> dict[Tensor, str]:
+    return {
+        nn.Parameter(torch.ones(1), requires_grad=name.endswith("trained")): name
+        for name in ("2.trained", "2.frozen", "3.frozen")
+    }
+
+
+def test_only_what_changed_is_told() -> None:
+    told, names_of = Told(), parameters()
+    trained, frozen, _ = names_of
+    followed = TrainedParameters(cast(Coordinator, told), names_of, [])
+    followed.follow()
+    assert told.changes == []
+    trained.requires_grad_(False)
+    frozen.requires_grad_(True)
+    followed.follow()
+    followed.follow()
+    assert told.changes == [(["2.frozen"], True), (["2.trained"], False)]
+    assert followed.ever == {trained, frozen}
+
+
+def test_rounded_weights_do_not_begin_to_train() -> None:
+    told, names_of = Told(), parameters()
+    trained, frozen, other = names_of
+    rounded = [StagePlan(["two"], (2, 3), dtype="bfloat16")]
+    followed = TrainedParameters(cast(Coordinator, told), names_of, rounded)
+    other.requires_grad_(True)
+    followed.follow()
+    assert told.changes == [(["3.frozen"], True)]
+    trained.requires_grad_(False)
+    followed.follow()
+    trained.requires_grad_(True)
+    followed.follow()  # it trained before, so it was not rounded
+    frozen.requires_grad_(True)
+    with pytest.raises(ModelError, match="frozen of layer 2 was unfrozen while two kept it in bf"):
+        followed.follow()
+    assert told.changes[1:] == [(["2.trained"], False), (["2.trained"], True)]

@@ -1,0 +1,1 @@
+"""The Trainer's side of a run."""
