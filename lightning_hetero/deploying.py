@@ -23,9 +23,9 @@ from .model.layers import DecoderLayer, other_layer_lists
 from .model.pretrained import bring_here, weights_in_checkpoint
 from .plan import Plan, StagePlan
 from .precision import scaler_of
+from .profiler.measure import ProfilingOptions
+from .profiler.run import ProfilingRun
 from .profiling.choosing import PlanChoice
-from .profiling.measuring import ProfilingOptions
-from .profiling.run import ProfilingRun
 from .training import dropout_seed
 from .transport.deadlines import Deadlines
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning.pytorch import Callback
 
 from ..plan import Dtype
-from ..profiling.measuring import ProfilingOptions
+from ..profiler.measure import ProfilingOptions
 
 
 class PipelineProfiler(Callback):

@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..devices.description import equipment_here
-from ..doctor.demand import Wanted
-from ..doctor.findings import Outcome, Report, advice
+from ..doctor.checks import Outcome, Report, Wanted, advice
 from ..doctor.visit import Options, visit
 from ..errors import PlanError, TokenError
 from ..plan import Plan

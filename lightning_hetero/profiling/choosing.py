@@ -20,9 +20,9 @@ from ..planner.feasibility import check_plan
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, even_plan, solve
 from ..planner.verdict import judge, render
-from .measuring import ProfilingOptions
-from .run import ProfilingRun
-from .sample import NoSample
+from ..profiler.dry_run import NoSample
+from ..profiler.measure import ProfilingOptions
+from ..profiler.run import ProfilingRun
 
 
 class PlanChoice:

@@ -13,14 +13,19 @@ from torch import Tensor, nn
 
 from ..coordinator.deployment import Deployment, imports_of, layers_of_stage
 from ..coordinator.workers import Fleet
-from ..dry_run import no_trace
 from ..errors import BatchError, PlanError
 from ..model.layers import DecoderLayer, describe_layer
 from ..model.pretrained import bring_here, weights_in_checkpoint
 from ..model.tensors import flatten, named_contents
 from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
-from ..profiling.sample import NoSample, SampleBatch, sample_batch, to_device
-from ..profiling.stepping import with_optimizers
+from ..profiler.dry_run import (
+    NoSample,
+    SampleBatch,
+    no_trace,
+    sample_batch,
+    to_device,
+    with_optimizers,
+)
 from ..protocol.tensors import DTYPES
 from ..transport.deadlines import Deadlines
 from .errors import Comparison, Verdict, Worst, coarsest, relative_error, tolerance, worst_gradient

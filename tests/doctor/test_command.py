@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero import cli
-from lightning_hetero.doctor.findings import CHECKS
+from lightning_hetero.doctor.checks import CHECKS
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token, write_token_file
 

@@ -11,8 +11,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from lightning_hetero.doctor.demand import Wanted
-from lightning_hetero.doctor.findings import CHECKS, Finding, Report
+from lightning_hetero.doctor.checks import CHECKS, Finding, Report, Wanted
 from lightning_hetero.doctor.visit import Options, visit
 from lightning_hetero.errors import TokenError
 from lightning_hetero.plan import Plan, StagePlan

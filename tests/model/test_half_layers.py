@@ -25,13 +25,13 @@ from lightning_hetero.model.half_layers import (
     join_layers,
 )
 from lightning_hetero.model.hollow import hold_in_place, let_move
-from lightning_hetero.model.kinds import kinds_of_layers
 from lightning_hetero.model.layers import (
     DecoderLayer,
     check_layers_stand_alone,
     find_decoder_layers,
 )
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
+from lightning_hetero.profiler.sample_layers import kinds_of_layers
 
 from ..families import tiny_model
 from ..models import tiny_llama

@@ -24,9 +24,15 @@ from lightning_hetero.pipeline.bench import (
 )
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.profiling.workers import prepare_workers
+from lightning_hetero.profiler.remote import prepare_workers
+from lightning_hetero.profiler.trial_codec import (
+    Outcome,
+    Trial,
+    read_outcome,
+    say_prepare,
+    say_trial,
+)
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.runtime.measuring import Outcome, Trial, read_outcome, say_prepare, say_trial
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
 from lightning_hetero.transport.link_probe import PROBE_BYTES, measure_link

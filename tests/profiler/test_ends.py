@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.dry_run import no_trace
-from lightning_hetero.model.kinds import kinds_of_layers
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.profiling.blueprint import Blueprint, MadeUpOutputs
-from lightning_hetero.profiling.ends import EndsRunner
-from lightning_hetero.profiling.leaving import embedding_to_leave
+from lightning_hetero.profiler.dry_run import no_trace
+from lightning_hetero.profiler.ends import EndsRunner, embedding_to_leave
+from lightning_hetero.profiler.sample_layers import Blueprint, MadeUpOutputs, kinds_of_layers
 
 from ..families import tiny_model
 from ..models import TinyModule, loader, trainer

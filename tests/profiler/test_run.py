@@ -21,7 +21,7 @@ from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler
 from lightning_hetero.errors import PlanError, ProfileError, StageFailed, WorkerUnreachable
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Profile
-from lightning_hetero.planning import measuring
+from lightning_hetero.profiler import schedule
 
 from ..families import tiny_model
 from ..models import TinyModule, loader, sequences, trainer
@@ -74,8 +74,8 @@ def watched_run(strategy: Any, *callbacks: Any) -> tuple[Watched, Any]:
 def test_measuring_leaves_no_trace(workers: list[str], tmp_path: Path) -> None:
     options = {"plan": "even", "micro_batching": "boundary"}
     plain, plain_run = watched_run(HeteroPipelineStrategy(workers[:1], **options))
-    measuring = profiler(tmp_path / "profile.yaml")
-    module, run = watched_run(HeteroPipelineStrategy(workers[:1], **options), measuring)
+    schedule = profiler(tmp_path / "profile.yaml")
+    module, run = watched_run(HeteroPipelineStrategy(workers[:1], **options), schedule)
     assert (module.num_steps, module.seen, module.draws) == (2, plain.seen, plain.draws)
     assert module.losses == plain.losses
     assert run.logged_metrics == plain_run.logged_metrics
@@ -166,9 +166,9 @@ def test_a_device_that_changed_while_it_was_measured_is_named(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that everybody has changed, however short the measuring.
-    monkeypatch.setattr(measuring, "_MOST_CHANGE", 0.0)
-    monkeypatch.setattr(measuring, "_LEAST_PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(measuring, "_MOST_SHARE_OF_REPEAT", 1e9)
+    monkeypatch.setattr(schedule, "_MOST_CHANGE", 0.0)
+    monkeypatch.setattr(schedule, "_LEAST_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(schedule, "_MOST_SHARE_OF_REPEAT", 1e9)
     strategy = HeteroPipelineStrategy(workers[:1], plan="even")
     with pytest.warns(UserWarning, match="its speed changed meanwhile") as told:
         fit(TinyModule(), strategy, profiler(tmp_path / "profile.yaml"))
@@ -185,7 +185,7 @@ def test_the_second_start_measures_nothing(
     path = tmp_path / "profile.yaml"
     fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), profiler(path))
     first = path.read_text()
-    monkeypatch.setattr("lightning_hetero.profiling.run.Measuring", None)
+    monkeypatch.setattr("lightning_hetero.profiler.run.Measuring", None)
     with caplog.at_level(logging.INFO):
         strategy = HeteroPipelineStrategy(workers[:1], "even")
         fit(TinyModule(), strategy, profiler(path))

@@ -1,4 +1,7 @@
-"""Measures what is not known of a model: its ends and layers here, layers on workers, and links."""
+"""Measures what is not known of a model: its ends and layers here, layers on workers, and links.
+
+Measures in this process: the coordinator's ends, and layers as they would run here.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,141 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from ..coordinator.progress import progress_of_parts
 from ..coordinator.training import Coordinator
 from ..devices.description import DeviceDescription
+from ..errors import StageFailed
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of
-from ..pipeline.bench import Clock, OptimizerMeasurement
+from ..pipeline.bench import Clock, Failed, Measurement, OptimizerMeasurement, attempt
 from ..plan import COORDINATOR, Dtype
-from ..planner.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile
-from ..planning.measuring import (
+from ..planner.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Timing
+from .dry_run import step_like
+from .ends import Ends
+from .model_view import Cutting, Sighting, Subject, model_profile
+from .remote import measure_links, measure_on_workers, prepare_workers
+from .schedule import (
     LayerJob,
     LayerSchedule,
     change_of_speed,
     dtypes_to_measure,
     is_worth_repeating,
     layer_jobs,
+    patience_seconds,
 )
-from ..planning.measuring import patience_seconds as patience_for
-from .benches import DeviceResult, Trials, first_again, trials
-from .here import EndsResult, Tick, lead_trials, measure_ends
-from .parts import model_profile
-from .sighting import Cutting, Sighting
-from .stepping import step_like
-from .subject import Subject
-from .workers import measure_links, measure_on_workers, prepare_workers
+from .schedule import patience_seconds as patience_for
+from .trials import DeviceResult, Trials, first_again, run_here, timing_of, trials
+
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class EndsResult:
+    """What was measured of the coordinator's ends, and the largest micro-batch that fits if a
+    larger one did not."""
+
+    timings: list[Timing]
+    largest_micro_batch: int | None = None
+
+
+def measure_ends(
+    sighting: Sighting, cutting: Cutting, budget_seconds: float, clock: Clock, tick: Tick
+) -> EndsResult:
+    """Embedding, head and loss at every size that memory and time allow; the smallest in any case.
+
+    Raises:
+        StageFailed: If the ends cannot be run.
+    """
+    sizes = sorted(sighting.subject.examples)
+    patience = patience_seconds(budget_seconds, len(sizes))
+    if cutting.at_boundary:
+        return _measure_whole(sighting, cutting, patience, tick)
+    timings: list[Timing] = []
+    end_seconds, last_seconds = clock() + budget_seconds, 0.0
+    for size in sizes:
+        start = clock()
+        # The next one is about twice as large.
+        if timings and start + 2 * last_seconds > end_seconds:
+            break
+        found = _measure_batch(sighting, cutting.sample.first(size), patience)
+        tick()
+        if isinstance(found, Failed):
+            _check_only_memory(found, size)
+            return EndsResult(timings, max((t.micro_batch_size for t in timings), default=0))
+        timings += _timings(sighting, size, found)
+        last_seconds = clock() - start
+    return EndsResult(timings)
+
+
+def _measure_whole(
+    sighting: Sighting, cutting: Cutting, patience_seconds: float, tick: Tick
+) -> EndsResult:
+    """The ends run once for a batch, so each micro-batch has its part of that."""
+    found = _measure_batch(sighting, cutting.sample.batch, patience_seconds)
+    tick()
+    if isinstance(found, Failed):
+        raise _failure(found, sighting.batch_size)
+    timings = []
+    for size in sorted(sighting.subject.examples):
+        share = size / sighting.batch_size
+        ends = Ends(_part(found.embedding, share), _part(found.head, share))
+        timings += _timings(sighting, size, ends)
+    return EndsResult(timings)
+
+
+def _part(whole: Measurement, share: float) -> Measurement:
+    return Measurement(
+        whole.forward_seconds * share,
+        whole.backward_seconds * share,
+        round(whole.saved_bytes * share),
+        round(whole.peak_bytes * share),
+    )
+
+
+def _measure_batch(sighting: Sighting, batch: object, patience_seconds: float) -> Ends | Failed:
+    measure = partial(sighting.runner.measure, batch, patience_seconds)
+    return attempt(measure, sighting.bench.device)
+
+
+def _timings(sighting: Sighting, size: int, ends: Ends) -> list[Timing]:
+    dtype = sighting.subject.dtype
+    found = ((EMBEDDING, ends.embedding), (HEAD, ends.head))
+    return [timing_of(LayerJob(dtype, size, part, False), taken) for part, taken in found]
+
+
+def _check_only_memory(failed: Failed, size: int) -> None:
+    if not failed.is_out_of_memory or size == 1:
+        raise _failure(failed, size)
+    rank_zero_info(f"the coordinator has not enough memory for its ends on {size} samples")
+
+
+def _failure(failed: Failed, size: int) -> StageFailed:
+    return StageFailed(
+        f"The coordinator failed while it measured `training_step` on {size} samples: "
+        f"{failed.reason}\n\n{failed.traceback}"
+    )
+
+
+def lead_trials(sighting: Sighting, trials: Trials, tick: Tick) -> DeviceResult:
+    """Lead trials with this process's own bench."""
+    try:
+        trial = next(trials)
+        while True:
+            outcome = run_here(sighting.bench, trial)
+            tick()
+            trial = trials.send(outcome)
+    except StopIteration as end:
+        result: DeviceResult = end.value
+        return result
+
 
 # Of the time budget; each part has its share from when it begins.
 _SHARE_OF_ENDS = 0.15

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_hetero.planner.profile import Timing
-from lightning_hetero.planning.measuring import (
+from lightning_hetero.profiler.schedule import (
     LayerJob,
     LayerSchedule,
     change_of_speed,

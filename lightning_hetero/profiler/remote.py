@@ -11,9 +11,9 @@ from ..pipeline.codec import Content
 from ..plan import COORDINATOR
 from ..planner.profile import Link, fit_link
 from ..protocol import messages as m
-from ..runtime.measuring import read_outcome, say_trial
 from ..transport.link_probe import measure_link, payload
-from .benches import DeviceResult, Trials
+from .trial_codec import read_outcome, say_trial
+from .trials import DeviceResult, Trials
 
 
 def describe_workers(

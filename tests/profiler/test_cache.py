@@ -8,7 +8,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_hetero import PipelineProfiler
-from lightning_hetero.profiling.cache import (
+from lightning_hetero.profiler.run import (
     Identity,
     cache_file,
     cache_folder,

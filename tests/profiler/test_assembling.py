@@ -5,7 +5,7 @@ from dataclasses import replace
 from msgspec.structs import replace as replace_fields
 
 from lightning_hetero.planner.profile import VERSION, DeviceProfile, Link, Profile
-from lightning_hetero.planning.assembling import (
+from lightning_hetero.profiler.run import (
     Station,
     merged,
     pairs_without_link,

@@ -13,13 +13,13 @@ from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.bench import Failed, LayerTrial, Measurement, OptimizerMeasurement
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Dtype
-from lightning_hetero.planning.measuring import LayerSchedule, layer_jobs
-from lightning_hetero.profiling.benches import DeviceResult, Trials, first_again, trials
-from lightning_hetero.profiling.blueprint import Blueprint
-from lightning_hetero.profiling.ends import Example
-from lightning_hetero.profiling.stepping import OptimizerSettings
-from lightning_hetero.profiling.subject import Subject
-from lightning_hetero.runtime.measuring import Outcome, Trial
+from lightning_hetero.profiler.dry_run import OptimizerSettings
+from lightning_hetero.profiler.ends import Example
+from lightning_hetero.profiler.model_view import Subject
+from lightning_hetero.profiler.sample_layers import Blueprint
+from lightning_hetero.profiler.schedule import LayerSchedule, layer_jobs
+from lightning_hetero.profiler.trial_codec import Outcome, Trial
+from lightning_hetero.profiler.trials import DeviceResult, Trials, first_again, trials
 
 from ..models import tiny_llama
 

@@ -1,44 +1,232 @@
-"""From a Trainer that is about to train to the profile of its model on its devices."""
+"""From a Trainer that is about to train to the profile of its model on its devices.
+
+The file of what was measured: where it is, what it is for, and whether it is to be believed.
+
+Puts what was measured on each device together, and to what was measured before.
+"""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
+import logging
+import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import lightning.pytorch as pl
 import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
+from msgspec import structs
 
+from ..atomic_file import replacing
 from ..coordinator.training import Coordinator
 from ..devices.arenas import give_back_free_memory
 from ..devices.description import DeviceDescription, describe_device
-from ..dry_run import no_trace
+from ..errors import ProfileError
 from ..model.hollow import hold_in_place, let_move
-from ..model.kinds import fingerprint
 from ..model.layers import DecoderLayer
 from ..model.pretrained import bring_here, weights_in_checkpoint
 from ..pipeline.bench import Clock
 from ..plan import COORDINATOR
-from ..planner.profile import VERSION, Profile
-from ..planning.assembling import (
-    Station,
-    merged,
-    pairs_without_link,
-    restricted,
-    still_true,
-    with_present_memory,
+from ..planner.profile import VERSION, DeviceProfile, Link, Profile
+from .dry_run import (
+    OptimizerSettings,
+    SampleBatch,
+    no_trace,
+    sample_batch,
+    to_device,
+    with_optimizers,
 )
-from .cache import Identity, cache_file, read_known, write_known
-from .leaving import embedding_to_leave
-from .measuring import Found, Measuring, ProfilingOptions, Wanted
-from .sample import SampleBatch, sample_batch, to_device
-from .sighting import Cutting, sight
-from .stepping import OptimizerSettings, with_optimizers
-from .workers import describe_workers
+from .ends import embedding_to_leave
+from .measure import Found, Measuring, ProfilingOptions, Wanted
+from .model_view import Cutting, sight
+from .remote import describe_workers
+from .sample_layers import fingerprint
+
+logger = logging.getLogger(__name__)
+
+_NUM_DIGITS = 12
+
+
+def cache_folder() -> Path:
+    """Where programs of this user keep what can be made again."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    # As its specification says, a relative one is invalid and ignored.
+    base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
+    return base / "lightning-hetero" / "profiles"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a profile is of.
+
+    Args:
+        model_name: The LightningModule's class, for people.
+        fingerprint: Tells the model from others.
+        settings: What else measurements hold for.
+    """
+
+    model_name: str
+    fingerprint: str
+    settings: Mapping[str, str]
+
+
+def cache_file(identity: Identity) -> Path:
+    """The file for a model and for what its measurements hold for."""
+    text = repr((identity.fingerprint, sorted(identity.settings.items())))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:_NUM_DIGITS]
+    return cache_folder() / f"{identity.model_name}-{digest}.yaml"
+
+
+def read_known(path: Path, identity: Identity) -> Profile | None:
+    """What the file knows of this model; None, with a line that says why, where it is of no use."""
+    if not path.exists():
+        return None
+    try:
+        profile = Profile.from_yaml(path)
+    except ProfileError as error:
+        rank_zero_info(f"The profile is measured anew. {error}")
+        return None
+    if profile.model.fingerprint != identity.fingerprint:
+        rank_zero_info(f"{path} is the profile of another model, so this one is measured anew.")
+        return None
+    settings = identity.settings
+    differing = [
+        f"{key} (was {profile.settings.get(key)!r}, is {settings.get(key)!r})"
+        for key in sorted({*settings, *profile.settings})
+        if settings.get(key) != profile.settings.get(key)
+    ]
+    if differing:
+        rank_zero_info(f"The profile {path} is measured anew: other {', '.join(differing)}.")
+        return None
+    return profile
+
+
+def write_known(path: Path, profile: Profile) -> None:
+    """Put the profile into the file at once; a reader sees the old one or the new one.
+
+    What is measured holds without the file, so a folder that cannot be written to is only said.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, mode=0o600) as file:
+            file.write(profile.as_yaml().encode())
+    except OSError as error:
+        rank_zero_info(f"The profile cannot be kept in {path}: {error}.")
+    else:
+        rank_zero_info(f"what was measured is kept in {path}")
+
+
+@dataclass(frozen=True)
+class Station:
+    """A process as it is now, measured or not.
+
+    Args:
+        name: As plans call it.
+        device: What it computes on.
+        memory: Which memory it has; stations of one share it.
+        free_bytes: What is free of that.
+        base_bytes: What the process takes already, without the model.
+        held_bytes: What it holds of the model before that is put where it belongs.
+        versions: Of libraries and drivers.
+    """
+
+    name: str
+    device: str
+    memory: str
+    free_bytes: int
+    base_bytes: int
+    versions: Mapping[str, str]
+    held_bytes: int = 0
+
+    def is_of(self, profile: DeviceProfile) -> bool:
+        """Whether a profile was measured here, with the same libraries."""
+        known = (profile.name, profile.device, profile.versions)
+        return known == (self.name, self.device, dict(self.versions))
+
+
+def shared_memory_bytes(stations: Sequence[Station]) -> dict[str, int]:
+    """What each station may use, its base included; what is free is shared out evenly among those
+    of one memory."""
+    sharers = Counter(station.memory for station in stations)
+    return {
+        station.name: max(
+            1,
+            station.base_bytes + station.held_bytes + station.free_bytes // sharers[station.memory],
+        )
+        for station in stations
+    }
+
+
+def with_present_memory(profile: Profile, stations: Sequence[Station]) -> Profile:
+    """The profile with the memory that its devices have now."""
+    memory_bytes = shared_memory_bytes(stations)
+    base_bytes = {station.name: station.base_bytes for station in stations}
+    devices = [
+        structs.replace(
+            device, memory_bytes=memory_bytes[device.name], base_bytes=base_bytes[device.name]
+        )
+        for device in profile.devices
+    ]
+    return structs.replace(profile, devices=devices)
+
+
+def still_true(profile: Profile, stations: Sequence[Station]) -> Profile:
+    """The profile without what is now another device of the same name, or has other libraries."""
+    present = {station.name: station for station in stations}
+    devices = [
+        device
+        for device in profile.devices
+        if device.name not in present or present[device.name].is_of(device)
+    ]
+    names = {device.name for device in devices}
+    links = [link for link in profile.links if {*_ends(link)} <= names]
+    return structs.replace(profile, devices=devices, links=links)
+
+
+def merged(new: Profile, old: Profile | None) -> Profile:
+    """A profile with the devices and links of an older one that it does not have."""
+    if old is None:
+        return new
+    names = {device.name for device in new.devices}
+    ends = {(link.source, link.target) for link in new.links}
+    devices = [device for device in old.devices if device.name not in names]
+    names |= {device.name for device in devices}
+    return structs.replace(
+        new,
+        devices=[*new.devices, *devices],
+        links=[*new.links, *(link for link in old.links if _ends(link) not in ends)],
+    )
+
+
+def restricted(profile: Profile, names: Sequence[str]) -> Profile:
+    """The profile of these devices alone, in this order."""
+    return structs.replace(
+        profile,
+        devices=[profile.device(name) for name in names],
+        links=[link for link in profile.links if {*_ends(link)} <= {*names}],
+    )
+
+
+def pairs_without_link(names: Sequence[str], links: Iterable[Link]) -> list[tuple[str, str]]:
+    """Pairs of processes whose link has not been measured, each once."""
+    known = {_ends(link) for link in links}
+    return [
+        (first, second)
+        for index, first in enumerate(names)
+        for second in names[index + 1 :]
+        if (first, second) not in known or (second, first) not in known
+    ]
+
+
+def _ends(link: Link) -> tuple[str, str]:
+    return link.source, link.target
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from ..pipeline.bench import (
     attempt,
 )
 from ..planner.profile import Timing
-from ..planning.measuring import LayerJob, LayerSchedule
-from ..runtime.measuring import Outcome, Trial
-from .subject import Subject
+from .model_view import Subject
+from .schedule import LayerJob, LayerSchedule
+from .trial_codec import Outcome, Trial
 
 
 @dataclass

@@ -1,0 +1,349 @@
+"""The checks in their order, and what each found: values, without I/O.
+
+What the opening of a conversation says of TLS, the token, the clocks and the versions: rules.
+
+What a plan needs of the link to a worker, against what was measured: arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from msgspec.structs import replace
+
+from ..errors import TrustError
+from ..plan import Plan
+from ..planner.candidates import Candidate
+from ..planner.feasibility import candidate_of
+from ..planner.profile import Link, Profile
+from ..planner.roles import Form
+from ..planner.solver import solve
+from ..protocol import messages as m
+from ..transport.address import Address
+from ..transport.handshake import Party, differences, obstacles
+from ..units import in_bytes, in_percent
+
+Check = Literal[
+    "name",
+    "route",
+    "port",
+    "TLS",
+    "token",
+    "clock",
+    "version",
+    "worker",
+    "MTU",
+    "latency",
+    "bandwidth",
+    "plan",
+]
+CHECKS: tuple[Check, ...] = get_args(Check)
+"""Each hop needs those before it."""
+
+Outcome = Literal["passed", "warned", "failed", "skipped"]
+
+# A second way to a machine is worth a word if it is so many times as fast.
+_MUCH_FASTER = 1.2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Args:
+        check: Which one.
+        outcome: Whether the hop works; ``warned`` where it does and somebody should look at it.
+        text: What was found, in a few words.
+        remedy: What to do, where something is to be done.
+        figures: The same for programs; units are in the names.
+    """
+
+    check: Check
+    outcome: Outcome
+    text: str
+    remedy: str = ""
+    figures: Mapping[str, float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found on the way to one worker.
+
+    Args:
+        address: Where it should be.
+        findings: One of each check, in their order.
+        machine: Tells the worker's machine from others; empty if it was not reached.
+    """
+
+    address: str
+    findings: Sequence[Finding]
+    machine: str = ""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether nothing failed."""
+        return self.failing is None
+
+    @property
+    def failing(self) -> Finding | None:
+        """The hop that failed."""
+        return next((one for one in self.findings if one.outcome == "failed"), None)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The slower direction's; 0 if it was not measured."""
+        figures = next(one.figures for one in self.findings if one.check == "bandwidth")
+        return min((float(value) for value in figures.values()), default=0.0)
+
+
+def completed(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """One finding of each check, up to the first that failed as given; what they leave out is
+    skipped, as are the checks behind a failure."""
+    failed: Check | None = None
+    reached = 0
+    for finding in findings:
+        place = CHECKS.index(finding.check)
+        for check in CHECKS[reached:place]:
+            yield Finding(check, "skipped", "it did not come to that")
+        yield finding
+        reached = place + 1
+        if finding.outcome == "failed":
+            failed = finding.check
+            break
+    for check in CHECKS[reached:]:
+        why = "it did not come to that" if failed is None else f"needs {failed}"
+        yield Finding(check, "skipped", why)
+
+
+def advice(reports: Sequence[Report]) -> list[str]:
+    """Where several addresses lead to one worker: which of them to use."""
+    ways: defaultdict[tuple[str, str], list[Report]] = defaultdict(list)
+    for report in reports:
+        if report.machine and report.is_usable:
+            port = report.address.rpartition(":")[2]
+            ways[report.machine, port].append(report)
+    return [_choice(alike) for alike in ways.values() if len(alike) > 1]
+
+
+def _choice(alike: Sequence[Report]) -> str:
+    best, *others = sorted(alike, key=lambda report: -report.bytes_per_second)
+    names = " and ".join(report.address for report in [best, *others])
+    times = best.bytes_per_second / max(others[0].bytes_per_second, 1e-9)
+    if times < _MUCH_FASTER:
+        return f"{names} are the same worker, reached equally fast; name one of them."
+    return f"{names} are the same worker; use {best.address}, {times:.1f} times as fast."
+
+
+# So far clocks may be apart without anybody noticing it in logs and file dates.
+_TOLERABLE_SECONDS = 5.0
+
+_COPY_ITS_FILE = (
+    "make one with `lightning-hetero token`, copy its file to both machines, and name it with "
+    "--token-file where it is not in its usual place"
+)
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """How a worker answered our Hello.
+
+    Args:
+        is_secured: Whether it was under TLS.
+        answer: What it said.
+        version: The protocol version of the frame that it said it in.
+        sent_at_seconds: Our clock when we said Hello.
+        heard_at_seconds: Our clock when the answer had come.
+    """
+
+    is_secured: bool
+    answer: m.Message
+    version: int
+    sent_at_seconds: float
+    heard_at_seconds: float
+
+
+def no_token(address: Address) -> Iterator[Finding]:
+    """Nothing is said to another machine without a token."""
+    yield Finding("TLS", "skipped", "there is none without a token")
+    text = f"this end has no token, and {address} is on another machine"
+    yield Finding("token", "failed", text, _COPY_ITS_FILE)
+
+
+def unusable_token(reason: str) -> Iterator[Finding]:
+    """The token file of this end cannot be used."""
+    yield Finding("TLS", "skipped", "there is none without a token")
+    yield Finding("token", "failed", reason)
+
+
+def distrusted(error: TrustError) -> Iterator[Finding]:
+    """The two ends do not trust each other."""
+    passed: dict[str, list[Finding]] = {
+        "TLS": [],
+        "token": [Finding("TLS", "passed", "the peer speaks it")],
+        "clock": [
+            Finding("TLS", "passed", "the peer speaks it"),
+            Finding("token", "passed", "the peer has a certificate of some token"),
+        ],
+    }
+    yield from passed[error.about]
+    yield Finding(error.about, "failed", *_cut(str(error)))
+
+
+def broken_off(error: Exception, is_secured: bool) -> Iterator[Finding]:
+    """The peer ended the connection, said nothing, or said something that is no answer."""
+    if not is_secured:
+        yield from _trust(is_secured)
+    check: Check = "TLS" if is_secured else "worker"
+    text = f"what listens there did not answer as a worker: {error}".rstrip(".")
+    yield Finding(check, "failed", text, "is it a worker, and what does it log?")
+
+
+def silent(error: Exception) -> Iterator[Finding]:
+    """TLS was agreed on, and then nothing came."""
+    yield Finding("TLS", "passed", "TLS 1.3")
+    text = f"the worker ended the conversation: {error}".rstrip(".")
+    yield Finding("token", "failed", text, "see what the worker logs")
+
+
+def heard(greeting: Greeting, here: m.Equipment, address: Address) -> Iterator[Finding]:
+    """The peer answered."""
+    yield from _trust(greeting.is_secured)
+    answer = greeting.answer
+    yield _clock(greeting)
+    versions = _versions(greeting, here, address)
+    yield versions
+    if versions.outcome == "failed":
+        return
+    if isinstance(answer, m.Welcome):
+        equipment = answer.equipment
+        yield Finding(
+            "worker",
+            "passed",
+            f"free, computes on {equipment.device} ({equipment.device_name})",
+            figures={"device": equipment.device, "device_name": equipment.device_name},
+        )
+    else:
+        reason = answer.reason if isinstance(answer, m.Failure) else str(answer)
+        yield Finding("worker", "failed", *_cut(reason))
+
+
+def _trust(is_secured: bool) -> Iterator[Finding]:
+    if is_secured:
+        yield Finding("TLS", "passed", "TLS 1.3")
+        yield Finding("token", "passed", "both ends have the same")
+    else:
+        yield Finding("TLS", "skipped", "not used: neither end has a token")
+        yield Finding("token", "passed", "none, which is enough on one machine")
+
+
+def _clock(greeting: Greeting) -> Finding:
+    said = greeting.answer.utc_seconds if isinstance(greeting.answer, m.Welcome) else 0.0
+    if not said:
+        return Finding("clock", "skipped", "the worker does not say its time")
+    offset_seconds = said - (greeting.sent_at_seconds + greeting.heard_at_seconds) / 2
+    figures = {"offset_seconds": offset_seconds}
+    if abs(offset_seconds) <= _TOLERABLE_SECONDS:
+        return Finding("clock", "passed", f"{offset_seconds:+.3f} s there", "", figures)
+    remedy = "set the clocks (NTP); beyond two days the certificates are refused"
+    return Finding("clock", "warned", f"{offset_seconds:+.0f} s there", remedy, figures)
+
+
+def _versions(greeting: Greeting, here: m.Equipment, address: Address) -> Finding:
+    answer = greeting.answer
+    protocol = answer.protocol if isinstance(answer, m.Welcome) else greeting.version
+    equipment = answer.equipment if isinstance(answer, m.Welcome) else m.Equipment()
+    if isinstance(answer, m.Failure) and protocol != m.PROTOCOL_VERSION:
+        return Finding("version", "failed", *_cut(answer.reason))
+    ours = Party("this end", m.PROTOCOL_VERSION, here)
+    theirs = Party(f"the worker at {address}", protocol, equipment)
+    if found := obstacles(ours, theirs):
+        return Finding("version", "failed", *_cut(" ".join(found)))
+    others = differences(here, equipment)
+    figures: dict[str, float | str] = {"protocol": protocol, **equipment.versions}
+    text = f"protocol {protocol}"
+    if others:
+        text += f"; others, which is normal: {', '.join(others)}"
+    return Finding("version", "passed", text, "", figures)
+
+
+def _cut(sentences: str) -> tuple[str, str]:
+    """What is wrong, and the remedy behind the last semicolon."""
+    text, found, remedy = sentences.rstrip(".").rpartition("; ")
+    return (text, remedy) if found else (remedy, "")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A model's measurements, and a plan for it; without one the best for them.
+
+    Raises:
+        PlanError: If the plan does not fit.
+    """
+
+    profile: Profile
+    plan: Plan | None = None
+
+    def candidate(self, measured: Sequence[Link]) -> Candidate:
+        """The plan with these links in the place of those that were measured before."""
+        ends = [(link.source, link.target) for link in measured]
+        kept = [link for link in self.profile.links if (link.source, link.target) not in ends]
+        profile = replace(self.profile, links=[*kept, *measured])
+        plan = self.plan or solve(profile).plan
+        return candidate_of(plan, profile)
+
+
+def against_plan(wanted: Wanted, worker: str, measured: Sequence[Link]) -> Finding:
+    """Whether a worker's link to the coordinator is fast enough for the plan.
+
+    It is too slow where a micro-batch takes it longer than the slowest stage, which then waits.
+
+    Raises:
+        PlanError: If the plan does not fit the profile.
+    """
+    candidate = wanted.candidate(measured)
+    if worker not in candidate.workers:
+        return Finding("plan", "skipped", f"the plan has no stage on {worker}")
+    crossing = _bytes_per_step(candidate, worker)
+    if not any(crossing):
+        return Finding("plan", "passed", "the plan sends it nothing from here but small messages")
+    there, back = (f"{in_bytes(amount)}" for amount in crossing)
+    media = {f"{link.source} to {link.target}" for link in measured}
+    media |= {link.shared for link in measured if link.shared}
+    busy_seconds = max(
+        seconds for name, seconds in candidate.busy_seconds_of_media.items() if name in media
+    )
+    share = busy_seconds / candidate.bottleneck_seconds
+    figures: dict[str, float | str] = {
+        "there_bytes_per_step": crossing[0],
+        "back_bytes_per_step": crossing[1],
+        "busy_share": share,
+        "step_seconds": candidate.step_seconds,
+    }
+    text = (
+        f"a step sends {there} there and {back} back; a micro-batch takes the link "
+        f"{in_percent(share)} of the slowest stage's time"
+    )
+    if share <= 1:
+        return Finding("plan", "passed", text, "", figures)
+    remedy = (
+        "use a faster link, or give the stage `activation_dtype` and `gradient_dtype` in the plan, "
+        "which send fewer bytes"
+    )
+    return Finding("plan", "failed", text, remedy, figures)
+
+
+def _bytes_per_step(candidate: Candidate, worker: str) -> tuple[int, int]:
+    """What a step sends from the coordinator to the worker, and what comes back."""
+    model, batch_size = candidate.costs.profile.model, candidate.costs.batch_size
+    activations = model.activation_bytes_per_sample * batch_size
+    gradients = model.gradient_bytes_per_sample * batch_size
+    first_there, first_back = activations, gradients
+    if candidate.form is Form.LINE:
+        first_there, first_back = model.token_id_bytes_per_sample * batch_size, 0
+    is_first, is_last = worker == candidate.workers[0], worker == candidate.workers[-1]
+    there = is_first * first_there + is_last * gradients
+    back = is_last * activations + is_first * first_back
+    return there, back

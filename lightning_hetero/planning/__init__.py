@@ -1,1 +1,0 @@
-"""What goes where: makes plans. Knows no worker and no torch."""

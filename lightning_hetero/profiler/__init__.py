@@ -1,0 +1,1 @@
+"""How fast it is: measures a model on its devices."""

@@ -1,0 +1,396 @@
+"""Runs of a LightningModule that leave no trace: no log, gradient, statistic or random draw.
+
+The first training batch, looked at without taking it away from the run.
+
+The optimizer that the run will have, before it has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..devices.memory import synchronize
+from ..errors import BatchError, HeteroError
+from ..model.attributes import Attributes, contents_kept, restoring_generator
+from ..pipeline.bench import Clock, OptimizerMeasurement, median_of_blocks, state_bytes
+from ..pipeline.microbatch import batch_size, first_samples
+from ..pipeline.optimizer import (
+    Group,
+    StageOptimizer,
+    group_options,
+    optimizer_class_name,
+    optimizer_defaults,
+)
+
+
+@contextmanager
+def no_trace(
+    module: pl.LightningModule,
+    without: Iterable[nn.Module],
+    *,
+    is_timed: bool = True,
+    puts_draws_back: bool = True,
+) -> Iterator[Callable[[Tensor], bool]]:
+    """Inside, a module's own code may run; afterwards it and its Trainer are as before.
+
+    Tells whether a tensor of it was changed in place so far, unless somebody takes the time.
+
+    That holds for attributes of the module, of its class, and of objects of the same packages that
+    it refers to: for those that were assigned, and for lists, dicts, sets, tensors and random
+    generators that were changed in place, a metric's among them. What code does outside of these
+    is not undone.
+
+    Args:
+        module: Attached to its Trainer.
+        without: Modules in it that do not run, with all that is in them.
+        is_timed: Whether somebody takes the time of what runs. Otherwise every operation is
+            looked at: tensors are copied only when they are to change, and so are parameters,
+            which a ``training_step`` may average by itself.
+        puts_draws_back: Whether random generators are as before, too.
+    """
+    skipped = {inner for outer in without for inner in outer.modules()}
+    modules = [inner for inner in module.modules() if inner not in skipped]
+    with ExitStack() as undo:
+        if puts_draws_back:
+            undo.enter_context(_random_numbers())
+        undo.enter_context(_no_loggers(module.trainer))
+        before = Attributes(modules, with_generators=puts_draws_back)
+        undo.callback(before.restore)
+        gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        undo.callback(_restore_gradients, gradients)
+        for parameter, _ in gradients:
+            parameter.grad = None
+        module.log = _drop  # type: ignore[method-assign]
+        if is_timed:
+            undo.enter_context(contents_kept(before.tensors))
+            yield lambda _: False
+            return
+        own = [p for inner in modules for p in inner.parameters(recurse=False)]
+        yield undo.enter_context(_CopiesOnWrite([*before.tensors, *own])).has_changed
+
+
+# The operations with this in their names update running statistics, and do not declare it.
+_UNDECLARED = "batch_norm"
+
+
+class _CopiesOnWrite(TorchDispatchMode):
+    """Inside, tensors are copied before an operation changes them; at the end they get their
+    content back.
+
+    Args:
+        tensors: Those that are looked after.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        found = (storage for tensor in tensors if (storage := _storage_of(tensor)) is not None)
+        self._storages = {storage.data_ptr(): storage for storage in found}
+        self._copies: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if _UNDECLARED in function.__name__:
+            for item in tree_iter(args):
+                self._keep(item)
+        elif function._schema.is_mutable:
+            self._keep_written(function._schema.arguments, args, kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for address, content in self._copies.items():
+            self._storages[address].copy_(content)
+
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Whether an operation has changed what is in a tensor's memory."""
+        storage = _storage_of(tensor)
+        return storage is not None and storage.data_ptr() in self._copies
+
+    def _keep_written(
+        self, arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        for place, argument in enumerate(arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                for item in tree_iter(value):
+                    self._keep(item)
+
+    def _keep(self, item: Any) -> None:
+        storage = _storage_of(item) if isinstance(item, Tensor) else None
+        address = 0 if storage is None else storage.data_ptr()
+        if address in self._storages and address not in self._copies:
+            self._copies[address] = self._storages[address].clone()
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor that has some."""
+    has_memory = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    return tensor.untyped_storage() if has_memory else None
+
+
+def _restore_gradients(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+@contextmanager
+def _random_numbers() -> Iterator[None]:
+    """The generators of torch, numpy and Python, restored whatever happens."""
+    states = _collect_rng_states()
+    try:
+        yield
+    finally:
+        _set_rng_states(states)
+
+
+@contextmanager
+def _no_loggers(trainer: pl.Trainer) -> Iterator[None]:
+    before = trainer.loggers
+    trainer.loggers = [DummyLogger()] if before else []
+    try:
+        yield
+    finally:
+        trainer.loggers = before
+
+
+def _drop(*_args: Any, **_kwargs: Any) -> None:
+    """Stands in for ``LightningModule.log``."""
+
+
+class NoSample(HeteroError):
+    """There is no training batch to measure with; the text says why."""
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """A training batch before its transfer to the device.
+
+    Args:
+        batch: As the data loader gave it.
+        of_several_loaders: Whether it is a list of batches, one of each loader.
+        size: Its samples; None where it cannot be cut.
+    """
+
+    batch: Any
+    of_several_loaders: bool
+    size: int | None
+
+    def first(self, count: int) -> Any:
+        """A micro-batch of its first samples."""
+        if self.size is None:
+            return self.batch
+        return first_samples(self.batch, count, self.of_several_loaders)
+
+    @property
+    def form(self) -> str:
+        """The shapes of its tensors, as text."""
+        found: list[str] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            found.append(f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype)[6:]}")
+            return tensor
+
+        apply_to_collection(self.batch, Tensor, note)
+        return ", ".join(found)
+
+
+def sample_batch(trainer: pl.Trainer) -> SampleBatch:
+    """The first batch of the training data. The run will get it again: nothing is drawn from its
+    loaders, its generators or its workers.
+
+    Raises:
+        NoSample: If there is none, or it could not be given back.
+    """
+    module = trainer.lightning_module
+    if trainer.state.fn != TrainerFn.FITTING:
+        raise NoSample(f"there is no training in `trainer.{trainer.state.fn}`")
+    if not module.automatic_optimization:
+        raise NoSample("`training_step` steps the optimizer by itself")
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise NoSample("`training_step` takes a `dataloader_iter`")
+    source = trainer.fit_loop._data_source
+    if trainer.limit_train_batches == 0 or source.instance is None or not source.is_defined():
+        raise NoSample("there is no train_dataloader")
+    loaders = source.dataloader()
+    batch = _first_batch(loaders)
+    several = isinstance(loaders, list)
+    return SampleBatch(batch, several, _size(batch, several))
+
+
+def to_device(trainer: pl.Trainer, batch: Any) -> Any:
+    """Bring a batch to where the coordinator computes, as Lightning does."""
+    module = trainer.lightning_module
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _size(batch: Any, several: bool) -> int | None:
+    try:
+        size = batch_size(batch[0] if several else batch)
+        first_samples(batch, size, several)
+    except BatchError:
+        return None
+    return size
+
+
+def _first_batch(loaders: Any) -> Any:
+    combined = CombinedLoader(
+        loaders.iterables if isinstance(loaders, CombinedLoader) else loaders,
+        loaders._mode if isinstance(loaders, CombinedLoader) else "max_size_cycle",
+    )
+    before = combined.flattened
+    with _generators_kept(before):
+        combined.flattened = [_in_this_process(loader) for loader in before]
+        for batch, _, _ in combined:
+            return batch
+    raise NoSample("the train_dataloader has no batch")
+
+
+def _in_this_process(loader: Any) -> Any:
+    """A loader that gives the same batches without workers of its own, and takes none away.
+
+    Raises:
+        NoSample: If a batch that is taken is gone.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader if isinstance(loader, Sequence) else _copied(loader)
+    alone = copy.copy(loader)
+    alone.num_workers = 0
+    alone.prefetch_factor = None
+    alone.timeout = 0
+    alone.pin_memory = False
+    alone._iterator = None
+    if isinstance(loader.dataset, IterableDataset):
+        # torch keeps the dataset of a loader from being replaced.
+        vars(alone)["dataset"] = _copied(loader.dataset)
+    return alone
+
+
+def _copied(stream: Any) -> Any:
+    """A copy of data that may know how far it has been read."""
+    if not isinstance(stream, Iterator):
+        with contextlib.suppress(TypeError, AttributeError, RuntimeError, copy.Error):
+            return copy.deepcopy(stream)
+    raise NoSample("the training data can be read only once, or cannot be copied to look at it")
+
+
+@contextmanager
+def _generators_kept(loaders: list[Any]) -> Iterator[None]:
+    """Inside, loaders may draw from generators of their own."""
+    with ExitStack() as undo:
+        for loader in loaders:
+            for owner in _owners_of_generators(loader):
+                for value in getattr(owner, "__dict__", {}).values():
+                    restore = restoring_generator(value)
+                    if restore is not None:
+                        undo.callback(restore)
+        yield
+
+
+def _owners_of_generators(loader: Any) -> Iterator[Any]:
+    batches = getattr(loader, "batch_sampler", None)
+    yield from (loader, batches, getattr(loader, "sampler", None))
+    yield from (getattr(batches, "sampler", None), getattr(loader, "dataset", None))
+    yield getattr(loader, "collate_fn", None)
+
+
+# Of a large embedding only so many elements are stepped, and the rest is reckoned in proportion.
+_MOST_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """What `StageOptimizer` is built from.
+
+    Args:
+        class_name: As `optimizer_class_name` has it.
+        defaults: The optimizer's own.
+        options: Those of its first parameter group.
+    """
+
+    class_name: str
+    defaults: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+@contextmanager
+def with_optimizers(module: pl.LightningModule) -> Iterator[OptimizerSettings | None]:
+    """Inside, the Trainer has the optimizers that ``configure_optimizers`` makes, since a
+    ``training_step`` may ask for them."""
+    strategy = module.trainer.strategy
+    before = strategy.optimizers, strategy.lr_scheduler_configs
+    strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+    try:
+        yield _settings(strategy.optimizers)
+    finally:
+        strategy.optimizers, strategy.lr_scheduler_configs = before
+
+
+def _settings(optimizers: list[Optimizer]) -> OptimizerSettings | None:
+    if not optimizers or isinstance(optimizers[0], _MockOptimizer):
+        return None
+    optimizer = optimizers[0]
+    return OptimizerSettings(
+        optimizer_class_name(optimizer),
+        optimizer_defaults(optimizer),
+        group_options(optimizer.param_groups[0]),
+    )
+
+
+def step_like(
+    parameters: Iterable[nn.Parameter],
+    settings: OptimizerSettings,
+    device: torch.device,
+    clock: Clock,
+) -> OptimizerMeasurement:
+    """What a step over parameters like these takes. They themselves stay as they are."""
+    found = [_step_like_one(p, settings, device, clock) for p in parameters if p.requires_grad]
+    return OptimizerMeasurement(
+        sum(one.step_seconds for one in found), sum(one.state_bytes for one in found)
+    )
+
+
+def _step_like_one(
+    parameter: nn.Parameter, settings: OptimizerSettings, device: torch.device, clock: Clock
+) -> OptimizerMeasurement:
+    rows = max(1, _MOST_ELEMENTS * len(parameter) // parameter.numel()) if parameter.ndim else 1
+    shape = (min(rows, len(parameter)), *parameter.shape[1:]) if parameter.ndim else ()
+    twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
+    twin.grad = torch.zeros_like(twin)
+    group = Group(["twin"], settings.options)
+    optimizer = StageOptimizer(settings.class_name, settings.defaults, [group], {"twin": twin})
+
+    def step() -> list[float]:
+        synchronize(device)
+        start = clock()
+        optimizer.step([settings.options])
+        synchronize(device)
+        return [clock() - start]
+
+    step()
+    [seconds] = median_of_blocks(step, 0.0)
+    scale = parameter.numel() / max(twin.numel(), 1)
+    num_bytes = round(state_bytes(optimizer.state().values()) * scale)
+    return OptimizerMeasurement(seconds * scale, num_bytes)

@@ -1,0 +1,426 @@
+"""The coordinator's own ends, run as in training with layers that only pass hidden states on.
+
+start ─ embedding ─▶ enter │ layers pass │ leave ─ head, loss ─▶ end      forward
+      ◀─ embedding ─       │             │       ◀─ loss, head ─          backward
+
+Whether the input embedding may live on the first worker, where it gives a placeholder here.
+
+By what it is: an `nn.Embedding` of the Hugging Face model with the layers, by itself, and all that
+trains before these. By what the model does with it: token ids come in, and what comes out enters
+the first layer as it is and goes nowhere else.
+
+Layers that compute nothing: they pass hidden states on, and note how the model calls them.
+
+    embedding ─▶ layer 0 ─▶ layer 1 ─▶ … ─▶ layer n ─▶ head
+                 enter                      leave(hidden) ─▶ what the head gets
+
+Where a layer would change the shape of the hidden states, zeros of the other shape go on. So the
+coordinator's own parts can be run, and their time taken, while no layer computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from ..devices.memory import MemoryMeter, metering, synchronize
+from ..errors import ModelError
+from ..model.captured_outputs import CollectingHooks, SilencedHooks, add_collected, wanted_kinds
+from ..model.four_bit import shapes_only
+from ..model.hollow import HollowLayers
+from ..model.layer_call import LayerCall, expected_result, take_hidden, without_cache
+from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alone, find_embedding
+from ..model.override import stand_in
+from ..model.tensors import ends_of
+from ..pipeline.bench import Clock, Measurement, median_of_blocks
+from ..pipeline.handover import surroundings_here
+from ..pipeline.results import loss_of
+from ..pipeline.stage import Surroundings
+
+
+def embedding_to_leave(root: nn.Module, layers: Sequence[DecoderLayer]) -> nn.Module | None:
+    """The input embedding, if it could be on a worker by what it is."""
+    try:
+        found = find_embedding(root, layers)
+        check_layers_stand_alone(root, [[found]])
+        nobody = _Nobody()
+        HollowLayers({EMBEDDING_LAYER: found}, nobody.exchange, nobody).check()
+    except ModelError:
+        return None
+    before, _ = ends_of(root, layers)
+    parameters = [tensor for tensor in before if isinstance(tensor, nn.Parameter)]
+    weight = found.module.get_parameter("weight")
+    is_all = len(parameters) == 1 and parameters[0] is weight
+    return found.module if is_all else None
+
+
+class _Nobody:
+    """Stands for the workers of layers that are only checked."""
+
+    def exchange(
+        self, hidden: Tensor, calls: list[LayerCall], kinds: list[str]
+    ) -> tuple[Tensor, Iterable[tuple[str, Tensor]]]:
+        _refuse()
+
+    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        _refuse()
+
+    def store(self, tensors: Mapping[str, Tensor]) -> None:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise ModelError("Layers that were only checked have no worker.")
+
+
+class Unreadable:
+    """Inside, an embedding gives no numbers, so that whatever is computed with them is none, and
+    its weight asks for a gradient, so that whoever reads it by itself can be told.
+
+    Args:
+        embedding: Of a model that runs inside.
+    """
+
+    def __init__(self, embedding: nn.Module) -> None:
+        self._embedding = embedding
+        self._weight = embedding.get_parameter("weight")
+        self._given: list[Tensor] = []
+        self._is_plain = True
+
+    def __enter__(self) -> Unreadable:
+        self._handle = self._embedding.register_forward_hook(self._replace, with_kwargs=True)
+        self._was_trained = self._weight.requires_grad
+        self._weight.requires_grad_()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+        self._weight.requires_grad_(self._was_trained)
+
+    def is_weight_read(self, loss: Tensor) -> bool:
+        """Whether a loss that was computed inside depends on the weight."""
+        if not loss.requires_grad:
+            return False
+        (gradient,) = torch.autograd.grad(loss, self._weight, allow_unused=True)
+        return gradient is not None
+
+    def is_what_entered(self, entered: Sequence[Tensor]) -> bool:
+        """Whether these are what it gave, each once, untouched and for token ids alone."""
+        return (
+            self._is_plain
+            and len(self._given) == len(entered)
+            and all(given is other for given, other in zip(self._given, entered, strict=True))
+            and all(given._version == 0 for given in self._given)
+        )
+
+    def _replace(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        self._is_plain &= len(args) == 1 and not kwargs
+        self._given.append(torch.full_like(output, torch.nan))
+        return self._given[-1]
+
+
+# Hidden states, the call and the kinds wanted, to what one layer would add to what is collected.
+Outputs = Callable[[Tensor, LayerCall, Sequence[str]], Iterable[tuple[str, Tensor]]]
+
+
+class PassingLayers:
+    """All decoder layers of a model while `passing`.
+
+    Args:
+        root: The LightningModule.
+        layers: In their order.
+        on_meta: A layer without content for each of them, which is asked for the form of its
+            result.
+        outputs: Makes up what a layer would add to the outputs that the model collects.
+        enter: Called with the hidden states before the first layer, and with its call.
+        leave: Called with those behind the last layer; the model goes on with what it returns.
+
+    Attributes:
+        inputs: The form of the hidden states that came into each layer, on ``meta``.
+        calls: How each was called, both at the first time.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Sequence[DecoderLayer],
+        on_meta: Mapping[int, nn.Module],
+        outputs: Outputs,
+        enter: Callable[[Tensor, LayerCall], None],
+        leave: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._root = root
+        self._layers = layers
+        self._on_meta = on_meta
+        self._outputs = outputs
+        self._enter = enter
+        self._leave = leave
+        self._results: dict[int, tuple[int, Tensor]] = {}
+        self.inputs: dict[int, Tensor] = {}
+        self.calls: dict[int, LayerCall] = {}
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Inside, the layers compute nothing."""
+        collecting = CollectingHooks(self._root, [layer.name for layer in self._layers])
+        silenced = [SilencedHooks(layer.module) for layer in self._layers]
+        put_back: list[Callable[[], None]] = []
+        try:
+            put_back = [
+                stand_in(layer.module, "forward", _Passing(self, number))
+                for number, layer in enumerate(self._layers)
+            ]
+            yield
+        finally:
+            for each in reversed(put_back):
+                each()
+            for taken in silenced:
+                taken.restore()
+            collecting.remove()
+
+    def call(
+        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """What a layer's ``forward`` does."""
+        hidden, args, kwargs = take_hidden(number, args, kwargs)
+        args, kwargs = without_cache(args, kwargs)
+        length, behind = self._result(number, hidden, args, kwargs)
+        call = LayerCall(number, self._layers[number].module.training, args, kwargs, length)
+        self.calls.setdefault(number, call)
+        self.inputs.setdefault(number, torch.empty_like(hidden, device="meta"))
+        if number == 0:
+            self._enter(hidden, call)
+        kinds = wanted_kinds()
+        if kinds:
+            add_collected(hidden, self._outputs(hidden, call, kinds))
+        if (hidden.shape, hidden.dtype) != (behind.shape, behind.dtype):
+            hidden = torch.zeros_like(behind, device=hidden.device)
+        if number == len(self._layers) - 1:
+            hidden = self._leave(hidden)
+        return (hidden, *[None] * (length - 1)) if length else hidden
+
+    def _result(
+        self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[int, Tensor]:
+        if number not in self._results:
+            layer = self._on_meta[number].train(self._layers[number].module.training)
+            with shapes_only(layer):
+                self._results[number] = expected_result(layer, number, hidden, args, kwargs)
+        return self._results[number]
+
+
+class _Passing:
+    def __init__(self, layers: PassingLayers, number: int) -> None:
+        self._layers = layers
+        self._number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+        return self._layers.call(self._number, args, kwargs)
+
+
+@dataclass(frozen=True)
+class Example:
+    """What the model passes to its layers for one micro-batch.
+
+    Args:
+        inputs: The form of the hidden states that come into each layer, on ``meta``.
+        wants_gradient: Whether those before the first one have a backward.
+        surroundings: What the layers run under, and how the model called each, by their numbers.
+    """
+
+    inputs: Mapping[int, Tensor]
+    wants_gradient: bool
+    surroundings: Surroundings
+    calls: Mapping[int, LayerCall]
+
+    @property
+    def hidden(self) -> Tensor:
+        """The form of the hidden states before the first layer."""
+        return self.inputs[0]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What the coordinator's own ends took."""
+
+    embedding: Measurement
+    head: Measurement
+
+
+@dataclass
+class _Pass:
+    """One run of ``training_step`` on its way, with what the clock and the memory said."""
+
+    clock: Clock
+    device: torch.device
+    meter: MemoryMeter | None
+    moments: list[float] = field(default_factory=list)
+    taken_bytes: list[int] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    entered: list[Tensor] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+    around: Surroundings | None = None
+
+    def mark(self) -> None:
+        """Another part of the run ends here."""
+        synchronize(self.device)
+        if self.meter is not None:
+            self.taken_bytes.append(self.meter.taken_bytes())
+            self.peak_bytes.append(self.meter.peak_bytes())
+            self.meter.reset_peak()
+        self.moments.append(self.clock())
+
+    def enter(self, hidden: Tensor, call: LayerCall) -> None:
+        """The model has come to its first layer."""
+        self.around = self.around or surroundings_here(hidden, [call])
+        if not self.entered:
+            self.mark()
+        self.entered.append(hidden)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """The model goes on behind its last layer."""
+        leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
+        self.leaves.append(leaf)
+        if len(self.leaves) == 1:
+            self.mark()
+        return leaf
+
+
+class _AnythingBehind(_Pass):
+    """A run that goes on with any numbers behind the last layer."""
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return super().leave(torch.randn_like(hidden))
+
+
+class EndsRunner:
+    """Runs ``training_step`` on micro-batches while no layer computes.
+
+    Args:
+        module: Attached to its Trainer; its own ends are on their device.
+        layers: All its decoder layers.
+        on_meta: For each of them one without content.
+        outputs: Makes up what a layer adds to collected outputs.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        layers: Sequence[DecoderLayer],
+        on_meta: Mapping[int, nn.Module],
+        outputs: Outputs,
+        clock: Clock,
+    ) -> None:
+        self._module = module
+        self._layers = layers
+        self._on_meta = on_meta
+        self._outputs = outputs
+        self._clock = clock
+        self.device = module.trainer.strategy.root_device
+
+    def example(self, batch: Any) -> Example:
+        """What the layers are called with for a micro-batch that is on its device.
+
+        Raises:
+            ModelError: If the model does not come to its layers, or not through all of them.
+        """
+        passed = self._new_pass()
+        _, passing = self._forward(batch, passed)
+        if passed.around is None or not passed.leaves:
+            raise ModelError(
+                f"`training_step` of {type(self._module).__name__} does not run all decoder layers,"
+                " so they cannot be measured; use plan='even', or a plan of your own."
+            )
+        wants_gradient = passed.entered[0].requires_grad
+        return Example(passing.inputs, wants_gradient, passed.around, passing.calls)
+
+    def only_layers_read(self, embedding: nn.Module, batch: Any) -> bool:
+        """Whether what an embedding gives enters the first layer as it is and goes nowhere else,
+        and nobody reads its weight."""
+        passed = _AnythingBehind(self._clock, self.device, None)
+        with Unreadable(embedding) as unreadable:
+            loss, _ = self._forward(batch, passed)
+            if loss is None or not loss.isfinite().all() or unreadable.is_weight_read(loss):
+                return False
+        return unreadable.is_what_entered(passed.entered)
+
+    def measure(self, batch: Any, patience_seconds: float) -> Ends:
+        """What both ends take for a micro-batch; the ends have gradients afterwards."""
+
+        def run() -> list[float]:
+            moments = self._run(batch, None).moments
+            return [end - start for start, end in zip(moments, moments[1:], strict=False)]
+
+        run()
+        with metering(self.device) as meter:
+            metered = self._run(batch, meter)
+        times = median_of_blocks(run, patience_seconds)
+        embedding_forward, _, head_forward, head_backward, embedding_backward = times
+        _, kept, _, with_loss, _, _ = metered.taken_bytes
+        _, embedding_peak, _, head_peak, loss_peak, last_peak = metered.peak_bytes
+        return Ends(
+            Measurement(
+                embedding_forward, embedding_backward, kept, max(embedding_peak, last_peak)
+            ),
+            Measurement(
+                head_forward,
+                head_backward,
+                max(0, with_loss - kept),
+                max(0, max(head_peak, loss_peak) - kept),
+            ),
+        )
+
+    def _run(self, batch: Any, meter: MemoryMeter | None) -> _Pass:
+        passed = self._new_pass(meter)
+        loss, _ = self._forward(batch, passed)
+        passed.mark()
+        # Parts of the model may share a piece of the graph, as in the driver.
+        if loss is not None and loss.requires_grad:
+            torch.autograd.backward(loss, retain_graph=True)
+        del loss
+        for out, leaf in list(zip(passed.entered, passed.leaves, strict=True))[:0:-1]:
+            _backward(out, leaf, retain_graph=True)
+        passed.mark()
+        _backward(passed.entered[0], passed.leaves[0], retain_graph=False)
+        passed.mark()
+        return passed
+
+    def _new_pass(self, meter: MemoryMeter | None = None) -> _Pass:
+        return _Pass(self._clock, self.device, meter)
+
+    def _forward(self, batch: Any, passed: _Pass) -> tuple[Tensor | None, PassingLayers]:
+        passing = PassingLayers(
+            self._module,
+            self._layers,
+            self._on_meta,
+            self._outputs,
+            passed.enter,
+            passed.leave,
+        )
+        trainer = self._module.trainer
+        with passing.passing(), torch.enable_grad():
+            passed.mark()
+            with trainer.precision_plugin.train_step_context():
+                result = self._step()(batch)
+        return loss_of(result), passing
+
+    def _step(self) -> Callable[[Any], Any]:
+        step = self._module.training_step
+        if is_param_in_hook_signature(step, "batch_idx", min_args=2):
+            return lambda batch: step(batch, 0)
+        return step
+
+
+def _backward(out: Tensor, leaf: Tensor, retain_graph: bool) -> None:
+    if out.requires_grad and leaf.grad is not None:
+        torch.autograd.backward(out, leaf.grad, retain_graph=retain_graph)

@@ -1,0 +1,319 @@
+"""Looks at a model in its run: its kinds of layers, and what it passes to them.
+
+What is measured: layers of each kind, how the model calls them, and what steps over them.
+
+What the planner has to know of a model, wherever its parts are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+
+from ..devices.memory import free_cached_memory, is_out_of_memory
+from ..errors import BatchError, ModelError
+from ..model.layers import DecoderLayer
+from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
+from ..pipeline.bench import Bench, Clock, LayerTrial, OptimizerMeasurement, OptimizerTrial
+from ..pipeline.handover import Request, first_of_request
+from ..plan import Dtype
+from ..planner.profile import EMBEDDING, HEAD, ModelProfile, Part
+from ..protocol.tensors import DTYPES, dtype_name
+from .dry_run import OptimizerSettings, SampleBatch
+from .ends import EndsRunner, Example, embedding_to_leave
+from .sample_layers import Blueprint, MadeUpOutputs, kinds_of_layers, wants_gradient
+from .schedule import LayerJob, micro_batch_sizes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with everything that a device needs to be measured on it.
+
+    Args:
+        blueprint: One layer of each kind.
+        wants_gradient: Whether the hidden states that come into each layer have a backward.
+        examples: How the model calls its layers, by the size of the micro-batch.
+        optimizer: What steps over them; None where nothing does.
+        dtype: What the user's precision multiplies in.
+        converts_weights: Whether a stage's own dtype is for its weights too.
+        embedding_may_leave: Whether a worker may have the input embedding.
+    """
+
+    blueprint: Blueprint
+    wants_gradient: Sequence[bool]
+    examples: Mapping[int, Example]
+    optimizer: OptimizerSettings | None
+    dtype: Dtype
+    converts_weights: bool
+    embedding_may_leave: bool = False
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of layers, each once."""
+        return list(dict.fromkeys(self.blueprint.kinds))
+
+    def layer_trial(self, job: LayerJob, patience_seconds: float) -> LayerTrial:
+        """How a device is to run a layer for a job.
+
+        Raises:
+            ModelError: If the model did not call the layer.
+        """
+        example, number = self.examples[job.micro_batch_size], self.blueprint.number_of(job.kind)
+        if number not in example.calls:
+            raise ModelError(
+                f"Layer {number} was not called in `training_step`, so it cannot be measured; use "
+                "plan='even', or a plan of your own."
+            )
+        return LayerTrial(
+            number=number,
+            hidden_shape=tuple(example.inputs[number].shape),
+            hidden_dtype=example.inputs[number].dtype,
+            wants_gradient=self.wants_gradient[number],
+            surroundings=replace(example.surroundings, calls=[example.calls[number]]),
+            recompute=job.recompute,
+            dtype=None if job.dtype == self.dtype else DTYPES[job.dtype],
+            converts_weights=self.converts_weights,
+            patience_seconds=patience_seconds,
+        )
+
+    def optimizer_trial(self, kind: str, patience_seconds: float) -> OptimizerTrial | None:
+        """How the optimizer is to step over a layer."""
+        if self.optimizer is None:
+            return None
+        return OptimizerTrial(
+            self.blueprint.number_of(kind),
+            self.optimizer.class_name,
+            self.optimizer.defaults,
+            self.optimizer.options,
+            patience_seconds,
+        )
+
+
+def cut_example(whole: Example, sizes: Sequence[int]) -> dict[int, Example]:
+    """Examples for micro-batches that are cut where the layers begin; only the whole one, if they
+    cannot be."""
+    calls = list(whole.calls.values())
+    request = Request(whole.hidden, replace(whole.surroundings, calls=calls))
+    found = {}
+    for size in sizes:
+        try:
+            piece = first_of_request(request, size)
+        except BatchError:
+            continue
+        found[size] = replace(
+            whole,
+            inputs={number: hidden[:size] for number, hidden in whole.inputs.items()},
+            surroundings=piece.surroundings,
+            calls={call.layer_index: call for call in piece.surroundings.calls},
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How training batches become micro-batches.
+
+    Args:
+        sample: A training batch, on its device.
+        at_boundary: Whether ``training_step`` sees whole batches, and only hidden states are cut.
+        sizes: Samples of the micro-batches to measure; None for 1, 2, 4, … up to the batch.
+    """
+
+    sample: SampleBatch
+    at_boundary: bool
+    sizes: Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A model that was looked at.
+
+    Args:
+        subject: What is to be measured of it.
+        bench: Where its layers are measured in this process.
+        runner: Runs its ends.
+        batch_size: Samples in a training batch; one, if it cannot be cut.
+    """
+
+    subject: Subject
+    bench: Bench
+    runner: EndsRunner
+    batch_size: int
+
+
+def sight(
+    module: pl.LightningModule,
+    layers: Sequence[DecoderLayer],
+    cutting: Cutting,
+    optimizer: OptimizerSettings | None,
+    clock: Clock,
+) -> Sighting:
+    """Look at a model by running ``training_step`` while no layer computes.
+
+    Args:
+        module: Attached to its Trainer; what is no layer of it is on its device.
+        layers: All its decoder layers.
+        cutting: How training batches become micro-batches.
+        optimizer: What steps over the parameters.
+        clock: Seconds that only grow.
+    """
+    trainer, device = module.trainer, module.trainer.strategy.root_device
+    drawn = Blueprint.draw(module, layers, kinds_of_layers(layers, first_wants_gradient=True))
+    bench = drawn.bench(device, clock)
+    runner = EndsRunner(module, layers, drawn.on_meta(), MadeUpOutputs(drawn, bench), clock)
+    batch_size, examples = _examples(runner, cutting)
+    first = examples[min(examples)]
+    kinds = kinds_of_layers(layers, first.wants_gradient)
+    if kinds != drawn.kinds:
+        drawn = Blueprint.draw(module, layers, kinds)
+        bench = drawn.bench(device, clock)
+    subject = Subject(
+        blueprint=drawn,
+        wants_gradient=wants_gradient(layers, first.wants_gradient),
+        examples=examples,
+        optimizer=optimizer,
+        dtype=_dtype(first),
+        converts_weights=not isinstance(trainer.precision_plugin, MixedPrecision),
+        embedding_may_leave=_embedding_may_leave(runner, module, layers, cutting, max(examples)),
+    )
+    return Sighting(subject, bench, runner, batch_size)
+
+
+def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Example]]:
+    """The size of a training batch, and examples of micro-batches by their sizes."""
+    if cutting.at_boundary:
+        whole = runner.example(cutting.sample.batch)
+        batch_size = whole.hidden.shape[0]
+        return batch_size, cut_example(whole, _sizes(batch_size, cutting))
+    if cutting.sample.size is None:
+        # A batch that runs in one piece is one sample, so that nobody plans to cut it.
+        return 1, {1: runner.example(cutting.sample.batch)}
+    sizes = _sizes(cutting.sample.size, cutting)
+    examples: dict[int, Example] = {}
+    for size in sizes:
+        try:
+            examples[size] = runner.example(cutting.sample.first(size))
+        except Exception as error:
+            if not examples or not is_out_of_memory(error):
+                raise
+            rank_zero_info(f"the coordinator has not enough memory for {size} samples at once")
+            break
+    free_cached_memory(runner.device)
+    return cutting.sample.size, examples
+
+
+def _embedding_may_leave(
+    runner: EndsRunner,
+    module: pl.LightningModule,
+    layers: Sequence[DecoderLayer],
+    cutting: Cutting,
+    size: int,
+) -> bool:
+    embedding = embedding_to_leave(module, layers)
+    if embedding is None:
+        return False
+    sample = cutting.sample
+    batch = sample.batch if cutting.at_boundary else sample.first(size)
+    return runner.only_layers_read(embedding, batch)
+
+
+def _sizes(batch_size: int, cutting: Cutting) -> list[int]:
+    if cutting.sizes is None:
+        return micro_batch_sizes(batch_size)
+    return sorted({min(size, batch_size) for size in cutting.sizes})
+
+
+def _dtype(example: Example) -> Dtype:
+    """What the user's precision multiplies in; one that plans do not know goes as float32."""
+    dtype = example.surroundings.autocast_dtype or example.hidden.dtype
+    name: Dtype
+    for name in get_args(Dtype):
+        if name == dtype_name(dtype):
+            return name
+    return "float32"
+
+
+def model_profile(
+    root: nn.Module,
+    layers: Sequence[DecoderLayer],
+    subject: Subject,
+    optimizers: Mapping[str, OptimizerMeasurement],
+    fingerprint: str,
+) -> ModelProfile:
+    """A model's part of the profile.
+
+    Args:
+        root: The LightningModule.
+        layers: All its decoder layers.
+        subject: As it was measured.
+        optimizers: What the optimizer took for one layer of each kind, and for both ends.
+        fingerprint: Tells the model from others.
+    """
+    samples, example = min(subject.examples.items())
+    hidden_bytes = max(hidden.nbytes for hidden in example.inputs.values())
+    return ModelProfile(
+        fingerprint=fingerprint,
+        layers=list(subject.blueprint.kinds),
+        parts=[
+            *(_layer_part(subject, kind, optimizers) for kind in subject.kinds),
+            *_end_parts(root, layers, optimizers),
+        ],
+        tokens_per_sample=max(1, math.prod(example.hidden.shape[:-1]) // samples),
+        activation_bytes_per_sample=hidden_bytes // samples,
+        gradient_bytes_per_sample=hidden_bytes // samples,
+        dtype=subject.dtype,
+        tied_gradient_bytes=gradient_bytes(tied_parameters(root, layers)),
+        embedding_may_leave=subject.embedding_may_leave,
+    )
+
+
+def _layer_part(
+    subject: Subject, kind: str, optimizers: Mapping[str, OptimizerMeasurement]
+) -> Part:
+    number = subject.blueprint.number_of(kind)
+    layer = subject.blueprint.layers[number]
+    plain = stored_bytes({number: layer})
+    inside: dict[Dtype, int] = {
+        dtype: num_bytes
+        for dtype in get_args(Dtype)
+        if subject.converts_weights
+        and dtype != subject.dtype
+        and (num_bytes := stored_bytes({number: layer}, DTYPES[dtype])) != plain
+    }
+    return Part(
+        name=kind,
+        parameter_bytes=plain,
+        trainable_parameters=num_trained(layer.parameters()),
+        gradient_bytes=gradient_bytes(layer.parameters()),
+        optimizer_bytes=_state_bytes(optimizers, kind),
+        parameter_bytes_in=inside,
+    )
+
+
+def _end_parts(
+    root: nn.Module, layers: Sequence[DecoderLayer], optimizers: Mapping[str, OptimizerMeasurement]
+) -> list[Part]:
+    parts = []
+    for name, tensors in zip((EMBEDDING, HEAD), ends_of(root, layers), strict=True):
+        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        parts.append(
+            Part(
+                name=name,
+                parameter_bytes=sum(tensor.nbytes for tensor in tensors),
+                trainable_parameters=num_trained(parameters),
+                gradient_bytes=gradient_bytes(parameters),
+                optimizer_bytes=_state_bytes(optimizers, name),
+            )
+        )
+    return parts
+
+
+def _state_bytes(optimizers: Mapping[str, OptimizerMeasurement], part: str) -> int:
+    return optimizers[part].state_bytes if part in optimizers else 0
