@@ -42,7 +42,7 @@ from .callbacks.profiler import PipelineProfiler
 from .callbacks.timeline import PipelineTimeline
 from .model.pretrained import from_pretrained
 from .plan import Plan, StagePlan
-from .strategy import HeteroPipelineStrategy
+from .strategy.strategy import HeteroPipelineStrategy
 from .version import __version__
 
 __all__ = [

@@ -36,7 +36,7 @@ from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator.training import Coordinator
 from lightning_hetero.coordinator.whole_batches import WholeBatches
-from lightning_hetero.first_batch import FirstBatchCheck
+from lightning_hetero.strategy.first_batch import FirstBatchCheck
 
 NUM_LAYERS = 8
 NUM_LOCAL_LAYERS = 3

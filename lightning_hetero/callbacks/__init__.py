@@ -1,8 +1,8 @@
 """Lightning callbacks that know of stages."""
 
-from .averaging import StageWeightAveraging
 from .monitor import StageMonitor
 from .profiler import PipelineProfiler
 from .timeline import PipelineTimeline
+from .weight_averaging import StageWeightAveraging
 
 __all__ = ["PipelineProfiler", "PipelineTimeline", "StageMonitor", "StageWeightAveraging"]

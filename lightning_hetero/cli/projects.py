@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningCLI
 
 from ..errors import ProfileError
-from ..strategy import HeteroPipelineStrategy
+from ..strategy.strategy import HeteroPipelineStrategy
 
 
 def add_project_options(command: argparse.ArgumentParser) -> None:

@@ -14,10 +14,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, strategy
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.errors import ModelError, PlanError, WorkerLost
-from lightning_hetero.moving import bring_home
+from lightning_hetero.strategy import strategy
+from lightning_hetero.strategy.replan import bring_home
 
 from ..conftest import worker_process
 from ..models import TinyModule, loader, sequences, trainer

@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchmetrics import Metric
 
-from .coordinator.deployment import Deployment
-from .coordinator.whole_batches import GO_ON, STOPPING_DIFFERENCE, CheckFirstBatch
-from .devices.description import free_main_memory
-from .devices.memory import is_out_of_memory, metering
-from .errors import BatchError, HeteroError
-from .pipeline.microbatch import IGNORED_LABEL, CutBatch, LossWeighting, Samples
-from .pipeline.results import loss_of
-from .pipeline.rounding import coarsest, rounding_of_loss
-from .profiler.dry_run import no_trace
+from ..coordinator.deployment import Deployment
+from ..coordinator.whole_batches import GO_ON, STOPPING_DIFFERENCE, CheckFirstBatch
+from ..devices.description import free_main_memory
+from ..devices.memory import is_out_of_memory, metering
+from ..errors import BatchError, HeteroError
+from ..pipeline.microbatch import IGNORED_LABEL, CutBatch, LossWeighting, Samples
+from ..pipeline.results import loss_of
+from ..pipeline.rounding import coarsest, rounding_of_loss
+from ..profiler.dry_run import no_trace
 
 # Losses may cancel each other to almost nothing, and so may the numbers within each. A difference
 # of so much of the relative rounding error is then rounding too, and a loss below this size, or

@@ -1,4 +1,6 @@
-"""Checkpoints: what goes into them, and files that are written straight to the disk, whole or not
+"""Lightning's hooks about checkpoints: what a run over stages writes, and how it is read.
+
+Checkpoints: what goes into them, and files that are written straight to the disk, whole or not
 at all.
 
     .unfinished-1f0c93ab.tmp ── written, flushed ──▶ renamed to epoch=1-step=100.ckpt
@@ -13,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +24,23 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from .atomic_file import replacing
-from .coordinator.deployment import Deployment
-from .errors import HeteroError, ModelError, SaveError, WeightsLost
-from .model.tensors import keys_of, leave_out, left_out_of
+from ..atomic_file import replacing
+from ..coordinator.deployment import Deployment
+from ..errors import HeteroError, ModelError, SaveError, WeightsLost
+from ..model.four_bit import accepting_states
+from ..model.pretrained import weights_in_checkpoint
+from ..model.tensors import keys_of, leave_out, left_out_of
 
 logger = logging.getLogger(__name__)
 
@@ -294,3 +304,81 @@ def _what_ended_it(error: Exception) -> BaseException:
     while isinstance(link, Exception) and not isinstance(link, OSError):
         link = link.__context__
     return link or error
+
+
+class CheckpointingStrategy(SingleDeviceStrategy):
+    """Makes checkpoints as of one device, wherever layers and optimizer state are.
+
+    Args:
+        trainable_only: Whether what does not train is left out of them.
+        accelerator: As for every Lightning strategy.
+        checkpoint_io: As for every Lightning strategy; None writes files without a copy in memory.
+        precision_plugin: As for every Lightning strategy.
+    """
+
+    def __init__(
+        self,
+        trainable_only: bool,
+        accelerator: Accelerator | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
+        self._gathering = Gathering(trainable_only)
+        self._saved = SavedCheckpoints()
+        self._deployment: Deployment | None = None
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = checkpoint_io_or_ours(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # A parameter on `meta` takes no content, and before the setup there are no others.
+        return weights_in_checkpoint(self._module()) is not None
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if strict:
+            checkpoint = keeping_frozen(checkpoint, self._module())
+        with accepting_states(self._module()):
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state_dict = super().lightning_module_state_dict
+        return self._gathering.weights(self._module(), self._deployment, state_dict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        fetch = partial(super().optimizer_state, optimizer)
+        return self._gathering.optimizer_state(self._module(), self._deployment, fetch)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self._gathering.is_complete(checkpoint, filepath):
+            with unless_interrupted(self._module()):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+                self._saved.note(filepath, checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        self._saved.note_removed(filepath)
+
+    def _module(self) -> pl.LightningModule:
+        if self.lightning_module is None:
+            raise MisconfigurationException("The strategy has no LightningModule yet.")
+        return self.lightning_module

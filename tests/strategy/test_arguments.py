@@ -11,10 +11,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.checks import check_not_compiled, warn_of_idle_devices
 from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.strategy.arguments import check_not_compiled, warn_of_idle_devices
 
-from .models import TinyModule
+from ..models import TinyModule
 
 WRONG: dict[str, list[Any]] = {
     "workers": [-1, True, 2.5, None, "127.0.0.1:9999", "Auto", [9999], {"127.0.0.1:9999"}],

@@ -16,16 +16,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from .coordinator.deployment import Deployment
-from .devices.description import equipment_here
-from .errors import HeteroError, PictureError, PlanError
-from .model.layers import DecoderLayer
-from .model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
-from .plan import Plan, StagePlan
-from .planner.profile import EMBEDDING, HEAD, Profile
-from .protocol.messages import Equipment
-from .report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
-from .report.topology import Memory, Place, Topology, topology_of, with_profile
+from ..coordinator.deployment import Deployment
+from ..devices.description import equipment_here
+from ..errors import HeteroError, PictureError, PlanError
+from ..model.layers import DecoderLayer
+from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
+from ..plan import Plan, StagePlan
+from ..planner.profile import EMBEDDING, HEAD, Profile
+from ..protocol.messages import Equipment
+from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
+from ..report.topology import Memory, Place, Topology, topology_of, with_profile
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.picturing import run_folder
+from lightning_hetero.strategy.run_folder import run_folder
 
-from .models import TinyModule, loader, trainer
+from ..models import TinyModule, loader, trainer
 
 NAMES = {"architecture.svg", "architecture.mmd", "plan.yaml"}
 

@@ -12,7 +12,7 @@ from lightning_hetero.errors import ModelError
 from lightning_hetero.pipeline.recorder import Stopwatch
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.watching import STEPS_BETWEEN_MOVES, Watch
+from lightning_hetero.strategy.replan import STEPS_BETWEEN_MOVES, Watch
 
 PLAN = Plan([StagePlan(["a"], (0, 3)), StagePlan(["b"], (3, 6))], micro_batches=2)
 

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import SaveError
-from lightning_hetero.saving import FileCheckpointIO, checkpoint_io_or_ours
+from lightning_hetero.strategy.checkpoints import FileCheckpointIO, checkpoint_io_or_ours
 
 MIB = 2**20
 

@@ -1,29 +1,38 @@
-"""One training step of a LightningModule, cut into micro-batches for the driver."""
+"""One training step of a LightningModule, cut into micro-batches for the driver.
+
+Training over stages: where a Trainer's steps and optimizers reach the layers on workers.
+
+What a Trainer's data loaders say of the batches that they give.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, SupportsFloat
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
-from .coordinator.deployment import Deployment
-from .coordinator.whole_batches import NOTHING_SAID, BatchOptions
-from .devices.copies import Copies, HostCopy
-from .errors import BatchError, ModelError
-from .first_batch import FirstBatchCheck
-from .loaders import BatchReader
-from .model.override import stand_in
-from .pipeline.driver import Driver, MicrobatchStep, StepGradients
-from .pipeline.microbatch import CutBatch, LossWeighting, LossWeights
-from .pipeline.recorder import Stopwatch
-from .pipeline.results import (
+from ..coordinator.deployment import Deployment
+from ..coordinator.optimizer import remote_optimizers
+from ..coordinator.whole_batches import NOTHING_SAID, BatchOptions
+from ..devices.copies import Copies, HostCopy
+from ..errors import BatchError, ModelError
+from ..model.override import stand_in
+from ..pipeline.driver import Driver, MicrobatchStep, StepGradients
+from ..pipeline.microbatch import CutBatch, LossWeighting, LossWeights, SampleFinder, Samples
+from ..pipeline.recorder import Stopwatch
+from ..pipeline.results import (
     BatchMetrics,
     StepLog,
     are_losses,
@@ -31,7 +40,91 @@ from .pipeline.results import (
     merge_values,
     weighted_mean,
 )
-from .precision import scaler_of
+from .arguments import check_precision
+from .first_batch import FirstBatchCheck
+from .optimizers import FollowedZeroGrad, RemoteSteps, scaler_of
+
+
+@dataclass(frozen=True)
+class Collated:
+    """What is known of a batch besides its tensors.
+
+    Args:
+        num_samples: How many samples were collated; None if that is not known.
+        may_be_listed: Whether the batch may be a list with one entry per sample.
+    """
+
+    num_samples: int | None = None
+    may_be_listed: bool = False
+
+
+def collated_by(loader: Any, batch_idx: int) -> Collated:
+    """What a data loader says of one of its batches; little if it is none of torch's."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        return Collated()
+    collate = getattr(loader, "collate_fn", default_collate)
+    left = _num_samples(loader) - size * batch_idx
+    return Collated(min(size, left) if left > 0 else size, collate is not default_collate)
+
+
+def _num_samples(loader: Any) -> int:
+    """How many samples an epoch has; 0 if nobody knows."""
+    try:
+        return len(loader.sampler)
+    except (TypeError, AttributeError, NotImplementedError):
+        return 0
+
+
+class BatchReader:
+    """Finds the samples in the batches of a Trainer.
+
+    Args:
+        trainer: Gives the batches.
+        batch_dim: The dimension that counts samples, if the user named it.
+    """
+
+    def __init__(self, trainer: pl.Trainer, batch_dim: int | None) -> None:
+        self._trainer = trainer
+        self._finder = SampleFinder(batch_dim)
+
+    def find(self, batch: Any, rest: Any) -> Samples:
+        """Where the samples of a batch are.
+
+        Args:
+            batch: As the step gets it.
+            rest: The step's other arguments: the batch's number, and its loader's if there are
+                several.
+
+        Raises:
+            BatchError: If it holds no tensor that could be cut.
+        """
+        numbers = [number for number in rest if isinstance(number, int)]
+        loader = self._loader(numbers[1] if len(numbers) > 1 else 0)
+        known = collated_by(loader, numbers[0] if numbers else 0)
+        return self._finder.find(batch, known.num_samples, known.may_be_listed)
+
+    def count(self, batch: Any, rest: Any) -> int | None:
+        """How many samples a batch has; None if that cannot be told."""
+        try:
+            return self.find(batch, rest).count
+        except BatchError:
+            return None
+
+    def _loader(self, number: int) -> Any:
+        """The data loader of the present loop; None where several give one batch together."""
+        trainer = self._trainer
+        if trainer.training:
+            return trainer.train_dataloader
+        loaders: Any = trainer.val_dataloaders
+        if trainer.testing:
+            loaders = trainer.test_dataloaders
+        elif trainer.predicting:
+            loaders = trainer.predict_dataloaders
+        if isinstance(loaders, (list, tuple)):
+            return loaders[number] if number < len(loaders) else None
+        return loaders
 
 
 class MicrobatchedStep:
@@ -264,3 +357,97 @@ class _ComputedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         ctx.publish(gradient)
         return None, None, None
+
+
+class StagedTraining:
+    """Ties a module's training steps and optimizers to a deployment until `detach`.
+
+    Args:
+        module: Attached to its Trainer.
+        deployment: Where its layers are.
+        optimizers: All of them.
+        plugin: Clips and steps.
+        cuts_step: Whether ``training_step`` runs once per micro-batch.
+        loss_weighting: How micro-batch losses combine.
+        options: What the user said of batches.
+
+    Attributes:
+        remote_steps: The optimizers' parts on the stages.
+        followed: What zeroes gradients there too, under manual optimization.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        deployment: Deployment,
+        optimizers: Sequence[Optimizer],
+        plugin: Precision,
+        cuts_step: bool,
+        loss_weighting: LossWeighting,
+        options: BatchOptions = NOTHING_SAID,
+    ) -> None:
+        self._module = module
+        self._deployment = deployment
+        self._reader = BatchReader(module.trainer, options.dim)
+        coordinator, names_of = deployment.coordinator, deployment.names_of
+        remote = remote_optimizers(optimizers, coordinator, names_of)
+        for each in remote:
+            check_precision(plugin, each.optimizer)
+        self.remote_steps = RemoteSteps(plugin, remote, names_of)
+        self.followed: FollowedZeroGrad | None = None
+        self._microbatched: MicrobatchedStep | None = None
+        if cuts_step:
+            self._microbatched = MicrobatchedStep(
+                module, deployment, loss_weighting, dropout_seed(), options
+            )
+        elif not module.automatic_optimization:
+            self.followed = FollowedZeroGrad(module, coordinator, names_of, remote)
+
+    @property
+    def stopwatch(self) -> Stopwatch | None:
+        """Measures what this process does; None where that cannot be told from waiting."""
+        return None if self._microbatched is None else self._microbatched.stopwatch
+
+    def step(
+        self,
+        training_step: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """One ``training_step`` of a batch, as Lightning calls it."""
+        if self._microbatched is not None:
+            self._deployment.follow_trained_ones()
+            batch, *rest = (*args, *kwargs.values())
+            return self._microbatched.run(batch, rest, self._accumulates)
+        num_pieces = self._deployment.plan.micro_batches
+        batch, *rest = (*args, *kwargs.values())
+        with (
+            self._deployment.batch_of(self._reader.count(batch, rest)),
+            self._deployment.whole_batch_step(num_pieces, self._accumulates),
+        ):
+            result = training_step(*args, **kwargs)
+        self._deployment.check_forward_finished()
+        return result
+
+    def note_backward(self) -> None:
+        """The user's code has run a backward."""
+        # Under automatic optimization gradients are looked at just before the step.
+        if self.followed is not None:
+            self.remote_steps.note_backward()
+
+    def detach(self) -> None:
+        """Leave the module's and the optimizers' own ``zero_grad`` as they were."""
+        if self.followed is not None:
+            self.followed.detach()
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether gradients of earlier batches are kept; Lightning's own rule for this batch."""
+        trainer = self._module.trainer
+        is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        return self.followed is not None or not is_first
+
+
+def dropout_seed() -> int:
+    """Where dropout masks start: the seed of `seed_everything`, or torch's own."""
+    return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63

@@ -13,21 +13,21 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from .checks import check_callbacks, check_not_compiled
-from .coordinator.deployment import Deployment, imports_of
-from .coordinator.progress import progress_of_bytes
-from .coordinator.training import Coordinator
-from .coordinator.whole_batches import BatchOptions
-from .coordinator.workers import Fleet
-from .model.layers import DecoderLayer, other_layer_lists
-from .model.pretrained import bring_here, weights_in_checkpoint
-from .plan import Plan, StagePlan
-from .precision import scaler_of
-from .profiler.measure import ProfilingOptions
-from .profiler.run import ProfilingRun
-from .profiling.choosing import PlanChoice
-from .training import dropout_seed
-from .transport.deadlines import Deadlines
+from ..coordinator.deployment import Deployment, imports_of
+from ..coordinator.progress import progress_of_bytes
+from ..coordinator.training import Coordinator
+from ..coordinator.whole_batches import BatchOptions
+from ..coordinator.workers import Fleet
+from ..model.layers import DecoderLayer, other_layer_lists
+from ..model.pretrained import bring_here, weights_in_checkpoint
+from ..plan import Plan, StagePlan
+from ..profiler.measure import ProfilingOptions
+from ..profiler.run import ProfilingRun
+from ..transport.deadlines import Deadlines
+from .arguments import check_callbacks, check_not_compiled
+from .optimizers import scaler_of
+from .plan_choice import PlanChoice
+from .training_step import dropout_seed
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.precision import RemoteSteps
+from lightning_hetero.strategy.optimizers import RemoteSteps
 
 MANUAL = SimpleNamespace(automatic_optimization=False)
 

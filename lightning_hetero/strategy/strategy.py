@@ -20,32 +20,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..coordinator.deployment import Deployment, check_is_whole
+from ..coordinator.progress import TrainingFigures
+from ..coordinator.whole_batches import BatchOptions, CheckFirstBatch
+from ..coordinator.workers import Fleet
+from ..devices.arenas import share_one_arena
+from ..errors import ModelError
+from ..model.allowed_imports import refuse_training_in_worker
+from ..model.four_bit import keep_layout
+from ..model.half_layers import cut_layers, join_layers
+from ..model.layers import DecoderLayer, LayerChoice, find_decoder_layers
+from ..model.pretrained import weights_in_checkpoint
+from ..pipeline.microbatch import LossWeighting
+from ..pipeline.optimizer import AveragingAction
+from ..plan import Plan
+from ..transport.deadlines import Deadlines
+from .arguments import check_arguments, warn_of_batch_statistics, warn_of_idle_devices
 from .callback_copies import let_callbacks_be_copied
 from .checkpoints import CheckpointingStrategy
-from .checks import check_arguments, warn_of_batch_statistics, warn_of_idle_devices
-from .coordinator.deployment import Deployment, check_is_whole
-from .coordinator.progress import TrainingFigures
-from .coordinator.whole_batches import BatchOptions, CheckFirstBatch
-from .coordinator.workers import Fleet
-from .deploying import Deployer
-from .devices.arenas import share_one_arena
-from .errors import ModelError
-from .gradients import clip_by_global_norm, norms_by_name
-from .loaders import BatchReader
-from .model.allowed_imports import refuse_training_in_worker
-from .model.four_bit import keep_layout
-from .model.half_layers import cut_layers, join_layers
-from .model.layers import DecoderLayer, LayerChoice, find_decoder_layers
-from .model.pretrained import weights_in_checkpoint
-from .moving import AtHome, bring_home, check_move, give_back, moves_layers, moving_averages
-from .picturing import leave_pictures
-from .pipeline.microbatch import LossWeighting
-from .pipeline.optimizer import AveragingAction
-from .plan import Plan
-from .profiling.choosing import PlanChoice
-from .training import StagedTraining
-from .transport.deadlines import Deadlines
-from .watching import Watch
+from .deploy import Deployer
+from .optimizers import clip_by_global_norm, norms_by_name
+from .plan_choice import PlanChoice
+from .replan import AtHome, Watch, bring_home, check_move, give_back, moves_layers, moving_averages
+from .run_folder import leave_pictures
+from .training_step import BatchReader, StagedTraining
 
 Rehearsal = Callable[[pl.LightningModule, list[DecoderLayer], Fleet], None]
 

@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 
-from .model.override import stand_in
+from ..model.override import stand_in
 
 
 def let_callbacks_be_copied(trainer: pl.Trainer) -> list[Callable[[], None]]:

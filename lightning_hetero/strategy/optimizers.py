@@ -3,24 +3,41 @@
 Lightning sends every clipping and every step through its precision plugin. The private names that
 this relies on, `_after_closure` of the plugin and the state that a GradScaler keeps for each
 optimizer, are used nowhere else in the package.
+
+Manual optimization: where a user's code zeroes gradients, those on the stages are zeroed too.
+
+Under automatic optimization the stages follow Lightning's rule instead, because there their
+backwards have run by the time `zero_grad` is called.
+
+Gradients of the whole model, here and on the workers, for those who look at them themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from .coordinator.optimizer import RemoteOptimizer, changed_parameters, optimized_parameters
-from .errors import ModelError
-from .model.override import stand_in
-from .pipeline.optimizer import optimizer_gradients
+from ..coordinator.deployment import Deployment
+from ..coordinator.optimizer import RemoteOptimizer, changed_parameters, optimized_parameters
+from ..coordinator.training import Coordinator
+from ..errors import ModelError
+from ..model.override import stand_in
+from ..pipeline.optimizer import (
+    Clipping,
+    clip_gradients,
+    clipping_factor,
+    gradient_norms,
+    optimizer_gradients,
+    total_norm,
+)
 
 Versions = set[tuple[int, int]]
 
@@ -164,3 +181,100 @@ def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
     """What scales the loss under precision '16-mixed'; None under any other."""
     scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
     return scaler
+
+
+class FollowedZeroGrad:
+    """Follows every `zero_grad` that reaches hollow layers, until `detach`.
+
+    Args:
+        root: The LightningModule.
+        coordinator: Knows the stages.
+        names_of: Names of the hollow layers' parameters.
+        optimizers: Those that have parameters on stages.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        coordinator: Coordinator,
+        names_of: Mapping[Tensor, str],
+        optimizers: Iterable[RemoteOptimizer],
+    ) -> None:
+        self._remote = {id(remote.optimizer): remote for remote in optimizers}
+        self._followed: list[_ZeroGrad] = []
+        self._put_back: list[Callable[[], None]] = []
+        for module in root.modules():
+            names = [names_of[p] for p in module.parameters() if p in names_of]
+            if names:
+                self._follow(module, partial(coordinator.zero_gradients, names))
+        for remote in optimizers:
+            self._follow(remote.optimizer, remote.zero_grad)
+
+    def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
+        """Follow Lightning's wrappers too: they take the method from the optimizer's class."""
+        for wrapper in wrappers:
+            remote = self._remote.get(id(wrapper.optimizer))
+            if remote is not None:
+                self._follow(wrapper, remote.zero_grad)
+
+    def detach(self) -> None:
+        """Leave everything as it was."""
+        for put_back in reversed(self._put_back):
+            put_back()
+        for zero_grad in self._followed:
+            zero_grad.end()
+        self._put_back.clear()
+        self._followed.clear()
+
+    def _follow(self, owner: Any, zero_remotely: Callable[[bool], None]) -> None:
+        zero_grad = _ZeroGrad(owner.zero_grad, zero_remotely)
+        self._put_back.append(stand_in(owner, "zero_grad", zero_grad))
+        self._followed.append(zero_grad)
+
+
+class _ZeroGrad:
+    """Stands in for the ``zero_grad`` of a module or an optimizer, which may be a user's own."""
+
+    def __init__(
+        self, zero_here: Callable[..., Any], zero_remotely: Callable[[bool], None] | None
+    ) -> None:
+        self._zero_here = zero_here
+        self._zero_remotely = zero_remotely
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._zero_here(*args, **kwargs)
+        if self._zero_remotely is not None:
+            self._zero_remotely(kwargs.get("set_to_none", args[0] if args else True))
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy is of a module that has no layers on workers; what has some refuses to be copied.
+        return _ZeroGrad, (self._zero_here, None)
+
+    def end(self) -> None:
+        """Zero nothing but what is here: something may hold this for longer than the run."""
+        self._zero_remotely = None
+
+
+def norms_by_name(module: nn.Module, deployment: Deployment | None) -> dict[str, float]:
+    """The 2-norm of every gradient that there is, by its parameter's name."""
+    here = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    norms = dict(zip(here, gradient_norms([*here.values()]), strict=True))
+    if deployment is not None:
+        norms.update(deployment.grad_norms())
+    # In the module's order.
+    return {name: norms[name] for name, _ in module.named_parameters() if name in norms}
+
+
+def clip_by_global_norm(module: nn.Module, deployment: Deployment | None, max_norm: float) -> float:
+    """Scale all gradients so that their norm together is at most ``max_norm``.
+
+    Returns:
+        The norm before.
+    """
+    norm = total_norm([*norms_by_name(module, deployment).values()])
+    clipping = Clipping(factor=clipping_factor(max_norm, norm))
+    clip_gradients([p.grad for p in module.parameters() if p.grad is not None], clipping)
+    if deployment is not None:
+        deployment.coordinator.clip_gradients(None, clipping)
+    return norm

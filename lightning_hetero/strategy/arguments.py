@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from .callbacks.averaging import StageWeightAveraging
-from .model.layers import DecoderLayer
-from .plan import Plan
-from .precision import scaler_of
+from ..callbacks.weight_averaging import StageWeightAveraging
+from ..model.layers import DecoderLayer
+from ..plan import Plan
+from .optimizers import scaler_of
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -1,0 +1,1 @@
+"""What Lightning calls: the strategy and its hooks."""
