@@ -14,10 +14,10 @@ from ..plan import Plan
 from ..planner.profile import Profile
 from ..report.diagram import picture_for
 from ..report.topology import topology_of
-from .commands import new_file
+from .options import new_file
 
 if TYPE_CHECKING:
-    from .commands import Commands
+    from .options import Commands
 
 
 def add_to(commands: Commands) -> None:

@@ -27,7 +27,7 @@ from ..transport.tls import Credentials, credentials_of
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 
 if TYPE_CHECKING:
-    from .commands import Commands
+    from .options import Commands
 
 _MARKS: dict[Outcome, tuple[str, str]] = {
     "passed": ("ok", "green"),

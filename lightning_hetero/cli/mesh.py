@@ -22,7 +22,7 @@ from ..mesh.wireguard import (
 )
 
 if TYPE_CHECKING:
-    from .commands import Commands
+    from .options import Commands
 
 
 def add_to(commands: Commands) -> None:

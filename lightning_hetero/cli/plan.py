@@ -14,12 +14,12 @@ from ..errors import PlanError
 from ..planner.profile import Profile
 from ..planner.solver import Wishes, parse_memory, parse_pin, solve
 from ..planner.verdict import judge, render
-from .commands import new_file
+from .options import new_file
 
 Value = TypeVar("Value")
 
 if TYPE_CHECKING:
-    from .commands import Commands
+    from .options import Commands
 
 
 def add_to(commands: Commands) -> None:

@@ -11,11 +11,10 @@ from rich.text import Text
 
 from ..errors import PlanError
 from ..planner.profile import Profile
-from .commands import new_file
-from .projects import Project, add_project_options, project_of
+from .options import Project, add_project_options, new_file, project_of
 
 if TYPE_CHECKING:
-    from .commands import Commands
+    from .options import Commands
 
 
 def add_to(commands: Commands) -> None:

@@ -14,7 +14,7 @@ from ..report.html import report
 from ..report.run_record import read_run
 
 if TYPE_CHECKING:
-    from .commands import Commands
+    from .options import Commands
 
 NAME = "report.html"
 

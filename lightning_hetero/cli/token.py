@@ -13,7 +13,7 @@ from ..errors import TokenError
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, Token, write_token_file
 
 if TYPE_CHECKING:
-    from .commands import Commands
+    from .options import Commands
 
 
 def add_to(commands: Commands) -> None:

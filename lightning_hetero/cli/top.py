@@ -27,7 +27,7 @@ from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 from ..units import in_bytes, in_percent
 
 if TYPE_CHECKING:
-    from .commands import Commands
+    from .options import Commands
 
 COLUMNS = ("worker", "device", "state", "run", "stage", "step", "busy", "memory", "links, MB/s")
 _COLOURS = {"training": "green", "in a run": "yellow", "free": "cyan", "gone": "red"}

@@ -20,12 +20,12 @@ from ..errors import ModelError
 from ..model.layers import DecoderLayer
 from ..plan import Plan
 from ..planner.solver import even_plan
-from ..verifying.errors import Comparison, Verdict
-from ..verifying.rehearsal import Rehearsal
-from .projects import Project, add_project_options, project_of
+from ..verify.rehearsal import Rehearsal
+from ..verify.tolerance import Comparison, Verdict
+from .options import Project, add_project_options, project_of
 
 if TYPE_CHECKING:
-    from .commands import Commands
+    from .options import Commands
 
 _COLUMNS = ("worker", "layers", "loss", "activation", "gradient", "of weights", "allowed", "")
 

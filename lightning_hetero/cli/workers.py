@@ -16,7 +16,7 @@ from ..transport.tls import credentials_of
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
 
 if TYPE_CHECKING:
-    from .commands import Commands
+    from .options import Commands
 
 
 def add_to(commands: Commands) -> None:

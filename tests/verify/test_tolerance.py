@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_hetero.verifying.errors import (
+from lightning_hetero.verify.tolerance import (
     Comparison,
     Verdict,
     Worst,

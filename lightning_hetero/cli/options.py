@@ -1,4 +1,7 @@
-"""A project driven by LightningCLI, for the commands that use its model and train nothing."""
+"""A project driven by LightningCLI, for the commands that use its model and train nothing.
+
+What the commands share.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import argparse
 import importlib
 import os
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningCLI
 
-from ..errors import ProfileError
+from ..errors import PlanError, ProfileError
 from ..strategy.strategy import HeteroPipelineStrategy
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_project_options(command: argparse.ArgumentParser) -> None:
@@ -84,3 +91,15 @@ def _class_named(name: str, base: type) -> Any:
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ProfileError(f"{name!r} is no {base.__name__}.")
     return found
+
+
+def new_file(name: str) -> Path:
+    """The path of that name here.
+
+    Raises:
+        PlanError: If something is there already.
+    """
+    path = Path(name)
+    if path.exists():
+        raise PlanError(f"{name!r} is there already; name it with --output to replace it.")
+    return path

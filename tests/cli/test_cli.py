@@ -15,7 +15,7 @@ from lightning_hetero.planner.profile import Profile
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, read_token_file
 from lightning_hetero.worker.worker import Worker
 
-from .planner.profiles import device, profile
+from ..planner.profiles import device, profile
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:

@@ -11,9 +11,9 @@ from lightning_hetero import HeteroPipelineStrategy, cli
 from lightning_hetero.cli.top import table
 from lightning_hetero.discovery.status import Sighting, seen_again
 
-from .conftest import worker_process
-from .discovery.test_status import answer
-from .models import TinyModule, loader, trainer
+from ..conftest import worker_process
+from ..discovery.test_status import answer
+from ..models import TinyModule, loader, trainer
 from .test_cli import run
 
 

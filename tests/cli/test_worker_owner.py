@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import pytest
 
 from lightning_hetero import cli
-from lightning_hetero.cli.guest import line_of
+from lightning_hetero.cli.worker import line_of
 from lightning_hetero.launch.manifests import unit_text
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import coordinator_session
@@ -23,7 +23,7 @@ from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.worker.owner import RunRecord
 
-from .transport.pairs import PATIENCE_SECONDS, QUICK
+from ..transport.pairs import PATIENCE_SECONDS, QUICK
 
 
 @contextmanager
