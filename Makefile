@@ -21,9 +21,10 @@ demo: $(INSTALLED) ## Train a small model from scratch on two local workers
 test: $(INSTALLED) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
-lint: $(INSTALLED) ## Check style, format and types
+lint: $(INSTALLED) ## Check style, format, imports and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 format: $(INSTALLED) ## Format the code and repair what ruff can repair

@@ -3,6 +3,6 @@
 from .monitor import StageMonitor
 from .profiler import PipelineProfiler
 from .timeline import PipelineTimeline
-from .weight_averaging import StageWeightAveraging
+from .weight_average import StageWeightAveraging
 
 __all__ = ["PipelineProfiler", "PipelineTimeline", "StageMonitor", "StageWeightAveraging"]

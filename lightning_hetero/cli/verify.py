@@ -18,10 +18,10 @@ from rich.text import Text
 from ..coordinator.workers import Fleet
 from ..errors import ModelError
 from ..model.layers import DecoderLayer
+from ..pipeline.tolerance import Comparison, Verdict
 from ..plan import Plan
 from ..planner.solver import even_plan
 from ..verify.rehearsal import Rehearsal
-from ..verify.tolerance import Comparison, Verdict
 from .options import Project, add_project_options, project_of
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from ..model.layers import (
     describe_layer,
     find_embedding,
 )
+from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
 from ..model.override import stand_in
-from ..model.pretrained import CheckpointWeights, weights_in_checkpoint
 from ..model.recipe import write_recipe
 from ..model.tensors import has_four_bit, is_frozen, named_tensors
 from ..pipeline.boundary import Activation, Collected, join_activations
@@ -40,12 +40,11 @@ from ..pipeline.turns import current_turn
 from ..plan import Plan, StagePlan
 from ..protocol.messages import Equipment
 from ..protocol.tensors import DTYPES
-from ..runtime.coordinator.plain_attributes import PlainAttributes, changed_since_recipe
 from ..transport.handshake import obstacles_to_compiling
 from .layers import remote_stages
 from .optimizer import TrainedParameters
 from .progress import Progress
-from .training import Coordinator
+from .stages import Coordinator, PlainAttributes, changed_since_recipe
 from .whole_batches import NOTHING_SAID, BatchOptions, WholeBatches
 
 

@@ -23,7 +23,7 @@ from ..errors import ModelError, RemoteProtocolError, WorkerError
 from ..model.custom_layers import BlocksRecipe
 from ..model.four_bit import State
 from ..model.layers import DecoderLayer
-from ..model.pretrained import CheckpointWeights
+from ..model.lazy_weights import CheckpointWeights
 from ..model.recipe import Recipe, write_recipe
 from ..model.tensors import (
     dtypes_on_stage,

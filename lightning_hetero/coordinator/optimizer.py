@@ -32,7 +32,7 @@ from ..pipeline.optimizer import (
     total_norm,
 )
 from ..plan import StagePlan
-from .training import Coordinator
+from .stages import Coordinator
 
 
 class RemoteOptimizer:

@@ -28,7 +28,7 @@ from ..pipeline.handover import (
     first_of_request,
     takes_sequence_first,
 )
-from ..pipeline.rounding import coarsest, norm_error, rounding_of_hidden
+from ..pipeline.tolerance import coarsest, norm_error, rounding_of_hidden
 from ..plan import Plan
 from ..protocol.tensors import DTYPES
 

@@ -27,7 +27,7 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import find_token_file
-from .training import Coordinator
+from .stages import Coordinator
 
 
 class Fleet:

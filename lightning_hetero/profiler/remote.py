@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..coordinator.training import Coordinator
+from ..coordinator.stages import Coordinator
 from ..devices.description import DeviceDescription
 from ..errors import RemoteProtocolError, StageFailed
 from ..pipeline.codec import Content

@@ -25,13 +25,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
 from ..atomic_file import replacing
-from ..coordinator.training import Coordinator
+from ..coordinator.stages import Coordinator
 from ..devices.arenas import give_back_free_memory
 from ..devices.description import DeviceDescription, describe_device
 from ..errors import ProfileError
 from ..model.hollow import hold_in_place, let_move
 from ..model.layers import DecoderLayer
-from ..model.pretrained import bring_here, weights_in_checkpoint
+from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..pipeline.bench import Clock
 from ..plan import COORDINATOR
 from ..planner.profile import VERSION, DeviceProfile, Link, Profile

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ..callbacks.weight_averaging import StageWeightAveraging
+from ..callbacks.weight_average import StageWeightAveraging
 from ..model.layers import DecoderLayer
 from ..plan import Plan
 from .optimizers import scaler_of

@@ -39,7 +39,7 @@ from ..atomic_file import replacing
 from ..coordinator.deployment import Deployment
 from ..errors import HeteroError, ModelError, SaveError, WeightsLost
 from ..model.four_bit import accepting_states
-from ..model.pretrained import weights_in_checkpoint
+from ..model.lazy_weights import weights_in_checkpoint
 from ..model.tensors import keys_of, leave_out, left_out_of
 
 logger = logging.getLogger(__name__)

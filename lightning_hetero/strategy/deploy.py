@@ -15,11 +15,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from ..coordinator.deployment import Deployment, imports_of
 from ..coordinator.progress import progress_of_bytes
-from ..coordinator.training import Coordinator
+from ..coordinator.stages import Coordinator
 from ..coordinator.whole_batches import BatchOptions
 from ..coordinator.workers import Fleet
 from ..model.layers import DecoderLayer, other_layer_lists
-from ..model.pretrained import bring_here, weights_in_checkpoint
+from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..plan import Plan, StagePlan
 from ..profiler.measure import ProfilingOptions
 from ..profiler.run import ProfilingRun

@@ -30,7 +30,7 @@ from ..devices.memory import is_out_of_memory, metering
 from ..errors import BatchError, HeteroError
 from ..pipeline.microbatch import IGNORED_LABEL, CutBatch, LossWeighting, Samples
 from ..pipeline.results import loss_of
-from ..pipeline.rounding import coarsest, rounding_of_loss
+from ..pipeline.tolerance import coarsest, rounding_of_loss
 from ..profiler.dry_run import no_trace
 
 # Losses may cancel each other to almost nothing, and so may the numbers within each. A difference

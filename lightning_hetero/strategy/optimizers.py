@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from ..coordinator.deployment import Deployment
 from ..coordinator.optimizer import RemoteOptimizer, changed_parameters, optimized_parameters
-from ..coordinator.training import Coordinator
+from ..coordinator.stages import Coordinator
 from ..errors import ModelError
 from ..model.override import stand_in
 from ..pipeline.optimizer import (

@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..callbacks.weight_averaging import StageWeightAveraging
+from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
 from ..errors import HeteroError, ModelError, PlanError, WeightsLost
 from ..model.tensors import flatten, named_contents

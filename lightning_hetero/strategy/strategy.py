@@ -30,7 +30,7 @@ from ..model.allowed_imports import refuse_training_in_worker
 from ..model.four_bit import keep_layout
 from ..model.half_layers import cut_layers, join_layers
 from ..model.layers import DecoderLayer, LayerChoice, find_decoder_layers
-from ..model.pretrained import weights_in_checkpoint
+from ..model.lazy_weights import weights_in_checkpoint
 from ..pipeline.microbatch import LossWeighting
 from ..pipeline.optimizer import AveragingAction
 from ..plan import Plan

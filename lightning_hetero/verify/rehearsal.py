@@ -22,10 +22,19 @@ from ..coordinator.workers import Fleet
 from ..errors import BatchError, PlanError
 from ..model.layer_call import take_hidden
 from ..model.layers import DecoderLayer, describe_layer
+from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..model.placeholders import is_away
-from ..model.pretrained import bring_here, weights_in_checkpoint
 from ..model.tensors import flatten, named_contents
 from ..pipeline.results import loss_of
+from ..pipeline.tolerance import (
+    Comparison,
+    Verdict,
+    Worst,
+    coarsest,
+    relative_error,
+    tolerance,
+    worst_gradient,
+)
 from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
 from ..profiler.dry_run import (
     NoSample,
@@ -37,15 +46,6 @@ from ..profiler.dry_run import (
 )
 from ..protocol.tensors import DTYPES
 from ..transport.deadlines import Deadlines
-from .tolerance import (
-    Comparison,
-    Verdict,
-    Worst,
-    coarsest,
-    relative_error,
-    tolerance,
-    worst_gradient,
-)
 
 
 @dataclass

@@ -41,10 +41,10 @@ from ..transport.connection import Traffic
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, dial
 from .layers import StageLayers
+from .optimizer import TimedTraining, TrainedSide
 from .owner import Owner, RunRecord
-from .profiling import MeasuredSide, answer_probe
 from .telemetry import RecordedSide
-from .training import TimedTraining, TrainedSide
+from .trials import MeasuredSide, answer_probe
 
 
 class Neighbors:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hetero.coordinator.layers import RemoteStage
-from lightning_hetero.coordinator.training import Coordinator
+from lightning_hetero.coordinator.stages import Coordinator
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers

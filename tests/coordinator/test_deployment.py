@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from lightning_hetero import from_pretrained
 from lightning_hetero.coordinator import deployment
 from lightning_hetero.coordinator.deployment import Deployment, adjust_own
-from lightning_hetero.coordinator.training import Coordinator
+from lightning_hetero.coordinator.stages import Coordinator
 from lightning_hetero.errors import ModelError, StageFailed, WeightsLost
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.pipeline.rule import Key

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.coordinator.connections import ConnectedWorker, Conversations
-from lightning_hetero.coordinator.training import Coordinator
+from lightning_hetero.coordinator.stages import Coordinator
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.channel import Channel

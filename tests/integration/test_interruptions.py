@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.coordinator import optimizer
-from lightning_hetero.coordinator.training import Coordinator
+from lightning_hetero.coordinator.stages import Coordinator
 from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
 from lightning_hetero.protocol import messages as m

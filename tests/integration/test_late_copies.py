@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator import training
+from lightning_hetero.coordinator import stages as training
 from lightning_hetero.devices.copies import StreamedCopies
 from lightning_hetero.worker import session
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.coordinator.connections import ConnectedWorker
-from lightning_hetero.coordinator.training import OutgoingArguments
+from lightning_hetero.coordinator.stages import OutgoingArguments
 from lightning_hetero.devices.copies import Copies, PlainCopies, StreamedCopies
 from lightning_hetero.errors import (
     ChannelError,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.coordinator.layers import RemoteStage
-from lightning_hetero.coordinator.training import Coordinator
+from lightning_hetero.coordinator.stages import Coordinator
 from lightning_hetero.errors import StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
@@ -29,7 +29,7 @@ from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.worker.owner import Owner, RunRecord
 from lightning_hetero.worker.worker import Worker, listen
 
-from ..coordinator.test_training import NUM_LAYERS, run_here, surroundings
+from ..coordinator.test_stages import NUM_LAYERS, run_here, surroundings
 from ..models import tiny_llama
 from ..transport.pairs import PATIENCE_SECONDS, QUICK, serving_worker
 

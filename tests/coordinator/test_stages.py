@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.coordinator.layers import RemoteStage
-from lightning_hetero.coordinator.training import Coordinator
+from lightning_hetero.coordinator.stages import Coordinator
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import StageFailed, WorkerError, WorkerLost
 from lightning_hetero.model.four_bit import State
@@ -32,7 +32,7 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
-from lightning_hetero.worker.training import TrainedSide
+from lightning_hetero.worker.optimizer import TrainedSide
 
 from ..models import tiny_llama
 from ..transport.pairs import worker_thread

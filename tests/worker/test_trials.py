@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.coordinator.deployment import Deployment
-from lightning_hetero.coordinator.training import Coordinator
+from lightning_hetero.coordinator.stages import Coordinator
 from lightning_hetero.devices.description import describe_device
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.layer_call import LayerCall

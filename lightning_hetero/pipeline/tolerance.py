@@ -1,4 +1,4 @@
-"""How far apart tensors are, how far apart rounding may bring them, and what follows: rules."""
+"""How far apart two results of one computation are, and how far rounding may bring them: rules."""
 
 from __future__ import annotations
 
@@ -9,6 +9,54 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Products of half precision are added up in float32 too. The error of a sum of n terms grows as the
+# root of n: N. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM
+# J. Sci. Comput. 41 (2019).
+_ROUNDING_OF_SUMS = torch.finfo(torch.float32).eps
+# By the same rule errors of layers in a row grow as the root of their number. This many times the
+# expected error does not come by chance.
+_SAFETY = 4.0
+
+
+def rounding_of_hidden(dtype: torch.dtype, num_layers: int, widest_sum: int) -> float:
+    """The largest error of hidden states, relative to their norm, that rounding explains.
+
+    Args:
+        dtype: The coarsest that the layers compute in.
+        num_layers: How many layers follow each other.
+        widest_sum: The terms of the longest sum in a product of matrices.
+    """
+    return _SAFETY * (_unit(dtype) + _of_sums(widest_sum)) * math.sqrt(num_layers)
+
+
+def rounding_of_loss(dtype: torch.dtype, widest_sum: int) -> float:
+    """The same of a loss. It is a mean over many numbers, whose errors cancel each other."""
+    return _unit(dtype) + _SAFETY * _of_sums(widest_sum)
+
+
+def norm_error(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, relative to that of ``expected``. Equal infinite or undefined
+    numbers count as no difference; others, and other shapes, are infinitely far apart."""
+    if found.shape != expected.shape:
+        return math.inf
+    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
+    is_equal = (found == expected) | (found.isnan() & expected.isnan())
+    difference = (found - expected).masked_fill(is_equal, 0.0)
+    scale = float(expected.nan_to_num(0.0, 0.0, 0.0).norm())
+    size = float(difference.norm())
+    if not math.isfinite(size):
+        return math.inf
+    return size / scale if scale else math.inf if size else 0.0
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def _of_sums(widest_sum: int) -> float:
+    return _ROUNDING_OF_SUMS * math.sqrt(widest_sum)
+
+
 # What `torch.testing.assert_close` takes two results of one operation for equal by; its
 # documentation has the table.
 _ONE_OPERATION = {
@@ -17,14 +65,7 @@ _ONE_OPERATION = {
     torch.bfloat16: 1.6e-2,
     torch.float16: 1e-3,
 }
-# Products of half precision are added up in float32 too. The error of a sum of n terms grows as the
-# root of n: N. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM
-# J. Sci. Comput. 41 (2019).
-_ROUNDING_OF_SUMS = torch.finfo(torch.float32).eps
 _ROUNDING_OF_DOUBLE_SUMS = torch.finfo(torch.float64).eps
-# By the same rule, errors of layers in a row grow as the root of their number; this many times the
-# expected one does not come by chance.
-_SAFETY = 4.0
 
 # Gradients that are zero but for rounding, as those of a key's bias, have no relative error of
 # their own: below this part of the largest one in their layer they are held against that.
@@ -46,7 +87,7 @@ def tolerance(dtype: torch.dtype, num_layers: int, widest_sum: int) -> float:
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype of the largest tolerance."""
+    """The dtype with the largest rounding errors, of those that layers compute in; else float32."""
     known = [dtype for dtype in dtypes if dtype in _ONE_OPERATION]
     return max(known, key=lambda dtype: _ONE_OPERATION[dtype], default=torch.float32)
 

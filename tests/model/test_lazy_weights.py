@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, T
 
 from lightning_hetero import from_pretrained
 from lightning_hetero.errors import CheckpointError, ModelError
-from lightning_hetero.model.pretrained import CheckpointWeights, bring_here, weights_in_checkpoint
+from lightning_hetero.model.lazy_weights import CheckpointWeights, bring_here, weights_in_checkpoint
 
 from ..families import tiny_model
 
