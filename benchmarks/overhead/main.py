@@ -27,6 +27,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
+from benchmarks.overhead import microbatch
 from benchmarks.overhead.monitored import measure, report_turns
 from benchmarks.overhead.operators import OperatorClock, cpu_seconds, read_counted
 from benchmarks.processes import (
@@ -216,6 +217,8 @@ def main() -> None:
     parser.add_argument("--monitor-rounds", type=int, default=5, help="of looking on")
     parser.add_argument("--monitor-steps", type=int, default=50, help="of each turn of a round")
     parser.add_argument("--monitor-sequence-length", type=int, default=32)
+    parser.add_argument("--microbatch-rounds", type=int, default=5, help="of one more micro-batch")
+    parser.add_argument("--microbatch-steps", type=int, default=20, help="of each of its runs")
     only = parser.add_mutually_exclusive_group()
     for name, section in SECTIONS.items():
         chosen = {"dest": "only", "action": "store_const", "const": name}
@@ -261,10 +264,17 @@ def show_outside(options: argparse.Namespace, console: Console) -> None:
     report_outside(found, shape, console)
 
 
+def show_microbatch(options: argparse.Namespace, console: Console) -> None:
+    """CPU time of one more micro-batch, where only software counts."""
+    costs = microbatch.measure(options.microbatch_rounds, options.microbatch_steps)
+    microbatch.report(costs, console)
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "alone": show_alone,
     "monitor": show_monitor,
     "outside": show_outside,
+    "microbatch": show_microbatch,
 }
 
 
