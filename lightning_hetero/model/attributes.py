@@ -75,10 +75,15 @@ class _Same:
         return id(self.thing)
 
 
-def frozen(value: Any, around: tuple[int, ...] = ()) -> Any:
+def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | None = None) -> Any:
     """Something that stays as it is and is equal to what is made of the same content later.
 
     Tensors are told by their identity and by how often they were changed in place.
+
+    Args:
+        value: Anything.
+        around: The ids of the containers that hold it.
+        looked_into: Takes every tensor, container and object whose content counts.
     """
     kind = type(value)
     if kind is float:
@@ -86,7 +91,9 @@ def frozen(value: Any, around: tuple[int, ...] = ()) -> Any:
     if kind in _ATOMS:
         return kind, value
     if isinstance(value, Tensor):
-        return _Same(value), 0 if value.is_inference() else value._version
+        if looked_into is not None:
+            looked_into.append(value)
+        return _Same(value), _version(value)
     if isinstance(value, _FIXED) or inspect.isroutine(value):
         return _Same(value)
     is_record = is_dataclass(value) or isinstance(value, PretrainedConfig)
@@ -95,18 +102,20 @@ def frozen(value: Any, around: tuple[int, ...] = ()) -> Any:
     if not is_known or _is_ours(kind) or id(value) in around or len(around) > MOST_DEPTH:
         return _Same(value)
     around = (*around, id(value))
+    if looked_into is not None:
+        looked_into.append(value)
     if isinstance(value, dict):
         return (
             kind,
-            _frozen_items([*value.keys()], around),
-            _frozen_items([*value.values()], around),
+            _frozen_items([*value.keys()], around, looked_into),
+            _frozen_items([*value.values()], around, looked_into),
         )
     if isinstance(value, (list, tuple, deque)):
-        return kind, _frozen_items(value, around)
+        return kind, _frozen_items(value, around, looked_into)
     if isinstance(value, (set, frozenset)):
-        return kind, frozenset(frozen(item, around) for item in value)
+        return kind, frozenset(frozen(item, around, looked_into) for item in value)
     parts = sorted(_parts(value), key=itemgetter(0))
-    content = tuple((name, frozen(item, around)) for name, item in parts)
+    content = tuple((name, frozen(item, around, looked_into)) for name, item in parts)
     return (kind, content) if is_record else (_Same(value), content)
 
 
@@ -115,11 +124,11 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
-def _frozen_items(items: Any, around: tuple[int, ...]) -> Any:
+def _frozen_items(items: Any, around: tuple[int, ...], looked_into: list[Any] | None) -> Any:
     kinds = tuple(map(type, items))
     if _ATOMS.issuperset(kinds):
         return kinds, tuple(items)
-    return tuple(frozen(item, around) for item in items)
+    return tuple(frozen(item, around, looked_into) for item in items)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -127,11 +136,18 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     for name, item in getattr(value, "__dict__", {}).items():
         if not (isinstance(value, PretrainedConfig) and name in _NOT_OF_LAYERS):
             yield name, item
+    yield from _slots(value).items()
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are not in its ``__dict__``."""
+    found = {}
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+                found[name] = getattr(value, name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -165,6 +181,43 @@ class _Watched:
         )
 
 
+class _Inside:
+    """What one attribute holds, as it was when it was looked into.
+
+    While every container in it has the very same items, nothing has changed: that is found much
+    sooner than two contents are compared.
+    """
+
+    def __init__(self, value: Any, content: Any, looked_into: Iterable[Any]) -> None:
+        self._value, self._content = value, content
+        self._held = [(thing, _items(thing)) for thing in looked_into]
+
+    def is_same(self) -> bool:
+        """Whether the content is what it was."""
+        if all([_are_same(_items(thing), items) for thing, items in self._held]):  # noqa: C419
+            return True
+        looked_into: list[Any] = []
+        is_same: bool = frozen(self._value, looked_into=looked_into) == self._content
+        self._held = [(thing, _items(thing)) for thing in looked_into]
+        return is_same
+
+
+def _items(thing: Any) -> tuple[Any, ...]:
+    """What a container, an object or a tensor holds; other things in it are looked at apart."""
+    if isinstance(thing, Tensor):
+        return (_version(thing),)
+    if isinstance(thing, dict):
+        return (*thing, *thing.values())
+    if isinstance(thing, _CONTAINERS):
+        return tuple(thing)
+    named = getattr(thing, "__dict__", {})
+    return (*named, *named.values(), *_slots(thing).values())
+
+
+def _are_same(items: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return len(items) == len(others) and all(map(is_, items, others))
+
+
 class AttributeState:
     """The plain attributes of layers, and what has changed of them.
 
@@ -186,15 +239,15 @@ class AttributeState:
 
     def note(self) -> None:
         """From now on changes are those of what is there at present."""
-        memory: dict[int, tuple[Any, Any]] = {}
+        memory: dict[int, tuple[Any, Any, list[Any]]] = {}
         self._watched = [_watched(*each, memory) for each in self._modules]
         # Each of the things that many modules share, such as a config, is looked into once.
-        self._inside = [pair for pair in memory.values() if _may_change_inside(pair[0])]
+        self._inside = [_Inside(*each) for each in memory.values() if _may_change_inside(each[0])]
 
     def take_changes(self) -> list[Change]:
         """What has changed, told once."""
         if all([each.is_same for each in self._watched]) and all(  # noqa: C419 - it is quicker
-            [frozen(value) == before for value, before in self._inside]  # noqa: C419
+            [each.is_same() for each in self._inside]  # noqa: C419
         ):
             return []
         old = self._watched
@@ -210,13 +263,14 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _watched(
-    number: int, path: str, module: nn.Module, memory: dict[int, tuple[Any, Any]]
+    number: int, path: str, module: nn.Module, memory: dict[int, tuple[Any, Any, list[Any]]]
 ) -> _Watched:
     own = own_attributes(module)
     content = {}
     for name, value in own.items():
         if id(value) not in memory:
-            memory[id(value)] = value, frozen(value)
+            looked_into: list[Any] = []
+            memory[id(value)] = value, frozen(value, looked_into=looked_into), looked_into
         content[name] = memory[id(value)][1]
     size = len(vars(module))
     return _Watched(number, path, module, size, tuple(own), tuple(own.values()), content)

@@ -61,10 +61,12 @@ class LayerCall:
 
     def set_modes(self, layer: nn.Module) -> None:
         """Put a layer and all modules inside into the modes that they have where it was called."""
+        others = {layer.get_submodule(name) for name in self.other_mode}
         for module in layer.modules():
-            module.training = self.training
-        for name in self.other_mode:
-            layer.get_submodule(name).training = not self.training
+            mode = self.training != (module in others)
+            # Setting an attribute of a module takes ten times as long as reading it.
+            if module.training != mode:
+                module.training = mode
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor among the arguments, with the position or the name of its argument."""
