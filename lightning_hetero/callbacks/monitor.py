@@ -22,7 +22,7 @@ from ..model.layers import EMBEDDING_LAYER
 from ..pipeline.optimizer import gradient_norms, total_norm
 from ..plan import COORDINATOR
 from ..planner.profile import Profile
-from ..protocol.messages import Totals
+from ..protocol.fields import Totals
 from ..telemetry.metrics import Window, difference, flops_per_token, pipeline_metrics, stage_metrics
 from ..telemetry.prediction import bound_seconds
 

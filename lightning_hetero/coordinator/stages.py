@@ -237,7 +237,7 @@ class Coordinator(TensorConversations):
         message = frame.message
         if not isinstance(message, (m.Activation, m.Gradient)) or message.step != self.step:
             return None
-        key = Key(message.microbatch, message.visit)
+        key = message.key
         with self._blaming(worker):
             self._check_is_theirs(worker, message)
             if isinstance(message, m.Gradient):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from msgspec.structs import replace
 
-from ..protocol.messages import ACTIONS, Span, SpanKind, Totals
+from ..protocol.fields import ACTIONS, Span, SpanKind, Totals
 from .rule import Key
 
 # What somebody fetches at the end of a step, and more than a long step has.

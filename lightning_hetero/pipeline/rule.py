@@ -13,17 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-
-class Key(NamedTuple):
-    """Which work: the micro-batch, and the how-manieth visit of it to the stages.
-
-    A model that runs its decoder twice in one ``training_step`` visits twice.
-    """
-
-    microbatch: int
-    visit: int = 0
+from ..protocol.fields import Key as Key
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from functools import reduce
+from operator import or_
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -25,7 +27,7 @@ from typing_extensions import override
 
 from ..errors import LocalProtocolError, RemoteProtocolError, TrustError
 from .buffers import Buffer, BufferPool, new_buffer
-from .messages import PROTOCOL_VERSION, Failure, Hello, Message, Welcome
+from .messages import KINDS, PROTOCOL_VERSION, Failure, Hello, Message, Welcome
 from .tensors import TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
 
 MAGIC = b"LHET"
@@ -55,15 +57,23 @@ class Frame:
         return f"{self.message} {tensors}".rstrip()
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+Known = TypeVar("Known", bound=Message)
+
+
+class Header(msgspec.Struct, Generic[Known], frozen=True, forbid_unknown_fields=True):
     """What a frame says before its body."""
 
-    message: Message
+    message: Known
     tensors: Annotated[list[TensorSpec], msgspec.Meta(max_length=2**16)]
 
 
+def header_decoder(kinds: Sequence[type[Message]]) -> msgspec.msgpack.Decoder[Header[Message]]:
+    """Decodes the headers of frames whose message is of one of these classes."""
+    return msgspec.msgpack.Decoder(Header[reduce(or_, kinds)])  # type: ignore[misc]
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Header)
+_decoder = header_decoder(KINDS)
 
 
 def encode_frame(frame: Frame, limits: FrameLimits | None = None) -> list[memoryview]:
@@ -121,7 +131,7 @@ class FrameReader:
         self._probes = BufferPool()
         self._probes.keep_at_most(1)
         self._body_bytes: int | None = None
-        self._header: Header | None = None
+        self._header: Header[Message] | None = None
         self._part: Buffer = bytearray(_PREFIX.size)
         self._missing = memoryview(self._part)
 
@@ -187,7 +197,7 @@ class FrameReader:
                 "install the same version of lightning-hetero on both."
             )
 
-    def _decode(self, header: bytearray | memoryview) -> Header:
+    def _decode(self, header: bytearray | memoryview) -> Header[Message]:
         try:
             return _decoder.decode(header)
         except UNREADABLE as error:
@@ -213,7 +223,7 @@ class FrameReader:
         self._probes.forget()
         return new_buffer(body_bytes) if message.is_kept else self._pool.take(body_bytes)
 
-    def _finish_frame(self, header: Header) -> Frame:
+    def _finish_frame(self, header: Header[Message]) -> Frame:
         offsets, _ = body_layout(header.tensors)
         tensors = tuple(
             tensor_from_bytes(spec, self._part, offset)
@@ -267,7 +277,7 @@ class OpeningReader(FrameReader):
         self._version = version
 
     @override
-    def _decode(self, header: bytearray | memoryview) -> Header:
+    def _decode(self, header: bytearray | memoryview) -> Header[Message]:
         try:
             return Header(_opening_decoder.decode(header).message, [])
         except UNREADABLE as error:

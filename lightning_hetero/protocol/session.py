@@ -1,28 +1,31 @@
-"""The rules of a conversation: who may say what, when. Tables, and one small interpreter.
+"""The rules of a conversation: what a message declares of itself, and a session that enforces it.
 
-coordinator ─ worker              upstream worker ─ downstream worker
+    coordinator ─ worker              upstream worker ─ downstream worker
 
-OPENING ── Hello ──▶ GREETING     OPENING ── Hello ──▶ GREETING
-GREETING ─ Welcome ▶ IDLE         GREETING ─ Welcome ▶ LINKED
-IDLE: measuring                   LINKED: activations down, gradients up; probes of the link
-IDLE ───── Deploy ─▶ LOADING
-LOADING ── Launch ─▶ SERVING
-SERVING: steps, state, optimizer
-SERVING ── Deploy ─▶ LOADING: layers have moved
+    OPENING ── Hello ──▶ GREETING     OPENING ── Hello ──▶ GREETING
+    GREETING ─ Welcome ▶ IDLE         GREETING ─ Welcome ▶ LINKED
+    IDLE: measuring                   LINKED: activations down, gradients up; probes of the link
+    IDLE ───── Deploy ─▶ LOADING
+    LOADING ── Launch ─▶ SERVING
+    SERVING: steps, state, optimizer
+    SERVING ── Deploy ─▶ LOADING: layers have moved
 
-Whoever watches a worker: OPENING ─ Hello ▶ GREETING ─ Welcome ▶ TELLING ─ Status ▶ CLOSED
+    watcher ─ worker: OPENING ─ Hello ▶ GREETING ─ Welcome ▶ TELLING ─ Status ▶ CLOSED
+
+Every message says on its class who may send it in which states (`by`). `python -m
+tests.protocol.tables` prints the tables that follow: for each speaker and state, the messages.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import msgspec
 
 from ..errors import LocalProtocolError, RemoteProtocolError
-from . import messages as m
-
-Role = Literal["opener", "answerer"]
+from .fields import Key, SpanKind
 
 
 class State(enum.Enum):
@@ -38,216 +41,169 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-Table = Mapping[State, Mapping[type, State]]
+class Speaker(enum.Enum):
+    """One of the two ends of a conversation."""
+
+    COORDINATOR = "coordinator"
+    WORKER = "worker"
+    UPSTREAM = "upstream"
+    DOWNSTREAM = "downstream"
+    WATCHER = "watcher"
+    WATCHED = "watched"
 
 
-def _stay(state: State, *kinds: type) -> dict[type, State]:
-    return dict.fromkeys(kinds, state)
+# The state that follows a message, by who sends it in which state.
+Rules = dict[tuple[Speaker, State], State]
 
 
-COORDINATOR_SAYS: Table = {
-    State.OPENING: {m.Hello: State.GREETING},
-    State.IDLE: {
-        **_stay(
-            State.IDLE,
-            m.DescribeDevice,
-            m.PrepareLayers,
-            m.MeasureLayer,
-            m.MeasureOptimizer,
-            m.MeasureLink,
-            m.Probe,
-        ),
-        m.Deploy: State.LOADING,
-    },
-    State.LOADING: {
-        **_stay(State.LOADING, m.LoadTensor, m.OfferTensor),
-        m.Launch: State.SERVING,
-    },
-    State.SERVING: {
-        **_stay(
-            State.SERVING,
-            m.BuildOptimizer,
-            m.LoadOptimizerState,
-            m.LoadTensor,
-            m.BeginStep,
-            m.SetAttributes,
-            m.Arguments,
-            m.Activation,
-            m.Gradient,
-            m.DropCaches,
-            m.AbortStep,
-            m.SetTrained,
-            m.ZeroGradients,
-            m.MeasureNorms,
-            m.ClipGradients,
-            m.ApplyOptimizer,
-            m.AverageWeights,
-            m.Record,
-            m.FetchRecord,
-            m.FetchTensors,
-            m.FetchGradients,
-            m.FetchOptimizerState,
-        ),
-        m.Deploy: State.LOADING,
-    },
-}
+def by(speaker: Speaker, *states: State, then: State | None = None) -> Rules:
+    """Allow a message to one speaker in these states; the state stays unless ``then`` follows."""
+    return {(speaker, state): then or state for state in states}
 
-WORKER_SAYS: Table = {
-    State.GREETING: {m.Welcome: State.IDLE},
-    State.IDLE: _stay(
-        State.IDLE,
-        m.Done,
-        m.DeviceDescribed,
-        m.LayerMeasured,
-        m.OptimizerMeasured,
-        m.LinkMeasured,
-        m.ProbeAnswer,
-        m.NotMeasured,
-        m.Paused,
-        m.Resumed,
-    ),
-    # What nobody waits for may be on its way when a Deploy comes for moved layers.
-    State.LOADING: _stay(
-        State.LOADING,
-        m.Built,
-        m.Loaded,
-        m.OfferAnswered,
-        m.Done,
-        m.Timings,
-        m.BuffersUpdated,
-        m.StageRecord,
-        m.NeighborLost,
-        m.Paused,
-        m.Resumed,
-    ),
-    State.SERVING: _stay(
-        State.SERVING,
-        m.Done,
-        m.Loaded,
-        m.Timings,
-        m.BuffersUpdated,
-        m.StageRecord,
-        m.Activation,
-        m.Gradient,
-        m.Norms,
-        m.TensorContent,
-        m.OptimizerState,
-        m.NeighborLost,
-        m.Paused,
-        m.Resumed,
-    ),
-}
 
-UPSTREAM_SAYS: Table = {
-    State.OPENING: {m.Hello: State.GREETING},
-    State.LINKED: _stay(State.LINKED, m.Activation, m.Probe),
-}
+def by_anyone(*states: State, then: State | None = None) -> Rules:
+    """Allow a message to every speaker in these states, or in every state if none is given."""
+    return {
+        (speaker, state): then or state for speaker in Speaker for state in states or tuple(State)
+    }
 
-DOWNSTREAM_SAYS: Table = {
-    State.GREETING: {m.Welcome: State.LINKED},
-    State.LINKED: _stay(State.LINKED, m.Gradient, m.ProbeAnswer),
-}
 
-WATCHER_SAYS: Table = {State.OPENING: {m.Hello: State.GREETING}}
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag on the wire is the class's name.
 
-WATCHED_SAYS: Table = {
-    State.GREETING: {m.Welcome: State.TELLING},
-    State.TELLING: {m.Status: State.CLOSED},
-}
+    Each class declares here what the rest of the package has to know of it.
 
-# These fit anywhere.
-ALWAYS: dict[type, State | None] = {
-    m.Ping: None,
-    m.Pong: None,
-    m.AskClock: None,
-    m.ClockTold: None,
-    m.Failure: State.CLOSED,
-    m.Goodbye: State.CLOSED,
-}
+    Attributes:
+        said: Who may send the message in which state, and the state that follows. Every class has
+            to declare it.
+        begins_step: The message begins the step after the present one.
+        is_instant: Channels exchange the message themselves; it does not reach the inbox.
+        is_kept: The receiver keeps the tensors for long, so each frame gets memory of its own
+            instead of a buffer that is used again.
+        is_probe: The tensors are large and unlike later ones, so their buffers are not kept.
+        requests: What the receiver does when it carries out the message, in words for people. Like
+            ``reports``, it may name fields: ``"step {message.step}"``.
+        reports: What the sender has just done, in words for people.
+        recorded_as: How the receiver records the time that it takes to carry out the message.
+    """
 
-# A failure inside a step is reported and the conversation goes on.
-_KEEPS_SERVING = {(State.SERVING, m.Failure), (State.LOADING, m.Failure)}
+    said: ClassVar[Rules] = {}
+    begins_step: ClassVar[bool] = False
+    is_instant: ClassVar[bool] = False
+    is_kept: ClassVar[bool] = False
+    is_probe: ClassVar[bool] = False
+    requests: ClassVar[str] = ""
+    reports: ClassVar[str] = ""
+    recorded_as: ClassVar[SpanKind | None] = None
+
+    def __init_subclass__(cls, **config: Any) -> None:
+        super().__init_subclass__(**config)
+        if not vars(cls).get("said"):
+            raise TypeError(f"{cls.__name__} does not declare in `said` who may send it, and when.")
+
+    @property
+    def step(self) -> int | None:
+        """The step that the message is about; None if it is about none."""
+        return None
+
+    @property
+    def key(self) -> Key | None:
+        """The micro-batch and visit that the message is about; None if it is about none."""
+        return None
+
+    @property
+    def requested_activity(self) -> str:
+        """What the receiver does when it carries out the message; empty if that takes no time."""
+        return self.requests.format(message=self)
+
+    @property
+    def reported_activity(self) -> str:
+        """What the sender has just done or is doing; empty if the message does not tell."""
+        return self.reports.format(message=self)
+
+    def __str__(self) -> str:
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        fields = " ".join(f"{name}={str(value)[:60]}" for name, value in shown.items())
+        return f"{type(self).__name__} {fields}".rstrip()
+
+
+def kinds_below(base: type[Message]) -> Iterator[type[Message]]:
+    """The classes of messages that derive from a base, without those that others derive from."""
+    for kind in base.__subclasses__():
+        yield from kinds_below(kind) if kind.__subclasses__() else [kind]
 
 
 class Session:
-    """One end of a conversation; both ends run the same tables, mirrored."""
+    """One end of a conversation. Both ends check the messages of both directions."""
 
-    def __init__(self, ours: Table, theirs: Table) -> None:
-        self._ours = ours
+    def __init__(self, ours: Speaker, theirs: Speaker) -> None:
+        self.ours = ours
         self._theirs = theirs
         self._step = 0
         self.state = State.OPENING
 
-    def sent(self, message: m.Message) -> None:
-        """Note what we are about to say.
+    def sent(self, message: Message) -> None:
+        """Note a message that is about to be sent.
 
         Raises:
             LocalProtocolError: If the rules forbid it.
         """
-        following = self._following(self._ours, message)
+        following = message.said.get((self.ours, self.state))
         if following is None:
             raise LocalProtocolError(f"{message} must not be sent while {self.state.value}.")
         self.state = following
 
-    def received(self, message: m.Message) -> None:
-        """Note what the peer said.
+    def received(self, message: Message) -> None:
+        """Note a message that the peer sent.
 
         Raises:
             RemoteProtocolError: If the rules forbid it.
         """
-        following = self._following(self._theirs, message)
+        following = message.said.get((self._theirs, self.state))
         if following is None:
             raise RemoteProtocolError(f"{message} must not come while {self.state.value}.")
-        self._check_step(message)
+        if self._theirs is Speaker.COORDINATOR:
+            self._check_step(message)
         self.state = following
 
-    def _following(self, table: Table, message: m.Message) -> State | None:
-        kind = type(message)
-        if kind in ALWAYS:
-            if (self.state, kind) in _KEEPS_SERVING:
-                return self.state
-            return ALWAYS[kind] or self.state
-        return table.get(self.state, {}).get(kind)
-
-    def _check_step(self, message: m.Message) -> None:
-        """A coordinator begins steps one after the other and speaks of the present one only."""
-        step = getattr(message, "step", None)
-        if step is None or self._theirs is not COORDINATOR_SAYS:
+    def _check_step(self, message: Message) -> None:
+        """A coordinator begins one step after the other and speaks only of the present one."""
+        if message.step is None:
             return
-        expected = self._step + 1 if isinstance(message, m.BeginStep) else self._step
-        if step != expected or step == 0:
+        expected = self._step + 1 if message.begins_step else self._step
+        if message.step != expected or message.step == 0:
             raise RemoteProtocolError(
-                f"{type(message).__name__} is for step {step}, out of order: "
+                f"{type(message).__name__} is for step {message.step}, out of order: "
                 f"step {expected} was expected."
             )
-        self._step = step
+        self._step = message.step
 
 
 def coordinator_session() -> Session:
     """The coordinator's end of its conversation with a worker."""
-    return Session(COORDINATOR_SAYS, WORKER_SAYS)
+    return Session(Speaker.COORDINATOR, Speaker.WORKER)
 
 
 def worker_session() -> Session:
     """The worker's end of its conversation with the coordinator."""
-    return Session(WORKER_SAYS, COORDINATOR_SAYS)
+    return Session(Speaker.WORKER, Speaker.COORDINATOR)
 
 
 def upstream_session() -> Session:
     """The end of the stage that dials its downstream neighbor."""
-    return Session(UPSTREAM_SAYS, DOWNSTREAM_SAYS)
+    return Session(Speaker.UPSTREAM, Speaker.DOWNSTREAM)
 
 
 def downstream_session() -> Session:
     """The end of the stage that its upstream neighbor dialled."""
-    return Session(DOWNSTREAM_SAYS, UPSTREAM_SAYS)
+    return Session(Speaker.DOWNSTREAM, Speaker.UPSTREAM)
 
 
 def watcher_session() -> Session:
-    """The end of whoever watches a worker."""
-    return Session(WATCHER_SAYS, WATCHED_SAYS)
+    """The watcher's end of its conversation with a worker."""
+    return Session(Speaker.WATCHER, Speaker.WATCHED)
 
 
 def watched_session() -> Session:
-    """The worker's end of its conversation with whoever watches it."""
-    return Session(WATCHED_SAYS, WATCHER_SAYS)
+    """The worker's end of its conversation with a watcher."""
+    return Session(Speaker.WATCHED, Speaker.WATCHER)

@@ -14,16 +14,18 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from torch import Tensor
 
 from ..errors import LocalProtocolError, ModelError, RemoteProtocolError
+from .fields import Count, LayerNumber, Name
 from .tensors import TensorSpec, tensor_bytes
 
 NUM_SLOTS = 32
 MOST_BYTES = 4 * 2**20
+Slot = Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS - 1)]
 # Contents that were sent once and may come again.
 _NUM_CANDIDATES = 256
 
@@ -148,6 +150,41 @@ class DictNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dic
 Value = (
     None | bool | int | float | str | TensorNode | ConstantNode | TupleNode | ListNode | DictNode
 )
+
+
+class CacheArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The key-value cache in the call of a layer.
+
+    Args:
+        number: Identifies the cache.
+        place: Position or name of the argument.
+        length: Positions that the coordinator counts in the layer's cache.
+        window: The layer's sliding window, None for none.
+        rows: A tensor that selects samples of the cache, None for all.
+    """
+
+    number: Count
+    place: Count | Name
+    length: Count
+    window: Count | None
+    rows: Value
+
+
+class LayerArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the model called one layer, without its hidden states and its key-value cache.
+
+    Args:
+        tuple_length: Length of the tuple that the model expects back; 0 for a plain tensor.
+        other_mode: Modules inside the layer whose mode differs from ``training``.
+    """
+
+    layer_index: LayerNumber
+    training: bool
+    args: Value
+    kwargs: Value
+    tuple_length: Count
+    cache: CacheArgument | None = None
+    other_mode: list[Name] = []
 
 
 class Packer:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..protocol.messages import SpanKind
+from ..protocol.fields import SpanKind
 from ..telemetry.chrome_trace import first_action_seconds
 from ..telemetry.prediction import Prediction
 from ..telemetry.step import RecordedStep, StageSpans

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, pairwise
 from typing import Any
 
-from ..protocol.messages import ACTIONS, Span
+from ..protocol.fields import ACTIONS, Span
 from .prediction import Prediction
 from .step import RecordedStep, StageSpans
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..model.four_bit import describe_parameter, is_four_bit
-from ..protocol.messages import ACTIONS, SpanKind, Totals
+from ..protocol.fields import ACTIONS, SpanKind, Totals
 
 
 @dataclass(frozen=True)

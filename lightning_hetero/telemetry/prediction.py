@@ -24,7 +24,7 @@ from ..planner.simulation import (
     predict,
 )
 from ..planner.simulation import Span as Played
-from ..protocol.messages import SpanKind
+from ..protocol.fields import SpanKind
 from .step import RecordedStep, StageSpans
 
 Source = Literal["profile", "this step's own times"]

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ..errors import ChannelError
 from ..plan import COORDINATOR, Plan
-from ..protocol.messages import ACTIONS, Span, SpanKind
+from ..protocol.fields import ACTIONS, Span, SpanKind
 from ..transport.clocks import ClockSample
 
 WINDOW_SECONDS = 1.0

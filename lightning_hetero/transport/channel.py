@@ -33,7 +33,7 @@ from ..devices.copies import Copies, HostCopy
 from ..errors import ChannelError, HeteroError, RemoteProtocolError
 from ..pipeline.codec import Content
 from ..pipeline.recorder import Recorder
-from ..pipeline.rule import Action, Key
+from ..pipeline.rule import Action
 from ..protocol import messages as m
 from ..protocol.buffers import BufferPool
 from ..protocol.frames import Frame, FrameReader, encode_body, encode_frame, encode_head
@@ -42,47 +42,11 @@ from .clocks import PeerClock
 from .connection import Connection
 from .deadlines import Deadlines
 
-_MOST_SHOWN = 100
-
-_REQUESTS: dict[type, str] = {
-    m.Deploy: "the building of its layers",
-    m.LoadTensor: "the loading of its weights",
-    m.Launch: "the linking with its neighbor",
-    m.BuildOptimizer: "the building of an optimizer",
-    m.LoadOptimizerState: "the loading of an optimizer's state",
-    m.MeasureNorms: "the measuring of its gradients",
-    m.FetchTensors: "the sending of its weights",
-    m.FetchOptimizerState: "the sending of its optimizer's state",
-    m.MeasureLayer: "the measuring of a layer",
-    m.MeasureOptimizer: "the measuring of an optimizer",
-    m.MeasureLink: "the measuring of a link",
-}
-_SHOWN: dict[type, str] = {m.Activation: "forward", m.Gradient: "backward"}
-
 
 def of_action(action: Action, step: int) -> str:
     """What a stage does when it carries out an action."""
     kind = "forward" if action.kind == "F" else "backward"
     return f"the {kind} of micro-batch {action.key.microbatch} in step {step}"
-
-
-def of_request(request: m.Message) -> str:
-    """What a stage does when it carries out a request; nothing if that is over at once."""
-    if isinstance(request, m.ApplyOptimizer):
-        return f"the optimizer's part of step {request.step}"
-    return _REQUESTS.get(type(request), "")
-
-
-def shown_by(message: m.Message) -> str:
-    """What a worker that sends a message does, or has just done; nothing if it does not show."""
-    if isinstance(message, m.Pong):
-        return ascii(message.doing[:_MOST_SHOWN])[1:-1]
-    if isinstance(message, (m.Activation, m.Gradient)):
-        kind = _SHOWN[type(message)]
-        return f"the {kind} of micro-batch {message.microbatch} in step {message.step}"
-    if isinstance(message, m.Timings):
-        return f"the optimizer's part of step {message.step}"
-    return ""
 
 
 logger = logging.getLogger(__name__)
@@ -93,9 +57,6 @@ Queued = tuple[m.Message, Callable[[], list[memoryview]]]
 # Of a silence: acknowledgements of a machine that is there come twice as often at least, also when
 # it takes no more bytes and is only asked whether it will.
 _SHARE_OF_SILENCE = 0.7
-
-# What channels say to each other, whatever their owners do.
-_BETWEEN_CHANNELS = (m.Ping, m.Pong, m.AskClock, m.ClockTold)
 
 
 @dataclass(frozen=True)
@@ -250,7 +211,7 @@ class Channel:
         try:
             while True:
                 frame = self._next_frame()
-                if not isinstance(frame.message, _BETWEEN_CHANNELS):
+                if not frame.message.is_instant:
                     inbox.put(Arrival(self, frame))
                 del frame  # the next wait must not keep its tensors alive
         except Exception as error:  # whatever it is, somebody waits for what would come next
@@ -271,7 +232,7 @@ class Channel:
                 self._session.received(frame.message)
                 self._num_heard += 1
                 self._progress.notify_all()
-            self._peer_activity = shown_by(frame.message) or self._peer_activity
+            self._peer_activity = frame.message.reported_activity or self._peer_activity
             if isinstance(frame.message, m.Ping):
                 self._say_at_once(m.Pong(self.activity))
             self.clock.take(frame.message)
@@ -447,16 +408,8 @@ def observe(channel: Channel, peer: int, recorder: Recorder | None) -> None:
     channel.on_sent = None if recorder is None else partial(_note_sent, recorder, peer)
 
 
-def key_of(message: m.Message) -> Key | None:
-    """Which micro-batch a message is about, if about one."""
-    if isinstance(message, (m.Arguments, m.Activation, m.Gradient)):
-        return Key(message.microbatch, message.visit)
-    return None
-
-
 def _note_sent(
     recorder: Recorder, peer: int, message: m.Message, num_bytes: int, start_seconds: float
 ) -> None:
-    key = key_of(message)
-    if key is not None:
-        recorder.note_sent(peer, key, type(message).__name__, num_bytes, start_seconds)
+    if message.key is not None:
+        recorder.note_sent(peer, message.key, type(message).__name__, num_bytes, start_seconds)

@@ -24,7 +24,7 @@ from ..model.allowed_imports import Allowed
 from ..model.four_bit import multiply_in
 from ..model.layers import EMBEDDING_LAYER, check_token_ids
 from ..pipeline.codec import Content, read_activation, read_arguments, read_gradients, say_passed
-from ..pipeline.rule import Action, Key
+from ..pipeline.rule import Action
 from ..pipeline.runner import Result, StageRunner
 from ..pipeline.stage import CompiledLayers, Stage
 from ..pipeline.stage_layers import KeptTensors
@@ -36,7 +36,7 @@ from ..protocol.session import upstream_session
 from ..protocol.tensors import DTYPES
 from ..protocol.values import KeptConstants
 from ..transport.address import Address
-from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action, of_request, send_copied
+from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action, send_copied
 from ..transport.connection import Traffic
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, dial
@@ -287,7 +287,7 @@ class StageSession:
             self._guarded(answer_probe, arrival.channel, content.message)
         else:
             handler = self._handlers[type(content.message)]
-            self._note_activity(of_request(content.message))
+            self._note_activity(content.message.requested_activity)
             with self._recording.taking(arrival, content.message):
                 self._guarded(handler, content.message, content.tensors)
 
@@ -406,22 +406,19 @@ class StageSession:
             self._runner.stage.state.note_attributes()
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
-        key = Key(message.microbatch, message.visit)
         read = partial(read_arguments, message, constants=self._constants)
-        self._runner.take_arguments(key, self._copies.to_device(tensors, read))
+        self._runner.take_arguments(message.key, self._copies.to_device(tensors, read))
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
         embedding = self._layers.numbered.get(EMBEDDING_LAYER)
         if embedding is not None and tensors:
             check_token_ids(embedding, tensors[0])
-        key = Key(message.microbatch, message.visit)
         activation = self._copies.to_device(tensors, partial(read_activation, message))
-        self._runner.take_activation(message.step, key, activation)
+        self._runner.take_activation(message.step, message.key, activation)
 
     def _on_gradient(self, message: m.Gradient, tensors: tuple[Tensor, ...]) -> None:
-        key = Key(message.microbatch, message.visit)
         gradients = self._copies.to_device(tensors, partial(read_gradients, message))
-        self._runner.take_gradients(message.step, key, gradients)
+        self._runner.take_gradients(message.step, message.key, gradients)
 
     def _on_drop_caches(self, message: m.DropCaches, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.stage.caches.drop(message.numbers)

@@ -15,18 +15,8 @@ from torch import Tensor
 from ..devices.description import health_of, resident_bytes
 from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
-from ..protocol.messages import SpanKind
-from ..transport.channel import Arrival, Channel, Handler, key_of, observe
+from ..transport.channel import Arrival, Channel, Handler, observe
 from ..transport.connection import Traffic
-
-_KINDS: dict[type, SpanKind] = {
-    m.Arguments: "take",
-    m.Activation: "take",
-    m.Gradient: "take",
-    m.MeasureNorms: "optimizer",
-    m.ClipGradients: "optimizer",
-    m.ApplyOptimizer: "optimizer",
-}
 
 
 class RecordedSide:
@@ -58,13 +48,13 @@ class RecordedSide:
 
     def taking(self, arrival: Arrival, message: m.Message) -> AbstractContextManager[None]:
         """Inside, something that has arrived is carried out."""
-        kind = _KINDS.get(type(message))
+        kind = message.recorded_as
         if kind is None or not self.recorder.is_on:
             return self.recorder.nothing
         num_bytes = sum(tensor.nbytes for tensor in arrival.tensors)
         return self.recorder.span(
             kind,
-            key_of(message),
+            message.key,
             type(message).__name__,
             num_bytes,
             self._neighbors().get(arrival.channel),

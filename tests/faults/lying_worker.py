@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import WORKER_SAYS
+from lightning_hetero.protocol.session import Speaker
 from lightning_hetero.transport.channel import Channel
 
 FILE_VARIABLE = "LIE_FILE"
@@ -156,7 +156,7 @@ _send = Channel.send
 
 
 def _lying_send(channel: Channel, message: m.Message, *tensors: Tensor) -> None:
-    lies = TO_COORDINATOR if channel._session._ours is WORKER_SAYS else TO_NEIGHBOR
+    lies = TO_COORDINATOR if channel._session.ours is Speaker.WORKER else TO_NEIGHBOR
     to_whom, _, name = Path(os.environ[FILE_VARIABLE]).read_text().partition(": ")
     lie = lies.get(name) if to_whom == ("c" if lies is TO_COORDINATOR else "n") else None
     if lie is None or not isinstance(message, lie.kind):

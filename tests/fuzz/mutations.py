@@ -17,8 +17,8 @@ from lightning_hetero.protocol.tensors import TensorSpec
 
 from .recording import RecordedFrame
 
-KINDS = [kind.__name__ for kind in m.Message.__args__]  # type: ignore[attr-defined]
-_FIELDS = sorted({name for kind in m.Message.__args__ for name in kind.__struct_fields__})  # type: ignore[attr-defined]
+KINDS = [kind.__name__ for kind in m.KINDS]
+_FIELDS = sorted({name for kind in m.KINDS for name in kind.__struct_fields__})
 
 # No encoder would make these: lists in lists, and the beginning of a list longer than memory.
 _DEEP = msgspec.Raw(b"\x91" * 20_000 + b"\xc0")

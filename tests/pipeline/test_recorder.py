@@ -7,7 +7,7 @@ import torch
 
 from lightning_hetero.pipeline.recorder import APPLY, MOST_SPANS, Recorder
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.protocol.messages import Span, SpanKind
+from lightning_hetero.protocol.fields import Span, SpanKind
 
 
 class Stage:

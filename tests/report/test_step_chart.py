@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_hetero.protocol.messages import Span
+from lightning_hetero.protocol.fields import Span
 from lightning_hetero.report.charts import chart_of
 from lightning_hetero.telemetry.prediction import prediction_of
 from lightning_hetero.telemetry.step import RecordedStep, StageSpans

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.protocol.messages import Span, SpanKind
+from lightning_hetero.protocol.fields import Span, SpanKind
 from lightning_hetero.telemetry.step import SAME_CLOCK, RecordedStep, StageSpans, recorded_step
 
 PLAN = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(["a"], (1, 3))], micro_batches=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from lightning_hetero.protocol.messages import Totals
+from lightning_hetero.protocol.fields import Totals
 from lightning_hetero.telemetry.metrics import (
     Window,
     difference,

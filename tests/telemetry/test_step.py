@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from lightning_hetero.errors import ChannelError
-from lightning_hetero.protocol.messages import Span
+from lightning_hetero.protocol.fields import Span
 from lightning_hetero.telemetry.step import align, recorded_step
 from lightning_hetero.transport.clocks import ClockSample
 

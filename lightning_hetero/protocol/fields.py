@@ -1,0 +1,161 @@
+"""What the fields of messages hold: bounds of numbers and texts, and values without tensors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+# The input embedding is layer -1.
+LayerNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**40)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+Text = Annotated[str, msgspec.Meta(max_length=2**20)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+LongSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+ProbeBytes = Annotated[int, msgspec.Meta(ge=0, le=2**27)]
+# Bounds short lists and dictionaries.
+FEW = msgspec.Meta(max_length=64)
+# On the recording process's own clock, whose zero is arbitrary.
+Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
+
+SpanKind = Literal["forward", "backward", "loss", "optimizer", "take", "pack", "wait", "send"]
+ACTIONS: frozenset[SpanKind] = frozenset({"forward", "backward", "loss", "optimizer"})
+
+
+class Key(NamedTuple):
+    """Identifies work by micro-batch and visit (0 for its first pass through the stages).
+
+    A model that runs its decoder twice in one ``training_step`` visits the stages twice.
+    """
+
+    microbatch: int
+    visit: int = 0
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Something that a stage did, from one moment to another.
+
+    Args:
+        kind: An action (``loss`` is the head and the loss with its backward, ``optimizer`` all work
+            of the optimizer's step); ``take`` or ``pack`` a message; ``wait`` for one; or ``send``,
+            which overlaps the others.
+        microbatch: The micro-batch, None if the span has none.
+        visit: The visit, as in `Key`.
+        message: The class of the message that was taken, packed or sent.
+        num_bytes: Bytes of the message's tensors; for ``send``, of the whole frame.
+        peer: The stage that sent or receives the message.
+        arrived_seconds: When the message that was taken had arrived.
+    """
+
+    kind: SpanKind
+    start_seconds: Moment
+    end_seconds: Moment
+    microbatch: _Number | None = None
+    visit: _Number = 0
+    message: _Name = ""
+    num_bytes: _Number = 0
+    peer: _Number | None = None
+    arrived_seconds: Moment | None = None
+
+
+class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sums over all recorded training steps; they only grow.
+
+    Args:
+        step_seconds: From the beginning of each step to its end at this stage.
+        seconds: By kind, without nested spans: all kinds but ``send`` add up to the step.
+        counts: Number of spans of each kind.
+        sending_seconds: Time spent sending, over all links.
+        num_steps: Steps of the optimizer.
+        num_microbatches: Forwards; on the coordinator, micro-batches handed over.
+        num_tokens: Positions of the hidden states; the coordinator counts them.
+        num_ready: Actions that could have run, added up over all choices.
+        num_choices: How often the stage chose an action.
+    """
+
+    step_seconds: _Amount = 0.0
+    seconds: dict[SpanKind, _Amount] = {}
+    counts: dict[SpanKind, _Number] = {}
+    sending_seconds: _Amount = 0.0
+    sent_bytes: _Number = 0
+    received_bytes: _Number = 0
+    num_steps: _Number = 0
+    num_microbatches: _Number = 0
+    num_tokens: _Number = 0
+    num_ready: _Number = 0
+    num_choices: _Number = 0
+
+
+class Equipment(msgspec.Struct, frozen=True):
+    """What one end of a conversation runs on.
+
+    Args:
+        versions: Versions of Python, of this package and of the libraries that layers are made of;
+            libraries that are not installed are left out.
+        device: The device as torch calls it.
+        device_name: The name under which the device is sold.
+        memory_bytes: All of the device's memory; 0 if it is unknown.
+        dtypes: Floating-point types that the device computes in.
+        capabilities: What only some workers can do, such as ``nf4`` or ``flash_attention_2``.
+    """
+
+    versions: Annotated[dict[Name, Name], FEW] = {}
+    device: Name = ""
+    device_name: Name = ""
+    memory_bytes: Bytes = 0
+    dtypes: Annotated[list[Name], FEW] = []
+    capabilities: Annotated[list[Name], FEW] = []
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The round trip of one probe: its bytes, and the seconds until the answer had arrived."""
+
+    num_bytes: Count
+    seconds: Seconds
+
+
+class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that was rounded for sending: its dtype before, and how many of the frame's tensors
+    it takes."""
+
+    dtype: Literal["float64", "float32", "bfloat16", "float16"]
+    num_parts: Literal[1, 2]
+
+
+class LinkStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes that went over one of a stage's links."""
+
+    peer: Name
+    sent_bytes: Bytes
+    received_bytes: Bytes
+
+
+class StageStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stage is and does.
+
+    Args:
+        run: Distinguishes runs; has no other meaning.
+        coordinator: The coordinator that the stage serves.
+        stage_index: The stage's number, 0 before there is a stage.
+        first_layer: The first of its layers.
+        end_layer: One behind the last of its layers.
+        step: The present step.
+        training_seconds: From the first training step to the latest optimizer step.
+        busy_seconds: How much of that time the stage computed.
+        links: The links to the coordinator and to its neighbors.
+    """
+
+    run: Name
+    coordinator: Name
+    stage_index: Count
+    first_layer: Count
+    end_layer: Count
+    step: Count
+    training_seconds: LongSeconds
+    busy_seconds: LongSeconds
+    links: Annotated[list[LinkStatus], FEW]
