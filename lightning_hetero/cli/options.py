@@ -9,17 +9,22 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningCLI
 
-from ..errors import PlanError, ProfileError
+from ..errors import ModelError, PlanError, ProfileError
+from ..model.layers import DecoderLayer
+from ..strategy.deploy import Site
 from ..strategy.strategy import HeteroPipelineStrategy
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+Found = TypeVar("Found")
 
 
 def add_project_options(command: argparse.ArgumentParser) -> None:
@@ -58,11 +63,40 @@ class Project(LightningCLI):
             )
         return strategy
 
-    def fit(self) -> None:
-        """Begin a training that the strategy ends before the first step."""
-        # No run, so no folder for it either.
-        self.trainer.loggers = []
-        self.trainer.fit(self.model, datamodule=self.datamodule)
+    def instead_of_training(
+        self, action: Callable[[Site, list[DecoderLayer]], Found], purpose: str
+    ) -> Found:
+        """Attach the model to its Trainer and its data, call ``action``, and train nothing.
+
+        Args:
+            action: Gets the layers where a run would send them to the workers.
+            purpose: What the layers are for, as the end of a sentence.
+
+        Raises:
+            ModelError: If the model has no decoder layers.
+        """
+        found: list[Found] = []
+
+        def act(site: Site, layers: list[DecoderLayer]) -> None:
+            if layers:
+                found.append(action(site, layers))
+            self._skip_training()
+
+        self.trainer.loggers = []  # A run that trains nothing needs no folder.
+        with self.strategy.instead_of_training(act):
+            self.trainer.fit(self.model, datamodule=self.datamodule)
+        if not found:
+            raise ModelError(
+                f"{type(self.model).__name__} has no decoder layers that could be found, so "
+                f"{purpose}; name them with `layers=`."
+            )
+        return found[0]
+
+    def _skip_training(self) -> None:
+        """Let the Trainer's `fit` end without a step, a validation, or a callback's own `fit`."""
+        self.trainer.limit_train_batches = 0
+        self.trainer.limit_val_batches = 0
+        self.trainer.callbacks = []  # type: ignore[attr-defined]
 
 
 def project_of(options: argparse.Namespace) -> Project:

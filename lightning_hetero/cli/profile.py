@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import PlanError
+from ..errors import PlanError, ProfileError
+from ..model.layers import DecoderLayer
 from ..planner.profile import Profile
+from ..profiler.dry_run import NoSample
+from ..profiler.measure import ProfilingOptions
+from ..strategy.deploy import Site, chosen_profiling
 from .options import Project, add_project_options, new_file, project_of
 
 if TYPE_CHECKING:
@@ -45,7 +50,11 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _measured(project: Project, force: bool) -> Profile:
-    choice = project.strategy.plan_choice
-    with choice.only_measuring(force):
-        project.fit()
-    return choice.measured_profile(project.model)
+    def measure(site: Site, layers: list[DecoderLayer]) -> Profile:
+        options = chosen_profiling(project.trainer) or ProfilingOptions()
+        try:
+            return site.measure(layers, replace(options, force=options.force or force))
+        except NoSample as reason:
+            raise ProfileError(f"The devices cannot be measured: {reason}.") from reason
+
+    return project.instead_of_training(measure, "nothing was measured")

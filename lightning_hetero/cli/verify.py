@@ -8,19 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import _TunerExitException
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ..coordinator.workers import Fleet
-from ..errors import ModelError
 from ..model.layers import DecoderLayer
 from ..pipeline.tolerance import Comparison, Verdict
 from ..plan import Plan
 from ..planner.solver import even_plan
+from ..strategy.deploy import Site
 from ..verify.rehearsal import Rehearsal
 from .options import Project, add_project_options, project_of
 
@@ -50,25 +47,12 @@ def _run(options: argparse.Namespace) -> None:
     sys.exit(0 if verdict.is_right else 1)
 
 
-def _verdict(project: Project, plan: Path | None) -> Verdict:
-    strategy = project.strategy
-    found: list[Verdict] = []
+def _verdict(project: Project, named: Path | None) -> Verdict:
+    def rehearse(site: Site, layers: list[DecoderLayer]) -> Verdict:
+        plan = _plan(project, named, len(layers), site.find_workers())
+        return Rehearsal(site, layers, plan).verdict()
 
-    def rehearse(module: pl.LightningModule, layers: list[DecoderLayer], fleet: Fleet) -> None:
-        names = fleet.find(strategy.root_device, strategy.deadlines)
-        chosen = _plan(project, plan, len(layers), names)
-        found.append(Rehearsal(module, layers, fleet, chosen, strategy.deadlines).verdict())
-        # What Lightning itself ends a run with that was only to try something.
-        raise _TunerExitException
-
-    strategy.rehearsal = rehearse
-    project.fit()
-    if not found:
-        raise ModelError(
-            f"{type(project.model).__name__} has no decoder layers that could be found, so there "
-            "is nothing to verify; name them with `layers=`."
-        )
-    return found[0]
+    return project.instead_of_training(rehearse, "there is nothing to verify")
 
 
 def _plan(project: Project, named: Path | None, num_layers: int, names: list[str]) -> Plan:

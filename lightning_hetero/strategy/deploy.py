@@ -1,18 +1,27 @@
-"""How layers get to the workers: by a plan that is given, or by one that is measured for."""
+"""From a plan to layers on workers: choose the plan, measure for it, connect, send the layers.
+
+given, "even", read from a file ──────────────────────────────▶ plan ─▶ deploy
+"auto":  connect ─▶ profile = measure(…) ─▶ solve(profile) ───▶ plan ─▶ deploy
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from rich.console import Console
 
+from ..callbacks.profiler import PipelineProfiler
 from ..coordinator.deployment import Deployment, imports_of
 from ..coordinator.progress import progress_of_bytes
 from ..coordinator.stages import Coordinator
@@ -21,36 +30,119 @@ from ..coordinator.workers import Fleet
 from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..plan import Plan, StagePlan
+from ..planner.feasibility import check_plan
+from ..planner.profile import Profile
+from ..planner.solver import Solution, Wishes, even_plan, solve
+from ..planner.verdict import judge, render
+from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
 from ..profiler.run import ProfilingRun
 from ..transport.deadlines import Deadlines
 from .arguments import check_callbacks, check_not_compiled
 from .optimizers import scaler_of
-from .plan_choice import PlanChoice
 from .training_step import dropout_seed
 
 logger = logging.getLogger(__name__)
 
 
+class PlanChoice:
+    """Chooses the plan of each run of a strategy.
+
+    Args:
+        plan: ``"auto"``, ``"even"``, a path or a Plan.
+        micro_batches: Pieces of a batch; None takes the plan's number.
+
+    Attributes:
+        plan: As the user gave it.
+        profile: The latest profile that was measured or read; None before there is one.
+    """
+
+    def __init__(self, plan: str | Path | Plan, micro_batches: int | None) -> None:
+        self.plan = plan
+        self.profile: Profile | None = None
+        self._micro_batches = micro_batches
+        self._solved: dict[tuple[int, tuple[str, ...]], Plan] = {}
+
+    def profiling_options(self, trainer: pl.Trainer) -> ProfilingOptions | None:
+        """How this run measures its devices before it deploys; None if it does not measure."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return None
+        chosen = chosen_profiling(trainer)
+        return ProfilingOptions() if chosen is None and self.plan == "auto" else chosen
+
+    def given(self, num_layers: int, workers: Sequence[str]) -> Plan | None:
+        """The user's own plan; None under ``"auto"``.
+
+        Raises:
+            PlanError: If the plan does not fit.
+        """
+        plan = self.plan
+        if plan == "auto":
+            return None
+        if plan == "even":
+            plan = even_plan(num_layers, workers)
+        elif not isinstance(plan, Plan):
+            plan = Plan.from_yaml(plan)
+        plan = self._with_micro_batches(plan)
+        plan.check(num_layers, workers)
+        return plan
+
+    def unmeasured(self, trainer: pl.Trainer, num_layers: int, workers: Sequence[str]) -> Plan:
+        """The plan of a run that does not measure; under ``"auto"``, that of the last training.
+
+        Raises:
+            PlanError: If the plan does not fit.
+        """
+        plan = self.given(num_layers, workers) or self._solved.get((num_layers, tuple(workers)))
+        function = trainer.state.fn.value if trainer.state.fn else ""
+        return plan or self.even(num_layers, workers, f"`trainer.{function}` does not train")
+
+    def even(self, num_layers: int, workers: Sequence[str], reason: str) -> Plan:
+        """The same number of layers for everyone, because nothing can be measured."""
+        rank_zero_info(f"plan='auto' is 'even' here, since nothing can be measured: {reason}")
+        return self._with_micro_batches(even_plan(num_layers, workers))
+
+    def solve(self, profile: Profile, workers: Sequence[str]) -> Plan:
+        """The fastest plan by a profile.
+
+        Raises:
+            PlanError: If the model fits on no devices.
+        """
+        solution = solve(profile, Wishes(micro_batches=self._micro_batches))
+        _print_verdict(solution)
+        self._solved[len(profile.model.layers), tuple(workers)] = solution.plan
+        return solution.plan
+
+    def _with_micro_batches(self, plan: Plan) -> Plan:
+        if self._micro_batches is None:
+            return plan
+        return dataclasses.replace(plan, micro_batches=self._micro_batches)
+
+
+def chosen_profiling(trainer: pl.Trainer) -> ProfilingOptions | None:
+    """The options of the Trainer's `PipelineProfiler`; None without one."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    found = (one.options for one in callbacks if isinstance(one, PipelineProfiler))
+    return next(found, None)
+
+
 @dataclass(frozen=True)
-class Deployer:
-    """Puts the decoder layers of a module on workers.
+class Site:
+    """A module, the workers it can use, and how this process computes.
 
     Args:
         module: Attached to its Trainer.
         fleet: The workers.
-        plan_choice: Who is to hold which layers.
         plugin: The precision of this process.
-        device: What this process computes on.
+        device: The device of this process.
         cuts_step: Whether ``training_step`` runs once per micro-batch.
-        may_move: Whether any layer may come to any worker later on.
+        may_move: Whether any layer may move to any worker during the run.
         batches: What the user said of batches.
         deadlines: How long anything may take.
     """
 
     module: pl.LightningModule
     fleet: Fleet
-    plan_choice: PlanChoice
     plugin: Precision
     device: torch.device
     cuts_step: bool
@@ -58,31 +150,68 @@ class Deployer:
     batches: BatchOptions
     deadlines: Deadlines
 
-    def deploy(self, layers: Sequence[DecoderLayer]) -> Deployment | None:
-        """Measure if need be, connect, and send layers; None where none is to go to a worker.
+    def deploy(self, layers: Sequence[DecoderLayer], choice: PlanChoice) -> Deployment | None:
+        """Choose a plan and send the layers; None if no layer goes to a worker.
 
         Raises:
-            HeteroError: If the plan does not fit, a worker fails, or a callback has no place here.
+            HeteroError: If the plan does not fit, or a worker fails.
+            MisconfigurationException: If a callback or a compiled module does not work with layers
+                on workers.
         """
-        options = self.plan_choice.profiling_options(self.module.trainer)
+        options = choice.profiling_options(self.module.trainer)
+        workers = self.find_workers()
         if options is not None:
-            return self._measure_and_deploy(layers, options)
-        names = self.fleet.find(self.device, self.deadlines)
-        plan = self.plan_choice.without_measuring(self.module.trainer, len(layers), names)
+            return self._measure_and_deploy(layers, workers, choice, options)
+        plan = choice.unmeasured(self.module.trainer, len(layers), workers)
         if not plan.remote_stages:
             rank_zero_warn("The plan has no stage on a worker, so the model runs here alone.")
             if not self._cuts_batches(plan):
                 return None
         self._check(layers)
-        imported_for = _all_on_one(names, layers) if self.may_move else plan
-        coordinator = self._connect(workers_of(plan), layers, imported_for)
+        imported_for = _all_on_one(workers, layers) if self.may_move else plan
+        coordinator = self.connect(workers_of(plan), layers, imported_for)
         with _closing_on_error(coordinator):
             return self.carry_out(plan, layers, coordinator)
+
+    def measure(self, layers: Sequence[DecoderLayer], options: ProfilingOptions) -> Profile:
+        """Connect to all workers, measure, and disconnect.
+
+        Raises:
+            NoSample: If there is no training batch to measure with.
+            HeteroError: If a worker fails, or a process cannot run a layer.
+        """
+        workers = self.find_workers()
+        self._check(layers)
+        coordinator = self.connect(workers, layers, _all_on_one(workers, layers))
+        try:
+            return self._profile(layers, workers, coordinator, options)
+        finally:
+            coordinator.close()
+
+    def find_workers(self) -> list[str]:
+        """The names of all workers.
+
+        Raises:
+            DiscoveryError: If the network has none.
+            TokenError: If the token cannot be used.
+        """
+        return self.fleet.find(self.device, self.deadlines)
+
+    def connect(
+        self, workers: Sequence[str], layers: Sequence[DecoderLayer], imported_for: Plan
+    ) -> Coordinator:
+        """Connect to workers, which may then import what the layers of a plan need.
+
+        Raises:
+            WorkerError: If a worker cannot be used.
+        """
+        imports = imports_of(self.module, layers, imported_for)
+        return self.fleet.connect(workers, imports, self.device, self.deadlines)
 
     def carry_out(
         self, plan: Plan, layers: Sequence[DecoderLayer], coordinator: Coordinator
     ) -> Deployment:
-        """Send layers as this plan has them, over connections that are there."""
+        """Send layers to where a plan has them, over connections that are open."""
         coordinator.serve(workers_of(plan), plan.coordinator_narrowing)
         coordinator.progress = partial(progress_of_bytes, self.module.trainer)
         converts_weights = not isinstance(self.plugin, MixedPrecision)
@@ -95,12 +224,12 @@ class Deployer:
             converts_weights,
             self.batches,
         )
-        self._announce_choice(layers)
-        self._announce(plan)
+        self._announce_layers(layers)
+        self._announce_plan(plan)
         return deployment
 
     def bring_weights_here(self, deployment: Deployment | None) -> None:
-        """Read what this process needs of a model whose weights are still in their checkpoint."""
+        """Read the weights that this process needs, if they are still in their checkpoint."""
         weights = weights_in_checkpoint(self.module)
         hollow = {} if deployment is None else deployment.names_of
         if weights is not None:
@@ -109,17 +238,24 @@ class Deployer:
             weights.is_deployed = True
 
     def _measure_and_deploy(
-        self, layers: Sequence[DecoderLayer], options: ProfilingOptions
+        self,
+        layers: Sequence[DecoderLayer],
+        workers: Sequence[str],
+        choice: PlanChoice,
+        options: ProfilingOptions,
     ) -> Deployment | None:
-        names = self.fleet.find(self.device, self.deadlines)
-        given = self.plan_choice.given(len(layers), names)
+        given = choice.given(len(layers), workers)
         self._check(layers)
-        coordinator = self._connect(names, layers, _all_on_one(names, layers))
+        coordinator = self.connect(workers, layers, _all_on_one(workers, layers))
         with _closing_on_error(coordinator):
-            run = ProfilingRun(
-                self.module, list(layers), coordinator, names, options, not self.cuts_step
-            )
-            plan = self.plan_choice.measured(run, given)
+            try:
+                choice.profile = self._profile(layers, workers, coordinator, options)
+            except NoSample as reason:
+                plan = given or choice.even(len(layers), workers, str(reason))
+            else:
+                plan = given or choice.solve(choice.profile, workers)
+                if given is not None:
+                    _warn_of_faults(plan, choice.profile)
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
             rank_zero_info("no worker would make it faster, so the model runs here alone")
@@ -127,23 +263,28 @@ class Deployer:
             self.fleet.end(self.deadlines)
             return self.carry_out(plan, layers, coordinator) if self._cuts_batches(plan) else None
 
+    def _profile(
+        self,
+        layers: Sequence[DecoderLayer],
+        workers: Sequence[str],
+        coordinator: Coordinator,
+        options: ProfilingOptions,
+    ) -> Profile:
+        whole_batches = not self.cuts_step
+        run = ProfilingRun(self.module, layers, coordinator, workers, options, whole_batches)
+        return run.profile()
+
     def _cuts_batches(self, plan: Plan) -> bool:
-        """Whether a plan without workers is more than what Lightning does: a whole batch may not
-        fit into the memory here."""
+        """Whether a plan without workers differs from plain Lightning: it cuts batches that may be
+        too large for the memory here."""
         return self.cuts_step and plan.micro_batches > 1
 
     def _check(self, layers: Sequence[DecoderLayer]) -> None:
         check_callbacks(self.module.trainer)
-        check_not_compiled(self.module, list(layers))
+        check_not_compiled(self.module, layers)
 
-    def _connect(
-        self, names: list[str], layers: Sequence[DecoderLayer], imported_for: Plan
-    ) -> Coordinator:
-        imports = imports_of(self.module, layers, imported_for)
-        return self.fleet.connect(names, imports, self.device, self.deadlines)
-
-    def _announce_choice(self, layers: Sequence[DecoderLayer]) -> None:
-        """Say which layers are meant, where a module has several models."""
+    def _announce_layers(self, layers: Sequence[DecoderLayer]) -> None:
+        """Name the chosen layers, if the module has several models."""
         others = other_layer_lists(self.module, layers)
         if others:
             taken = dict.fromkeys(layer.name.rpartition(".")[0] for layer in layers)
@@ -152,7 +293,7 @@ class Deployer:
                 "which stay here; `layers=` names others)"
             )
 
-    def _announce(self, plan: Plan) -> None:
+    def _announce_plan(self, plan: Plan) -> None:
         for number, stage in enumerate(plan.remote_stages, start=1):
             first, end = stage.layers
             also = "the input embedding and " if stage.embedding else ""
@@ -174,9 +315,21 @@ def workers_of(plan: Plan) -> list[str]:
     return [stage.worker for stage in plan.remote_stages]
 
 
-def _all_on_one(names: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:
-    """For what any worker may have to import."""
-    return Plan([StagePlan(list(names[:1]), (0, len(layers)))])
+def _all_on_one(workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:
+    """A plan that makes its worker import what any worker may have to import."""
+    return Plan([StagePlan(list(workers[:1]), (0, len(layers)))])
+
+
+def _warn_of_faults(plan: Plan, profile: Profile) -> None:
+    # A batch with fewer samples than micro-batches is cut into fewer pieces.
+    pieces = min(plan.micro_batches, profile.batch_size or plan.micro_batches)
+    for fault in check_plan(dataclasses.replace(plan, micro_batches=pieces), profile):
+        rank_zero_warn(f"By what was measured, the plan cannot run. {fault}")
+
+
+@rank_zero_only
+def _print_verdict(solution: Solution) -> None:
+    Console().print(render(judge(solution)))
 
 
 @contextmanager

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -21,13 +22,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment, check_is_whole
-from ..coordinator.progress import TrainingFigures
 from ..coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from ..coordinator.workers import Fleet
 from ..devices.arenas import share_one_arena
 from ..errors import ModelError
 from ..model.allowed_imports import refuse_training_in_worker
-from ..model.four_bit import keep_layout
+from ..model.four_bit import accepting_states, keep_layout
 from ..model.half_layers import cut_layers, join_layers
 from ..model.layers import DecoderLayer, LayerChoice, find_decoder_layers
 from ..model.lazy_weights import weights_in_checkpoint
@@ -36,19 +36,16 @@ from ..pipeline.optimizer import AveragingAction
 from ..plan import Plan
 from ..transport.deadlines import Deadlines
 from .arguments import check_arguments, warn_of_batch_statistics, warn_of_idle_devices
-from .callback_copies import let_callbacks_be_copied
-from .checkpoints import CheckpointingStrategy
-from .deploy import Deployer
+from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
+from .deploy import PlanChoice, Site
 from .optimizers import clip_by_global_norm, norms_by_name
-from .plan_choice import PlanChoice
-from .replan import AtHome, Watch, bring_home, check_move, give_back, moves_layers, moving_averages
+from .replan import AtHome, check_move, moves_layers, moving_averages
+from .run import Run, TrainingRun
 from .run_folder import leave_pictures
-from .training_step import BatchReader, StagedTraining
-
-Rehearsal = Callable[[pl.LightningModule, list[DecoderLayer], Fleet], None]
+from .training_step import StepOptions
 
 
-class HeteroPipelineStrategy(CheckpointingStrategy):
+class HeteroPipelineStrategy(SingleDeviceStrategy):
     """Trains one model on this process and on workers, each holding some of its decoder layers.
 
     Args:
@@ -126,10 +123,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         token_file: str | Path | None = None,
     ) -> None:
         super().__init__(
-            trainable_only=checkpoint_weights == "trainable",
-            accelerator=accelerator,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
         check_arguments(
             workers=workers,
@@ -144,25 +138,18 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             replan=replan,
             cut_layers=cut_layers,
         )
-        self._fleet = Fleet(workers, token_file)
         self.plan_choice = PlanChoice(plan, micro_batches)
+        # Lightning sets the devices; this process computes on the first one.
+        self.parallel_devices: list[torch.device] | None = None
+        self._fleet = Fleet(workers, token_file)
         self._layers: LayerChoice = layers
         self._cuts_layers = cut_layers
-        self._micro_batching = micro_batching
-        self._loss_weighting = loss_weighting
-        self._batches = BatchOptions(batch_dim, check_first_batch)
-        self._reader: BatchReader | None = None
-        # Lightning's connector fills this in; the coordinator computes on the first of them.
-        self.parallel_devices: list[torch.device] | None = None
-        self._training: StagedTraining | None = None
+        batches = BatchOptions(batch_dim, check_first_batch)
+        self._options = StepOptions(micro_batching, loss_weighting, batches)
+        self._checkpoints = Checkpoints(trainable_only=checkpoint_weights == "trainable")
         self._replan = replan
-        self._watch: Watch | None = None
-        # Is given the model and the workers in place of a run, as `lightning-hetero verify` wants.
-        self.rehearsal: Rehearsal | None = None
-        self._figures: TrainingFigures | None = None
-        self._put_back: list[Callable[[], None]] = []
-        # Whether there are gradients that the next optimizer step will use.
-        self._is_inside_window = False
+        self._run: Run | None = None
+        self._instead: Callable[[Site, list[DecoderLayer]], None] | None = None
 
     @property
     @override
@@ -171,43 +158,64 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
 
     @property
     def deployment(self) -> Deployment | None:
-        """The layers on workers while a run has some; for callbacks that look at them."""
-        return self._deployment
+        """The layers on workers during a run that has some; callbacks may look at them."""
+        return None if self._run is None else self._run.deployment
+
+    @contextmanager
+    def instead_of_training(
+        self, action: Callable[[Site, list[DecoderLayer]], None]
+    ) -> Iterator[None]:
+        """Inside, `fit` calls ``action`` where a run would send its layers to the workers.
+
+        The module is attached to its Trainer then, with its data. The action must keep the Trainer
+        from training, by ``trainer.limit_train_batches = 0``.
+        """
+        self._instead = action
+        try:
+            yield
+        finally:
+            self._instead = None
 
     @override
     def setup_environment(self) -> None:
         refuse_training_in_worker()
         share_one_arena()
         warn_of_idle_devices(self.parallel_devices)
-        self._begin_run()
+        self._checkpoints.begin_run()
+        check_is_whole(self._module())
+        if self._is_fitting:
+            self._checkpoints.forget_files()
         super().setup_environment()
 
     @override
     def model_to_device(self) -> None:
-        module = self._module()
+        module, site = self._module(), self._site()
         keep_layout(module)
         layers = find_decoder_layers(module, self._layers)
         layers = cut_layers(layers) if self._cuts_layers else layers
+        if self._instead is not None:
+            self._instead(site, layers)
+            return
         if layers:
-            if self.rehearsal is not None:
-                self.rehearsal(module, layers, self._fleet)
-            self._deployment = self._deployer().deploy(layers)
-            self._reader = BatchReader(module.trainer, self._batches.dim)
+            deployment = site.deploy(layers, self.plan_choice)
+            self._run = None if deployment is None else Run(module, deployment, self._options)
         else:
             rank_zero_warn(
                 f"{type(module).__name__} has no decoder layers that could be found, so it runs on "
                 "this process alone; name them with `layers=`."
             )
-        self._deployer().bring_weights_here(self._deployment)
+        site.bring_weights_here(self.deployment)
         super().model_to_device()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        deployment = self._deployment
-        if deployment is not None and self._cuts_step and deployment.plan.micro_batches > 1:
-            warn_of_batch_statistics(self._module())
-        leave_pictures(trainer, self._deployment, self.plan_choice.profile)
+        deployment, module = self.deployment, self._module()
+        if deployment is None:
+            return
+        if self._options.cuts_step(module) and deployment.plan.micro_batches > 1:
+            warn_of_batch_statistics(module)
+        leave_pictures(trainer, deployment, self.plan_choice.profile)
 
     @property
     @override
@@ -217,51 +225,28 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         SingleDeviceStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        if self._training is not None and self._training.followed is not None:
-            self._training.followed.follow_wrappers(self._lightning_optimizers)
+        if self._run is not None:
+            self._run.follow_wrappers(self._lightning_optimizers)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        self._is_inside_window, self._watch = False, None
-        if self._deployment is not None:
-            self._put_back = let_callbacks_be_copied(trainer)
-            self._tie_optimizers(self._deployment)
-
-    def _tie_optimizers(self, deployment: Deployment) -> None:
-        """Give the stages their parts of the optimizers, and training steps their way to them."""
-        module = self._module()
-        # The first batch of a run is checked, and not that behind each move of layers.
-        has_begun = self._watch is not None
-        self._training = StagedTraining(
-            module,
-            deployment,
-            self.optimizers,
-            self.precision_plugin,
-            self._cuts_step,
-            self._loss_weighting,
-            replace(self._batches, check="off") if has_begun else self._batches,
-        )
-        stopwatch = self._training.stopwatch
-        if self._watch is not None:
-            self._watch = self._watch.after_move(deployment, stopwatch)
-        else:
-            moves = self._replan and moves_layers(module)
-            self._watch = Watch(deployment, self.plan_choice.profile, stopwatch, moves)
-        if self._figures is None:
-            tokens, slowest = deployment.coordinator, self._slowest_stage
-            self._figures = TrainingFigures(module.trainer, lambda: tokens.num_tokens, slowest)
-
-    def _slowest_stage(self) -> str:
-        return "" if self._watch is None else self._watch.bottleneck
+        if self._run is not None:
+            self._run = TrainingRun(
+                self._module(),
+                self._run.deployment,
+                self._options,
+                self.optimizers,
+                self.plan_choice.profile,
+                moves=self._replan and moves_layers(self._module()),
+            )
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._gathering.note_trained(self._module())
-        self._is_inside_window = True
-        if self._training is None:
+        self._checkpoints.note_trained(self._module())
+        if self._run is None:
             return super().training_step(*args, **kwargs)
-        return self._training.step(super().training_step, args, kwargs)
+        return self._run.training_step(super().training_step, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -278,183 +263,207 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
     def _evaluated(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A step's result, if it has gone through all layers that are away."""
-        if self._deployment is None or self._reader is None:
+        if self._run is None:
             return step(*args, **kwargs)
-        batch, *rest = (*args, *kwargs.values())
-        with self._deployment.batch_of(self._reader.count(batch, rest)):
-            result = step(*args, **kwargs)
-        self._deployment.check_forward_finished()
-        return result
+        return self._run.evaluation_step(step, args, kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        self._is_inside_window = False
-        if self._watch is not None:
-            self._watch.note_own()
+        if self._run is not None:
+            self._run.note_optimizer_step()
         return result
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._watch is not None and not self._is_inside_window:
-            plan = self._watch.next_plan()
-            if plan is not None:
-                self.move_layers(plan)
+        plan = None if self._run is None else self._run.next_plan()
+        if plan is not None:
+            self.move_layers(plan)
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        with self._recording_backward():
+        if self._run is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._run.recording_backward():
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._training is not None:
-            self._training.note_backward()
+        self._run.note_backward()
         return loss
 
-    def _recording_backward(self) -> AbstractContextManager[None]:
-        """Of a whole batch; the micro-batches of a cut step have had theirs."""
-        if self._deployment is None or self._cuts_step:
-            return nullcontext()
-        return self._deployment.coordinator.recorder.span("backward")
-
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients, here and on the workers, so that their 2-norm together is at most
-        ``max_norm``; as `torch.nn.utils.clip_grad_norm_` on one device.
+        """Scale all gradients, here and on the workers, so that their common 2-norm is at most
+        ``max_norm``; on one device, `torch.nn.utils.clip_grad_norm_` does this.
 
-        For `configure_gradient_clipping`, `on_before_optimizer_step`, or manual optimization; with
-        several optimizers, `self.clip_gradients` clips the gradients of one.
+        Call it in `configure_gradient_clipping`, in `on_before_optimizer_step`, or under manual
+        optimization. With several optimizers, `self.clip_gradients` clips the gradients of one.
 
         Returns:
             The norm before.
         """
-        norm = clip_by_global_norm(self._module(), self._deployment, max_norm)
-        if self._training is not None:
-            self._training.remote_steps.note_clipping()
+        norm = clip_by_global_norm(self._module(), self.deployment, max_norm)
+        if self._run is not None:
+            self._run.note_clipping()
         return norm
 
     def grad_norms(self) -> dict[str, float]:
         """The 2-norm of every gradient, here and on the workers, by its parameter's name in the
         LightningModule; parameters without a gradient are left out."""
-        return norms_by_name(self._module(), self._deployment)
+        return norms_by_name(self._module(), self.deployment)
 
     def move_layers(self, plan: Plan) -> None:
-        """Put layers where this plan has them, with their weights, optimizer state and averages.
+        """Move layers to where a plan has them, with their weights, optimizer state and averages.
 
-        For the time between an optimizer step and the next ``training_step``, in a callback's
-        `on_train_batch_start` for one. The workers and their order stay. Key-value caches end.
+        Call it between an optimizer step and the next ``training_step``, for example in a
+        callback's `on_train_batch_start`. The workers and their order stay. Key-value caches end.
 
         Raises:
+            MisconfigurationException: Under manual optimization.
             PlanError: If the plan does not fit, or has other workers.
             ModelError: If layers cannot move now.
-            WorkerError: If a worker fails; the weights are here then, unless it failed while it
-                still had some.
+            WorkerError: If a worker fails. The weights are in this process then, unless the worker
+                failed while it still had some.
         """
-        deployment = self._deployment
-        check_move(self._module(), deployment, plan, self._is_inside_window)
-        if deployment is None or self._training is None:
-            return
-        with moving_averages(self._module().trainer) as averages:
-            bring_home(deployment, self._training.remote_steps)
-            averages.are_home = True
-            self._deployment = self._training = None
-            self._deploy_from_home(deployment, plan)
+        run = self._run
+        is_inside_window = run is not None and run.is_inside_window
+        check_move(self._module(), self.deployment, plan, is_inside_window)
+        if isinstance(run, TrainingRun):
+            with moving_averages(self._module().trainer) as averages:
+                run.bring_home()
+                averages.are_home = True
+                self._run = None
+                self._redeploy(run, plan)
 
-    def _deploy_from_home(self, before: Deployment, plan: Plan) -> None:
-        deployer, coordinator = self._deployer(), before.coordinator
+    def _redeploy(self, run: TrainingRun, plan: Plan) -> None:
+        """Send the layers of a run out again, from home."""
+        site, before = self._site(), run.deployment
         self._leave_weights()
         home = AtHome.of(before.modules_under(plan), self.optimizers)
+        deployment, remote_steps = None, None
         try:
-            self._deployment = deployer.carry_out(plan, before.layers, coordinator)
-            deployer.bring_weights_here(self._deployment)
+            deployment = site.carry_out(plan, before.layers, before.coordinator)
+            site.bring_weights_here(deployment)
             super().model_to_device()
-            self._tie_optimizers(self._deployment)
+            remote_steps = run.redeploy(deployment, self.optimizers)
             home.settle()
         except BaseException:
-            failed, self._deployment = self._deployment, None
-            training, self._training = self._training, None
-            home.restore(failed, None if training is None else training.remote_steps)
-            coordinator.close()
+            run.release_trainer()
+            home.restore(deployment, remote_steps)
+            before.coordinator.close()
             raise
-        profile = None if self._watch is None else self._watch.profile
-        leave_pictures(self._module().trainer, self._deployment, profile)
+        self._run = run
+        leave_pictures(self._module().trainer, deployment, run.profile)
 
     def average_weights(
         self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
     ) -> None:
-        """What `StageWeightAveraging` asks the stages to do with the averages of their weights."""
-        if self._deployment is not None:
-            self._deployment.coordinator.average_weights(action, num_averaged, decay)
+        """Have the stages update or swap the averages of their weights, for
+        `StageWeightAveraging`."""
+        if self.deployment is not None:
+            self.deployment.coordinator.average_weights(action, num_averaged, decay)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._deployment is not None:
-            self._deployment.abort()
+        if self.deployment is not None:
+            self.deployment.abort()
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        deployment, self._deployment = self._deployment, None
-        training, self._training = self._training, None
-        figures, self._figures = self._figures, None
-        self._watch = None
-        while self._put_back:
-            self._put_back.pop()()
-        if figures is not None:
-            figures.detach()
-        if training is not None:
-            training.detach()
+        run, self._run = self._run, None
         try:
-            if deployment is not None:
-                steps = None if training is None else training.remote_steps
-                self._gathering.note_loss(give_back(deployment, steps, self._remedy()))
-            if deployment is None or deployment.loss is None:
+            if run is not None:
+                self._checkpoints.note_loss(run.end(self._remedy()))
+            if run is None or run.deployment.loss is None:
                 self._leave_weights()
             super().teardown()
         finally:
             if self.lightning_module is not None:
                 join_layers(self.lightning_module)
             self._fleet.end(self.deadlines)
-        self._gathering.end_run(self.lightning_module)
+        self._checkpoints.end_run(self.lightning_module)
 
-    def _begin_run(self) -> None:
-        self._gathering.begin_run()
-        check_is_whole(self._module())
-        if self._module().trainer.state.fn is TrainerFn.FITTING:
-            self._saved.forget()
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = checkpoint_io_or_ours(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # A parameter on `meta` takes no content, and before the setup there are no others.
+        return weights_in_checkpoint(self._module()) is not None
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if strict:
+            checkpoint = keeping_frozen(checkpoint, self._module())
+        with accepting_states(self._module()):
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state_dict = super().lightning_module_state_dict
+        return self._checkpoints.weights(self._module(), self.deployment, state_dict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state_dict = partial(super().optimizer_state, optimizer)
+        return self._checkpoints.optimizer_state(self._module(), self.deployment, state_dict)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+        self._checkpoints.save(self._module(), checkpoint, filepath, save)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        self._checkpoints.note_removed(filepath)
+
+    def _module(self) -> pl.LightningModule:
+        if self.lightning_module is None:
+            raise MisconfigurationException("The strategy has no LightningModule yet.")
+        return self.lightning_module
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self._module().trainer.state.fn is TrainerFn.FITTING
 
     def _remedy(self) -> str:
-        trainer = self._module().trainer
-        is_fitting = trainer.state.fn is TrainerFn.FITTING
-        return self._saved.remedy(trainer.ckpt_path if is_fitting else None)
+        began_with = self._module().trainer.ckpt_path if self._is_fitting else None
+        return self._checkpoints.remedy(began_with)
 
-    def _deployer(self) -> Deployer:
-        return Deployer(
+    def _site(self) -> Site:
+        return Site(
             self._module(),
             self._fleet,
-            self.plan_choice,
             self.precision_plugin,
             self.root_device,
-            cuts_step=self._cuts_step,
+            cuts_step=self._options.cuts_step(self._module()),
             may_move=self._replan,
-            batches=self._batches,
+            batches=self._options.batches,
             deadlines=self.deadlines,
         )
 
     def _leave_weights(self) -> None:
+        """End the run for weights that are read from their checkpoint."""
         weights = None if self.lightning_module is None else weights_in_checkpoint(self._module())
         if weights is not None:
             weights.end_run()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._deployment is not None:
+        if self._run is not None:
             raise ModelError(
                 "The strategy holds connections to workers while training runs, so it cannot be "
                 "copied or pickled; do it before `fit` or after it."
             )
         return super().__getstate__()
-
-    @property
-    def _cuts_step(self) -> bool:
-        """Whether `training_step` runs once per micro-batch."""
-        return self._micro_batching == "step" and self._module().automatic_optimization

@@ -1,30 +1,31 @@
-"""One training step of a LightningModule, cut into micro-batches for the driver.
+"""The training step of one batch, in three ways with one interface.
 
-Training over stages: where a Trainer's steps and optimizers reach the layers on workers.
+    MicrobatchedStep   training_step runs once per micro-batch     micro_batching="step"
+    WholeBatchStep     training_step runs once per batch           micro_batching="boundary"
+    ManualStep         also steps the optimizers by itself         manual optimization
 
-What a Trainer's data loaders say of the batches that they give.
+Under the last two, the hollow layers cut the hidden states of the batch.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import default_collate
+from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.optimizer import remote_optimizers
 from ..coordinator.whole_batches import NOTHING_SAID, BatchOptions
 from ..devices.copies import Copies, HostCopy
 from ..errors import BatchError, ModelError
@@ -40,7 +41,6 @@ from ..pipeline.results import (
     merge_values,
     weighted_mean,
 )
-from .arguments import check_precision
 from .first_batch import FirstBatchCheck
 from .optimizers import FollowedZeroGrad, RemoteSteps, scaler_of
 
@@ -127,62 +127,175 @@ class BatchReader:
         return loaders
 
 
-class MicrobatchedStep:
-    """Runs ``training_step`` once per micro-batch and returns what it would have returned at once.
+@dataclass(frozen=True)
+class StepOptions:
+    """How the user wants batches to be cut.
 
     Args:
-        module: The LightningModule, attached to its trainer.
-        deployment: Where its layers are.
+        micro_batching: ``"step"`` or ``"boundary"``.
         loss_weighting: How micro-batch losses combine.
-        seed: Start of all dropout masks.
-        options: What the user said of batches.
+        batches: What the user said of batches.
+    """
+
+    micro_batching: Literal["step", "boundary"] = "step"
+    loss_weighting: LossWeighting = "auto"
+    batches: BatchOptions = NOTHING_SAID
+
+    def cuts_step(self, module: pl.LightningModule) -> bool:
+        """Whether ``training_step`` runs once per micro-batch."""
+        return self.micro_batching == "step" and module.automatic_optimization
+
+
+class BatchStep:
+    """The training step of one batch over the stages of a deployment.
+
+    Args:
+        module: The LightningModule, attached to its Trainer.
+        deployment: Where its layers are.
+        options: How batches are cut.
 
     Attributes:
-        stopwatch: Has measured what this process did for the steps.
+        stopwatch: Times this process's own work; None if that work cannot be told from waiting.
+    """
+
+    stopwatch: Stopwatch | None = None
+
+    def __init__(
+        self, module: pl.LightningModule, deployment: Deployment, options: StepOptions
+    ) -> None:
+        self._module = module
+        self._deployment = deployment
+        self._reader = BatchReader(module.trainer, options.batches.dim)
+
+    def run(
+        self, training_step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the step of a batch; returns what ``training_step`` returns for a whole batch.
+
+        Args:
+            training_step: Lightning's call of the user's method.
+            args: Its arguments, the batch first.
+            kwargs: Its other arguments.
+        """
+        raise NotImplementedError
+
+    def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
+        """Follow what user code calls on Lightning's wrappers of the optimizers."""
+
+    def note_backward(self) -> None:
+        """Note that user code has run a backward."""
+
+    def detach(self) -> None:
+        """Restore what this step has changed on the module and the optimizers."""
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether gradients of earlier batches are kept, by Lightning's rule for this batch."""
+        trainer = self._module.trainer
+        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches != 0
+
+
+class WholeBatchStep(BatchStep):
+    """Runs ``training_step`` once per batch; the hollow layers cut the hidden states."""
+
+    @override
+    def run(
+        self, training_step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        batch, *rest = (*args, *kwargs.values())
+        num_pieces = self._deployment.plan.micro_batches
+        with (
+            self._deployment.batch_of(self._reader.count(batch, rest)),
+            self._deployment.whole_batch_step(num_pieces, self._accumulates),
+        ):
+            result = training_step(*args, **kwargs)
+        self._deployment.check_forward_finished()
+        return result
+
+
+class ManualStep(WholeBatchStep):
+    """Runs a ``training_step`` that zeroes gradients and steps optimizers by itself.
+
+    Args:
+        module: The LightningModule, attached to its Trainer.
+        deployment: Where its layers are.
+        options: How batches are cut.
+        remote_steps: The optimizers' parts on the stages.
     """
 
     def __init__(
         self,
         module: pl.LightningModule,
         deployment: Deployment,
-        loss_weighting: LossWeighting,
-        seed: int,
-        options: BatchOptions = NOTHING_SAID,
+        options: StepOptions,
+        remote_steps: RemoteSteps,
     ) -> None:
-        self._module = module
-        self._deployment = deployment
-        self._loss_weighting = loss_weighting
-        self._reader = BatchReader(module.trainer, options.dim)
-        self._first_check: FirstBatchCheck | None = FirstBatchCheck(
-            module, deployment, loss_weighting, options.check
+        super().__init__(module, deployment, options)
+        self._remote_steps = remote_steps
+        self._followed = FollowedZeroGrad(
+            module, deployment.coordinator, deployment.names_of, remote_steps.optimizers
         )
-        self._copies = deployment.coordinator.copies
+
+    @override
+    def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
+        self._followed.follow_wrappers(wrappers)
+
+    @override
+    def note_backward(self) -> None:
+        self._remote_steps.note_backward()
+
+    @override
+    def detach(self) -> None:
+        self._followed.detach()
+
+    @property
+    @override
+    def _accumulates(self) -> bool:
+        return True
+
+
+class MicrobatchedStep(BatchStep):
+    """Runs ``training_step`` once per micro-batch and merges the results."""
+
+    def __init__(
+        self, module: pl.LightningModule, deployment: Deployment, options: StepOptions
+    ) -> None:
+        super().__init__(module, deployment, options)
+        coordinator = deployment.coordinator
+        self._loss_weighting = options.loss_weighting
+        self._first_check: FirstBatchCheck | None = FirstBatchCheck(
+            module, deployment, options.loss_weighting, options.batches.check
+        )
+        self._copies = coordinator.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
         self.stopwatch = Stopwatch(module.trainer.strategy.root_device)
-        coordinator = deployment.coordinator
         self._driver = Driver(
             coordinator,
             self._gradients,
             loss_of,
-            seed,
+            dropout_seed(),
             deployment.plan.starts_on_worker,
             self.stopwatch,
             coordinator.recorder,
         )
 
-    def run(self, batch: Any, rest: Sequence[Any], accumulate: bool) -> Any:
-        """The batch's loss, or a dict with it, or None, as ``training_step`` returned them.
+    @override
+    def run(
+        self, training_step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the step of a batch and compute its gradients.
 
-        The gradients are already computed; the loss's ``backward`` puts them into ``.grad``.
+        The ``backward`` of the returned loss only puts the gradients into ``.grad``.
         """
+        self._deployment.follow_trained_ones()
         self._scaling.check_last()
+        batch, *rest = (*args, *kwargs.values())
         cut, weights = self._cut(batch, rest)
-        has_begun = self._check_first(cut, rest, accumulate)
+        accumulates = self._accumulates
+        has_begun = self._check_first(cut, rest, accumulates)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
-        trainer = self._module.trainer
-        scaler = scaler_of(trainer.precision_plugin)
-        scale = (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
+        scale = self._loss_scale
         metrics = BatchMetrics()
         log = StepLog(metrics, adds_losses=self._adds_up)
         work = [
@@ -192,23 +305,30 @@ class MicrobatchedStep:
             )
             for index, microbatch in enumerate(cut.microbatches)
         ]
+        plan = self._deployment.plan
         step = self._deployment.coordinator.dropout_step + (not has_begun)
         with (
             self._deployment.cut_step(),
             _logging_to(self._module, log),
             metrics.gathering(self._module),
         ):
-            plan = self._deployment.plan
             results = self._driver.run(
-                step, work, plan.max_in_flight, accumulate, plan.max_started, has_begun
+                step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
         log.publish(self._module.log)
         return self._merge(results, weights.all, shares.all, scale)
 
     @property
     def _adds_up(self) -> bool:
-        """Whether the batch's loss is the sum of the micro-batches' losses, and no mean."""
+        """Whether the batch's loss is the sum of the micro-batches' losses, not their mean."""
         return self._loss_weighting == "sum"
+
+    @property
+    def _loss_scale(self) -> float:
+        """What Lightning will multiply the batch's loss by before its backward."""
+        trainer = self._module.trainer
+        scaler = scaler_of(trainer.precision_plugin)
+        return (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
 
     def _cut(self, batch: Any, rest: Sequence[Any]) -> tuple[CutBatch, LossWeights]:
         several = isinstance(self._module.trainer.train_dataloader, list)
@@ -359,93 +479,18 @@ class _ComputedLoss(torch.autograd.Function):
         return None, None, None
 
 
-class StagedTraining:
-    """Ties a module's training steps and optimizers to a deployment until `detach`.
-
-    Args:
-        module: Attached to its Trainer.
-        deployment: Where its layers are.
-        optimizers: All of them.
-        plugin: Clips and steps.
-        cuts_step: Whether ``training_step`` runs once per micro-batch.
-        loss_weighting: How micro-batch losses combine.
-        options: What the user said of batches.
-
-    Attributes:
-        remote_steps: The optimizers' parts on the stages.
-        followed: What zeroes gradients there too, under manual optimization.
-    """
-
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        deployment: Deployment,
-        optimizers: Sequence[Optimizer],
-        plugin: Precision,
-        cuts_step: bool,
-        loss_weighting: LossWeighting,
-        options: BatchOptions = NOTHING_SAID,
-    ) -> None:
-        self._module = module
-        self._deployment = deployment
-        self._reader = BatchReader(module.trainer, options.dim)
-        coordinator, names_of = deployment.coordinator, deployment.names_of
-        remote = remote_optimizers(optimizers, coordinator, names_of)
-        for each in remote:
-            check_precision(plugin, each.optimizer)
-        self.remote_steps = RemoteSteps(plugin, remote, names_of)
-        self.followed: FollowedZeroGrad | None = None
-        self._microbatched: MicrobatchedStep | None = None
-        if cuts_step:
-            self._microbatched = MicrobatchedStep(
-                module, deployment, loss_weighting, dropout_seed(), options
-            )
-        elif not module.automatic_optimization:
-            self.followed = FollowedZeroGrad(module, coordinator, names_of, remote)
-
-    @property
-    def stopwatch(self) -> Stopwatch | None:
-        """Measures what this process does; None where that cannot be told from waiting."""
-        return None if self._microbatched is None else self._microbatched.stopwatch
-
-    def step(
-        self,
-        training_step: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """One ``training_step`` of a batch, as Lightning calls it."""
-        if self._microbatched is not None:
-            self._deployment.follow_trained_ones()
-            batch, *rest = (*args, *kwargs.values())
-            return self._microbatched.run(batch, rest, self._accumulates)
-        num_pieces = self._deployment.plan.micro_batches
-        batch, *rest = (*args, *kwargs.values())
-        with (
-            self._deployment.batch_of(self._reader.count(batch, rest)),
-            self._deployment.whole_batch_step(num_pieces, self._accumulates),
-        ):
-            result = training_step(*args, **kwargs)
-        self._deployment.check_forward_finished()
-        return result
-
-    def note_backward(self) -> None:
-        """The user's code has run a backward."""
-        # Under automatic optimization gradients are looked at just before the step.
-        if self.followed is not None:
-            self.remote_steps.note_backward()
-
-    def detach(self) -> None:
-        """Leave the module's and the optimizers' own ``zero_grad`` as they were."""
-        if self.followed is not None:
-            self.followed.detach()
-
-    @property
-    def _accumulates(self) -> bool:
-        """Whether gradients of earlier batches are kept; Lightning's own rule for this batch."""
-        trainer = self._module.trainer
-        is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        return self.followed is not None or not is_first
+def batch_step(
+    module: pl.LightningModule,
+    deployment: Deployment,
+    options: StepOptions,
+    remote_steps: RemoteSteps,
+) -> BatchStep:
+    """The way in which a module's training step runs."""
+    if options.cuts_step(module):
+        return MicrobatchedStep(module, deployment, options)
+    if module.automatic_optimization:
+        return WholeBatchStep(module, deployment, options)
+    return ManualStep(module, deployment, options, remote_steps)
 
 
 def dropout_seed() -> int:

@@ -17,12 +17,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from ..coordinator.deployment import Deployment, imports_of, layers_of_stage
-from ..coordinator.workers import Fleet
+from ..coordinator.deployment import Deployment, layers_of_stage
 from ..errors import BatchError, PlanError
 from ..model.layer_call import take_hidden
 from ..model.layers import DecoderLayer, describe_layer
-from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..model.placeholders import is_away
 from ..model.tensors import flatten, named_contents
 from ..pipeline.results import loss_of
@@ -45,7 +43,7 @@ from ..profiler.dry_run import (
     with_optimizers,
 )
 from ..protocol.tensors import DTYPES
-from ..transport.deadlines import Deadlines
+from ..strategy.deploy import Site, workers_of
 
 
 @dataclass
@@ -170,19 +168,15 @@ class Rehearsal:
     """A step of a module, on its devices and on one, to be compared.
 
     Args:
-        module: Attached to its Trainer, with all its layers here.
+        site: The module, with all its layers here, and the workers.
         layers: All its decoder layers.
-        fleet: The workers.
-        plan: A plan that fits them.
-        deadlines: How long to wait for what.
+        plan: A plan that fits the workers.
         seed: Where random numbers start.
     """
 
-    module: pl.LightningModule
+    site: Site
     layers: Sequence[DecoderLayer]
-    fleet: Fleet
     plan: Plan
-    deadlines: Deadlines
     seed: int = 0
 
     def verdict(self) -> Verdict:
@@ -197,8 +191,9 @@ class Rehearsal:
             raise PlanError("The plan has no stage on a worker, so there is nothing to verify.")
         with no_trace(self.module, []), with_optimizers(self.module):
             sample = self._sample()
-            self._bring_weights()
-            self.module.to(self._device)
+            # One device computes everything, so it needs all weights.
+            self.site.bring_weights_here(None)
+            self.module.to(self.site.device)
             # Without dropout: masks on workers are others than here.
             self.module.eval()
             rows = min(sample.size or 1, _MOST_SAMPLES)
@@ -217,8 +212,9 @@ class Rehearsal:
         return Verdict(stages, together)
 
     @property
-    def _device(self) -> torch.device:
-        return self.module.trainer.strategy.root_device
+    def module(self) -> pl.LightningModule:
+        """The module that is verified."""
+        return self.site.module
 
     @property
     def _observed(self) -> dict[int, DecoderLayer]:
@@ -239,14 +235,6 @@ class Rehearsal:
         except NoSample as reason:
             raise BatchError(f"There is no batch to compare with: {reason}.") from reason
 
-    def _bring_weights(self) -> None:
-        """One device computes everything, so it needs everything."""
-        weights = weights_in_checkpoint(self.module)
-        if weights is not None:
-            for _name in bring_here(self.module, weights, (), self._device):
-                pass
-            weights.is_deployed = True
-
     def _alone(self, stage: StagePlan) -> Plan:
         """This stage away, all other layers here: what is wrong then is wrong there. What crosses
         its boundaries is not rounded."""
@@ -258,9 +246,8 @@ class Rehearsal:
         return replace(self.plan, stages=stages, micro_batches=min(rows, self.plan.micro_batches))
 
     def _step_away(self, observer: Observer, plan: Plan) -> Observed:
-        names = [stage.worker for stage in plan.remote_stages]
-        imports = imports_of(self.module, self.layers, plan)
-        coordinator = self.fleet.connect(names, imports, self._device, self.deadlines)
+        names = workers_of(plan)
+        coordinator = self.site.connect(names, self.layers, plan)
         try:
             coordinator.serve(names, Narrowing())
             is_mixed = isinstance(self.module.trainer.precision_plugin, MixedPrecision)
@@ -274,7 +261,7 @@ class Rehearsal:
                 return observer.step(deployment)
             finally:
                 deployment.refill(kept)
-                self.module.to(self._device)
+                self.module.to(self.site.device)
         finally:
             coordinator.close()
 

@@ -189,6 +189,17 @@ class Module(TinyModule):
     def __init__(self) -> None:
         super().__init__(3)
 
+    def on_train_start(self) -> None:
+        raise RuntimeError("A command trains.")
+
+
+class NoLayers(L.LightningModule):
+    def training_step(self, batch):
+        raise RuntimeError("A command trains.")
+
+    def configure_optimizers(self):
+        return None
+
 
 class Data(L.LightningDataModule):
     def train_dataloader(self):
@@ -262,6 +273,12 @@ def test_profile_measures_and_trains_nothing(
         ("{}", "lightning.pytorch.strategies.SingleDeviceStrategy", [], "SingleDeviceStrategy"),
         ("{workers: 1}", None, ["--model", "my_project.Missing"], "There is no class"),
         ("{workers: 1}", None, ["--model", "my_project.Data"], "is no LightningModule"),
+        (
+            "{workers: 1}",
+            None,
+            ["--model", "my_project.NoLayers"],
+            "NoLayers has no decoder layers",
+        ),
     ],
 )
 def test_profile_says_why_it_cannot_measure(
@@ -275,6 +292,14 @@ def test_profile_says_why_it_cannot_measure(
     write_config(project, options, strategy or "lightning_hetero.HeteroPipelineStrategy")
     assert complaint in str(run(monkeypatch, "profile", "config.yaml", *arguments))
     assert not (project / "profile.yaml").exists()
+
+
+@pytest.mark.parametrize("command", ["profile", "verify"])
+def test_a_model_without_layers_is_not_measured_and_not_verified(
+    project: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    write_config(project, "{workers: 1}", model="{class_path: my_project.NoLayers}")
+    assert "NoLayers has no decoder layers" in str(run(monkeypatch, command, "config.yaml"))
 
 
 def test_a_token_is_made_once_and_not_shown(
