@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-THIS_PROJECT = Path(__file__).parents[2] / "README.md"
+THIS_PROJECT = Path(__file__).parents[2] / "CHANGELOG.md"
 
 
 class TextData(L.LightningDataModule):
     """Equal pieces of a text; every tenth is held out.
 
     Args:
-        file: The text, in any language; by default the README of this project.
+        file: The text, in any language; by default the changelog of this project.
         length: Bytes of one piece.
         batch_size: Pieces of one batch.
     """
