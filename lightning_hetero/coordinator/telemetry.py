@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..devices.copies import Copies
-from ..devices.description import health_of
+from ..devices.device import device_for
 from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
 from ..transport.address import Address
@@ -69,7 +69,7 @@ class ObservedConversations(Conversations):
         self._num_asked += 1
         number = self._num_asked
         totals, spans, dropped = self.recorder.record(with_spans)
-        health = health_of(self.recorder.device)
+        health = device_for(self.recorder.device).health()
         self._asked[number] = Asked({0: m.StageRecord(number, totals, spans, dropped, health)})
         self._broadcast(m.FetchRecord(number, with_spans))
         return number

@@ -24,6 +24,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ..devices.device import forked_generators
 from ..errors import BatchError
 from .boundary import Activation, Gradients
 from .handover import Request, Returned, Stages
@@ -189,7 +190,7 @@ class Driver:
             self.stages.begin_step(max_in_flight, accumulate)
         self.gradients.begin(accumulate)
         # Micro-batches draw from streams of their own; the user's stream stays where it is.
-        with torch.random.fork_rng(_initialized_cuda_devices()):
+        with forked_generators():
             try:
                 return running.run()
             except BaseException:
@@ -341,10 +342,6 @@ class _RunningStep:
         gradients = Gradients(tuple(leaf.grad for leaf in visits[-1].leaves))
         visits[-1].leaves = ()
         self._driver.stages.send_backward(visits[-1].key, gradients)
-
-
-def _initialized_cuda_devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
 def _leaf_on(device: torch.device, tensor: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..devices.copies import Copies, copies_for
+from ..devices.copies import Copies
+from ..devices.device import device_for
 from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
 from ..model.allowed_imports import Allowed
 from ..model.four_bit import multiply_in
@@ -185,7 +186,7 @@ class StageSession:
         self._coordinator = coordinator
         self._neighbors = Neighbors(coordinator, self._dial_neighbor)
         self._device = device
-        self._copies = copies_for(device)
+        self._copies = device_for(device).copies()
         self._deadlines = deadlines
         self._inbox: Inbox = SimpleQueue()
         self._layers = StageLayers(device, allowed, kept)

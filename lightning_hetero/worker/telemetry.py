@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ..devices.description import health_of, resident_bytes
+from ..devices.device import device_for
 from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
 from ..protocol.messages import SpanKind
@@ -78,7 +78,7 @@ class RecordedSide:
 
     def _on_fetch_record(self, message: m.FetchRecord, _tensors: tuple[Tensor, ...]) -> None:
         totals, spans, num_dropped = self.recorder.record(message.with_spans)
-        health = health_of(self._device)
+        health = device_for(self._device).health()
         self._coordinator.send(m.StageRecord(message.number, totals, spans, num_dropped, health))
 
 
@@ -131,10 +131,3 @@ class Tally:
             busy_seconds=self.busy_seconds,
             links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in links.items()],
         )
-
-
-def used_bytes(device: torch.device) -> int:
-    """Memory of the device that this process takes."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    return resident_bytes()
