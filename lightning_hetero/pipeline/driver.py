@@ -28,7 +28,7 @@ from ..devices.device import forked_generators
 from ..errors import BatchError
 from .boundary import Activation, Gradients
 from .handover import Request, Returned, Stages
-from .recorder import Kind, Recorder, Stopwatch
+from .recorder import ActionKind, Recorder
 from .rule import Action, Key, choose
 from .stage import seed_action
 from .turns import Finished, HandedOver, Turn, TurnThreads
@@ -152,8 +152,7 @@ class Driver:
         loss_of: Takes the loss out of what ``training_step`` returned; None skips the backward.
         seed: Start of the coordinator's dropout masks.
         starts_first: Whether micro-batches begin as early as they may; see `choose`.
-        stopwatch: Measures the coordinator's own actions.
-        recorder: Records them.
+        recorder: Sums up the coordinator's own actions.
     """
 
     stages: Stages
@@ -161,7 +160,6 @@ class Driver:
     loss_of: Callable[[Any], Tensor | None]
     seed: int
     starts_first: bool = False
-    stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
     recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")))
 
     def run(
@@ -229,10 +227,8 @@ class _RunningStep:
             if action is None:
                 self._take(self._driver.stages.receive())
                 continue
-            kind, recorder = self._kind_of(action), self._driver.recorder
-            recorder.note_choice(len(ready))
-            with self._driver.stopwatch.measuring(kind), recorder.span(kind, action.key):
-                run = self._forward if action.kind == "F" else self._backward
+            run = self._forward if action.kind == "F" else self._backward
+            with self._driver.recorder.action(self._kind_of(action), action.key, len(ready)):
                 run(action.key)
         if self._losses_have_graphs and not any(self._losses_have_graphs):
             raise BatchError(
@@ -253,7 +249,7 @@ class _RunningStep:
         ready += [Action(COORDINATOR_STAGE, "B", key) for key in self._gradients]
         return ready
 
-    def _kind_of(self, action: Action) -> Kind:
+    def _kind_of(self, action: Action) -> ActionKind:
         """What comes behind the layers on workers is the head and the loss, and its backward."""
         if action.kind == "B":
             return "backward"

@@ -242,12 +242,12 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             self._loss_weighting,
             replace(self._batches, check="off") if has_begun else self._batches,
         )
-        stopwatch = self._training.stopwatch
+        recorder = self._training.recorder
         if self._watch is not None:
-            self._watch = self._watch.after_move(deployment, stopwatch)
+            self._watch = self._watch.after_move(deployment, recorder)
         else:
             moves = self._replan and moves_layers(module)
-            self._watch = Watch(deployment, self.plan_choice.profile, stopwatch, moves)
+            self._watch = Watch(deployment, self.plan_choice.profile, recorder, moves)
         if self._figures is None:
             tokens, slowest = deployment.coordinator, self._slowest_stage
             self._figures = TrainingFigures(module.trainer, lambda: tokens.num_tokens, slowest)

@@ -31,7 +31,7 @@ from ..errors import BatchError, ModelError
 from ..model.override import stand_in
 from ..pipeline.driver import Driver, MicrobatchStep, StepGradients
 from ..pipeline.microbatch import CutBatch, LossWeighting, LossWeights, SampleFinder, Samples
-from ..pipeline.recorder import Stopwatch
+from ..pipeline.recorder import Recorder
 from ..pipeline.results import (
     BatchMetrics,
     StepLog,
@@ -138,7 +138,7 @@ class MicrobatchedStep:
         options: What the user said of batches.
 
     Attributes:
-        stopwatch: Has measured what this process did for the steps.
+        recorder: Sums up what this process does for the steps.
     """
 
     def __init__(
@@ -159,16 +159,16 @@ class MicrobatchedStep:
         self._copies = deployment.coordinator.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
-        self.stopwatch = Stopwatch(module.trainer.strategy.root_device)
         coordinator = deployment.coordinator
+        self.recorder = coordinator.recorder
+        self.recorder.take_laps()  # a former run's
         self._driver = Driver(
             coordinator,
             self._gradients,
             loss_of,
             seed,
             deployment.plan.starts_on_worker,
-            self.stopwatch,
-            coordinator.recorder,
+            self.recorder,
         )
 
     def run(self, batch: Any, rest: Sequence[Any], accumulate: bool) -> Any:
@@ -404,9 +404,9 @@ class StagedTraining:
             self.followed = FollowedZeroGrad(module, coordinator, names_of, remote)
 
     @property
-    def stopwatch(self) -> Stopwatch | None:
-        """Measures what this process does; None where that cannot be told from waiting."""
-        return None if self._microbatched is None else self._microbatched.stopwatch
+    def recorder(self) -> Recorder | None:
+        """Sums up what this process does; None where that cannot be told from waiting."""
+        return None if self._microbatched is None else self._microbatched.recorder
 
     def step(
         self,

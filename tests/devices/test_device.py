@@ -25,6 +25,8 @@ from lightning_hetero.devices.device import (
 )
 from lightning_hetero.devices.mps import Mps
 from lightning_hetero.devices.xpu import Xpu
+from lightning_hetero.pipeline.recorder import Recorder
+from lightning_hetero.pipeline.rule import Key
 
 META = torch.device("meta")
 
@@ -115,6 +117,14 @@ def test_generators_of_a_new_backend_are_forked_and_seeded() -> None:
         seed_generators(7)
         assert torch.equal(first, torch.rand(3, generator=generator))
     assert torch.equal(generator.get_state(), before)
+
+
+def test_the_recorder_takes_the_time_of_a_new_backend() -> None:
+    kind: Any = abacus()
+    recorder = Recorder(META)
+    with recorder.action("forward", Key(0)):
+        kind.now_seconds += 3.0
+    assert recorder.take_laps().seconds("forward") == 3.0
 
 
 def test_a_device_without_a_backend_has_its_tensors_counted() -> None:
