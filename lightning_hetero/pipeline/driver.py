@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -123,7 +123,7 @@ class _Microbatch:
     """A micro-batch on its way."""
 
     turn: Turn
-    loss_factor: SupportsFloat
+    loss_factor: Callable[[], float]
     visits: list[_Visit] = field(default_factory=list)
 
 
@@ -139,7 +139,7 @@ class MicrobatchStep:
     """
 
     run: Callable[[], Any]
-    loss_factor: SupportsFloat
+    loss_factor: Callable[[], float]
 
 
 @dataclass
@@ -303,7 +303,7 @@ class _RunningStep:
             v for v in microbatch.visits if any(leaf.requires_grad for leaf in v.leaves)
         ]
         loss = self._driver.loss_of(result)
-        if loss is not None and (loss_factor := float(microbatch.loss_factor)) > 0:
+        if loss is not None and (loss_factor := microbatch.loss_factor()) > 0:
             self._losses_have_graphs.append(loss.requires_grad)
             if loss.requires_grad:
                 factor = torch.full_like(loss, loss_factor)

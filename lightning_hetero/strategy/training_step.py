@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -240,7 +240,7 @@ class MicrobatchedStep:
         return True
 
     def _run_one(
-        self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: SupportsFloat
+        self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: Callable[[], float]
     ) -> Any:
         """What runs in a micro-batch's turn."""
         log.weigh(weight)
