@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from benchmarks.processes import be_quiet, machine, wide_console, worker_process
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.devices.copies import copies_for
+from lightning_hetero.devices.device import device_for
 from lightning_hetero.pipeline.boundary import Activation
 
 GPU = torch.device("cuda", 0)
@@ -153,7 +153,7 @@ def copy_rates() -> Rates:
 
 def hidden_share(on_gpu: Tensor, host: Tensor) -> float:
     """How much of the copies' time is not added to that of computing, as stages copy."""
-    copies = copies_for(GPU)
+    copies = device_for(GPU).copies()
     matrix = torch.randn(4096, 4096, device=GPU)
 
     def compute() -> None:

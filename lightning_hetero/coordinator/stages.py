@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..devices.copies import Copies, copies_for
+from ..devices.copies import Copies
+from ..devices.device import device_for
 from ..errors import HeteroError, ModelError, RemoteProtocolError
 from ..model.attributes import AttributeState, Change, differences, write_change
 from ..model.layers import DecoderLayer, describe_layer
@@ -130,7 +131,9 @@ class Coordinator(TensorConversations):
         device: torch.device = CPU,
         copies: Copies | None = None,
     ) -> None:
-        super().__init__(workers, deadlines, identity, device, copies or copies_for(device))
+        super().__init__(
+            workers, deadlines, identity, device, copies or device_for(device).copies()
+        )
         self._narrowing = narrowing or Narrowing()
         self.num_tokens = 0
         self.dropout_step = 0

@@ -1,4 +1,4 @@
-"""The coordinator's side of recording: asks workers what they did, and what their clocks show."""
+"""The coordinator's side of recording: it asks workers for their records and their clocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from ..devices.copies import Copies
-from ..devices.description import health_of
 from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
 from ..transport.address import Address
@@ -18,26 +17,26 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from .connections import ConnectedWorker, Conversations
 
-# Enough for one of them to meet no other traffic.
+# So many that one of them meets no other traffic.
 _COMPARISONS = 16
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was recorded until a moment, as far as the stages have said so."""
+    """The answers to one request for records, so far."""
 
     answers: dict[int, m.StageRecord]
 
 
 class ObservedConversations(Conversations):
-    """Conversations with workers that record what they do, as this process does itself.
+    """Conversations with workers that record what they do; this process records too.
 
     Args:
-        device: What this process computes on.
-        copies: Those of the device.
+        device: Computes this process's part of the model.
+        copies: The device's copies.
 
     Attributes:
-        recorder: Takes this process's own spans.
+        recorder: Sums up this process's actions, and takes its spans while it is switched on.
     """
 
     def __init__(
@@ -55,28 +54,27 @@ class ObservedConversations(Conversations):
         self._num_asked = 0
 
     def start_recording(self, who: str, keeps_spans: bool) -> None:
-        """Record from the next step on, everywhere, until ``who`` has had enough."""
+        """Record on all stages from the next step on, until ``who`` stops it."""
         self._wish({**self._wishes, who: keeps_spans})
 
     def stop_recording(self, who: str) -> None:
-        """``who`` wants nothing recorded any more; others may."""
+        """Withdraw the wish of ``who``; recording goes on while another wish is left."""
         if who in self._wishes:
             self._wish({name: wish for name, wish in self._wishes.items() if name != who})
 
     def ask_records(self, with_spans: bool) -> int:
-        """Ask what was recorded until now; `records` has the answers under this number."""
+        """Ask all stages for their records; `records` returns the answers under this number."""
         self._check_usable()
         self._num_asked += 1
         number = self._num_asked
         totals, spans, dropped = self.recorder.record(with_spans)
-        health = health_of(self.recorder.device)
+        health = self.recorder.device.health()
         self._asked[number] = Asked({0: m.StageRecord(number, totals, spans, dropped, health)})
         self._broadcast(m.FetchRecord(number, with_spans))
         return number
 
     def records(self, number: int) -> dict[int, m.StageRecord]:
-        """What was asked for by the stages' numbers, 0 for this process; waits for what is not
-        there yet."""
+        """The records by stage number, 0 for this process; waits for those still to come."""
         answers = self._asked[number].answers
         while len(answers) <= len(self._workers):
             worker, frame = self._heard(self._deadlines.request_seconds)
@@ -85,12 +83,12 @@ class ObservedConversations(Conversations):
         return answers
 
     def compare_clocks(self) -> None:
-        """Ask all workers for the time, some times; does not wait for it."""
+        """Ask all workers for their time, repeatedly; does not wait for the answers."""
         for worker in self._workers:
             worker.channel.clock.compare(_COMPARISONS)
 
     def clock_samples(self) -> dict[int, list[ClockSample]]:
-        """What the workers' clocks showed, by the stages' numbers."""
+        """The samples of the workers' clocks, by stage number."""
         patience = self._deadlines.request_seconds
         return {worker.number: worker.channel.clock.samples(patience) for worker in self._workers}
 

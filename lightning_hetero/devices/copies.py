@@ -20,8 +20,8 @@ that is made up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import Field, dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -30,7 +30,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import ChannelError
 from ..protocol.buffers import SMALLEST_KEPT_BYTES, BufferPool
 from ..protocol.tensors import ALIGNMENT_BYTES
 
@@ -85,70 +84,6 @@ class Streams(Protocol[AnyMark]):
 
         The memory of ``used``, which came by another stream, is kept while it is computed with.
         """
-
-
-class CudaStreams:
-    """Those of one CUDA or ROCm device. Created without asking it for anything but two streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._leaving = torch.cuda.Stream(device)
-        self._coming = torch.cuda.Stream(device)
-
-    def pinned_bytes(self, num_bytes: int) -> Bytes:
-        # In a thread that has not said so, the device would be the first one of the machine.
-        with torch.cuda.device(self._device):
-            found: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return found
-
-    def mark_computed(self) -> CudaMark:
-        return CudaMark(torch.cuda.current_stream(self._device))
-
-    def copy_out(
-        self, after: CudaMark, sources: Sequence[Tensor], hosts: Sequence[Tensor]
-    ) -> CudaMark:
-        self._leaving.wait_event(after.event)
-        with torch.cuda.stream(self._leaving):
-            for source, host in zip(sources, hosts, strict=True):
-                host.copy_(source.detach(), non_blocking=True)
-                source.record_stream(self._leaving)
-        return CudaMark(self._leaving)
-
-    @contextmanager
-    def coming(self) -> Iterator[None]:
-        with torch.cuda.stream(self._coming):
-            yield
-
-    def copy_in(self, host: Tensor) -> Tensor:
-        return host.to(self._device, non_blocking=True)
-
-    def mark_come(self) -> CudaMark:
-        return CudaMark(self._coming)
-
-    def compute_after(self, mark: CudaMark, used: Iterable[Tensor]) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(mark.event)
-        for tensor in used:
-            if tensor.device.type == "cuda":
-                tensor.record_stream(stream)
-
-
-class CudaMark:
-    """An event that a stream has just recorded."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        # Blocking: a thread that waits leaves its core to others.
-        self.event = torch.cuda.Event(blocking=True)
-        self.event.record(stream)
-
-    def is_past(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        try:
-            self.event.synchronize()
-        except RuntimeError as error:
-            raise ChannelError(f"A copy from the device failed: {error}.") from error
 
 
 Land = Callable[[], None]
@@ -224,11 +159,6 @@ class Copies(Protocol):
 
     def keep_for(self, num_microbatches: int) -> None:
         """Keep as much memory for copies as so many micro-batches in flight need."""
-
-
-def copies_for(device: torch.device) -> Copies:
-    """The copies of a device, by its kind."""
-    return StreamedCopies(CudaStreams(device)) if device.type == "cuda" else PlainCopies(device)
 
 
 class PlainCopies:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..devices.memory import free_cached_memory, is_out_of_memory, metering, synchronize
+from ..devices.device import device_for, is_out_of_memory
 from ..errors import ModelError
 from ..model.four_bit import multiply_in
 from ..model.tensors import dtypes_on_stage, fill_with_made_up_values
@@ -84,20 +84,20 @@ def _block(run: Callable[[], Sequence[float]], block_seconds: float) -> list[flo
 def _run(
     stage: Stage, hidden: Tensor, surroundings: Surroundings, clock: Clock
 ) -> tuple[float, float]:
-    synchronize(stage.device)
+    device_for(stage.device).synchronize()
     start = clock()
     outgoing = stage.forward(_KEY, Activation(hidden), surroundings)
-    synchronize(stage.device)
+    device_for(stage.device).synchronize()
     middle = clock()
     stage.backward(_KEY, gradients_like(outgoing))
-    synchronize(stage.device)
+    device_for(stage.device).synchronize()
     return middle - start, clock() - middle
 
 
 def _memory(stage: Stage, hidden: Tensor, surroundings: Surroundings) -> tuple[int, int]:
     """What is kept between forward and backward, and the most that is taken at once."""
     input_bytes = hidden.nbytes
-    with metering(stage.device) as meter:
+    with device_for(stage.device).metering() as meter:
         outgoing = stage.forward(_KEY, Activation(hidden), surroundings)
         # The output is the next layer's input, and counts there.
         output_bytes = sum(tensor.nbytes for tensor in outgoing.tensors)
@@ -143,7 +143,7 @@ def attempt(measure: Callable[[], Found], device: torch.device) -> Found | Faile
         reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
         trace = traceback.format_exc()[-_MOST_TEXT:]
         failed = Failed(reason, trace, is_out_of_memory(error))
-    free_cached_memory(device)
+    device_for(device).free_cache()
     return failed
 
 
@@ -246,10 +246,10 @@ class Bench:
         optimizer = StageOptimizer(trial.class_name, trial.defaults, [group], trained)
 
         def step() -> list[float]:
-            synchronize(self.device)
+            device_for(self.device).synchronize()
             start = self.clock()
             optimizer.step([trial.options])
-            synchronize(self.device)
+            device_for(self.device).synchronize()
             return [self.clock() - start]
 
         step()
@@ -259,7 +259,7 @@ class Bench:
     def forget(self) -> None:
         """Free the memory of all layers."""
         self._layers = nn.ModuleDict()
-        free_cached_memory(self.device)
+        device_for(self.device).free_cache()
 
     def _stage(self, trial: LayerTrial) -> Stage:
         layer = self._filled(trial.number, trial.dtype, trial.converts_weights)
@@ -270,7 +270,7 @@ class Bench:
         """A layer with values, in a dtype; those in another are gone afterwards."""
         if not self._layers or dtype != self._dtype:
             self._layers = nn.ModuleDict()
-            free_cached_memory(self.device)
+            device_for(self.device).free_cache()
             self._layers, self._dtype = self.build(), dtype
             if dtype is not None:
                 multiply_in(self._layers, dtype)

@@ -18,16 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ..devices.device import forked_generators
 from ..errors import BatchError
 from .boundary import Activation, Gradients
 from .handover import Request, Returned, Stages
-from .recorder import Kind, Recorder, Stopwatch
+from .recorder import ActionKind, Recorder
 from .rule import Action, Key, choose
 from .stage import seed_action
 from .turns import Finished, HandedOver, Turn, TurnThreads
@@ -122,7 +123,7 @@ class _Microbatch:
     """A micro-batch on its way."""
 
     turn: Turn
-    loss_factor: SupportsFloat
+    loss_factor: Callable[[], float]
     visits: list[_Visit] = field(default_factory=list)
 
 
@@ -138,7 +139,7 @@ class MicrobatchStep:
     """
 
     run: Callable[[], Any]
-    loss_factor: SupportsFloat
+    loss_factor: Callable[[], float]
 
 
 @dataclass
@@ -151,8 +152,7 @@ class Driver:
         loss_of: Takes the loss out of what ``training_step`` returned; None skips the backward.
         seed: Start of the coordinator's dropout masks.
         starts_first: Whether micro-batches begin as early as they may; see `choose`.
-        stopwatch: Measures the coordinator's own actions.
-        recorder: Records them.
+        recorder: Sums up the coordinator's own actions.
     """
 
     stages: Stages
@@ -160,7 +160,6 @@ class Driver:
     loss_of: Callable[[Any], Tensor | None]
     seed: int
     starts_first: bool = False
-    stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
     recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")))
 
     def run(
@@ -189,7 +188,7 @@ class Driver:
             self.stages.begin_step(max_in_flight, accumulate)
         self.gradients.begin(accumulate)
         # Micro-batches draw from streams of their own; the user's stream stays where it is.
-        with torch.random.fork_rng(_initialized_cuda_devices()):
+        with forked_generators():
             try:
                 return running.run()
             except BaseException:
@@ -228,10 +227,8 @@ class _RunningStep:
             if action is None:
                 self._take(self._driver.stages.receive())
                 continue
-            kind, recorder = self._kind_of(action), self._driver.recorder
-            recorder.note_choice(len(ready))
-            with self._driver.stopwatch.measuring(kind), recorder.span(kind, action.key):
-                run = self._forward if action.kind == "F" else self._backward
+            run = self._forward if action.kind == "F" else self._backward
+            with self._driver.recorder.action(self._kind_of(action), action.key, len(ready)):
                 run(action.key)
         if self._losses_have_graphs and not any(self._losses_have_graphs):
             raise BatchError(
@@ -252,7 +249,7 @@ class _RunningStep:
         ready += [Action(COORDINATOR_STAGE, "B", key) for key in self._gradients]
         return ready
 
-    def _kind_of(self, action: Action) -> Kind:
+    def _kind_of(self, action: Action) -> ActionKind:
         """What comes behind the layers on workers is the head and the loss, and its backward."""
         if action.kind == "B":
             return "backward"
@@ -306,7 +303,7 @@ class _RunningStep:
             v for v in microbatch.visits if any(leaf.requires_grad for leaf in v.leaves)
         ]
         loss = self._driver.loss_of(result)
-        if loss is not None and (loss_factor := float(microbatch.loss_factor)) > 0:
+        if loss is not None and (loss_factor := microbatch.loss_factor()) > 0:
             self._losses_have_graphs.append(loss.requires_grad)
             if loss.requires_grad:
                 factor = torch.full_like(loss, loss_factor)
@@ -341,10 +338,6 @@ class _RunningStep:
         gradients = Gradients(tuple(leaf.grad for leaf in visits[-1].leaves))
         visits[-1].leaves = ()
         self._driver.stages.send_backward(visits[-1].key, gradients)
-
-
-def _initialized_cuda_devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
 def _leaf_on(device: torch.device, tensor: Tensor) -> Tensor:

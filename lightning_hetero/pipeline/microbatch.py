@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -190,13 +190,12 @@ def spans(size: int, num_pieces: int) -> list[tuple[int, int]]:
 
 
 class LossWeights:
-    """How much each micro-batch's loss counts in the batch's. The weights of a mean add up to 1.
+    """How much each micro-batch's loss counts in the batch's loss. The weights of a mean sum to 1.
 
-    A device counts labels while the first forwards are asked for, and nobody waits before a weight
-    is used.
+    The device counts labels while the first forwards run; the first use of a weight waits for it.
 
     Args:
-        find: Waits for the counts, and makes the weights of them.
+        find: Waits for the counts and returns the weights.
     """
 
     def __init__(self, find: Callable[[], list[float]]) -> None:
@@ -204,22 +203,15 @@ class LossWeights:
 
     @cached_property
     def all(self) -> list[float]:
-        """Those of all micro-batches."""
+        """The weights of all micro-batches; may wait for the device."""
         return self._find()
 
-    def of(self, index: int, scale: float = 1.0) -> SupportsFloat:
-        """That of one, multiplied by ``scale``; its ``float`` may wait for the device."""
-        return _LossWeight(self, index, scale)
+    def of(self, index: int, scale: float = 1.0) -> Callable[[], float]:
+        """A function that returns the weight of one, multiplied by ``scale``.
 
-
-@dataclass(frozen=True)
-class _LossWeight:
-    weights: LossWeights
-    index: int
-    scale: float
-
-    def __float__(self) -> float:
-        return self.weights.all[self.index] * self.scale
+        Only the function may wait for the device.
+        """
+        return lambda: self.all[index] * scale
 
 
 def loss_weights(

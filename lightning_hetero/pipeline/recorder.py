@@ -1,39 +1,75 @@
-"""Records what one stage does while steps run: microseconds for each span, nothing while off.
+"""The recorder: what one process does while steps run, as sums and, when asked for, as spans.
 
-One thread at a time runs the stage, and its spans do not overlap, except those inside others; what
-channels send goes on beside them, from their own threads.
+It always sums up the seconds of the process's own actions. Switched on, it also records a span for
+each action, message and wait, and adds the spans of a training step up. A span costs microseconds.
 
-Measures what actions take while a step runs, without making the device wait for it.
+One thread at a time runs the stage. Its spans do not overlap, except for spans inside a span.
+Channels send from threads of their own; their spans run beside the others.
+
+The device takes the moments at which an action begins and ends, because a call may return before
+the device has done its work. Nothing waits for those moments until sums or spans are taken.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from msgspec.structs import replace
 
+from ..devices.device import Clock, Moment, device_for
 from ..protocol.fields import ACTIONS, Span, SpanKind, Totals
 from .rule import Key
 
-# What somebody fetches at the end of a step, and more than a long step has.
+APPLY = "ApplyOptimizer"
+"""The message whose span ends an optimizer's step."""
+
 MOST_SPANS = 2**15
-# Of one step; where a step is longer, its spans are added up before its end.
+"""Spans that are kept for one fetch; a long step has fewer."""
+
+# Spans and laps that are noted before they are summed up in the middle of a step.
 _MOST_OPEN = 2**12
 
-Clock = Callable[[], float]
+ActionKind = Literal["forward", "backward", "loss"]
+
+
+@dataclass(frozen=True)
+class Laps:
+    """Sums over actions, by their kind."""
+
+    _seconds: Counter[ActionKind] = field(default_factory=Counter)
+    _counts: Counter[ActionKind] = field(default_factory=Counter)
+
+    def add(self, kind: ActionKind, seconds: float) -> None:
+        """Add an action."""
+        self._seconds[kind] += seconds  # type: ignore[assignment]
+        self._counts[kind] += 1
+
+    def seconds(self, kind: ActionKind) -> float:
+        """Seconds of all actions of a kind."""
+        return self._seconds[kind]
+
+    def count(self, kind: ActionKind) -> int:
+        """How many actions of a kind there were."""
+        return self._counts[kind]
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all actions."""
+        return self._seconds.total()
 
 
 @dataclass
 class _Step:
-    """A step that has not ended. What follows the optimizer belongs to it only if it goes on.
+    """Sums over the spans of a step that has not ended.
 
-    After its optimizer has stepped, a stage waits for the next step: that is no part of this one.
+    After its optimizer has stepped, a stage waits for the next step. That wait belongs to neither.
+    So spans behind an optimizer's step are held in ``behind``, until an action shows that the step
+    goes on.
     """
 
     start_seconds: float
@@ -44,6 +80,8 @@ class _Step:
     is_training: bool = False
     has_stepped: bool = False
     num_steps: int = 0
+    num_tokens: int = 0
+    num_microbatches: int = 0
     received_bytes: int = 0
 
     def add(self, span: Span, seconds: float) -> None:
@@ -61,68 +99,97 @@ class _Step:
             self.received_bytes += span.num_bytes
 
 
-APPLY = "ApplyOptimizer"
-"""The message whose span ends an optimizer's step."""
-
-
 @dataclass(frozen=True)
-class _Recorded:
-    """A span as it was noted: how deep inside others, and what those inside it took."""
+class _Noted:
+    """A span that has ended.
+
+    Args:
+        span: With the moments of the host's clock.
+        depth: How many spans it is inside.
+        inside_seconds: Seconds of the spans inside it.
+        moments: Its begin and end on the device; None if the host's clock tells them.
+    """
 
     span: Span
     depth: int
     inside_seconds: float
-    marks: tuple[Any, Any] | None
+    moments: tuple[Moment, Moment] | None
 
 
 class Recorder:
-    """Records spans and adds them up, from `switch` on until it is switched off.
+    """Sums up actions, and records spans while it is switched on.
 
     Args:
-        device: Where actions compute. CUDA marks their moments itself, since a function returns
-            before the device has done what it asks for.
-        clock: Seconds that only grow.
+        torch_device: Computes the actions.
+        clock: Returns seconds that only grow.
 
     Attributes:
         nothing: A span that is not recorded.
+        is_on: Whether spans are recorded.
+        training_seconds: From the first action to the latest `take_laps`.
+        busy_seconds: Seconds of the actions in that time.
     """
 
     nothing: AbstractContextManager[None] = nullcontext()
 
-    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
-        self.device = device
-        # Looked up at each call, so that all of a process's spans are on the clock that it tells.
+    def __init__(self, torch_device: torch.device, clock: Clock | None = None) -> None:
+        self.device = device_for(torch_device)
+        # Looked up at each call: all spans of a process are on the clock that it tells its peers.
         self._clock: Clock = clock or (lambda: time.perf_counter())
         self.is_on = False
+        self.training_seconds = self.busy_seconds = 0.0
+        self._began_seconds: float | None = None
+        self._laps: list[tuple[ActionKind, Moment, Moment]] = []
+        self._summed = Laps()
         self._keeps_spans = False
         self._totals = Totals()
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._num_dropped = 0
-        self._open: list[_Recorded] = []
+        self._noted: list[_Noted] = []
         self._sent: deque[Span] = deque(maxlen=MOST_SPANS)
         self._step: _Step | None = None
-        self._tokens = self._microbatches = self._ready = self._choices = 0
+        self._num_ready = self._num_choices = 0
         self._depth = 0
         self._inside_seconds = 0.0
         self._free_seconds = 0.0
-        self._base: tuple[float, Any] | None = None
+        self._base: tuple[float, Moment] | None = None
+
+    def action(
+        self, kind: ActionKind, key: Key, num_ready: int = 0
+    ) -> AbstractContextManager[None]:
+        """Inside, an action runs that was chosen among so many; one that raises is not summed."""
+        if self._began_seconds is None:
+            self._began_seconds = self._clock()
+        if self.is_on:
+            self._num_ready += num_ready
+            self._num_choices += 1
+        return _Open(self, Span(kind, 0.0, 0.0, *key), kind)
+
+    def take_laps(self) -> Laps:
+        """The sums over the actions since the last call; waits for the end of the last action."""
+        self._sum_laps()
+        laps, self._summed = self._summed, Laps()
+        if self._began_seconds is not None:
+            self.training_seconds = self._clock() - self._began_seconds
+            self.busy_seconds += laps.total_seconds
+        return laps
 
     def switch(self, is_on: bool, keeps_spans: bool) -> None:
-        """Record from the next step on, or no longer; sums stay."""
+        """Record from the next step on, or stop recording; the totals stay."""
         if self.is_on and not is_on:
             self._end_step()
-        self._add_up()  # what is noted already belongs to before
+        self._add_up()  # spans noted so far belong to the time before
         self.is_on, self._keeps_spans = is_on, keeps_spans
         if not keeps_spans:
             self._spans.clear()
             self._num_dropped = 0
 
     def begin_step(self) -> None:
-        """A step begins; that of before, if there is one, has ended."""
+        """A step begins, so the one before has ended."""
         if not self.is_on:
             return
         self._end_step()
-        self._base = self._marked_moment()
+        self._base = self._common_moment()
         now = self._clock()
         self._depth, self._inside_seconds, self._free_seconds = 0, 0.0, now
         self._step = _Step(now, now)
@@ -136,7 +203,7 @@ class Recorder:
         peer: int | None = None,
         arrived_seconds: float | None = None,
     ) -> AbstractContextManager[None]:
-        """Inside, something is done; what raises is not recorded."""
+        """Inside, the process does something; a span that raises is not recorded."""
         if not self.is_on:
             return self.nothing
         microbatch, visit = (None, 0) if key is None else key
@@ -144,28 +211,24 @@ class Recorder:
         return _Open(self, found)
 
     def note_training(self, num_tokens: int = 0) -> None:
-        """A forward of a training step; steps that have none do not count."""
+        """Count a micro-batch of a training step; a step without any adds nothing to the totals."""
         if self._step is not None:
             self._step.is_training = True
-            self._tokens += num_tokens
-            self._microbatches += 1
-
-    def note_choice(self, num_ready: int) -> None:
-        """An action was chosen among so many."""
-        if self.is_on:
-            self._ready += num_ready
-            self._choices += 1
+            self._step.num_tokens += num_tokens
+            self._step.num_microbatches += 1
 
     def note_sent(
         self, peer: int, key: Key, message: str, num_bytes: int, start_seconds: float
     ) -> None:
-        """A channel has sent something; any thread may say so."""
+        """Record what a channel has sent by now; any thread may call this."""
         end = self._clock()
         self._sent.append(Span("send", start_seconds, end, *key, message, num_bytes, peer))
 
     def record(self, with_spans: bool) -> tuple[Totals, list[Span], int]:
-        """The sums until now and, if wanted, the spans since the last time with the number of
-        those that were dropped."""
+        """The totals and, if wanted, the spans since the last call and the number of dropped ones.
+
+        This ends the step.
+        """
         self._end_step()
         if not with_spans:
             return self._totals, [], 0
@@ -175,8 +238,13 @@ class Recorder:
         return self._totals, spans, dropped
 
     def now(self) -> float:
-        """What the clock of the spans shows."""
+        """Seconds on the clock of the spans."""
         return self._clock()
+
+    def _sum_laps(self) -> None:
+        laps, self._laps = self._laps, []
+        for kind, start, end in laps:
+            self._summed.add(kind, end.seconds_after(start))
 
     def _end_step(self) -> None:
         self._add_up()
@@ -185,30 +253,30 @@ class Recorder:
         if step is not None and step.is_training:
             for span in sent:
                 self._keep(span)
-            self._totals = self._with(step, sent)
-        self._tokens = self._microbatches = self._ready = self._choices = 0
+            self._totals = self._totals_with(step, sent)
+        self._num_ready = self._num_choices = 0
 
-    def _with(self, step: _Step, sent: list[Span]) -> Totals:
+    def _totals_with(self, step: _Step, sent: list[Span]) -> Totals:
         before = self._totals
+        sending_seconds = sum(span.end_seconds - span.start_seconds for span in sent)
         return replace(
             before,
             step_seconds=before.step_seconds + step.end_seconds - step.start_seconds,
             seconds=dict(Counter(before.seconds) + step.seconds),
             counts=dict(Counter(before.counts) + step.counts),
-            sending_seconds=before.sending_seconds
-            + sum(span.end_seconds - span.start_seconds for span in sent),
+            sending_seconds=before.sending_seconds + sending_seconds,
             sent_bytes=before.sent_bytes + sum(span.num_bytes for span in sent),
             received_bytes=before.received_bytes + step.received_bytes,
             num_steps=before.num_steps + step.num_steps,
-            num_microbatches=before.num_microbatches + self._microbatches,
-            num_tokens=before.num_tokens + self._tokens,
-            num_ready=before.num_ready + self._ready,
-            num_choices=before.num_choices + self._choices,
+            num_microbatches=before.num_microbatches + step.num_microbatches,
+            num_tokens=before.num_tokens + step.num_tokens,
+            num_ready=before.num_ready + self._num_ready,
+            num_choices=before.num_choices + self._num_choices,
         )
 
     def _add_up(self) -> None:
-        """Take the noted spans into the step, those of the device with its own moments."""
-        noted, self._open = self._open, []
+        """Add the noted spans to the step, actions with the moments of the device."""
+        noted, self._noted = self._noted, []
         for each in noted:
             span = self._placed(each)
             seconds = span.end_seconds - span.start_seconds - each.inside_seconds
@@ -216,14 +284,16 @@ class Recorder:
                 self._step.add(span, max(0.0, seconds))
             self._keep(span)
 
-    def _placed(self, noted: _Recorded) -> Span:
-        """The span where it was. A function that packs what the device has yet to compute begins,
-        as far as this stage goes, when that is there."""
+    def _placed(self, noted: _Noted) -> Span:
+        """The span at its place in time.
+
+        A call may give the device work that it only reaches later: the next span of the stage
+        begins when that work is done.
+        """
         span = noted.span
-        if noted.marks is not None and self._base is not None:
-            host, base = self._base
-            noted.marks[1].synchronize()
-            start, end = (host + base.elapsed_time(mark) / 1000 for mark in noted.marks)
+        if noted.moments is not None and self._base is not None:
+            host_seconds, base = self._base
+            start, end = (host_seconds + each.seconds_after(base) for each in noted.moments)
             span = replace(span, start_seconds=start, end_seconds=end)
         if noted.depth == 0:
             start = max(span.start_seconds, self._free_seconds)
@@ -238,40 +308,41 @@ class Recorder:
             self._num_dropped += len(self._spans) == MOST_SPANS
             self._spans.append(span)
 
-    def _note(self, recorded: _Recorded) -> None:
-        self._open.append(recorded)
-        if len(self._open) >= _MOST_OPEN:
+    def _note(self, noted: _Noted) -> None:
+        self._noted.append(noted)
+        if len(self._noted) >= _MOST_OPEN:
             self._add_up()
 
-    def _marked_moment(self) -> tuple[float, Any] | None:
-        """A moment that both clocks know, the device's and ours."""
-        if self.device.type != "cuda":
-            return None
-        mark = self._mark()
-        mark.synchronize()
-        return self._clock(), mark
+    def _note_lap(self, kind: ActionKind, start: Moment, end: Moment) -> None:
+        self._laps.append((kind, start, end))
+        if len(self._laps) >= _MOST_OPEN:
+            self._sum_laps()
 
-    def _mark(self) -> Any:
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record(torch.cuda.current_stream(self.device))
-        return mark
+    def _moment(self) -> Moment:
+        return self.device.moment(self._clock)
+
+    def _common_moment(self) -> tuple[float, Moment]:
+        """A moment on both clocks, the host's and the device's."""
+        moment = self._moment()
+        moment.seconds_after(moment)  # waits until the device has reached it
+        return self._clock(), moment
 
 
 class _Open(AbstractContextManager[None]):
-    """A span that has not ended."""
+    """A span or an action that has not ended."""
 
-    __slots__ = ("_inside_before", "_mark", "_recorder", "_span", "_start")
+    __slots__ = ("_inside_before", "_lap", "_moment", "_recorder", "_span", "_start")
 
-    def __init__(self, recorder: Recorder, span: Span) -> None:
+    def __init__(self, recorder: Recorder, span: Span, lap: ActionKind | None = None) -> None:
         self._recorder = recorder
         self._span = span
+        self._lap = lap
 
     def __enter__(self) -> None:
         recorder = self._recorder
         self._inside_before, recorder._inside_seconds = recorder._inside_seconds, 0.0
         recorder._depth += 1
-        on_device = recorder._base is not None and self._span.kind in ACTIONS
-        self._mark = recorder._mark() if on_device else None
+        self._moment = recorder._moment() if self._span.kind in ACTIONS else None
         self._start = recorder._clock()
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -281,81 +352,9 @@ class _Open(AbstractContextManager[None]):
         if kind is not None:
             return
         recorder._inside_seconds += end - self._start
-        marks = None if self._mark is None else (self._mark, recorder._mark())
-        span = replace(self._span, start_seconds=self._start, end_seconds=end)
-        recorder._note(_Recorded(span, recorder._depth, inside, marks))
-
-
-Kind = Literal["forward", "backward", "loss"]
-
-
-@dataclass(frozen=True)
-class Laps:
-    """The seconds of each action that was measured, by its kind."""
-
-    found: Mapping[Kind, Sequence[float]] = field(default_factory=dict)
-
-    def seconds(self, kind: Kind) -> float:
-        """All actions of a kind together."""
-        return sum(self.found.get(kind, ()))
-
-    def count(self, kind: Kind) -> int:
-        """How many actions of a kind there were."""
-        return len(self.found.get(kind, ()))
-
-
-class Stopwatch:
-    """Adds up what actions take until `take`.
-
-    On CUDA the device marks the moments itself, since a function returns before the device has
-    done what it asks for; elsewhere it is the clock's word.
-
-    Args:
-        device: Where the actions compute.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._laps: list[tuple[Kind, Callable[[], float]]] = []
-
-    @contextmanager
-    def measuring(self, kind: Kind) -> Iterator[None]:
-        """Inside, an action runs; one that raises does not count."""
-        end = _cuda_lap(self._device) if self._device.type == "cuda" else _clock_lap()
-        yield
-        self._laps.append((kind, end()))
-
-    def take(self) -> Laps:
-        """What was measured since the last call. On CUDA it waits for the last action's end."""
-        laps, self._laps = self._laps, []
-        found: dict[Kind, list[float]] = {}
-        for kind, seconds in laps:
-            found.setdefault(kind, []).append(seconds())
-        return Laps(found)
-
-
-def _clock_lap() -> Callable[[], Callable[[], float]]:
-    """Begin a lap; what is returned ends it, and what that returns knows its seconds."""
-    start = time.perf_counter()
-
-    def end() -> Callable[[], float]:
-        seconds = time.perf_counter() - start
-        return lambda: seconds
-
-    return end
-
-
-def _cuda_lap(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """The same by events in the device's stream."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record(torch.cuda.current_stream(device))
-
-    def seconds() -> float:
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1000
-
-    def end() -> Callable[[], float]:
-        stop.record(torch.cuda.current_stream(device))
-        return seconds
-
-    return end
+        moments = None if self._moment is None else (self._moment, recorder._moment())
+        if self._lap is not None and moments is not None:
+            recorder._note_lap(self._lap, *moments)
+        if recorder.is_on:
+            span = replace(self._span, start_seconds=self._start, end_seconds=end)
+            recorder._note(_Noted(span, recorder._depth, inside, moments))

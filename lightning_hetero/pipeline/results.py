@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -182,7 +182,7 @@ class _Logged:
     kwargs: dict[str, Any]
     values: list[Any] = field(default_factory=list)
     are_losses: list[bool] = field(default_factory=list)
-    weights: list[SupportsFloat] = field(default_factory=list)
+    weights: list[Callable[[], float]] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
     of_batch: Metric | None = None
 
@@ -208,7 +208,7 @@ class StepLog:
         self._logged: dict[tuple[str, int], _Logged] = {}
         self._here = threading.local()
 
-    def weigh(self, weight: SupportsFloat) -> None:
+    def weigh(self, weight: Callable[[], float]) -> None:
         """Say how much the micro-batch counts that runs in this thread."""
         self._here.weight = weight
         self._here.counts = Counter()
@@ -261,7 +261,7 @@ def _merge_logged(entry: _Logged) -> Any:
     reduce = _REDUCTIONS.get(_reduction_name(entry.kwargs.get("reduce_fx", "mean")))
     if reduce is not None:
         return reduce(torch.stack([torch.as_tensor(value) for value in entry.values]))
-    weights = [float(weight) for weight in entry.weights]
+    weights = [weight() for weight in entry.weights]
     total = sum(weights)
     if total == 0:
         return first

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..devices.copies import Land, already_here
+from ..devices.device import seed_generators
 from ..errors import RemoteProtocolError
 from ..model.captured_outputs import collect_embedded, collecting
 from ..model.layer_call import LayerCall, hidden_of
@@ -38,18 +39,7 @@ def seed_action(seed: int, *place: int) -> None:
     """
     digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
-    # For each kind of device that is not in use, `torch.manual_seed` writes down where it was
-    # called from: half a millisecond under Lightning, several times per micro-batch.
-    if _has_other_generators():
-        torch.manual_seed(number)
-    else:
-        torch.default_generator.manual_seed(number)
-
-
-def _has_other_generators() -> bool:
-    """Whether random numbers may come from elsewhere than the processor."""
-    is_in_use = torch.cuda.is_initialized() or torch.xpu.is_initialized()
-    return is_in_use or torch.backends.mps.is_available()
+    seed_generators(number)
 
 
 Call = Callable[..., Any]

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..devices.memory import synchronize
+from ..devices.device import device_for
 from ..errors import BatchError, HeteroError
 from ..model.attributes import Attributes, contents_kept, restoring_generator
 from ..pipeline.bench import Clock, OptimizerMeasurement, median_of_blocks, state_bytes
@@ -383,10 +383,10 @@ def _step_like_one(
     optimizer = StageOptimizer(settings.class_name, settings.defaults, [group], {"twin": twin})
 
     def step() -> list[float]:
-        synchronize(device)
+        device_for(device).synchronize()
         start = clock()
         optimizer.step([settings.options])
-        synchronize(device)
+        device_for(device).synchronize()
         return [clock() - start]
 
     step()

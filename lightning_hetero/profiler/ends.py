@@ -30,7 +30,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from ..devices.memory import MemoryMeter, metering, synchronize
+from ..devices.device import MemoryMeter, device_for
 from ..errors import ModelError
 from ..model.captured_outputs import CollectingHooks, SilencedHooks, add_collected, wanted_kinds
 from ..model.four_bit import shapes_only
@@ -272,7 +272,7 @@ class _Pass:
 
     def mark(self) -> None:
         """Another part of the run ends here."""
-        synchronize(self.device)
+        device_for(self.device).synchronize()
         if self.meter is not None:
             self.taken_bytes.append(self.meter.taken_bytes())
             self.peak_bytes.append(self.meter.peak_bytes())
@@ -362,7 +362,7 @@ class EndsRunner:
             return [end - start for start, end in zip(moments, moments[1:], strict=False)]
 
         run()
-        with metering(self.device) as meter:
+        with device_for(self.device).metering() as meter:
             metered = self._run(batch, meter)
         times = median_of_blocks(run, patience_seconds)
         embedding_forward, _, head_forward, head_backward, embedding_backward = times

@@ -334,9 +334,7 @@ class Measuring:
     def _trials(self, name: str, jobs: Mapping[str, list[LayerJob]]) -> Trials:
         """The trials of one device, from now on."""
         seconds = self._seconds(_share_of(name))
-        is_cuda = "cuda" in self.described[name].versions
-        most_bytes = None if is_cuda else self._free_bytes(name)
-        schedule = LayerSchedule(jobs[name], self.clock() + seconds, most_bytes)
+        schedule = LayerSchedule(jobs[name], self.clock() + seconds, self._free_bytes(name))
         patience = patience_for(seconds, len(jobs[name]))
         return trials(self._subject, schedule, patience, self.clock, name)
 

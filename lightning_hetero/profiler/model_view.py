@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
-from ..devices.memory import free_cached_memory, is_out_of_memory
+from ..devices.device import device_for, is_out_of_memory
 from ..errors import BatchError, ModelError
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
@@ -205,7 +205,7 @@ def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Exam
                 raise
             rank_zero_info(f"the coordinator has not enough memory for {size} samples at once")
             break
-    free_cached_memory(runner.device)
+    device_for(runner.device).free_cache()
     return cutting.sample.size, examples
 
 

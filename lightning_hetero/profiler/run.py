@@ -26,8 +26,8 @@ from msgspec import structs
 
 from ..atomic_file import replacing
 from ..coordinator.stages import Coordinator
-from ..devices.arenas import give_back_free_memory
 from ..devices.description import DeviceDescription, describe_device
+from ..devices.main_memory import give_back_free_memory
 from ..errors import ProfileError
 from ..model.hollow import hold_in_place, let_move
 from ..model.layers import DecoderLayer

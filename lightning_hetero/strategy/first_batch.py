@@ -25,8 +25,8 @@ from torchmetrics import Metric
 
 from ..coordinator.deployment import Deployment
 from ..coordinator.whole_batches import GO_ON, STOPPING_DIFFERENCE, CheckFirstBatch
-from ..devices.description import free_main_memory
-from ..devices.memory import is_out_of_memory, metering
+from ..devices.device import device_for, is_out_of_memory
+from ..devices.main_memory import free_main_memory
 from ..errors import BatchError, HeteroError
 from ..pipeline.microbatch import IGNORED_LABEL, CutBatch, LossWeighting, Samples
 from ..pipeline.results import loss_of
@@ -232,11 +232,11 @@ class _Trial:
 
     def _metered(self, batch: CutBatch) -> tuple[float | None, int]:
         """The loss of the first micro-batch, and how many may be one batch for the memory."""
-        device = self.module.trainer.strategy.root_device
-        with metering(device) as meter:
+        device = device_for(self.module.trainer.strategy.root_device)
+        with device.metering() as meter:
             loss = self._loss(batch.microbatches[0])
             peak_bytes = meter.peak_bytes()
-        if device.type != "cpu":
+        if not device.overcommits:
             return loss, len(batch.microbatches)  # more than there is raises an error
         most = int(free_main_memory() / 2 / (_MARGIN * max(peak_bytes, 1)))
         return loss, max(_FEWEST_COMPARED, min(most, self.deployment.most_pieces_in_memory))

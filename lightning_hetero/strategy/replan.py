@@ -22,7 +22,7 @@ from ..coordinator.deployment import Deployment
 from ..errors import HeteroError, ModelError, PlanError, WeightsLost
 from ..model.tensors import flatten, named_contents
 from ..pipeline.optimizer import beside
-from ..pipeline.recorder import Stopwatch
+from ..pipeline.recorder import Recorder
 from ..plan import COORDINATOR, Plan
 from ..planner.profile import Profile
 from ..planner.replan import (
@@ -216,7 +216,7 @@ class Watch:
     Args:
         deployment: Whose stages say what they take.
         profile: What was measured before the run; None takes the first steady steps for the rule.
-        stopwatch: Measures what this process does for a step; None where that cannot be told from
+        recorder: Sums up what this process does for a step; None where that cannot be told from
             waiting.
         moves: Whether layers are to move.
         least_steps: So many steps are noted before they do.
@@ -226,17 +226,17 @@ class Watch:
         self,
         deployment: Deployment,
         profile: Profile | None,
-        stopwatch: Stopwatch | None,
+        recorder: Recorder | None,
         moves: bool,
         least_steps: int = 0,
     ) -> None:
         self._deployment = deployment
         self._profile = profile
-        self._stopwatch = stopwatch
+        self._recorder = recorder
         self._moves = moves
         self._least_steps = least_steps
         expected = None if profile is None else expected_seconds(deployment.plan, profile)
-        if expected is not None and stopwatch is None:
+        if expected is not None and recorder is None:
             del expected[COORDINATOR]
         self._watcher = Watcher(expected)
         self._names = {
@@ -249,15 +249,15 @@ class Watch:
         self._steps: dict[int, dict[str, StageSeconds]] = {}
         self._has_drifted = False
 
-    def after_move(self, deployment: Deployment, stopwatch: Stopwatch | None) -> Watch:
+    def after_move(self, deployment: Deployment, recorder: Recorder | None) -> Watch:
         """The watch over the deployment that takes the place of this one."""
-        return Watch(deployment, self._profile, stopwatch, self._moves, STEPS_BETWEEN_MOVES)
+        return Watch(deployment, self._profile, recorder, self._moves, STEPS_BETWEEN_MOVES)
 
     def note_own(self) -> None:
         """An optimizer step has ended on this process."""
-        if self._stopwatch is None:
+        if self._recorder is None:
             return
-        laps = self._stopwatch.take()
+        laps = self._recorder.take_laps()
         pieces = laps.count("forward")
         if pieces > 0:
             through = (laps.seconds("forward") + laps.seconds("backward")) / pieces
@@ -301,7 +301,7 @@ class Watch:
             if said.num_microbatches > 0:
                 seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches
                 self._note(said.step, self._names[number], StageSeconds(seconds))
-        wanted = len(self._names) + (self._stopwatch is not None)
+        wanted = len(self._names) + (self._recorder is not None)
         complete = [step for step, told in sorted(self._steps.items()) if len(told) == wanted]
         drifts = [self._watcher.note(self._steps.pop(step)) for step in complete]
         for step in sorted(self._steps)[:-_MOST_OPEN]:

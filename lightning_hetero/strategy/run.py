@@ -129,7 +129,7 @@ class TrainingRun(Run):
     ) -> None:
         super().__init__(module, deployment, options)
         self._remote_steps, self._step = _attached(module, deployment, options, optimizers)
-        self._watch = Watch(deployment, profile, self._step.stopwatch, moves)
+        self._watch = Watch(deployment, profile, self._step.recorder, moves)
         self._put_back = let_callbacks_be_copied(module.trainer)
         coordinator = deployment.coordinator
         self._figures = TrainingFigures(
@@ -199,7 +199,7 @@ class TrainingRun(Run):
         attached = _attached(self._module, deployment, options, optimizers)
         self.deployment = deployment
         self._remote_steps, self._step = attached
-        self._watch = self._watch.after_move(deployment, self._step.stopwatch)
+        self._watch = self._watch.after_move(deployment, self._step.recorder)
         return self._remote_steps
 
 

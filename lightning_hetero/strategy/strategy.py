@@ -24,7 +24,7 @@ from typing_extensions import override
 from ..coordinator.deployment import Deployment, check_is_whole
 from ..coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from ..coordinator.workers import Fleet
-from ..devices.arenas import share_one_arena
+from ..devices.main_memory import share_one_arena
 from ..errors import ModelError
 from ..model.allowed_imports import refuse_training_in_worker
 from ..model.four_bit import accepting_states, keep_layout

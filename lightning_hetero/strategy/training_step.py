@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -32,7 +32,7 @@ from ..errors import BatchError, ModelError
 from ..model.override import stand_in
 from ..pipeline.driver import Driver, MicrobatchStep, StepGradients
 from ..pipeline.microbatch import CutBatch, LossWeighting, LossWeights, SampleFinder, Samples
-from ..pipeline.recorder import Stopwatch
+from ..pipeline.recorder import Recorder
 from ..pipeline.results import (
     BatchMetrics,
     StepLog,
@@ -155,10 +155,10 @@ class BatchStep:
         options: How batches are cut.
 
     Attributes:
-        stopwatch: Times this process's own work; None if that work cannot be told from waiting.
+        recorder: Sums up this process's own work; None if that work cannot be told from waiting.
     """
 
-    stopwatch: Stopwatch | None = None
+    recorder: Recorder | None = None
 
     def __init__(
         self, module: pl.LightningModule, deployment: Deployment, options: StepOptions
@@ -269,15 +269,15 @@ class MicrobatchedStep(BatchStep):
         self._copies = coordinator.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
-        self.stopwatch = Stopwatch(module.trainer.strategy.root_device)
+        self.recorder = coordinator.recorder
+        self.recorder.take_laps()  # a former run's
         self._driver = Driver(
             coordinator,
             self._gradients,
             loss_of,
             dropout_seed(),
             deployment.plan.starts_on_worker,
-            self.stopwatch,
-            coordinator.recorder,
+            self.recorder,
         )
 
     @override
@@ -360,7 +360,7 @@ class MicrobatchedStep(BatchStep):
         return True
 
     def _run_one(
-        self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: SupportsFloat
+        self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: Callable[[], float]
     ) -> Any:
         """What runs in a micro-batch's turn."""
         log.weigh(weight)

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from ..devices.device import needs_triton
 from ..errors import ChannelError, RemoteProtocolError, TrustError, WorkerUnreachable
 from ..model.custom_layers import BlocksRecipe
 from ..model.recipe import Recipe
@@ -111,7 +112,7 @@ def obstacles_to_compiling(equipment: Equipment, has_four_bit: bool) -> list[str
     """Why a process cannot compile the layers of its stage, each with the remedy."""
     found = []
     if "compile" not in equipment.capabilities:
-        what = "triton" if equipment.device.startswith(("cuda", "xpu")) else "a C++ compiler"
+        what = "triton" if needs_triton(equipment.device) else "a C++ compiler"
         found.append(
             f"its device {equipment.device} has nothing that `torch.compile` could use; install "
             f"{what} and Python's headers there, or take `compile` from its stage in the plan."

@@ -23,7 +23,7 @@ from ..pipeline.optimizer import (
     clip_gradients,
     gradient_norms,
 )
-from ..pipeline.recorder import Recorder, Stopwatch
+from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Action
 from ..pipeline.runner import Result, StageRunner
 from ..pipeline.stage import Stage
@@ -31,7 +31,6 @@ from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
 from ..transport.channel import Channel, Handler
 from .layers import StageLayers
-from .telemetry import Tally
 
 # Tensors of a GPU that are on their way at once: what is sent is copied to main memory first.
 _MOST_COPIES = 2
@@ -182,25 +181,17 @@ class TimedTraining:
     """Runs training actions on a device, and adds up what they take until `take`.
 
     Args:
-        device: Where the actions compute.
-        recorder: Takes their spans.
-
-    Attributes:
-        tally: What all of them took, for who looks at the worker.
+        recorder: Sums them up.
     """
 
-    def __init__(self, device: torch.device, recorder: Recorder) -> None:
-        self.tally = Tally()
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._stopwatch = Stopwatch(device)
         self._num_microbatches = 0
 
     def run(self, runner: StageRunner, action: Action) -> Result:
         """Carry out an action of the runner."""
         kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
-        self.tally.begin()
-        self._recorder.note_choice(runner.num_ready)
-        with self._stopwatch.measuring(kind), self._recorder.span(kind, action.key):
+        with self._recorder.action(kind, action.key, runner.num_ready):
             result = runner.run(action)
         if action.kind == "F" and action.key.visit == 0:
             self._num_microbatches += 1
@@ -210,7 +201,5 @@ class TimedTraining:
     def take(self, step: int) -> m.Timings:
         """What training has taken since the last time."""
         num_microbatches, self._num_microbatches = self._num_microbatches, 0
-        laps = self._stopwatch.take()
-        seconds = laps.seconds("forward"), laps.seconds("backward")
-        self.tally.note(sum(seconds))
-        return m.Timings(step, *seconds, num_microbatches)
+        laps = self._recorder.take_laps()
+        return m.Timings(step, laps.seconds("forward"), laps.seconds("backward"), num_microbatches)

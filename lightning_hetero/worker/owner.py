@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from ..devices.description import DeviceDescription
+from ..devices.device import device_for
 from ..errors import ModelError
 from ..protocol import messages as m
 
@@ -53,10 +54,8 @@ class Owner:
 
     def limit(self, device: torch.device) -> None:
         """Let the device itself see to it, where it can."""
-        if self.memory_bytes is not None and device.type == "cuda":
-            total_bytes = torch.cuda.get_device_properties(device).total_memory
-            fraction = min(1.0, self.memory_bytes / total_bytes)
-            torch.cuda.set_per_process_memory_fraction(fraction, device)
+        if self.memory_bytes is not None:
+            device_for(device).limit_memory(self.memory_bytes)
 
     def equipment(self, found: m.Equipment) -> m.Equipment:
         """What others are told of the device."""

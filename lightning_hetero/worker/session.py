@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..devices.copies import Copies, copies_for
+from ..devices.copies import Copies
+from ..devices.device import device_for
 from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
 from ..model.allowed_imports import Allowed
 from ..model.four_bit import multiply_in
@@ -185,7 +186,7 @@ class StageSession:
         self._coordinator = coordinator
         self._neighbors = Neighbors(coordinator, self._dial_neighbor)
         self._device = device
-        self._copies = copies_for(device)
+        self._copies = device_for(device).copies()
         self._deadlines = deadlines
         self._inbox: Inbox = SimpleQueue()
         self._layers = StageLayers(device, allowed, kept)
@@ -197,7 +198,7 @@ class StageSession:
         )
         self._recording = RecordedSide(coordinator, device, self._stages_beside)
         self._recorder = self._recording.recorder
-        self._timed = TimedTraining(device, self._recorder)
+        self._timed = TimedTraining(self._recorder)
         self._trained = TrainedSide(coordinator, self._runner.stage, self._layers, self._timed.take)
         self._handlers = self._handler_of_each()
 
@@ -240,9 +241,9 @@ class StageSession:
 
     def status(self) -> m.StageStatus:
         """What it does at this moment; any thread may ask."""
-        about = self.name, self._coordinator.peer, self._layers.numbered.keys()
-        step, traffic = self._runner.step, self._neighbors.traffic
-        return self._timed.tally.status(*about, self._stage_index, step, traffic)
+        layers, traffic = self._layers.numbered.keys(), self._neighbors.traffic
+        about = self._stage_index, self._runner.step
+        return self._recording.status(self.name, layers, *about, traffic)
 
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""

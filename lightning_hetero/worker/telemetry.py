@@ -1,34 +1,32 @@
-"""The worker's side of recording: what its stage does when, and how its device is.
-
-What a worker does, in a few numbers that any thread may read.
-"""
+"""The worker's side of recording: what its stage does and when, and the health of its device."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from ..devices.description import health_of, resident_bytes
 from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
 from ..transport.channel import Arrival, Channel, Handler, observe
 from ..transport.connection import Traffic
 
+# A process that knows the whole name of a session could join the session.
+_MOST_OF_NAME = 8
+
 
 class RecordedSide:
-    """Records a session's stage while its coordinator wants it.
+    """Records a session's stage while the coordinator wants a record.
 
     Args:
         coordinator: The channel to the coordinator.
-        device: Where the stage computes.
-        neighbors: The session's present channels by the numbers of the stages behind them.
+        device: Computes the stage.
+        neighbors: Returns the session's present channels with the numbers of the stages there.
 
     Attributes:
-        recorder: Takes the spans.
+        recorder: Sums up actions, and takes spans while it is switched on.
     """
 
     def __init__(
@@ -39,7 +37,6 @@ class RecordedSide:
     ) -> None:
         self.recorder = Recorder(device)
         self._coordinator = coordinator
-        self._device = device
         self._neighbors = neighbors
         self.handlers: dict[type, Handler] = {
             m.Record: self._on_record,
@@ -47,7 +44,7 @@ class RecordedSide:
         }
 
     def taking(self, arrival: Arrival, message: m.Message) -> AbstractContextManager[None]:
-        """Inside, something that has arrived is carried out."""
+        """Inside, the session carries out a message that has arrived."""
         kind = message.recorded_as
         if kind is None or not self.recorder.is_on:
             return self.recorder.nothing
@@ -61,6 +58,30 @@ class RecordedSide:
             arrival.moment_seconds,
         )
 
+    def status(
+        self,
+        session: str,
+        layers: Collection[int],
+        stage_index: int,
+        step: int,
+        links: Mapping[str, Traffic],
+    ) -> m.StageStatus:
+        """The answer to a process that asks what a stage with these layers does.
+
+        Any thread may call this.
+        """
+        return m.StageStatus(
+            run=session[:_MOST_OF_NAME],
+            coordinator=self._coordinator.peer,
+            stage_index=stage_index,
+            first_layer=max(0, min(layers, default=0)),  # the embedding is no decoder layer
+            end_layer=max(layers, default=-1) + 1,
+            step=step,
+            training_seconds=self.recorder.training_seconds,
+            busy_seconds=self.recorder.busy_seconds,
+            links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in links.items()],
+        )
+
     def _on_record(self, message: m.Record, _tensors: tuple[Tensor, ...]) -> None:
         self.recorder.switch(message.is_on, message.keeps_spans)
         for channel, peer in self._neighbors().items():
@@ -68,63 +89,5 @@ class RecordedSide:
 
     def _on_fetch_record(self, message: m.FetchRecord, _tensors: tuple[Tensor, ...]) -> None:
         totals, spans, num_dropped = self.recorder.record(message.with_spans)
-        health = health_of(self._device)
+        health = self.recorder.device.health()
         self._coordinator.send(m.StageRecord(message.number, totals, spans, num_dropped, health))
-
-
-_MOST_OF_NAME = 8
-
-
-class Tally:
-    """How long a stage has trained, and how much of that it computed.
-
-    Attributes:
-        training_seconds: From the first training action to the latest optimizer step.
-        busy_seconds: What was computed in that time.
-    """
-
-    def __init__(self) -> None:
-        self._began_seconds: float | None = None
-        self.training_seconds = 0.0
-        self.busy_seconds = 0.0
-
-    def begin(self) -> None:
-        """A training action begins."""
-        if self._began_seconds is None:
-            self._began_seconds = time.monotonic()
-
-    def note(self, busy_seconds: float) -> None:
-        """An optimizer step has ended, and so much was computed for it."""
-        if self._began_seconds is not None:
-            self.training_seconds = time.monotonic() - self._began_seconds
-            self.busy_seconds += busy_seconds
-
-    def status(
-        self,
-        session: str,
-        coordinator: str,
-        layers: Collection[int],
-        stage_index: int,
-        step: int,
-        links: Mapping[str, Traffic],
-    ) -> m.StageStatus:
-        """The answer to whoever watches a stage with these layers."""
-        return m.StageStatus(
-            # Who knows the whole name could join the session.
-            run=session[:_MOST_OF_NAME],
-            coordinator=coordinator,
-            stage_index=stage_index,
-            first_layer=max(0, min(layers, default=0)),  # the embedding is no decoder layer
-            end_layer=max(layers, default=-1) + 1,
-            step=step,
-            training_seconds=self.training_seconds,
-            busy_seconds=self.busy_seconds,
-            links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in links.items()],
-        )
-
-
-def used_bytes(device: torch.device) -> int:
-    """Memory of the device that this process takes."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    return resident_bytes()

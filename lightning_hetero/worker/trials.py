@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..devices.description import describe_device
-from ..devices.memory import free_cached_memory
+from ..devices.device import device_for
 from ..errors import ModelError
 from ..model.allowed_imports import Allowed
 from ..pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
@@ -69,7 +69,7 @@ class MeasuredSide:
     def forget(self) -> None:
         """Free the memory of what was measured."""
         self._bench = None
-        free_cached_memory(self._device)
+        device_for(self._device).free_cache()
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
         found = self._owner.description(describe_device(self._device, self._kept.num_bytes))

@@ -16,6 +16,7 @@ import time
 import torch
 
 from ..devices.description import equipment_here
+from ..devices.device import device_for
 from ..errors import ChannelError, HeteroError, ProtocolError, TrustError, WorkerError
 from ..model.allowed_imports import Allowed
 from ..pipeline.stage_layers import KEPT_SECONDS, KeptTensors
@@ -30,7 +31,6 @@ from ..transport.handshake import Identity, receive_hello
 from ..transport.tls import Credentials, secured
 from .owner import Owner
 from .session import StageSession
-from .telemetry import used_bytes
 
 
 class Lobby:
@@ -275,7 +275,7 @@ class Worker:
         self._say_welcome(connection, rules)
         status = m.Status(
             time.monotonic() - self._began_seconds,
-            used_bytes(self._device),
+            device_for(self._device).used_bytes(),
             None if session is None else session.status(),
         )
         rules.sent(status)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.devices.copies import (
-    CudaStreams,
     PlainCopies,
     StreamedCopies,
     already_here,
-    copies_for,
 )
+from lightning_hetero.devices.cuda import CudaStreams
+from lightning_hetero.devices.device import device_for
 from lightning_hetero.errors import ChannelError
 from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.protocol.buffers import SMALLEST_KEPT_BYTES
@@ -180,7 +180,7 @@ def test_the_pool_keeps_what_the_micro_batches_in_flight_need(
 
 
 def test_elsewhere_copies_are_there_at_once() -> None:
-    copies = copies_for(torch.device("cpu"))
+    copies = device_for(torch.device("cpu")).copies()
     assert isinstance(copies, PlainCopies)
     hidden = torch.ones(2, requires_grad=True)
     copy = copies.to_host([hidden])
@@ -297,7 +297,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
 def test_what_leaves_waits_for_what_was_computed_and_the_sender_for_the_copy(
     cuda: PlayedCuda,
 ) -> None:
-    copies = copies_for(GPU)
+    copies = device_for(GPU).copies()
     assert isinstance(copies, StreamedCopies)
     copy = copies.to_host([played(torch.ones(3), cuda)])
     copy.wait()
@@ -313,7 +313,7 @@ def test_what_leaves_waits_for_what_was_computed_and_the_sender_for_the_copy(
 
 
 def test_computing_waits_for_what_comes_and_no_thread_does(cuda: PlayedCuda) -> None:
-    copies = copies_for(GPU)
+    copies = device_for(GPU).copies()
     host = played(torch.ones(3), cuda)
     coming = copies.to_device([host], lambda tensors: Activation(tensors[0]))
     assert cuda.log == ["coming copies in", "coming is marked"]
@@ -324,7 +324,7 @@ def test_computing_waits_for_what_comes_and_no_thread_does(cuda: PlayedCuda) -> 
 
 
 def test_a_device_that_fails_ends_the_channel_with_its_word(cuda: PlayedCuda) -> None:
-    copy = copies_for(GPU).to_host([played(torch.ones(3), cuda)])
+    copy = device_for(GPU).copies().to_host([played(torch.ones(3), cuda)])
     cuda.is_broken = True
     with pytest.raises(ChannelError, match="illegal memory access"):
         copy.wait()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.devices.copies import StreamedCopies, copies_for
+from lightning_hetero.devices.copies import StreamedCopies
+from lightning_hetero.devices.device import device_for
 from lightning_hetero.pipeline.boundary import Activation
 
 from ..conftest import worker_process
@@ -67,7 +68,7 @@ def busy(tensor: Tensor) -> Tensor:
 
 
 def test_copies_there_and_back_bring_every_number() -> None:
-    copies = copies_for(GPU)
+    copies = device_for(GPU).copies()
     assert isinstance(copies, StreamedCopies)
     pool = copies.receive_pool()
     for value in range(20):

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator import stages as training
 from lightning_hetero.devices.copies import StreamedCopies
-from lightning_hetero.worker import session
+from lightning_hetero.devices.cpu import Cpu
 
 from ..devices.made_up_streams import MadeUpMark, MadeUpStreams
 from ..models import TinyModule, loader, trainer
@@ -64,12 +63,11 @@ def test_training_is_the_same_however_late_copies_are(
         at_once = train()
         made: list[StreamedCopies[MadeUpMark]] = []
 
-        def late_copies(_device: torch.device) -> StreamedCopies[MadeUpMark]:
+        def late_copies(_device: Cpu) -> StreamedCopies[MadeUpMark]:
             made.append(StreamedCopies(LateStreams()))
             return made[-1]
 
-        for module in (training, session):
-            monkeypatch.setattr(module, "copies_for", late_copies)
+        monkeypatch.setattr(Cpu, "copies", late_copies)
         late = train()
     assert len(made) == 3
     assert late[0] == at_once[0]

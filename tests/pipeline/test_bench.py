@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.devices.memory import is_out_of_memory, metering
+from lightning_hetero.devices.device import device_for, is_out_of_memory
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.bench import (
     Bench,
@@ -112,7 +112,7 @@ def test_the_median_of_blocks_is_of_their_means() -> None:
 
 def test_tensors_are_counted_while_they_live() -> None:
     before = torch.ones(100)
-    with metering(CPU) as meter:
+    with device_for(CPU).metering() as meter:
         kept = before * 2
         assert meter.taken_bytes() == 400
         view = kept[:50]

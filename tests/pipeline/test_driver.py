@@ -146,7 +146,7 @@ class Pipeline:
         work = [
             MicrobatchStep(
                 lambda tokens=tokens: self.training_step(self.model, self.hand_over, tokens),  # type: ignore[misc]
-                factor,
+                partial(float, factor),
             )
             for tokens, factor in zip(inputs, factors, strict=True)
         ]
@@ -571,7 +571,9 @@ class ExpertsPipeline:
         return returned.hidden, returned.collected
 
     def run(self, losses: Sequence[Callable[[Any], Any]]) -> list[Any]:
-        work = [MicrobatchStep(partial(loss, self.model), 1 / len(losses)) for loss in losses]
+        work = [
+            MicrobatchStep(partial(loss, self.model), lambda: 1 / len(losses)) for loss in losses
+        ]
         results = self.driver.run(1, work, 2, accumulate=False)
         self.driver.gradients.publish()
         return results

@@ -302,7 +302,7 @@ def test_nobody_waits_for_labels_to_be_counted_before_a_weight_is_used() -> None
     weights = loss_weights(batches, "labels", [3, 1], StreamedCopies(streams))
     second = weights.of(1, scale=3.0)
     assert counted == []
-    assert float(second) == pytest.approx(1.0)
+    assert second() == pytest.approx(1.0)
     assert counted == [True]
 
 

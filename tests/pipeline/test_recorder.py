@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hetero.pipeline.recorder import APPLY, MOST_SPANS, Recorder
+from lightning_hetero.pipeline.recorder import APPLY, MOST_SPANS, ActionKind, Recorder
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol.fields import Span, SpanKind
 
@@ -19,6 +19,10 @@ class Stage:
 
     def spend(self, kind: SpanKind, seconds: float, message: str = "") -> None:
         with self.recorder.span(kind, Key(0), message):
+            self.seconds += seconds
+
+    def act(self, kind: ActionKind, seconds: float, num_ready: int = 0) -> None:
+        with self.recorder.action(kind, Key(0), num_ready):
             self.seconds += seconds
 
     def begin(self, is_training: bool = True) -> None:
@@ -124,6 +128,48 @@ def test_switched_off_it_costs_nothing_and_keeps_its_sums(stage: Stage) -> None:
     assert stage.recorder.span("forward") is Recorder.nothing
     totals, spans, _ = stage.recorder.record(with_spans=True)
     assert (totals.step_seconds, spans) == (1.0, [])
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_actions_are_summed_up_by_kind_whether_spans_are_recorded_or_not(is_on: bool) -> None:
+    stage = Stage()
+    stage.recorder.switch(is_on, keeps_spans=False)
+    stage.begin()
+    for _ in range(3):
+        stage.act("forward", 2.0)
+    stage.spend("forward", 50.0)  # of an evaluation: no action of the stage's own
+    with pytest.raises(ValueError, match="wrong"), stage.recorder.action("backward", Key(0)):
+        raise ValueError("wrong")
+    laps = stage.recorder.take_laps()
+    assert (laps.count("forward"), laps.count("backward")) == (3, 0)
+    assert laps.seconds("forward") == laps.total_seconds == 6.0
+    assert stage.recorder.take_laps().count("forward") == 0
+
+
+def test_training_time_runs_from_the_first_action(stage: Stage) -> None:
+    stage.seconds += 100.0
+    stage.recorder.take_laps()
+    assert stage.recorder.training_seconds == 0
+    stage.act("forward", 2.0)
+    stage.seconds += 1.0
+    stage.act("backward", 3.0)
+    stage.recorder.take_laps()
+    assert (stage.recorder.training_seconds, stage.recorder.busy_seconds) == (6.0, 5.0)
+
+
+def test_an_action_is_a_span_too_and_a_choice(stage: Stage) -> None:
+    stage.begin()
+    stage.act("loss", 2.0, num_ready=3)
+    totals, [span], _ = stage.recorder.record(with_spans=True)
+    assert (span.kind, span.microbatch, totals.seconds) == ("loss", 0, {"loss": 2.0})
+    assert (totals.num_ready, totals.num_choices) == (3, 1)
+
+
+def test_many_actions_are_summed_up_before_they_are_asked_for() -> None:
+    stage = Stage()
+    for _ in range(5000):
+        stage.act("forward", 1.0)
+    assert stage.recorder.take_laps().count("forward") == 5000
 
 
 def test_no_more_spans_are_kept_than_fit_into_a_message(stage: Stage) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -111,7 +112,7 @@ def publish_one(
     """What one name's values, one per micro-batch, become."""
     log, logged = StepLog(BatchMetrics()), Logged()
     for value, weight in zip(values, weights, strict=True):
-        log.weigh(weight)
+        log.weigh(partial(float, weight))
         log.log("name", value, **kwargs)
     log.publish(logged)
     [(name, value, args, found)] = logged.calls
@@ -162,7 +163,7 @@ def test_a_name_logged_only_without_weight_is_still_logged() -> None:
 def test_batch_sizes_add_up_to_the_batchs() -> None:
     log, logged = StepLog(BatchMetrics()), Logged()
     for batch_size in (3, 2):
-        log.weigh(0.5)
+        log.weigh(partial(float, 0.5))
         log.log("name", 1.0, batch_size=batch_size, prog_bar=True)
     log.publish(logged)
     assert logged.calls[0][3] == {"batch_size": 5, "prog_bar": True}
@@ -178,7 +179,7 @@ def test_a_metric_object_is_logged_once_as_itself() -> None:
 def test_names_are_logged_in_the_order_of_their_first_appearance() -> None:
     log, logged = StepLog(BatchMetrics()), Logged()
     for names in (("b", "a"), ("b", "c")):
-        log.weigh(0.5)
+        log.weigh(partial(float, 0.5))
         for name in names:
             log.log(name, 1.0)
     log.publish(logged)
@@ -188,7 +189,7 @@ def test_names_are_logged_in_the_order_of_their_first_appearance() -> None:
 def test_a_name_that_a_micro_batch_logs_twice_is_logged_twice() -> None:
     log, logged = StepLog(BatchMetrics()), Logged()
     for factor in (1.0, 3.0):
-        log.weigh(0.5)
+        log.weigh(partial(float, 0.5))
         log.log("name", factor)
         log.log("name", 10 * factor, prog_bar=True)
     log.publish(logged)
@@ -202,10 +203,10 @@ def test_a_logged_tensor_keeps_no_graph() -> None:
 
 def test_each_threads_microbatch_has_its_own_weight() -> None:
     log, logged = StepLog(BatchMetrics()), Logged()
-    log.weigh(0.75)
+    log.weigh(partial(float, 0.75))
 
     def other_microbatch() -> None:
-        log.weigh(0.25)
+        log.weigh(partial(float, 0.25))
         log.log("name", 1.0)
 
     thread = threading.Thread(target=other_microbatch)
@@ -227,7 +228,7 @@ def test_values_that_are_the_losses_are_known() -> None:
 def test_where_losses_add_up_what_is_logged_of_them_does_too() -> None:
     log = StepLog(BatchMetrics(), adds_losses=True)
     for loss, weight in ((torch.tensor(1.0), 0.75), (torch.tensor(3.0), 0.25)):
-        log.weigh(weight)
+        log.weigh(partial(float, weight))
         log.log("loss", loss)
         log.log("accuracy", float(loss) / 4)
         log.note_loss(loss)

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.pipeline.recorder import Stopwatch
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.strategy.replan import STEPS_BETWEEN_MOVES, Watch
@@ -109,16 +107,3 @@ def test_steps_of_which_somebody_does_not_tell_are_passed_over() -> None:
     pass_steps(told, watch, 20, 0.03, 0.03)
     assert pass_steps(told, watch, 20, 0.12) == []
     assert len(pass_steps(told, watch, 20, 0.03, 0.12)) == 1
-
-
-def test_a_stopwatch_adds_up_by_kind_and_begins_anew() -> None:
-    stopwatch = Stopwatch(torch.device("cpu"))
-    for _ in range(3):
-        with stopwatch.measuring("forward"):
-            pass
-    with pytest.raises(ValueError, match="wrong"), stopwatch.measuring("backward"):
-        raise ValueError("wrong")
-    laps = stopwatch.take()
-    assert (laps.count("forward"), laps.count("backward")) == (3, 0)
-    assert laps.seconds("forward") > 0
-    assert stopwatch.take().count("forward") == 0

@@ -10,15 +10,16 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from lightning_hetero.devices import arenas, memory
+from lightning_hetero.devices import cpu, main_memory
 from lightning_hetero.devices.description import describe_device
+from lightning_hetero.devices.device import device_for
 
 NUM_THREADS = 3
 
 COUNT_ARENAS = f"""
 import ctypes, os, runpy, sys, tempfile, threading
 
-share = runpy.run_path({arenas.__file__!r})["share_one_arena"]
+share = runpy.run_path({main_memory.__file__!r})["share_one_arena"]
 shared = share() if "share" in sys.argv else None
 libc = ctypes.CDLL(None)
 libc.fdopen.restype = ctypes.c_void_p
@@ -43,7 +44,7 @@ with tempfile.TemporaryFile() as file:
 FREE_WHAT_LIES_BELOW = f"""
 import ctypes, os, runpy
 
-give_back = runpy.run_path({arenas.__file__!r})["give_back_free_memory"]
+give_back = runpy.run_path({main_memory.__file__!r})["give_back_free_memory"]
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 
@@ -82,7 +83,7 @@ def run_in_a_new_process(
     return done.stdout.split()
 
 
-@pytest.mark.skipif(not arenas._is_glibc(), reason="the C library is not glibc")
+@pytest.mark.skipif(not main_memory._is_glibc(), reason="the C library is not glibc")
 class TestArenas:
     def test_a_thread_has_its_own_by_default(self) -> None:
         assert count_arenas() == ["None", str(NUM_THREADS + 1)]
@@ -94,7 +95,7 @@ class TestArenas:
         assert count_arenas("share", MALLOC_ARENA_MAX="2") == ["False", "2"]
 
 
-@pytest.mark.skipif(not arenas._is_glibc(), reason="the C library is not glibc")
+@pytest.mark.skipif(not main_memory._is_glibc(), reason="the C library is not glibc")
 def test_what_lies_below_something_in_use_is_given_back() -> None:
     before, is_given, after = run_in_a_new_process(FREE_WHAT_LIES_BELOW)
     assert is_given == "True"
@@ -103,10 +104,10 @@ def test_what_lies_below_something_in_use_is_given_back() -> None:
 
 def test_a_processor_keeps_nothing_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(memory, "give_back_free_memory", lambda: asked.append(True))
-    memory.free_cached_memory(torch.device("meta"))
+    monkeypatch.setattr(cpu, "give_back_free_memory", lambda: asked.append(True))
+    device_for(torch.device("meta")).free_cache()
     assert not asked
-    memory.free_cached_memory(torch.device("cpu"))
+    device_for(torch.device("cpu")).free_cache()
     assert len(asked) == 1
     describe_device(torch.device("cpu"))
     assert len(asked) == 2
@@ -115,5 +116,5 @@ def test_a_processor_keeps_nothing_that_is_free(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_done_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     monkeypatch.setattr(os, "confstr", lambda _: None)
-    assert not arenas.share_one_arena.__wrapped__()
-    assert not arenas.give_back_free_memory()
+    assert not main_memory.share_one_arena.__wrapped__()
+    assert not main_memory.give_back_free_memory()

@@ -1,0 +1,392 @@
+"""The device: one class per backend, and `device_for`, which picks it for a `torch.device`.
+
+No other module tests for a kind of device. It asks the `Device` for memory, copies, random
+generators, timing and description:
+
+    cpu.py     Cpu    main memory; a call returns when its work is done
+    cuda.py    Cuda   CUDA and ROCm: streams, events, sensors
+    xpu.py     Xpu    Intel GPUs: torch's allocator, no copy streams
+    mps.py     Mps    Apple GPUs: main memory, work that runs on after a call has returned
+
+To add a backend, write one file with one class, and import the file in ``devices/__init__``:
+
+    class Npu(Accelerator, device_type="npu"):
+        out_of_memory_texts = ("NPU out of memory",)
+
+The class overrides what `Device` does not know. `Accelerator` fits where ``torch.npu`` has the
+functions of ``torch.cuda``. Without any class, the package uses `Device` itself: it trains, counts
+tensors for memory, and synchronizes for timing.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ..errors import StageFailed
+from .copies import Copies, PlainCopies
+from .main_memory import free_main_memory, peak_resident_bytes, resident_bytes
+
+Clock = Callable[[], float]
+
+BACKENDS: dict[str, type[Device]] = {}
+"""The backends by torch's names for their device types."""
+
+
+class MemoryMeter(Protocol):
+    """Counts memory from the moment it began."""
+
+    def taken_bytes(self) -> int:
+        """Bytes that are taken now and were not at the beginning."""
+
+    def peak_bytes(self) -> int:
+        """The most bytes taken at once since the beginning, or since the last `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Begin a new peak at the bytes that are taken now."""
+
+
+class Moment(Protocol):
+    """A moment in the work of a device."""
+
+    def seconds_after(self, earlier: Any) -> float:
+        """Seconds since an earlier moment of the same device; waits until this one is reached."""
+
+
+class Device:
+    """A device of which only torch's general functions are known; backends derive from it.
+
+    Attributes:
+        device_type: torch's name for the kind of device.
+        out_of_memory_texts: Parts of the messages that torch raises when memory is short.
+        overcommits: Whether the system hands out more memory than there is, and then swaps.
+        needs_triton: Whether `torch.compile` makes programs for such a device with triton.
+        has_flash_attention: Whether flash attention could run on such a device.
+        trial_size: Rows of the matrices that a trial of a dtype multiplies.
+    """
+
+    device_type: ClassVar[str] = ""
+    out_of_memory_texts: ClassVar[tuple[str, ...]] = ("out of memory",)
+    overcommits: ClassVar[bool] = False
+    needs_triton: ClassVar[bool] = True
+    has_flash_attention: ClassVar[bool] = True
+    # Large enough to keep a GPU busy.
+    trial_size: ClassVar[int] = 2048
+
+    def __init_subclass__(cls, device_type: str = "") -> None:
+        if device_type:
+            cls.device_type = device_type
+            BACKENDS[device_type] = cls
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        # torch's module for this kind, such as `torch.cuda`.
+        self._library: Any = getattr(torch, torch_device.type, None)
+
+    @property
+    def memory_name(self) -> str:
+        """The memory that the device computes in; devices of a machine may share one."""
+        return str(self.torch_device)
+
+    def total_bytes(self) -> int:
+        """Bytes of the device's memory; 0 if unknown."""
+        return 0
+
+    def used_bytes(self) -> int:
+        """Bytes of the device's memory that this process takes."""
+        return resident_bytes()
+
+    def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
+        """Bytes that training could take, and bytes that this process takes besides.
+
+        Args:
+            kept_bytes: Bytes that the process holds and frees as soon as they are needed.
+        """
+        self.free_cache()  # memory that a former run has freed is not taken
+        return free_main_memory() + kept_bytes, max(0, resident_bytes() - kept_bytes)
+
+    def metering(self) -> AbstractContextManager[MemoryMeter]:
+        """Inside, count the tensors of this thread while they live.
+
+        Memory that an operation takes and frees within itself is not counted.
+        """
+        return _TensorCount(self.torch_device)
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Make the device refuse this process more memory, where it can."""
+
+    def free_cache(self) -> None:
+        """Return cached memory of the allocator to the device."""
+        if hasattr(self._library, "empty_cache"):
+            self._library.empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work so far."""
+        if hasattr(self._library, "synchronize"):
+            self._library.synchronize(self.torch_device)
+
+    def moment(self, clock: Clock = time.perf_counter) -> Moment:
+        """The moment at which the device has done all work so far.
+
+        A device without events waits for it here and reads the clock.
+        """
+        self.synchronize()
+        return ClockMoment(clock())
+
+    def copies(self) -> Copies:
+        """Copies between the device and main memory."""
+        return PlainCopies(self.torch_device)
+
+    @classmethod
+    def generator_states(cls) -> list[Tensor]:
+        """The states of the generators of all devices of this kind that are in use.
+
+        The call does not initialize a device.
+        """
+        return []
+
+    @classmethod
+    def restore_generators(cls, states: list[Tensor]) -> None:
+        """Set the generators to states that `generator_states` returned."""
+
+    @classmethod
+    def seed_generators(cls, seed: int) -> None:
+        """Seed the generators of all devices of this kind that are in use."""
+
+    # Description
+
+    @property
+    def name(self) -> str:
+        """The product's name."""
+        if hasattr(self._library, "get_device_name"):
+            return str(self._library.get_device_name(self.torch_device))
+        return f"{self.torch_device.type} of {processor_name()}"
+
+    @property
+    def title(self) -> str:
+        """The name, with whatever else decides the device's speed."""
+        return self.name
+
+    @classmethod
+    def versions(cls) -> dict[str, str | None]:
+        """Versions of the libraries that torch was built with for this kind of device."""
+        return {}
+
+    def health(self) -> dict[str, float]:
+        """Memory and sensors, by names that end in their units; unreadable ones are left out."""
+        return {
+            "memory_bytes": float(resident_bytes()),
+            "memory_peak_bytes": float(peak_resident_bytes()),
+        }
+
+
+class Accelerator(Device):
+    """A device with its own allocator, whose torch module has the functions of `torch.cuda`."""
+
+    def total_bytes(self) -> int:
+        return int(self._library.get_device_properties(self.torch_device).total_memory)
+
+    def used_bytes(self) -> int:
+        return int(self._library.memory_reserved(self.torch_device))
+
+    def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
+        # Reserved memory includes ``kept_bytes``. The driver's own share is not in ``free_bytes``.
+        free_bytes, _ = self._library.mem_get_info(self.torch_device)
+        return free_bytes + self.used_bytes(), 0
+
+    @contextmanager
+    def metering(self) -> Iterator[MemoryMeter]:
+        """Inside, ask the allocator for the memory that is taken."""
+        yield _AllocatorMeter(self)
+
+    def allocated_bytes(self) -> int:
+        """Bytes of living tensors."""
+        return int(self._library.memory_allocated(self.torch_device))
+
+    def peak_bytes(self) -> int:
+        """The most bytes of living tensors at once since the last `reset_peak`."""
+        return int(self._library.max_memory_allocated(self.torch_device))
+
+    def reset_peak(self) -> None:
+        """Begin a new peak."""
+        self._library.reset_peak_memory_stats(self.torch_device)
+
+    def limit_memory(self, num_bytes: int) -> None:
+        if hasattr(self._library, "set_per_process_memory_fraction"):
+            fraction = min(1.0, num_bytes / self.total_bytes())
+            self._library.set_per_process_memory_fraction(fraction, self.torch_device)
+
+    def health(self) -> dict[str, float]:
+        found = {
+            "memory_bytes": float(self.allocated_bytes()),
+            "memory_peak_bytes": float(self.peak_bytes()),
+        }
+        return found | self.sensors()
+
+    def sensors(self) -> dict[str, float]:
+        """Degrees and watts, as far as they can be read."""
+        return {}
+
+    @classmethod
+    def _module(cls) -> Any:
+        return getattr(torch, cls.device_type)
+
+    @classmethod
+    def generator_states(cls) -> list[Tensor]:
+        library = cls._module()
+        return list(library.get_rng_state_all()) if library.is_initialized() else []
+
+    @classmethod
+    def restore_generators(cls, states: list[Tensor]) -> None:
+        cls._module().set_rng_state_all(states)
+
+    @classmethod
+    def seed_generators(cls, seed: int) -> None:
+        library = cls._module()
+        if library.is_initialized():
+            library.manual_seed_all(seed)
+
+
+def device_for(torch_device: torch.device) -> Device:
+    """The device, as an object of its backend's class."""
+    return BACKENDS.get(torch_device.type, Device)(torch_device)
+
+
+def needs_triton(device_name: str) -> bool:
+    """Whether `torch.compile` needs triton for a device of such a name, like ``cuda:0``."""
+    return BACKENDS.get(device_name.partition(":")[0], Device).needs_triton
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is short, on a device of any kind."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    texts = [text for kind in BACKENDS.values() for text in kind.out_of_memory_texts]
+    may_say_so = isinstance(error, (RuntimeError, StageFailed))
+    return may_say_so and any(text in str(error) for text in texts)
+
+
+@contextmanager
+def forked_generators() -> Iterator[None]:
+    """Inside, anything may draw or seed; afterwards all generators in use are as before."""
+    states = {kind: kind.generator_states() for kind in BACKENDS.values()}
+    try:
+        yield
+    finally:
+        for kind, before in states.items():
+            kind.restore_generators(before)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of all devices in use.
+
+    `torch.manual_seed` does so too, but records a traceback for each kind of device that is not in
+    use: half a millisecond under Lightning.
+    """
+    for kind in BACKENDS.values():
+        kind.seed_generators(seed)
+
+
+def processor_name() -> str:
+    """The product name of this machine's processor."""
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        for line in cpu_info.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class ClockMoment:
+    """A moment that a clock of this process showed."""
+
+    seconds: float
+
+    def seconds_after(self, earlier: ClockMoment) -> float:
+        return self.seconds - earlier.seconds
+
+
+class _AllocatorMeter:
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
+        device.synchronize()
+        device.reset_peak()
+        self._start = device.allocated_bytes()
+
+    def taken_bytes(self) -> int:
+        return max(0, self._device.allocated_bytes() - self._start)
+
+    def peak_bytes(self) -> int:
+        return max(0, self._device.peak_bytes() - self._start)
+
+    def reset_peak(self) -> None:
+        self._device.reset_peak()
+
+
+class _TensorCount(TorchDispatchMode):
+    """Sees the tensors that each operation of this thread returns, in forward and backward."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = torch_device.type
+        self._alive: dict[int, weakref.finalize[Any, Any]] = {}
+        self._taken = self._peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        # An operation in place, or one that returns a view, takes no memory.
+        given = {_storage(t)._cdata for t in tree_iter((args, kwargs)) if self._counts(t)}
+        for tensor in tree_iter(result):
+            if self._counts(tensor) and _storage(tensor)._cdata not in given:
+                self._note(_storage(tensor))
+        return result
+
+    def taken_bytes(self) -> int:
+        return self._taken
+
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self._taken
+
+    def _counts(self, value: Any) -> bool:
+        return (
+            isinstance(value, Tensor)
+            and value.device.type == self._device_type
+            and value.layout is torch.strided
+        )
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._alive:
+            return
+        num_bytes = storage.nbytes()
+        self._taken += num_bytes
+        self._peak = max(self._peak, self._taken)
+        forget = weakref.finalize(storage, self._forget, storage._cdata, num_bytes)
+        forget.atexit = False
+        self._alive[storage._cdata] = forget
+
+    def _forget(self, identity: int, num_bytes: int) -> None:
+        self._taken -= num_bytes
+        del self._alive[identity]
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()

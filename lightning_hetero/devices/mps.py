@@ -1,0 +1,50 @@
+"""Apple GPUs: they share main memory, and work runs on after a call has returned.
+
+Moments are taken by waiting for the device. torch's events of this backend may be asked for a
+time only once, and the copies to main memory wait for the device anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .device import Device
+from .main_memory import resident_bytes
+
+
+class Mps(Device, device_type="mps"):
+    """The GPU of an Apple machine."""
+
+    out_of_memory_texts = ("MPS backend out of memory",)
+
+    @property
+    def memory_name(self) -> str:
+        return "main"
+
+    def total_bytes(self) -> int:
+        return torch.mps.recommended_max_memory()
+
+    def used_bytes(self) -> int:
+        # Metal's memory may be missing in what the system calls resident.
+        return max(resident_bytes(), torch.mps.driver_allocated_memory())
+
+    def limit_memory(self, num_bytes: int) -> None:
+        torch.mps.set_per_process_memory_fraction(min(1.0, num_bytes / self.total_bytes()))
+
+    def synchronize(self) -> None:
+        torch.mps.synchronize()
+
+    @classmethod
+    def generator_states(cls) -> list[Tensor]:
+        return [torch.mps.get_rng_state()] if torch.backends.mps.is_available() else []
+
+    @classmethod
+    def restore_generators(cls, states: list[Tensor]) -> None:
+        for state in states:
+            torch.mps.set_rng_state(state)
+
+    @classmethod
+    def seed_generators(cls, seed: int) -> None:
+        if torch.backends.mps.is_available():
+            torch.mps.manual_seed(seed)

@@ -1,0 +1,27 @@
+"""Intel GPUs. Copies take no streams of their own: they are made where the call stands."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from .device import Accelerator
+
+
+class Xpu(Accelerator, device_type="xpu"):
+    """One Intel GPU."""
+
+    out_of_memory_texts = ("out of memory", "OUT_OF_DEVICE_MEMORY")
+
+    def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
+        # Some drivers, and torch before 2.8, do not tell what other processes take.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return super().free_and_base_bytes(kept_bytes)
+        return self.total_bytes(), 0
+
+    def sensors(self) -> dict[str, float]:
+        # To read the power would take 100 ms.
+        with contextlib.suppress(ImportError, RuntimeError, AttributeError):
+            return {"temperature_celsius": float(torch.xpu.temperature(self.torch_device))}
+        return {}

@@ -1,0 +1,270 @@
+"""A backend is one class: here is a new one, and the others with a torch that is played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetero.devices import device as device_module
+from lightning_hetero.devices.cuda import Cuda
+from lightning_hetero.devices.description import describe_device, equipment_here
+from lightning_hetero.devices.device import (
+    BACKENDS,
+    Clock,
+    ClockMoment,
+    Device,
+    device_for,
+    forked_generators,
+    is_out_of_memory,
+    needs_triton,
+    seed_generators,
+)
+from lightning_hetero.devices.mps import Mps
+from lightning_hetero.devices.xpu import Xpu
+from lightning_hetero.pipeline.recorder import Recorder
+from lightning_hetero.pipeline.rule import Key
+
+META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def only_the_present_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = dict(BACKENDS)
+    yield
+    BACKENDS.clear()
+    BACKENDS.update(before)
+
+
+def abacus() -> type[Device]:
+    """A backend in one class: an abacus, whose tensors are those that torch only plans."""
+
+    class Abacus(Device, device_type="meta"):
+        out_of_memory_texts = ("no beads left",)
+        generator = torch.Generator()
+        now_seconds = 0.0
+
+        @property
+        def name(self) -> str:
+            return "Abacus 3000"
+
+        @property
+        def memory_name(self) -> str:
+            return "beads"
+
+        def total_bytes(self) -> int:
+            return 10_000
+
+        def free_and_base_bytes(self, kept_bytes: int) -> tuple[int, int]:
+            return 9_000 + kept_bytes, 1_000
+
+        def moment(self, clock: Clock = lambda: 0.0) -> ClockMoment:
+            return ClockMoment(Abacus.now_seconds)
+
+        @classmethod
+        def generator_states(cls) -> list[Tensor]:
+            return [cls.generator.get_state()]
+
+        @classmethod
+        def restore_generators(cls, states: list[Tensor]) -> None:
+            cls.generator.set_state(states[0])
+
+        @classmethod
+        def seed_generators(cls, seed: int) -> None:
+            cls.generator.manual_seed(seed)
+
+        @classmethod
+        def versions(cls) -> dict[str, str | None]:
+            return {"Abacus": "3.1"}
+
+    return Abacus
+
+
+def test_a_new_backend_is_found_by_its_device_type() -> None:
+    kind = abacus()
+    assert type(device_for(META)) is kind
+    assert is_out_of_memory(RuntimeError("There are no beads left."))
+    assert needs_triton("meta:0")
+
+
+def test_a_new_backend_describes_itself() -> None:
+    abacus()
+    equipment = equipment_here(META)
+    assert (equipment.device_name, equipment.memory_bytes) == ("Abacus 3000", 10_000)
+    assert equipment.versions["Abacus"] == "3.1"
+    described = describe_device(META, kept_bytes=5)
+    assert described.memory.endswith("/beads")
+    assert (described.free_bytes, described.base_bytes) == (9_005, 1_000)
+
+
+def test_memory_of_a_new_backend_is_metered_by_its_tensors() -> None:
+    abacus()
+    with device_for(META).metering() as meter:
+        kept = torch.ones(1000, device=META) * 2
+        assert meter.taken_bytes() == kept.nbytes
+    assert meter.peak_bytes() == 2 * kept.nbytes
+
+
+def test_generators_of_a_new_backend_are_forked_and_seeded() -> None:
+    generator: torch.Generator = abacus().generator  # type: ignore[attr-defined]
+    before = generator.get_state()
+    with forked_generators():
+        seed_generators(7)
+        first = torch.rand(3, generator=generator)
+        seed_generators(7)
+        assert torch.equal(first, torch.rand(3, generator=generator))
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_the_recorder_takes_the_time_of_a_new_backend() -> None:
+    kind: Any = abacus()
+    recorder = Recorder(META)
+    with recorder.action("forward", Key(0)):
+        kind.now_seconds += 3.0
+    assert recorder.take_laps().seconds("forward") == 3.0
+
+
+def test_a_device_without_a_backend_has_its_tensors_counted() -> None:
+    assert type(device_for(META)) is Device
+    with device_for(META).metering() as meter:
+        kept = torch.ones(10, device=META)
+        assert meter.taken_bytes() == kept.nbytes
+    assert device_for(META).moment().seconds_after(ClockMoment(0.0)) > 0
+
+
+class PlayedLibrary:
+    """The part of `torch.cuda` or `torch.xpu` that generators, memory and timing use."""
+
+    def __init__(self, is_initialized: bool) -> None:
+        self.is_initialized = lambda: is_initialized
+        self.states = [torch.tensor([1]), torch.tensor([2])]
+        self.seeds: list[int] = []
+        self.num_synchronized = 0
+
+    def get_rng_state_all(self) -> list[Tensor]:
+        return list(self.states)
+
+    def set_rng_state_all(self, states: list[Tensor]) -> None:
+        self.states = list(states) or self.states
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.seeds.append(seed)
+        self.states = [torch.tensor([seed])] * 2
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self.num_synchronized += 1
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 300
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 700, 1000
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_generators_of_gpus_in_use_are_forked_and_seeded(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    library = PlayedLibrary(is_initialized=True)
+    monkeypatch.setattr(torch, kind, library)
+    with forked_generators():
+        seed_generators(5)
+        assert [int(state) for state in library.states] == [5, 5]
+    assert [int(state) for state in library.states] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_generators_of_gpus_that_are_not_in_use_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    library = PlayedLibrary(is_initialized=False)
+    monkeypatch.setattr(torch, kind, library)
+    with forked_generators():
+        seed_generators(5)
+    assert library.seeds == []
+
+
+def test_the_generator_of_an_apple_gpu_is_forked_and_seeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played: dict[str, Any] = {"state": torch.tensor([1])}
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: played["state"])
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: played.update(state=state))
+    monkeypatch.setattr(
+        torch.mps, "manual_seed", lambda seed: played.update(state=torch.tensor([seed]))
+    )
+    with forked_generators():
+        seed_generators(9)
+        assert int(played["state"]) == 9
+    assert int(played["state"]) == 1
+
+
+def test_a_seed_draws_what_manual_seed_draws() -> None:
+    with forked_generators():
+        torch.manual_seed(11)
+        expected = torch.rand(4)
+        seed_generators(11)
+        assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("kind", [Mps, Xpu])
+def test_a_moment_without_events_waits_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Device]
+) -> None:
+    library = PlayedLibrary(is_initialized=True)
+    monkeypatch.setattr(torch, kind.device_type, library)
+    found = device_for(torch.device(kind.device_type, 0))
+    start = found.moment(lambda: 2.0)
+    assert library.num_synchronized == 1
+    assert found.moment(lambda: 5.0).seconds_after(start) == 3.0
+    assert library.num_synchronized == 2
+
+
+class PlayedEvent:
+    """An event whose stream reaches it when a thread waits for it."""
+
+    now_milliseconds = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.milliseconds = 0.0
+        self.is_reached = False
+
+    def record(self, stream: object) -> None:
+        self.milliseconds = PlayedEvent.now_milliseconds
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+    def elapsed_time(self, end: PlayedEvent) -> float:
+        assert end.is_reached
+        return end.milliseconds - self.milliseconds
+
+
+def test_a_moment_of_a_gpu_with_events_is_waited_for_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    gpu = Cuda(torch.device("cuda", 0))
+    start = gpu.moment()
+    PlayedEvent.now_milliseconds += 1500
+    assert gpu.moment().seconds_after(start) == 1.5
+
+
+def test_memory_of_an_intel_gpu_whose_driver_tells_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "xpu", PlayedLibrary(is_initialized=True))
+    assert Xpu(torch.device("xpu", 0)).free_and_base_bytes(0) == (1000, 0)
+
+
+def test_the_name_of_a_device_without_one_is_that_of_its_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_module, "processor_name", lambda: "Apple M9")
+    assert device_for(torch.device("mps")).name == "mps of Apple M9"
