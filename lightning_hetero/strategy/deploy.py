@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from ..coordinator.deployment import Deployment, imports_of
 from ..coordinator.progress import progress_of_bytes
-from ..coordinator.stages import Coordinator
+from ..coordinator.session import Coordinator
 from ..coordinator.whole_batches import BatchOptions
 from ..coordinator.workers import Fleet
 from ..model.layers import DecoderLayer, other_layer_lists
@@ -84,7 +84,7 @@ class Deployer:
     ) -> Deployment:
         """Send layers as this plan has them, over connections that are there."""
         coordinator.serve(workers_of(plan), plan.coordinator_narrowing)
-        coordinator.progress = partial(progress_of_bytes, self.module.trainer)
+        coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         converts_weights = not isinstance(self.plugin, MixedPrecision)
         deployment = Deployment(
             self.module,
@@ -102,7 +102,7 @@ class Deployer:
     def bring_weights_here(self, deployment: Deployment | None) -> None:
         """Read what this process needs of a model whose weights are still in their checkpoint."""
         weights = weights_in_checkpoint(self.module)
-        hollow = {} if deployment is None else deployment.names_of
+        hollow = {} if deployment is None else deployment.tensors.names_of
         if weights is not None:
             for name in bring_here(self.module, weights, hollow, self.device):
                 logger.debug("reading %s", name)
@@ -123,7 +123,7 @@ class Deployer:
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
             rank_zero_info("no worker would make it faster, so the model runs here alone")
-            coordinator.keep([])
+            coordinator.connections.keep([])
             self.fleet.end(self.deadlines)
             return self.carry_out(plan, layers, coordinator) if self._cuts_batches(plan) else None
 

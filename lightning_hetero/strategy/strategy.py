@@ -249,7 +249,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             moves = self._replan and moves_layers(module)
             self._watch = Watch(deployment, self.plan_choice.profile, stopwatch, moves)
         if self._figures is None:
-            tokens, slowest = deployment.coordinator, self._slowest_stage
+            tokens, slowest = deployment.coordinator.stages, self._slowest_stage
             self._figures = TrainingFigures(module.trainer, lambda: tokens.num_tokens, slowest)
 
     def _slowest_stage(self) -> str:
@@ -282,7 +282,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         if self._deployment is None or self._reader is None:
             return step(*args, **kwargs)
         batch, *rest = (*args, *kwargs.values())
-        with self._deployment.batch_of(self._reader.count(batch, rest)):
+        with self._deployment.hand_overs.batch_of(self._reader.count(batch, rest)):
             result = step(*args, **kwargs)
         self._deployment.check_forward_finished()
         return result
@@ -316,7 +316,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
         """Of a whole batch; the micro-batches of a cut step have had theirs."""
         if self._deployment is None or self._cuts_step:
             return nullcontext()
-        return self._deployment.coordinator.recorder.span("backward")
+        return self._deployment.coordinator.telemetry.recorder.span("backward")
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients, here and on the workers, so that their 2-norm together is at most
@@ -384,7 +384,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
     ) -> None:
         """What `StageWeightAveraging` asks the stages to do with the averages of their weights."""
         if self._deployment is not None:
-            self._deployment.coordinator.average_weights(action, num_averaged, decay)
+            self._deployment.coordinator.optimizer.average_weights(action, num_averaged, decay)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -408,7 +408,7 @@ class HeteroPipelineStrategy(CheckpointingStrategy):
             if deployment is not None:
                 steps = None if training is None else training.remote_steps
                 self._gathering.note_loss(give_back(deployment, steps, self._remedy()))
-            if deployment is None or deployment.loss is None:
+            if deployment is None or deployment.tensors.loss is None:
                 self._leave_weights()
             super().teardown()
         finally:

@@ -156,19 +156,19 @@ class MicrobatchedStep:
         self._first_check: FirstBatchCheck | None = FirstBatchCheck(
             module, deployment, loss_weighting, options.check
         )
-        self._copies = deployment.coordinator.copies
+        self._copies = deployment.coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
         self.stopwatch = Stopwatch(module.trainer.strategy.root_device)
         coordinator = deployment.coordinator
         self._driver = Driver(
-            coordinator,
+            coordinator.stages,
             self._gradients,
             loss_of,
             seed,
             deployment.plan.starts_on_worker,
             self.stopwatch,
-            coordinator.recorder,
+            coordinator.telemetry.recorder,
         )
 
     def run(self, batch: Any, rest: Sequence[Any], accumulate: bool) -> Any:
@@ -192,9 +192,9 @@ class MicrobatchedStep:
             )
             for index, microbatch in enumerate(cut.microbatches)
         ]
-        step = self._deployment.coordinator.dropout_step + (not has_begun)
+        step = self._deployment.coordinator.stages.dropout_step + (not has_begun)
         with (
-            self._deployment.cut_step(),
+            self._deployment.hand_overs.cut_step(),
             _logging_to(self._module, log),
             metrics.gathering(self._module),
         ):
@@ -233,7 +233,7 @@ class MicrobatchedStep:
         if check is None or not check.is_wanted or len(batch.microbatches) == 1:
             return False
         self._first_check = None
-        begin = self._deployment.coordinator.begin_step
+        begin = self._deployment.coordinator.stages.begin_step
         in_flight = self._deployment.plan.max_in_flight
         begin(in_flight, accumulate)
         check.run(batch, rest, partial(begin, in_flight, accumulate, is_trial=True))
@@ -389,8 +389,8 @@ class StagedTraining:
         self._module = module
         self._deployment = deployment
         self._reader = BatchReader(module.trainer, options.dim)
-        coordinator, names_of = deployment.coordinator, deployment.names_of
-        remote = remote_optimizers(optimizers, coordinator, names_of)
+        coordinator, names_of = deployment.coordinator, deployment.tensors.names_of
+        remote = remote_optimizers(optimizers, coordinator.optimizer, names_of)
         for each in remote:
             check_precision(plugin, each.optimizer)
         self.remote_steps = RemoteSteps(plugin, remote, names_of)
@@ -416,14 +416,14 @@ class StagedTraining:
     ) -> Any:
         """One ``training_step`` of a batch, as Lightning calls it."""
         if self._microbatched is not None:
-            self._deployment.follow_trained_ones()
+            self._deployment.trained.follow()
             batch, *rest = (*args, *kwargs.values())
             return self._microbatched.run(batch, rest, self._accumulates)
         num_pieces = self._deployment.plan.micro_batches
         batch, *rest = (*args, *kwargs.values())
         with (
-            self._deployment.batch_of(self._reader.count(batch, rest)),
-            self._deployment.whole_batch_step(num_pieces, self._accumulates),
+            self._deployment.hand_overs.batch_of(self._reader.count(batch, rest)),
+            self._deployment.hand_overs.whole_batch_step(num_pieces, self._accumulates),
         ):
             result = training_step(*args, **kwargs)
         self._deployment.check_forward_finished()
