@@ -34,7 +34,7 @@ from benchmarks.processes import (
 )
 from benchmarks.training import Decoder, Sequences, fit, random_tokens
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator.stages import Coordinator
+from lightning_hetero.coordinator.stages import RemoteStages
 from lightning_hetero.coordinator.whole_batches import WholeBatches
 from lightning_hetero.strategy.first_batch import FirstBatchCheck
 
@@ -64,13 +64,13 @@ class Taken:
 @contextmanager
 def counting(taken: Taken) -> Iterator[None]:
     """Inside, the samples that go to the worker are counted."""
-    original = Coordinator.send_forward
+    original = RemoteStages.send_forward
 
-    def counted(coordinator: Coordinator, key: Any, hidden: Tensor, *rest: Any) -> None:
+    def counted(stages: RemoteStages, key: Any, hidden: Tensor, *rest: Any) -> None:
         taken.samples += hidden.shape[0]
-        original(coordinator, key, hidden, *rest)
+        original(stages, key, hidden, *rest)
 
-    with patch.object(Coordinator, "send_forward", counted):
+    with patch.object(RemoteStages, "send_forward", counted):
         yield
 
 

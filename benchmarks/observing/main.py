@@ -69,8 +69,8 @@ class Marks(pl.Callback):
         self._cpu_before, self._start_seconds = self._read_cpu(), time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        coordinator = trainer.strategy.deployment.coordinator
-        coordinator.records(coordinator.ask_records(with_spans=False))
+        telemetry = trainer.strategy.deployment.coordinator.telemetry
+        telemetry.records(telemetry.ask_records(with_spans=False))
         self.wall_seconds.append(time.perf_counter() - self._start_seconds)
         (here, there), (here_before, there_before) = self._read_cpu(), self._cpu_before
         # The worker's thread that computes is the one that has done most since.

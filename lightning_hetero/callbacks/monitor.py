@@ -143,7 +143,7 @@ class StageMonitor(pl.Callback):
         warn_of_no_stages(trainer, self)
         deployment = deployment_of(trainer)
         if deployment is not None:
-            deployment.coordinator.start_recording(_WHO, keeps_spans=False)
+            deployment.coordinator.telemetry.start_recording(_WHO, keeps_spans=False)
         self._since_seconds = time.perf_counter()
 
     @override
@@ -171,7 +171,7 @@ class StageMonitor(pl.Callback):
         self._log_answers(trainer, deployment)
         if self._is_due(trainer, 0):
             now = time.perf_counter()
-            number = deployment.coordinator.ask_records(with_spans=False)
+            number = deployment.coordinator.telemetry.ask_records(with_spans=False)
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             self._asked = _Asked(number, step, now - self._since_seconds, self._norms)
             self._since_seconds, self._last_step = now, trainer.global_step
@@ -182,7 +182,7 @@ class StageMonitor(pl.Callback):
         deployment = deployment_of(trainer)
         if deployment is not None:
             self._log_answers(trainer, deployment)
-            deployment.coordinator.stop_recording(_WHO)
+            deployment.coordinator.telemetry.stop_recording(_WHO)
 
     def _is_due(self, trainer: pl.Trainer, steps_to_come: int) -> bool:
         every: int = self._every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ class StageMonitor(pl.Callback):
         asked, self._asked = self._asked, None
         if asked is None:
             return
-        records = deployment.coordinator.records(asked.number)
+        records = deployment.coordinator.telemetry.records(asked.number)
         totals = {number: record.totals for number, record in records.items()}
         window = Window(
             {n: difference(t, self._before.get(n, Totals())) for n, t in totals.items()},
@@ -252,6 +252,6 @@ def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[
         for layer in (*stage.layer_indices, *([EMBEDDING_LAYER] if stage.embedding else []))
     }
     norms: dict[int, list[float]] = {0: gradient_norms(here)}
-    for name, norm in deployment.coordinator.gradient_norms().items():
+    for name, norm in deployment.coordinator.optimizer.gradient_norms().items():
         norms.setdefault(stage_of[int(name.partition(".")[0])], []).append(norm)
     return {f"stage/{number}/gradient_norm": total_norm(found) for number, found in norms.items()}

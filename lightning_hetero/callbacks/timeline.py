@@ -85,10 +85,10 @@ class PipelineTimeline(pl.Callback):
         deployment, step = deployment_of(trainer), trainer.global_step
         if deployment is None or self._open is not None or not self._wants(step):
             return
-        coordinator = deployment.coordinator
-        coordinator.start_recording(_WHO, keeps_spans=True)
-        coordinator.compare_clocks()
-        self._open = step, coordinator.recorder.now()
+        telemetry = deployment.coordinator.telemetry
+        telemetry.start_recording(_WHO, keeps_spans=True)
+        telemetry.compare_clocks()
+        self._open = step, telemetry.recorder.now()
 
     @override
     def on_train_batch_end(
@@ -105,7 +105,7 @@ class PipelineTimeline(pl.Callback):
             return
         (step, start), self._open = self._open, None
         recorded = _gather(deployment, step, start)
-        deployment.coordinator.stop_recording(_WHO)
+        deployment.coordinator.telemetry.stop_recording(_WHO)
         prediction = prediction_of(recorded, deployment.plan, profile_of(trainer))
         self._recorded.append((recorded, prediction))
         self._write(run_folder(trainer, self._dirpath))
@@ -124,10 +124,10 @@ class PipelineTimeline(pl.Callback):
 
 def _gather(deployment: Deployment, step: int, start_seconds: float) -> RecordedStep:
     """Everybody's spans on this process's clock."""
-    coordinator = deployment.coordinator
-    coordinator.compare_clocks()
-    records = coordinator.records(coordinator.ask_records(with_spans=True))
-    clocks = {number: align(found) for number, found in coordinator.clock_samples().items()}
+    telemetry = deployment.coordinator.telemetry
+    telemetry.compare_clocks()
+    records = telemetry.records(telemetry.ask_records(with_spans=True))
+    clocks = {number: align(found) for number, found in telemetry.clock_samples().items()}
     spans = {number: record.spans for number, record in records.items()}
     dropped = sum(record.num_dropped for record in records.values())
     return recorded_step(step, start_seconds, deployment.plan, spans, clocks, dropped)

@@ -1,20 +1,23 @@
-"""The coordinator's conversations with its workers: who they are, asking them, and hearing them."""
+"""The coordinator's connections: who the workers are, asking them, hearing them, losing them.
+
+The other parts of the coordinator (`layers`, `stages`, `optimizer`, `telemetry`) share one
+`Connections`. A message that answers no request goes to the part that has registered for its kind
+in `asides`; everything else is returned to the caller that waits.
+"""
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from ..devices.copies import Copies
 from ..errors import (
     ChannelError,
     HeteroError,
@@ -26,6 +29,7 @@ from ..errors import (
     WorkerLost,
 )
 from ..protocol import messages as m
+from ..protocol.buffers import BufferPool
 from ..protocol.frames import Frame
 from ..protocol.session import coordinator_session
 from ..protocol.values import SentConstants
@@ -34,51 +38,69 @@ from ..transport.channel import Arrival, Channel, Inbox
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, dial, differences
 
-logger = logging.getLogger(__name__)
-
 Wanted = TypeVar("Wanted", bound=m.Message)
 
+# Takes a message that answers no request.
+Aside = Callable[["ConnectedWorker", Any], None]
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class ConnectedWorker:
-    """A worker that answered. Its number is the number of its stage."""
+    """A worker that answered, and the state of the conversation with it.
 
-    number: int
+    Attributes:
+        stage_index: The stage that it serves, or is about to.
+        num_unanswered: Requests whose ``Done`` has not come: more than one after an interruption.
+        is_paused: Whether its owner keeps the device for another use at present.
+    """
+
+    stage_index: int
     name: str
     address: Address
     channel: Channel
     equipment: m.Equipment
     constants: SentConstants = field(default_factory=SentConstants)
-    # The thread that writes to the channel may look at them too.
+    # The thread that writes to the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
+    num_unanswered: int = 0
+    is_paused: bool = False
 
     def forget_constants(self) -> None:
-        """It is not known what the worker has got: everything is sent again."""
+        """Send every constant again: it is unknown which of them the worker has."""
         with self.constants_lock:
             self.constants.clear()
 
+    @property
+    def last_known(self) -> str:
+        """A sentence about the latest activity that the worker told; empty if it told none."""
+        activity = self.channel.peer_activity
+        return f"The last that is known of {self} is {activity}." if activity else ""
+
     def __str__(self) -> str:
-        return f"stage {self.number} on {self.name}" + (
+        return f"stage {self.stage_index} on {self.name}" + (
             "" if self.name == str(self.address) else f" ({self.address})"
         )
 
 
-class Conversations:
-    """Talks to workers, one per remote stage, in the stages' order. Not thread-safe.
+class Connections:
+    """Talks to the workers of a run. Not thread-safe.
 
     Args:
-        workers: Name and address of each.
+        workers: Name and address of each, in the order of their stages.
         deadlines: How long to wait for what.
-        identity: What they are shown.
-        copies: Those of the device that this process computes on.
+        identity: What this process shows them.
+        receive_pool: Makes the memory into which a channel reads tensors.
 
     Attributes:
-        copies: As given.
-        equipment: What this process runs on, as the workers were told.
-        step: The number of the present step.
+        workers: The connected ones, in the order of their stages.
+        deadlines: As given.
+        equipment: What this process runs on, as it told the workers.
+        step: The number of the present step; 0 before the first one.
+        asides: Takes messages that answer no request, by their kind.
+        has_torn_step: Whether a worker has failed inside an optimizer step.
 
     Raises:
-        WorkerUnreachable: If one does not answer or refuses.
+        WorkerUnreachable: If a worker does not answer or refuses.
     """
 
     def __init__(
@@ -86,130 +108,107 @@ class Conversations:
         workers: Sequence[tuple[str, Address]],
         deadlines: Deadlines,
         identity: Identity,
-        copies: Copies,
+        receive_pool: Callable[[], BufferPool],
     ) -> None:
         self.equipment = identity.equipment
-        self._deadlines = deadlines
-        self.copies = copies
-        self._inbox: Inbox = SimpleQueue()
-        self._workers: list[ConnectedWorker] = []
-        self._lost: WorkerError | None = None
-        self._broken_link: LinkLost | None = None
-        # Requests whose Done is still to come, by worker: more than one after an interrupted one.
-        self._unanswered: dict[int, int] = {}
-        # Names of workers whose owners want their devices for themselves at present.
-        self._paused: set[str] = set()
+        self.deadlines = deadlines
+        self.workers: list[ConnectedWorker] = []
         self.step = 0
+        self.asides: dict[type, Aside] = {m.Paused: self._on_paused, m.Resumed: self._on_resumed}
+        self.has_torn_step = False
+        self._inbox: Inbox = SimpleQueue()
+        self._fault: WorkerError | None = None
         session_name = secrets.token_hex(16)
         try:
-            for number, (name, address) in enumerate(workers, start=1):
+            for stage_index, (name, address) in enumerate(workers, start=1):
                 rules = coordinator_session()
                 channel, welcome = dial(
-                    address, rules, "coordinator", session_name, self._deadlines, identity
+                    address, rules, "coordinator", session_name, deadlines, identity
                 )
-                channel.start(self._inbox, copies.receive_pool())
-                worker = ConnectedWorker(number, name, address, channel, welcome.equipment)
-                self._workers.append(worker)
-                if found := differences(identity.equipment, worker.equipment):
+                channel.start(self._inbox, receive_pool())
+                theirs = welcome.equipment
+                worker = ConnectedWorker(stage_index, name, address, channel, theirs)
+                self.workers.append(worker)
+                if found := differences(identity.equipment, theirs):
                     rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
         except BaseException:
             self.close()
             raise
+        self._by_channel = {worker.channel: worker for worker in self.workers}
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
-        workers, self._workers = self._workers, []
+        workers, self.workers = self.workers, []
         for worker in workers:
             worker.channel.close(m.Goodbye())
-        self._lost = self._lost or WorkerLost("The coordinator has ended the session.")
+        self._fault = self.lost or WorkerLost("The coordinator has ended the session.")
+
+    def named(self, name: str) -> ConnectedWorker:
+        """The worker of that name."""
+        return next(worker for worker in self.workers if worker.name == name)
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Let these workers serve the stages, in this order, and free the others."""
+        kept = [self.named(name) for name in names]
+        for worker in self.workers:
+            if worker not in kept:
+                worker.channel.close(m.Goodbye())
+        for stage_index, worker in enumerate(kept, start=1):
+            worker.stage_index = stage_index
+        self.workers = kept
+        self._by_channel = {worker.channel: worker for worker in kept}
+        # The freed ones have said goodbye too; nothing more comes from them.
+        for arrival in [self._inbox.get() for _ in range(self._inbox.qsize())]:
+            if arrival.channel in self._by_channel:
+                self._inbox.put(arrival)
 
     @property
     def worker_equipment(self) -> dict[str, m.Equipment]:
         """What each worker runs on, by its name."""
-        return {worker.name: worker.equipment for worker in self._workers}
+        return {worker.name: worker.equipment for worker in self.workers}
+
+    # What is wrong with the connections
 
     @property
     def lost(self) -> WorkerError | None:
-        """Why the stages can no longer be used, or None while they can."""
-        return self._lost
+        """Why requests can no longer be answered, or None while they can.
 
-    def tell(self, name: str, message: m.Message, *tensors: Tensor) -> None:
-        """Ask the worker of that name something; `hear` has its answer."""
-        self._check_usable()
-        self._named(name).channel.send(message, *tensors)
+        A lost link between two workers ends steps only: both still answer requests.
+        """
+        return None if isinstance(self._fault, LinkLost) else self._fault
 
-    def hear(self) -> tuple[str, Frame]:
-        """The next thing that any worker says, with the worker's name."""
-        worker, frame = self._receive(self._deadlines.request_seconds)
-        return worker.name, frame
-
-    def address_of(self, name: str) -> Address:
-        """Where the worker of that name listens."""
-        return self._named(name).address
-
-    def keep(self, names: Sequence[str]) -> None:
-        """Let these workers serve the stages, in this order; the others are free again."""
-        kept = [self._named(name) for name in names]
-        self._paused.intersection_update(names)
-        for worker in self._workers:
-            if worker not in kept:
-                worker.channel.close(m.Goodbye())
-        self._workers = [replace(worker, number=n) for n, worker in enumerate(kept, start=1)]
-        # Those that are free have said goodbye too, and by now nothing more comes from them.
-        arrived = [self._inbox.get() for _ in range(self._inbox.qsize())]
-        for arrival in arrived:
-            if any(worker.channel is arrival.channel for worker in kept):
-                self._inbox.put(arrival)
-
-    def _named(self, name: str) -> ConnectedWorker:
-        return next(worker for worker in self._workers if worker.name == name)
-
-    def _broadcast(self, message: m.Message, *tensors: Tensor) -> None:
-        for worker in self._workers:
-            self._send(worker, message, *tensors)
-
-    def _send(self, worker: ConnectedWorker, message: m.Message, *tensors: Tensor) -> None:
-        """Say something to a worker.
+    def check_usable(self) -> None:
+        """Refuse requests after a worker was lost, or after `close`.
 
         Raises:
-            WorkerLost: If it has said its last word.
+            WorkerLost: With the cause.
         """
-        if worker.channel.has_ended:
-            raise self._note_lost(worker, ChannelError("It has ended the conversation."))
-        worker.channel.send(message, *tensors)
+        if self.lost is not None:
+            raise _copy_of(self.lost)
 
-    def _await_done(self) -> None:
-        """Wait until every worker has carried out what it was asked last."""
-        self._collect(m.Done, self._workers)
+    def check_linked(self) -> None:
+        """Refuse steps after a worker or a link between two workers was lost.
 
-    def _collect(
-        self, kind: type[Wanted], workers: Sequence[ConnectedWorker]
-    ) -> list[tuple[ConnectedWorker, Wanted]]:
-        """One message of a kind from each of these workers that is not of an earlier step."""
-        found: dict[int, tuple[ConnectedWorker, Wanted]] = {}
-        awaited = {worker.number for worker in workers}
-        while found.keys() != awaited:
-            sender, frame = self._receive(self._deadlines.request_seconds)
-            message = frame.message
-            if not isinstance(message, kind) or self._is_left_over(sender, message):
-                continue
-            with self._blaming(sender):
-                if sender.number not in awaited or sender.number in found:
-                    raise RemoteProtocolError(f"It said {message} without being asked.")
-            found[sender.number] = sender, message
-        return [found[number] for number in sorted(found)]
+        Raises:
+            WorkerLost: If a worker was lost.
+            LinkLost: If a link was lost.
+        """
+        if self._fault is not None:
+            raise _copy_of(self._fault)
 
-    def _is_left_over(self, sender: ConnectedWorker, message: m.Message) -> bool:
-        """Whether a message is the end of a request that was interrupted, or of an earlier step."""
-        left = self._unanswered.get(sender.number, 0)
-        if isinstance(message, m.Done) and left > 0:
-            self._unanswered[sender.number] = left - 1
-            return True
-        return bool(getattr(message, "step", self.step) != self.step)
+    def lose(self, worker: ConnectedWorker, cause: HeteroError) -> WorkerError:
+        """Give a worker up; the caller must raise the error that is returned."""
+        if isinstance(cause, ProtocolError):
+            text = f"{worker} broke the rules {self._when}: {cause}"
+        else:
+            text = f"{worker} was lost {self._when}. {cause} {worker.last_known}".rstrip()
+        self._fault = WorkerLost(text)
+        self._fault.__cause__ = cause
+        return self._fault
 
     @contextmanager
-    def _blaming(self, worker: ConnectedWorker) -> Iterator[None]:
-        """Inside, a worker's answer is held against what was asked.
+    def blaming(self, worker: ConnectedWorker) -> Iterator[None]:
+        """Inside, an answer of a worker is checked.
 
         Raises:
             WorkerLost: If the answer breaks a rule.
@@ -217,129 +216,177 @@ class Conversations:
         try:
             yield
         except RemoteProtocolError as error:
-            raise self._note_lost(worker, error) from error
+            raise self.lose(worker, error) from error
 
-    def _ask(
+    # Sending
+
+    def send(self, worker: ConnectedWorker, message: m.Message, *tensors: Tensor) -> None:
+        """Queue a message for a worker.
+
+        Raises:
+            WorkerLost: If the worker has ended the conversation.
+        """
+        if worker.channel.has_ended:
+            raise self.lose(worker, ChannelError("It has ended the conversation."))
+        worker.channel.send(message, *tensors)
+
+    def broadcast(self, message: m.Message, *tensors: Tensor) -> None:
+        """Queue a message for every worker."""
+        for worker in self.workers:
+            self.send(worker, message, *tensors)
+
+    # Receiving
+
+    def receive(self, patience_seconds: float | None = None) -> tuple[ConnectedWorker, Frame]:
+        """Wait for the next message that is no aside.
+
+        Args:
+            patience_seconds: How long to wait; None for the deadline of requests.
+
+        Raises:
+            StageFailed: If a worker's code raised.
+            WorkerLost: If a worker is gone, or no message comes in time.
+        """
+        self.check_usable()
+        while True:
+            if (heard := self.hear(patience_seconds)) is not None:
+                return heard
+
+    def receive_arrived(self) -> tuple[ConnectedWorker, Frame] | None:
+        """The next message that has arrived and is no aside; None if there is none."""
+        while not self._inbox.empty():
+            if (heard := self.hear(None)) is not None:
+                return heard
+        return None
+
+    def hear(self, patience_seconds: float | None = None) -> tuple[ConnectedWorker, Frame] | None:
+        """Wait for the next message; give it to its part and return None if it is an aside.
+
+        Raises:
+            StageFailed: If a worker's code raised.
+            WorkerLost: If a worker is gone, or no message comes in time.
+        """
+        arrival = self._next_arrival(patience_seconds or self.deadlines.request_seconds)
+        worker, content = self._by_channel[arrival.channel], arrival.content
+        if isinstance(content, HeteroError):
+            raise self.lose(worker, content)
+        message = content.message
+        take_aside = self.asides.get(type(message))
+        if take_aside is not None:
+            take_aside(worker, message)
+            return None
+        if isinstance(message, m.Failure):
+            raise self._stage_failed(worker, message)
+        # Both ends of a lost link report it; one report is enough.
+        if isinstance(message, m.NeighborLost) and not isinstance(self._fault, LinkLost):
+            raise self._neighbor_lost(worker, message)
+        return worker, content
+
+    def collect(
+        self, kind: type[Wanted], workers: Sequence[ConnectedWorker]
+    ) -> list[tuple[ConnectedWorker, Wanted]]:
+        """One message of a kind from each of these workers; earlier requests' answers are skipped.
+
+        Raises:
+            WorkerLost: If a worker answers twice, or one that was not asked answers.
+        """
+        found: dict[ConnectedWorker, Wanted] = {}
+        while len(found) < len(workers):
+            sender, frame = self.receive()
+            message = frame.message
+            if not isinstance(message, kind) or self._is_left_over(sender, message):
+                continue
+            with self.blaming(sender):
+                if sender not in workers or sender in found:
+                    raise RemoteProtocolError(f"It said {message} without being asked.")
+            found[sender] = message
+        return [(worker, found[worker]) for worker in workers]
+
+    def ask(
         self, requests: Sequence[tuple[ConnectedWorker, m.Message]], kind: type[Wanted]
     ) -> Iterator[tuple[ConnectedWorker, Wanted, tuple[Tensor, ...]]]:
-        """The answers of several workers, one request to each, until all are done.
+        """Send one request to each of several workers, then yield their answers until all are done.
 
-        They answer at the same time. What is left over of a request that was interrupted, by Ctrl-C
-        say, is passed over.
+        The workers answer at the same time. Answers to a request that was interrupted, by Ctrl-C
+        for example, are skipped.
+
+        Raises:
+            StageFailed: If a worker's code raised; the others' answers have been taken by then.
         """
-        unanswered = self._unanswered
+        asked = [worker for worker, _ in requests]
         for worker, request in requests:
-            self._send(worker, request)
-            unanswered[worker.number] = unanswered.get(worker.number, 0) + 1
-        asked = {worker.number for worker, _ in requests}
+            self.send(worker, request)
+            worker.num_unanswered += 1
         failed: StageFailed | None = None
-        while any(unanswered[number] > 0 for number in asked):
+        while any(worker.num_unanswered > 0 for worker in asked):
             try:
-                sender, frame = self._receive(self._deadlines.request_seconds)
+                sender, frame = self.receive()
             except StageFailed as error:
                 failed = failed or error  # the others may fail too, and must not do so later
                 continue
-            if sender.number in asked and isinstance(frame.message, m.Done):
-                unanswered[sender.number] -= 1
-            elif isinstance(frame.message, kind) and unanswered.get(sender.number) == 1:
+            if isinstance(frame.message, m.Done) and sender in asked:
+                sender.num_unanswered -= 1
+            elif isinstance(frame.message, kind) and sender.num_unanswered == 1:
                 yield sender, frame.message, frame.tensors
         if failed is not None:
             raise failed
 
-    def _receive(self, patience_seconds: float) -> tuple[ConnectedWorker, Frame]:
-        """The next thing that any worker says.
-
-        Raises:
-            StageFailed: If a worker's code raised.
-            WorkerLost: If a worker is gone, or says nothing for too long.
-        """
-        self._check_usable()
-        while True:
-            worker, frame = self._heard(patience_seconds)
-            if not self._is_aside(worker, frame.message):
-                return worker, frame
-
-    def _heard(self, patience_seconds: float) -> tuple[ConnectedWorker, Frame]:
-        """The next thing that any worker says, also if it is said by the way."""
-        worker, content = self._take_arrival(patience_seconds)
-        if isinstance(content, HeteroError):
-            raise self._note_lost(worker, content)
-        message = content.message
-        if isinstance(message, m.Failure):
-            # It is the answer to a request, if one is open; nobody waits for an optimizer's step.
-            left = self._unanswered.get(worker.number, 0)
-            self._unanswered[worker.number] = max(0, left - (not message.in_optimizer_step))
-            self._note_failure(worker, message)
-            raise StageFailed(
-                f"{worker} failed {self._when}: {message.reason}\n\n"
-                f"The worker's traceback:\n{message.traceback}"
-            )
-        # Both ends of a broken link tell of it, and one report is enough.
-        if isinstance(message, m.NeighborLost) and self._broken_link is None:
-            raise self._note_neighbor_lost(worker, message)
-        return worker, content
-
-    def _take_arrival(self, patience_seconds: float) -> tuple[ConnectedWorker, Frame | HeteroError]:
-        try:
-            arrival = self._next_arrival(patience_seconds)
-        except Empty:
-            self._lost = WorkerLost(
-                f"No worker has made anything for {patience_seconds:.0f} s {self._when}, although "
-                f"they give signs of life. {' '.join(map(_last_known, self._workers))}"
-            )
-            raise self._lost from None
-        return self._sender_of(arrival), arrival.content
-
-    def _sender_of(self, arrival: Arrival) -> ConnectedWorker:
-        return next(w for w in self._workers if w.channel is arrival.channel)
+    def _is_left_over(self, sender: ConnectedWorker, message: m.Message) -> bool:
+        """Whether a message answers an interrupted request or an earlier step."""
+        if isinstance(message, m.Done) and sender.num_unanswered > 0:
+            sender.num_unanswered -= 1
+            return True
+        return isinstance(message, m.Norms) and message.step != self.step
 
     def _next_arrival(self, patience_seconds: float) -> Arrival:
-        """What arrives next; while somebody is paused, nobody has to be quick.
+        """Wait for the next arrival, without a limit while an owner pauses a worker.
 
         Raises:
-            Empty: If nothing does.
+            WorkerLost: If nothing arrives in time.
         """
         while True:
             try:
                 return self._inbox.get(timeout=patience_seconds)
             except Empty:
-                if not self._paused:
-                    raise
+                if any(worker.is_paused for worker in self.workers):
+                    continue
+            known = " ".join(worker.last_known for worker in self.workers)
+            self._fault = WorkerLost(
+                f"No stage returned a result for {patience_seconds:.0f} s {self._when}, although "
+                f"all workers answer heartbeats. {known}"
+            )
+            raise self._fault
 
-    def _note_pause(self, worker: ConnectedWorker, message: m.Message) -> None:
-        if isinstance(message, m.Paused):
-            self._paused.add(worker.name)
-            rank_zero_info(f"{worker} is paused by its owner; everything waits until it goes on")
+    def _stage_failed(self, worker: ConnectedWorker, failure: m.Failure) -> StageFailed:
+        """What to raise for a worker whose code raised."""
+        worker.forget_constants()  # it may have failed before it kept the latest ones
+        if failure.in_optimizer_step:
+            self.has_torn_step = True
         else:
-            self._paused.discard(worker.name)
-            rank_zero_info(f"{worker} goes on")
+            # It answers a request if one is open; an optimizer step is no request.
+            worker.num_unanswered = max(0, worker.num_unanswered - 1)
+        return StageFailed(
+            f"{worker} failed {self._when}: {failure.reason}\n\n"
+            f"The worker's traceback:\n{failure.traceback}"
+        )
 
-    def _note_lost(self, worker: ConnectedWorker, cause: HeteroError) -> WorkerError:
-        if isinstance(cause, ProtocolError):
-            self._lost = WorkerLost(f"{worker} broke the rules {self._when}: {cause}")
-        else:
-            known = _last_known(worker)
-            self._lost = WorkerLost(f"{worker} was lost {self._when}. {cause} {known}".rstrip())
-        self._lost.__cause__ = cause
-        return self._lost
-
-    def _note_neighbor_lost(self, reporter: ConnectedWorker, report: m.NeighborLost) -> WorkerError:
-        """Who reports it is alive; whether the other one is, it is asked itself."""
-        lost = next((w for w in self._workers if w.number == report.stage_index), None)
+    def _neighbor_lost(self, reporter: ConnectedWorker, report: m.NeighborLost) -> WorkerError:
+        """What to raise for a link that its reporter lost; asks the other end whether it lives."""
+        lost = next((w for w in self.workers if w.stage_index == report.stage_index), None)
         if lost is None:
-            wrong = RemoteProtocolError(f"It lost stage {report.stage_index}, which there is not.")
-            return self._note_lost(reporter, wrong)
+            wrong = f"It lost stage {report.stage_index}, which does not exist."
+            return self.lose(reporter, RemoteProtocolError(wrong))
         if not lost.channel.peer_answers():
-            return self._note_lost(lost, self._end_of(lost))
-        first, second = sorted((reporter, lost), key=lambda worker: worker.number)
-        self._broken_link = LinkLost(
+            return self.lose(lost, self._end_of(lost))
+        first, second = sorted((reporter, lost), key=lambda worker: worker.stage_index)
+        self._fault = LinkLost(
             f"The link between {first} and {second} was lost {self._when}, and both answer the "
             f"coordinator. {report.reason}"
         )
-        return self._broken_link
+        return self._fault
 
     def _end_of(self, lost: ConnectedWorker) -> HeteroError:
-        """What ended a worker's channel; everything else that has arrived is left there."""
+        """What ended a worker's channel; all other arrivals go back into the inbox."""
         aside = []
         while True:
             arrival = self._inbox.get()
@@ -350,31 +397,21 @@ class Conversations:
             self._inbox.put(other)
         return arrival.content
 
+    def _on_paused(self, worker: ConnectedWorker, _message: m.Paused) -> None:
+        worker.is_paused = True
+        rank_zero_info(f"{worker} is paused by its owner; all stages wait until it goes on")
+
+    def _on_resumed(self, worker: ConnectedWorker, _message: m.Resumed) -> None:
+        worker.is_paused = False
+        rank_zero_info(f"{worker} goes on")
+
     @property
     def _when(self) -> str:
         return f"in step {self.step}" if self.step else "before the first step"
 
-    def _check_usable(self) -> None:
-        if self._lost is not None:
-            raise self._lost
 
-    def _check_linked(self) -> None:
-        self._check_usable()
-        if self._broken_link is not None:
-            raise self._broken_link
-
-    def _note_failure(self, worker: ConnectedWorker, failure: m.Failure) -> None:
-        """A worker's code raised."""
-
-    def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
-        """Take what a worker says by the way, which answers nothing."""
-        is_pause = isinstance(message, (m.Paused, m.Resumed))
-        if is_pause:
-            self._note_pause(worker, message)
-        return is_pause
-
-
-def _last_known(worker: ConnectedWorker) -> str:
-    """The sentence on what a worker did when it was heard last."""
-    activity = worker.channel.peer_activity
-    return f"The last that is known of {worker} is {activity}." if activity else ""
+def _copy_of(error: WorkerError) -> WorkerError:
+    """An exception to raise in place of a kept one, whose traceback would grow at each raise."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy

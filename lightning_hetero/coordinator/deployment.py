@@ -1,14 +1,15 @@
-"""A model deployed over workers: its hollow layers, and the conversations behind them.
+"""A model deployed over workers: its hollow layers, their tensors, and the layers that stay here.
 
-What the plan asks of the coordinator's own layers: compiled, or run again in the backward.
+`Deployment` is composed of parts with one owner each: `TensorsAway` for the tensors on workers,
+`TrainedParameters` for what trains there, `HandOvers` for the hidden states on their way, and
+`PlainAttributes` for the attributes that follow those of the layers here.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import HeteroError, ModelError, StageFailed, WeightsLost
-from ..model.attributes import Change
 from ..model.captured_outputs import CollectingHooks
 from ..model.half_layers import absent_in
 from ..model.hollow import HollowLayers, is_hollow, no_copy, remote_of
@@ -33,19 +33,24 @@ from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
 from ..model.override import stand_in
 from ..model.recipe import write_recipe
 from ..model.tensors import has_four_bit, is_frozen, named_tensors
-from ..pipeline.boundary import Activation, Collected, join_activations
-from ..pipeline.handover import Boundary, Request, exchange_pieces, surroundings_here
+from ..pipeline.boundary import Collected
+from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.stage import compiled
-from ..pipeline.turns import current_turn
 from ..plan import Plan, StagePlan
 from ..protocol.messages import Equipment
 from ..protocol.tensors import DTYPES
 from ..transport.handshake import obstacles_to_compiling
-from .layers import remote_stages
+from .layers import (
+    PlainAttributes,
+    RemoteLayers,
+    RemoteStage,
+    changed_since_recipe,
+    remote_stages,
+)
 from .optimizer import TrainedParameters
 from .progress import Progress
-from .stages import Coordinator, PlainAttributes, changed_since_recipe
-from .whole_batches import NOTHING_SAID, BatchOptions, WholeBatches
+from .session import Coordinator
+from .whole_batches import NOTHING_SAID, BatchOptions, HandOvers
 
 
 def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment: Equipment) -> None:
@@ -109,9 +114,6 @@ class _Recomputed:
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
 
-# Numbers of visits that no hand-over of a step reaches.
-_FIRST_TRIAL = 2**30
-
 _MOST_NAMES = 12
 # How often buffers are updated, and what to do about it.
 _IN_PIECES = (
@@ -125,6 +127,99 @@ _AGAIN = (
 )
 
 
+class TensorsAway:
+    """The tensors of the layers on workers. Implements `RemoteTensors` for the hollow layers.
+
+    Args:
+        layers: The layers on workers by their numbers.
+        remote: Fetches and stores their tensors.
+        weights: The checkpoint that the model is loaded from, if its weights are still there.
+
+    Attributes:
+        names_of: The tensors with their names there.
+        loss: Why the weights are lost, or None while they are not.
+        progress: Told how far a fetch has come, while it is set.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        remote: RemoteLayers,
+        weights: CheckpointWeights | None,
+    ) -> None:
+        _check_weights_can_be_sent(layers, weights)
+        self.names_of = {tensor: name for name, tensor in named_tensors(layers)}
+        self.loss: WeightsLost | None = None
+        self.progress: Progress | None = None
+        self._layers = layers
+        self._remote = remote
+        self._weights = weights
+        self._sent = {name for name, _ in named_tensors(layers)}
+        # A tensor that is here now may have been trained before layers moved.
+        self._was_here = {tensor for tensor in self.names_of if not tensor.is_meta}
+
+    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
+        self.check_not_lost()
+        return self._remote.fetch(names, self.progress)
+
+    def store(self, tensors: Mapping[str, Tensor]) -> None:
+        self.check_not_lost()
+        self._remote.store(tensors)
+
+    def check_not_lost(self) -> None:
+        """Refuse to use layers whose weights have not come home.
+
+        Raises:
+            WeightsLost: With the cause.
+        """
+        if self.loss is not None:
+            raise WeightsLost(str(self.loss)) from self.loss
+
+    def lose(self, error: BaseException, remedy: str) -> WeightsLost:
+        """Note that the weights cannot be fetched; returns the error to raise."""
+        cause = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
+        self.loss = WeightsLost(
+            f"The weights of {_described(self._layers)} have not come home from the workers. "
+            f"{cause} Build the module anew and {remedy}."
+        )
+        return self.loss
+
+    def bring(self, trained: Collection[Tensor]) -> dict[str, Tensor]:
+        """Fetch the tensors that are not in the checkpoint, or have been changed since.
+
+        Args:
+            trained: Those that train at present or ever did.
+        """
+        coming = {
+            name: tensor.nbytes
+            for name, tensor in named_tensors(self._layers)
+            if name in self._sent
+            and (tensor in trained or tensor in self._was_here or not self.is_on_disk(tensor))
+        }
+        what = "Bringing the layers back"
+        with closing(self._remote.progress(what, sum(coming.values()))) as progress:
+            # Without a request nothing is lost when a worker is gone.
+            return self._remote.fetch(list(coming), progress) if coming else {}
+
+    def is_on_disk(self, tensor: Tensor) -> bool:
+        """Whether the checkpoint that the model is loaded from has a tensor."""
+        return self._weights is not None and tensor in self._weights
+
+    @contextmanager
+    def showing_progress(self, what: str, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Inside, fetches tell how much of these tensors has come."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        try:
+            with closing(self._remote.progress(what, num_bytes)) as self.progress:
+                yield
+        finally:
+            self.progress = None
+
+    def __reduce__(self) -> NoReturn:
+        # A layer's hooks for state dicts lead here before its `forward` does.
+        raise no_copy(self._layers)
+
+
 class Deployment:
     """Some layers of a model live on workers from construction until `bring_back`.
 
@@ -136,16 +231,18 @@ class Deployment:
         plan: A plan that fits them.
         coordinator: Connected to the workers of the plan's remote stages, in their order.
         seed: Start of all dropout masks.
-        converts_weights: Whether a stage's ``dtype`` is for its weights too; under autocast it is
-            not.
-        batches: How hand-overs of whole batches are cut.
+        converts_weights: Whether a stage's ``dtype`` holds for its weights too; under autocast it
+            does not.
+        batches: What the user said of batches.
+
+    Attributes:
+        tensors: Those of the layers on workers.
+        trained: Which of their parameters train.
+        hand_overs: Takes hidden states to the stages and back.
 
     Raises:
         ModelError: If the layers cannot live apart.
         WorkerError: If a worker cannot build them.
-
-    Attributes:
-        loss: What is lost of the layers since `bring_back`, and why; None if nothing is.
     """
 
     def __init__(
@@ -161,78 +258,50 @@ class Deployment:
         self.plan = plan
         self.coordinator = coordinator
         self.layers = layers
+        self._root = root
+        self._converts_weights = converts_weights
         stages = [layers_of_stage(root, layers, stage) for stage in plan.remote_stages]
         check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
         away = {number: layer for stage in stages for number, layer in stage.items()}
+        self._names = {number: layer.name for number, layer in away.items()}
         self._away = {number: layer.module for number, layer in away.items()}
-        self._weights = weights_in_checkpoint(root)
-        _check_weights_can_be_sent(self._away, self._weights)
-        self.names_of = {tensor: name for name, tensor in named_tensors(self._away)}
-        self._sent = {name for name, _ in named_tensors(self._away)}
-        self._root = root
-        self._converts_weights = converts_weights
+        weights = weights_in_checkpoint(root)
+        self.tensors = TensorsAway(self._away, coordinator.layers, weights)
         rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
-        self._trained = TrainedParameters(coordinator, self.names_of, rounded)
-        # What is not only in the checkpoint may have been trained before layers moved.
-        self._was_here = {tensor for tensor in self.names_of if not tensor.is_meta}
-        self.loss: WeightsLost | None = None
-        self._visits: int | None = None
-        self._num_trials = 0
-        # Whether forwards are trials at present, and if so whether they are cut.
-        self._trial_is_cut: bool | None = None
-        self._whole_batches = WholeBatches(self._away, plan, batches, self._try)
-        self._is_cutting = False
-        self._progress: Progress | None = None
-        self._hollow = HollowLayers(away, self._exchange, self)
+        self.trained = TrainedParameters(coordinator.optimizer, self.tensors.names_of, rounded)
+        self.hand_overs = HandOvers(coordinator, self._away, plan, batches, self._follow)
+        self._hollow = HollowLayers(away, self._exchange, self.tensors)
         self._hollow.check()  # before any weight travels
-        check_can_be_compiled(layers, plan, coordinator.equipment)
-        changed = self._send(stages, away, seed)
-        self._collecting = CollectingHooks(
-            root,
-            [layer.name for layer in away.values()],
-            are_cut=any(absent_in(module) for module in self._away.values()),
+        check_can_be_compiled(layers, plan, coordinator.connections.equipment)
+        remote = remote_stages(root, stages, plan, weights, seed, converts_weights)
+        changed = changed_since_recipe(remote, away)
+        self._send(remote)
+        self._collecting = self._hollow_out()
+        self._attributes = PlainAttributes(
+            away, coordinator.connections, coordinator.layers, changed
         )
-        self._hollow.caches.listen(root, [layer.name for layer in away.values()])
+        self._adjusted = adjust_own(layers, plan)
+
+    def _send(self, stages: Sequence[RemoteStage]) -> None:
+        """Give the stages to their workers."""
+        sizes = {name: tensor.nbytes for name, tensor in named_tensors(self._away)}
+        what = "Sending layers to the workers"
+        with closing(self.coordinator.layers.progress(what, sum(sizes.values()))) as progress:
+            for name in self.coordinator.layers.deploy(stages):
+                progress.advance(sizes[name])
+
+    def _hollow_out(self) -> CollectingHooks:
+        """Make the layers hollow; returns the hooks that collect outputs across them."""
+        names = list(self._names.values())
+        are_cut = any(absent_in(module) for module in self._away.values())
+        collecting = CollectingHooks(self._root, names, are_cut=are_cut)
+        self._hollow.caches.listen(self._root, names)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._collecting.remove)
+            undo.callback(collecting.remove)
             undo.callback(self._hollow.caches.remove)
             self._hollow.hollow()
             undo.pop_all()
-        self._attributes = PlainAttributes(away, coordinator, changed)
-        self._names = {number: layer.name for number, layer in away.items()}
-        self._adjusted = adjust_own(layers, plan)
-
-    def _send(
-        self,
-        stages: Sequence[dict[int, DecoderLayer]],
-        away: Mapping[int, DecoderLayer],
-        seed: int,
-    ) -> list[Change]:
-        """Give the stages to their workers; what is to be set there before the first forward."""
-        remote = remote_stages(
-            self._root, stages, self.plan, self._weights, seed, self._converts_weights
-        )
-        changed = changed_since_recipe(remote, away)
-        sizes = {name: tensor.nbytes for name, tensor in named_tensors(self._away)}
-        what = "Sending layers to the workers"
-        with closing(self.coordinator.progress(what, sum(sizes.values()))) as progress:
-            for name in self.coordinator.deploy(remote):
-                progress.advance(sizes[name])
-        return changed
-
-    @contextmanager
-    def whole_batch_step(
-        self, num_pieces: int, accumulate: bool, is_trial: bool = False
-    ) -> Iterator[None]:
-        """Inside, hand-overs of whole batches belong to one step, so that a backward may follow. In
-        a trial none may, and nothing is left behind on the stages."""
-        self.coordinator.begin_step(num_pieces, accumulate, is_trial)
-        self._visits = 0
-        try:
-            with self.coordinator.recorder.span("forward"):
-                yield
-        finally:
-            self._visits = None
+        return collecting
 
     @property
     def modules_away(self) -> list[nn.Module]:
@@ -241,7 +310,7 @@ class Deployment:
 
     @property
     def stage_dtypes(self) -> list[torch.dtype]:
-        """What stages compute in where that is their own choice."""
+        """The dtypes that stages compute in by the plan's choice."""
         return [DTYPES[stage.dtype] for stage in self.plan.stages if stage.dtype is not None]
 
     @property
@@ -257,66 +326,24 @@ class Deployment:
         ]
         return min(counts, default=self.plan.micro_batches)
 
-    @contextmanager
-    def batch_of(self, num_samples: int | None) -> Iterator[None]:
-        """Inside, hand-overs are of a batch with so many samples; None if that is not known."""
-        self._whole_batches.num_samples = num_samples
-        try:
-            yield
-        finally:
-            self._whole_batches.num_samples = None
-
-    @contextmanager
-    def trying(self, *, is_cut: bool) -> Iterator[None]:
-        """Inside, forwards leave nothing behind on the stages; nothing is dropped at random.
-
-        For the time after `Coordinator.begin_step`.
-
-        Args:
-            is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
-        """
-        self._trial_is_cut = is_cut
-        try:
-            yield
-        finally:
-            self._trial_is_cut = None
-
-    @contextmanager
-    def cut_step(self) -> Iterator[None]:
-        """Inside, every hand-over is one of a micro-batch's turn."""
-        self._is_cutting = True
-        try:
-            yield
-        finally:
-            self._is_cutting = False
-
     def abort(self) -> None:
-        """Make everyone forget the present step, after an exception in it."""
-        self._visits = None
+        """Make every process forget the present step, after an exception in it."""
         self._hollow.forget_calls()
-        if self.coordinator.lost is None:
-            self.coordinator.abort_step()
-
-    def follow_trained_ones(self) -> None:
-        """Freeze on the stages what is frozen now, and train what is not.
-
-        Raises:
-            ModelError: If a stage keeps a parameter in a dtype in which it must not be trained.
-        """
-        self._trained.follow()
+        if self.coordinator.connections.lost is None:
+            self.coordinator.stages.abort_step()
 
     def weights_dtype_of(self, stage: StagePlan) -> torch.dtype | None:
-        """What a stage's frozen weights are kept in, where that is not what they are here."""
+        """The dtype that a stage keeps frozen weights in; None if it is the one here."""
         converts = stage.dtype is not None and self._converts_weights
         return DTYPES[stage.dtype] if converts else None  # type: ignore[index]
 
     def grad_norms(self) -> dict[str, float]:
         """The norms of the gradients on the stages, by their parameters' names in the module."""
-        norms = self.coordinator.gradient_norms()
+        norms = self.coordinator.optimizer.gradient_norms()
         named: dict[Tensor, str] = {p: name for name, p in self._root.named_parameters()}
         return {
             named[p]: norms[name]
-            for p, name in self.names_of.items()
+            for p, name in self.tensors.names_of.items()
             if name in norms and p in named
         }
 
@@ -338,7 +365,7 @@ class Deployment:
         Raises:
             ModelError: After an exception inside the optimizer's step.
         """
-        if not self.coordinator.is_between_steps:
+        if not self.coordinator.optimizer.is_between_steps:
             raise ModelError(
                 "The run was interrupted inside the optimizer's step, which some layers have made "
                 "and others have not; continue from the last checkpoint."
@@ -350,52 +377,44 @@ class Deployment:
 
     @contextmanager
     def gathering(self, left_out: set[Tensor]) -> Iterator[None]:
-        """Inside, ``state_dict`` is for a checkpoint: it tells how far it is, and lacks some."""
-        num_bytes = sum(
-            tensor.nbytes
-            for tensor in self.names_of
-            if tensor not in left_out and not (is_frozen(tensor) and _is_in(tensor, self._weights))
-        )
-        what = "Gathering the weights of the layers on workers"
+        """Inside, ``state_dict`` gathers a checkpoint: it shows its progress, and lacks some
+        tensors."""
+        tensors = self.tensors
+        gathered = [
+            tensor
+            for tensor in tensors.names_of
+            if tensor not in left_out and not (is_frozen(tensor) and tensors.is_on_disk(tensor))
+        ]
         self._hollow.state_dicts.left_out = left_out
         try:
-            with closing(self.coordinator.progress(what, num_bytes)) as self._progress:
+            with tensors.showing_progress(
+                "Gathering the weights of the layers on workers", gathered
+            ):
                 yield
         finally:
-            self._progress = None
             self._hollow.state_dicts.left_out = set()
-
-    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Bring tensors of hollow layers here."""
-        self.check_not_lost()
-        return self.coordinator.fetch(names, self._progress)
-
-    def store(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the content of tensors of hollow layers."""
-        self.check_not_lost()
-        self.coordinator.store(tensors)
 
     def bring_back(self, remedy: str = "continue from the last checkpoint") -> None:
         """Make the layers ordinary again with their present weights.
 
-        What is in a checkpoint and has not been trained stays there.
+        Weights that are in the checkpoint on disk and have not been trained stay there.
 
         Args:
-            remedy: How to go on if they are lost, for the error.
+            remedy: How to go on if the weights are lost, for the error.
 
         Raises:
-            WeightsLost: If they are not those of one step, or do not come; the layers stay hollow
-                then and say so when used.
+            WeightsLost: If the weights are not those of one step, or do not come; the layers stay
+                hollow then and raise when used.
         """
         try:
             self._bring_what_there_is()
         except BaseException as error:
             self._release_local_layers()
-            self.loss = self._not_home(error, remedy)
+            loss = self.tensors.lose(error, remedy)
             if isinstance(error, HeteroError):
-                raise self.loss from error
+                raise loss from error
             raise
-        if not self.coordinator.is_between_steps:
+        if not self.coordinator.optimizer.is_between_steps:
             raise WeightsLost(
                 "The run was interrupted inside the optimizer's step, so the weights that came "
                 f"back are of two different steps; {remedy}."
@@ -405,44 +424,20 @@ class Deployment:
         try:
             self.bring_here()
         except StageFailed:
-            if self.coordinator.is_between_steps:
+            if self.coordinator.optimizer.is_between_steps:
                 raise
-            # It failed in the optimizer's step, and hands out what it has.
+            # The stage failed in the optimizer's step, and still hands out its weights.
             self.bring_here()
 
-    def _not_home(self, error: BaseException, remedy: str) -> WeightsLost:
-        cause = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
-        return WeightsLost(
-            f"The weights of {_described(self._away)} have not come home from the workers. "
-            f"{cause} Build the module anew and {remedy}."
-        )
-
-    def check_not_lost(self) -> None:
-        """Refuse to go on with layers whose weights have not come home.
-
-        Raises:
-            WeightsLost: With the cause.
-        """
-        if self.loss is not None:
-            raise WeightsLost(str(self.loss)) from self.loss
-
     def bring_here(self) -> None:
-        """The same for layers that are to move; nothing has changed if it raises.
+        """Make the layers ordinary again before they move; nothing has changed if it raises.
 
         Raises:
-            WorkerError: If a worker does not hand out what it has.
+            WorkerError: If a worker does not send its tensors.
         """
-        coming = {
-            name: tensor.nbytes
-            for name, tensor in named_tensors(self._away)
-            if name in self._sent and self._must_come_back(tensor)
-        }
-        what = "Bringing the layers back"
-        with closing(self.coordinator.progress(what, sum(coming.values()))) as progress:
-            # Without a worker nothing is lost of what is in the checkpoint.
-            tensors = self.coordinator.fetch(list(coming), progress) if coming else {}
+        found = self.tensors.bring(self.trained.ever)
         self._warn_of_buffers()
-        self.refill(tensors)
+        self.refill(found)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the layers ordinary again, with this content for their tensors."""
@@ -467,7 +462,7 @@ class Deployment:
         }
         self._release_local_layers()
         try:
-            HollowLayers(leaving, self._exchange, self).check()
+            HollowLayers(leaving, self._exchange, self.tensors).check()
         finally:
             self._adjusted = adjust_own(self.layers, self.plan)
 
@@ -475,10 +470,6 @@ class Deployment:
         for put_back in self._adjusted:
             put_back()
         self._adjusted = []
-
-    def _must_come_back(self, tensor: Tensor) -> bool:
-        changes = tensor in self._trained.ever or tensor in self._was_here
-        return changes or not _is_in(tensor, self._weights)
 
     def close(self) -> None:
         """End the conversations with the workers."""
@@ -488,17 +479,24 @@ class Deployment:
         self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
     ) -> tuple[Tensor, tuple[Collected, ...]]:
         """What the last hollow layer of the run does with the hidden states."""
-        self.check_not_lost()
+        self.tensors.check_not_lost()
         forgotten = self._hollow.caches.take_forgotten()
         if forgotten:
-            self.coordinator.drop_caches(forgotten)
-        returned = self._hand_over(Request(hidden, surroundings_here(hidden, calls, collect)))
+            self.coordinator.stages.drop_caches(forgotten)
+        request = Request(hidden, surroundings_here(hidden, calls, collect))
+        returned = self.hand_overs.exchange(request)
         self._warn_of_buffers()
         return returned.hidden, returned.collected
 
+    def _follow(self, has_backward: bool) -> None:
+        """Bring the stages up to date before hidden states leave."""
+        self._attributes.follow()
+        if has_backward:
+            self.trained.follow()
+
     def _warn_of_buffers(self) -> None:
-        """Say which buffers of layers on workers are updated more often than on one device."""
-        for updates in self.coordinator.take_buffer_updates():
+        """Name the buffers of layers on workers that are updated more often than on one device."""
+        for updates in self.coordinator.layers.take_buffer_updates():
             places = (name.partition(".") for name in updates.names)
             names = [f"{self._names[int(number)]}.{rest}" for number, _, rest in places]
             how_often, remedy = _AGAIN if updates.is_again else _IN_PIECES
@@ -506,70 +504,6 @@ class Deployment:
                 f"What the layers on workers keep in {_listed(names)} is updated {how_often}, so "
                 f"it is not what it would be on one device; {remedy}."
             )
-
-    def _hand_over(self, request: Request) -> Activation:
-        turn = current_turn()
-        if turn is not None:
-            self._attributes.follow()
-            returned: Activation = turn.hand_over(request)
-            return returned
-        if self._is_cutting:
-            raise ModelError(
-                "Layers on workers were called outside of a micro-batch's `training_step` while it "
-                "runs, as the backward of reentrant checkpointing does, or a thread; give "
-                "`checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`."
-            )
-        with contextlib.ExitStack() as stack:
-            if self._visits is None and self._trial_is_cut is None:
-                # An evaluation, or a user's own call of the model: a step by itself.
-                in_flight = self.plan.micro_batches
-                stack.enter_context(self.whole_batch_step(in_flight, accumulate=True))
-            self._attributes.follow()
-            return self._exchange_whole(request)
-
-    def _exchange_whole(self, request: Request) -> Activation:
-        if self._trial_is_cut is not None:
-            pieces, dim = [request], 0
-            if self._trial_is_cut:
-                pieces, dim = self._whole_batches.cut(request)
-            return self._try(pieces, dim)
-        if request.surroundings.grad_enabled:
-            self.follow_trained_ones()
-        pieces, dim = self._whole_batches.pieces(request)
-        visit, self._visits = self._visits or 0, (self._visits or 0) + 1
-        if not request.surroundings.grad_enabled:
-            return self._join(pieces, dim, visit)
-        anchor = torch.zeros((), requires_grad=True)
-        kinds: list[str] = []
-        hidden, *others = Boundary.apply(  # type: ignore[no-untyped-call]
-            request.hidden,
-            anchor,
-            self.coordinator,
-            pieces,
-            visit,
-            kinds,
-            self.plan.max_in_flight,
-            dim,
-        )
-        return Activation(hidden, tuple(map(Collected, kinds, others)))
-
-    def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
-        """Run pieces so that nothing is left behind on the stages."""
-        self._num_trials += 1
-        tried = [
-            Request(piece.hidden, replace(piece.surroundings, is_trial=True)) for piece in pieces
-        ]
-        # The number differs from that of every other visit of the step.
-        return self._join(tried, dim, _FIRST_TRIAL + self._num_trials)
-
-    def __reduce__(self) -> NoReturn:
-        # A layer's hooks for state dicts lead here before its `forward` does.
-        raise no_copy(self._away)
-
-    def _join(self, pieces: Sequence[Request], dim: int, visit: int) -> Activation:
-        found = exchange_pieces(self.coordinator, pieces, visit, self.plan.max_in_flight)
-        device = pieces[0].hidden.device
-        return join_activations(found, dim).map(lambda tensor: tensor.to(device))
 
 
 def imports_of(root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan) -> set[str]:
@@ -591,7 +525,7 @@ def check_is_whole(root: nn.Module) -> None:
     """
     for module in root.modules():
         remote = remote_of(module)
-        if isinstance(remote, Deployment):
+        if isinstance(remote, TensorsAway):
             remote.check_not_lost()
 
 
@@ -603,10 +537,6 @@ def _described(layers: Mapping[int, nn.Module]) -> str:
     return f"the input embedding and {named}" if EMBEDDING_LAYER in layers else named
 
 
-def _is_in(tensor: Tensor, weights: CheckpointWeights | None) -> bool:
-    return weights is not None and tensor in weights
-
-
 def _check_weights_can_be_sent(
     layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
 ) -> None:
@@ -614,14 +544,14 @@ def _check_weights_can_be_sent(
     lost = [number for number, layer in layers.items() if is_hollow(layer)]
     if lost:
         remote = remote_of(layers[lost[0]])
-        if isinstance(remote, Deployment):
+        if isinstance(remote, TensorsAway):
             remote.check_not_lost()
         raise ModelError(
             f"What was {describe_layer(lost[0])} has not come back from the worker that was lost "
             "in the run before; build the module anew and continue with `ckpt_path`."
         )
     for name, tensor in named_tensors(layers):
-        if tensor.is_meta and not _is_in(tensor, weights):
+        if tensor.is_meta and (weights is None or tensor not in weights):
             raise ModelError(
                 f"The decoder layers have no weights: {name} is on `meta`. If a worker was lost in "
                 "the run before, build the module anew and continue with `ckpt_path`."

@@ -1,12 +1,9 @@
-"""The coordinator's side of layers' tensors: brings them to the stages, and back from there.
+"""The coordinator's side of layers' tensors: brings them to the stages and fetches them.
 
-What the coordinator asks a worker to serve.
-
-Sends tensors to several workers at once.
-
-One tensor is read at a time, for whichever worker can take one. Each worker confirms what it has
-put in its place, and no more than two of its tensors are under way, or some more small ones: that
-is all the memory that sending takes on both sides, and every link is busy while the others are.
+Tensors go to several workers at once. One tensor is read at a time, for any worker that has room.
+Each worker confirms every tensor that it has put in its place, and at most two of its tensors, or
+some more small ones, are under way: that bounds the memory that sending takes on both sides, and
+keeps every link busy.
 """
 
 from __future__ import annotations
@@ -14,17 +11,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import starmap
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, RemoteProtocolError, WorkerError
+from ..model.attributes import AttributeState, Change, differences, write_change
 from ..model.custom_layers import BlocksRecipe
 from ..model.four_bit import State
-from ..model.layers import DecoderLayer
+from ..model.layers import DecoderLayer, describe_layer
 from ..model.lazy_weights import CheckpointWeights
-from ..model.recipe import Recipe, write_recipe
+from ..model.recipe import Recipe, build_layers, write_recipe
 from ..model.tensors import (
     dtypes_on_stage,
     flatten,
@@ -42,32 +41,147 @@ from ..protocol.frames import Frame
 from ..protocol.tensors import DTYPES
 from ..transport.handshake import obstacles_to_compiling, shortcomings
 from .answers import AwaitedTensors, HeldTensor, check_state, held_tensors
-from .connections import ConnectedWorker
+from .connections import ConnectedWorker, Connections
 from .progress import Progress, ProgressInLines, ProgressOfBytes
-from .telemetry import ObservedConversations
 
-# To a worker that has not confirmed them yet: so many tensors; or as many small ones as have fewer
-# bytes, which are what a link of 1 Gbit/s carries within 60 ms.
+
+@dataclass(frozen=True)
+class RemoteStage:
+    """What the coordinator asks a worker to serve.
+
+    Args:
+        recipe: How to build the layers.
+        layers: The layers here, hollow or about to be, by their numbers.
+        contents: Reads their tensors with their states, one by one.
+        recompute: As in the plan.
+        seed: Start of all dropout masks.
+        dtype: As in the plan.
+        converts_weights: Whether ``dtype`` holds for weights too; under autocast it does not.
+        narrowing: What the worker rounds activations to on their way downstream, and gradients on
+            their way upstream.
+        compile: As in the plan.
+    """
+
+    recipe: Recipe | BlocksRecipe
+    layers: Mapping[int, nn.Module]
+    contents: Callable[[], Iterator[tuple[str, Tensor, State]]]
+    recompute: bool
+    seed: int
+    dtype: Dtype | None = None
+    converts_weights: bool = True
+    narrowing: Narrowing = Narrowing()
+    compile: bool = False
+
+    @property
+    def has_four_bit(self) -> bool:
+        """Whether some of the weights are stored in 4 bits."""
+        return has_four_bit(self.layers)
+
+    @property
+    def tensor_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor on the worker."""
+        converts = self.dtype is not None and self.converts_weights
+        return dtypes_on_stage(self.layers, DTYPES[self.dtype] if converts else None)  # type: ignore[index]
+
+    def check_can_be_held(self, worker: ConnectedWorker) -> None:
+        """Refuse a worker that lacks what the layers need, before anything is sent.
+
+        Raises:
+            WorkerError: With what it lacks.
+        """
+        lacks = shortcomings(worker.equipment, self.recipe, self.tensor_dtypes.values())
+        if self.compile:
+            lacks += obstacles_to_compiling(worker.equipment, self.has_four_bit)
+        if lacks:
+            raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
+
+    def deploy_message(self, stage_index: int, downstream_address: str) -> m.Deploy:
+        """The request to build the stage; the last stage has an empty downstream address."""
+        return m.Deploy(
+            stage_index=stage_index,
+            recipe=self.recipe.to_json(),
+            parameters=describe_parameters(self.layers, self.tensor_dtypes),
+            recompute=self.recompute,
+            seed=self.seed,
+            downstream_address=downstream_address,
+            dtype=self.dtype,
+            activation_dtype=self.narrowing.activation_dtype,
+            gradient_dtype=self.narrowing.gradient_dtype,
+            compile=self.compile,
+        )
+
+
+def remote_stages(
+    root: nn.Module,
+    stages: Sequence[dict[int, DecoderLayer]],
+    plan: Plan,
+    weights: CheckpointWeights | None,
+    seed: int,
+    converts_weights: bool,
+) -> list[RemoteStage]:
+    """The remote stages of a plan with these layers of the module.
+
+    Raises:
+        ModelError: If a worker could not build them.
+    """
+    return [
+        RemoteStage(
+            recipe=write_recipe(root, list(layers.items())),
+            layers=(modules := {number: layer.module for number, layer in layers.items()}),
+            contents=partial(_contents, modules, weights),
+            recompute=stage.recompute or _checkpoints_gradients(layers),
+            seed=seed,
+            dtype=stage.dtype,
+            converts_weights=converts_weights,
+            narrowing=narrowing,
+            compile=stage.compile,
+        )
+        for stage, layers, narrowing in zip(
+            plan.remote_stages, stages, plan.stage_narrowings, strict=True
+        )
+    ]
+
+
+def _contents(
+    layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
+) -> Iterator[tuple[str, Tensor, State]]:
+    """The layers' tensors, from here where they are here, else from the checkpoint."""
+    for name, tensor, state in named_contents(layers):
+        if tensor.is_meta and weights is not None:
+            owner, leaf, _ = locate(layers, name)
+            yield name, *weights.read(owner, leaf, for_worker=True)
+        else:
+            yield name, tensor, state
+
+
+def _checkpoints_gradients(layers: dict[int, DecoderLayer]) -> bool:
+    """Whether the user switched on Hugging Face's gradient checkpointing for these layers."""
+    return any(getattr(layer.module, "gradient_checkpointing", False) for layer in layers.values())
+
+
+# The most that may be under way to a worker: two tensors of any size, or more small ones up to what
+# a link of 1 Gbit/s carries within 60 ms.
 MOST_UNDER_WAY = 2
 MOST_SMALL_UNDER_WAY = 64
 SMALL_BYTES = 8 * 2**20
 
-# Sending less costs no more than asking whether it need be sent.
+# A smaller tensor is sent at once: an offer costs as much.
 LEAST_OFFERED_BYTES = 2**14
-# A worker that has refused so many offers one after the other holds what was trained since.
+# A worker that has refused so many offers in a row holds tensors that were trained since.
 MOST_REFUSALS = 8
 
 
 class Load:
-    """What one worker is to get, and what of it is under way.
+    """The tensors that one worker is to receive, and those under way to it.
 
     Args:
-        worker: Who gets it.
+        worker: The receiver.
         contents: Names, tensors and states, read one by one.
-        is_packed_there: Whether a tensor of that name without state is packed by the worker, which
-            then has memory for one of them at a time.
-        may_be_held: Whether a tensor of that name would be held as it would be sent.
-        is_built: Whether the worker has the layers already.
+        is_packed_there: Whether the worker packs a tensor of that name that comes without state;
+            it has memory for one of them at a time.
+        may_be_held: Whether a tensor of that name that the worker holds would be in the dtype in
+            which it would be sent.
+        is_built: Whether the worker has built the layers already.
     """
 
     def __init__(
@@ -117,7 +231,7 @@ class Load:
         yield name
 
     def take(self, message: m.Message) -> None:
-        """Note what the worker says; anything but an answer is passed over."""
+        """Note an answer of the worker; other messages are ignored."""
         if isinstance(message, m.Built):
             self._held = {name for name in message.held if self._may_be_held(name)}
             self._is_ready = True
@@ -147,7 +261,7 @@ class Load:
         return not self._is_sent_to_be_packed(name, content)
 
     def _is_next(self, name: str) -> bool:
-        """Whether an answer is for what was sent; one to a request that was interrupted is not."""
+        """Whether an answer belongs to this load, and not to a request that was interrupted."""
         return bool(self._under_way) and self._under_way[0][0] == name
 
     def _send(self, name: str, content: Content) -> None:
@@ -159,11 +273,11 @@ class Load:
 def send_all(
     loads: Sequence[Load], receive: Callable[[int], tuple[ConnectedWorker, Frame]]
 ) -> Iterator[tuple[ConnectedWorker, str]]:
-    """Send what each worker is to get; yields the worker and the name of each tensor.
+    """Send several workers their tensors; yields the worker and the name of each tensor.
 
     Args:
         loads: One for each worker.
-        receive: Waits for the next thing that any worker says, while so many bytes are under way.
+        receive: Waits for the next message of any worker, while so many bytes are under way.
     """
     left = list(loads)
     while left:
@@ -180,78 +294,9 @@ def send_all(
                     load.take(frame.message)
 
 
-@dataclass(frozen=True)
-class RemoteStage:
-    """What the coordinator asks a worker to serve.
-
-    Args:
-        recipe: How to build the layers.
-        layers: Hollow ones, or those about to be, by their numbers.
-        contents: Their tensors with their states, one by one.
-        recompute: As in the plan.
-        seed: Start of all dropout masks.
-        dtype: As in the plan.
-        converts_weights: Whether ``dtype`` is for weights too; under autocast it is not.
-        narrowing: What it rounds the activations to that it sends downstream, and the gradients
-            that it sends upstream.
-        compile: As in the plan.
-    """
-
-    recipe: Recipe | BlocksRecipe
-    layers: Mapping[int, nn.Module]
-    contents: Callable[[], Iterator[tuple[str, Tensor, State]]]
-    recompute: bool
-    seed: int
-    dtype: Dtype | None = None
-    converts_weights: bool = True
-    narrowing: Narrowing = Narrowing()
-    compile: bool = False
-
-    @property
-    def has_four_bit(self) -> bool:
-        """Whether some of its weights are stored in 4 bits."""
-        return has_four_bit(self.layers)
-
-    @property
-    def tensor_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each tensor there."""
-        converts = self.dtype is not None and self.converts_weights
-        return dtypes_on_stage(self.layers, DTYPES[self.dtype] if converts else None)  # type: ignore[index]
-
-
-def remote_stages(
-    root: nn.Module,
-    stages: Sequence[dict[int, DecoderLayer]],
-    plan: Plan,
-    weights: CheckpointWeights | None,
-    seed: int,
-    converts_weights: bool,
-) -> list[RemoteStage]:
-    """The remote stages of a plan with these layers of the module.
-
-    Raises:
-        ModelError: If a worker could not build them.
-    """
-    return [
-        RemoteStage(
-            recipe=write_recipe(root, list(layers.items())),
-            layers=(modules := {number: layer.module for number, layer in layers.items()}),
-            contents=partial(_contents, modules, weights),
-            recompute=stage.recompute or _checkpoints_gradients(layers),
-            seed=seed,
-            dtype=stage.dtype,
-            converts_weights=converts_weights,
-            narrowing=narrowing,
-            compile=stage.compile,
-        )
-        for stage, layers, narrowing in zip(
-            plan.remote_stages, stages, plan.stage_narrowings, strict=True
-        )
-    ]
-
-
 def load_of(worker: ConnectedWorker, stage: RemoteStage) -> Load:
-    """All of a stage's tensors. What it has in another dtype, it does not hold as it would come."""
+    """All of a stage's tensors; those whose dtype differs on the worker are sent without an
+    offer."""
     here = {name: tensor.dtype for name, tensor in named_tensors(stage.layers)}
     there = stage.tensor_dtypes
     return Load(
@@ -262,149 +307,130 @@ def load_of(worker: ConnectedWorker, stage: RemoteStage) -> Load:
     )
 
 
-def _contents(
-    layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
-) -> Iterator[tuple[str, Tensor, State]]:
-    """The layers' tensors from here or, where they are not here, from the checkpoint."""
-    for name, tensor, state in named_contents(layers):
-        if tensor.is_meta and weights is not None:
-            owner, leaf, _ = locate(layers, name)
-            yield name, *weights.read(owner, leaf, for_worker=True)
-        else:
-            yield name, tensor, state
-
-
-def _checkpoints_gradients(layers: dict[int, DecoderLayer]) -> bool:
-    """Whether the user switched on Hugging Face's gradient checkpointing for these layers."""
-    return any(getattr(layer.module, "gradient_checkpointing", False) for layer in layers.values())
-
-
-# A link over which nobody would train. That the peer lives, heartbeats say.
+# Slower than any usable link; it only bounds how long a transfer may take. Heartbeats show whether
+# the peer is alive.
 _SLOWEST_BYTES_PER_SECOND = 1e5
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """Which tensors of some stages workers have got by now.
+    """The stages that workers serve, and the tensors that they have received so far.
 
     Args:
-        stages: In the workers' order.
-        tensors: As they are held there, by their names.
+        stages: The stage of each worker, in the order of the stages.
+        tensors: How the workers hold each tensor, by its name.
         owner_of: The worker of each tensor that has been sent.
     """
 
-    stages: Sequence[RemoteStage] = ()
+    stages: Mapping[ConnectedWorker, RemoteStage] = field(default_factory=dict)
     tensors: Mapping[str, HeldTensor] = field(default_factory=dict)
     owner_of: Mapping[str, ConnectedWorker] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def layers(self) -> dict[int, nn.Module]:
         """The layers of all stages by their numbers."""
-        return {number: layer for stage in self.stages for number, layer in stage.layers.items()}
+        stages = self.stages.values()
+        return {number: layer for stage in stages for number, layer in stage.layers.items()}
 
     def of(self, worker: ConnectedWorker) -> dict[str, HeldTensor]:
         """What one worker holds."""
         owners = self.owner_of.items()
         return {name: self.tensors[name] for name, owner in owners if owner is worker}
 
+    def names_by_owner(self, names: Iterable[str]) -> list[tuple[ConnectedWorker, list[str]]]:
+        """The workers that hold some of these tensors, each with the names of its own."""
+        found: dict[ConnectedWorker, list[str]] = {}
+        for name in dict.fromkeys(names):
+            if name in self.owner_of:
+                found.setdefault(self.owner_of[name], []).append(name)
+        return [(worker, found[worker]) for worker in self.stages if worker in found]
+
     def dtypes(self) -> set[torch.dtype]:
-        """The floating dtypes of what is held, and those that stages compute in."""
+        """The floating dtypes of the tensors, and those that stages compute in."""
         specs = [held.spec.torch_dtype for held in self.tensors.values()]
         found = {*specs, *(held.home_dtype for held in self.tensors.values())}
-        found |= {DTYPES[stage.dtype] for stage in self.stages if stage.dtype is not None}
+        found |= {DTYPES[s.dtype] for s in self.stages.values() if s.dtype is not None}
         return {dtype for dtype in found if dtype.is_floating_point}
 
 
-class TensorConversations(ObservedConversations):
-    """Conversations with workers that hold layers, and who holds which of their tensors.
+class RemoteLayers:
+    """Sends layers to the workers and fetches their tensors.
 
-    Implements `RemoteTensors` for the hollow layers.
+    Args:
+        connections: The workers.
 
     Attributes:
+        holdings: Who holds what.
         progress: Tells how far tensors have come.
     """
 
-    progress: ProgressOfBytes = ProgressInLines
-    _held = Holdings()
+    def __init__(self, connections: Connections) -> None:
+        self.holdings = Holdings()
+        self.progress: ProgressOfBytes = ProgressInLines
+        self._connections = connections
+        self._buffer_updates: list[m.BuffersUpdated] = []
+        connections.asides[m.BuffersUpdated] = self._on_buffers_updated
 
     def deploy(self, stages: Sequence[RemoteStage]) -> Iterator[str]:
         """Build the stages and send their weights, to all workers at once; yields each tensor's
         name.
 
-        Iterate to the end: afterwards the stages are ready for steps. What they had before, if
-        layers have moved, is forgotten.
+        You must iterate to the end: only then are the stages ready for steps. A worker forgets the
+        stage that it served before.
         """
+        workers = self._connections.workers
         tensors: dict[str, HeldTensor] = {}
         for stage in stages:
             tensors.update(held_tensors(stage.layers, stage.tensor_dtypes))
         owner_of: dict[str, ConnectedWorker] = {}
-        self._held = Holdings(stages, tensors, owner_of)
-        for worker, stage in zip(self._workers, stages, strict=True):
-            lacks = shortcomings(worker.equipment, stage.recipe, stage.tensor_dtypes.values())
-            if stage.compile:
-                lacks += obstacles_to_compiling(worker.equipment, stage.has_four_bit)
-            if lacks:
-                raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
-        for worker, stage in zip(self._workers, stages, strict=True):
-            worker.channel.send(self._deploy_message(worker, stage))
-        loads = map(load_of, self._workers, stages)
-        for worker, name in send_all(list(loads), self._receive_while_sending):
+        stage_of = dict(zip(workers, stages, strict=True))
+        self.holdings = Holdings(stage_of, tensors, owner_of)
+        for worker, stage in stage_of.items():
+            stage.check_can_be_held(worker)
+        addresses = [str(worker.address) for worker in workers[1:]]
+        for (worker, stage), downstream in zip(stage_of.items(), [*addresses, ""], strict=True):
+            self._connections.send(worker, stage.deploy_message(worker.stage_index, downstream))
+        for worker, name in send_all(list(starmap(load_of, stage_of.items())), self._receive):
             owner_of[name] = worker
             yield name
-        # From the last to the first, so that nobody dials a neighbor that is not ready.
-        for worker in reversed(self._workers):
-            worker.channel.send(m.Launch())
-        self._await_done()
-
-    def _deploy_message(self, worker: ConnectedWorker, stage: RemoteStage) -> m.Deploy:
-        is_last = worker.number == len(self._workers)
-        downstream = "" if is_last else str(self._workers[worker.number].address)
-        return m.Deploy(
-            stage_index=worker.number,
-            recipe=stage.recipe.to_json(),
-            parameters=describe_parameters(stage.layers, stage.tensor_dtypes),
-            recompute=stage.recompute,
-            seed=stage.seed,
-            downstream_address=downstream,
-            dtype=stage.dtype,
-            activation_dtype=stage.narrowing.activation_dtype,
-            gradient_dtype=stage.narrowing.gradient_dtype,
-            compile=stage.compile,
-        )
+        # From the last to the first, so that no stage dials a neighbor that is not ready.
+        for worker in reversed(workers):
+            self._connections.send(worker, m.Launch())
+        self._connections.collect(m.Done, workers)
 
     def fetch(self, names: Sequence[str], progress: Progress | None = None) -> dict[str, Tensor]:
         """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
 
         Raises:
-            ModelError: If there is none of that name on a worker.
+            ModelError: If no worker has a tensor of that name.
         """
-        self._check_usable()
-        unknown = [name for name in names if name not in self._held.owner_of]
+        self._connections.check_usable()
+        unknown = [name for name in names if name not in self.holdings.owner_of]
         if unknown:
             raise ModelError(
-                f"The tensor {unknown[0]!r} came into its layer when the layer was on a worker "
-                "already, which does not have it; change the model before the run."
+                f"The tensor {unknown[0]!r} was added to its layer after the layer went to a "
+                "worker, which does not have it; change the model before the run."
             )
         found = {}
-        asked = list(self._by_owner(names))
+        asked = self.holdings.names_by_owner(names)
         for sender, name, content, state in self._asked_tensors(m.FetchTensors, asked):
-            with self._blaming(sender):
-                check_state(self._held.stages[sender.number - 1].layers, name, content, state)
-            content = content.to(self._held.tensors[name].home_dtype)
+            with self._connections.blaming(sender):
+                check_state(self.holdings.stages[sender].layers, name, content, state)
+            content = content.to(self.holdings.tensors[name].home_dtype)
             found.update(flatten(name, content, state))
             if progress is not None:
                 progress.advance(content.nbytes)
         for worker, own in asked:
             if missing := [name for name in own if name not in found]:
-                with self._blaming(worker):
+                with self._connections.blaming(worker):
                     raise RemoteProtocolError(f"It did not send the tensors {missing[:5]}.")
         return found
 
     def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Bring gradients of remote parameters here, as new CPU tensors; those that have none are
-        left out."""
-        self._check_usable()
-        asked = list(self._by_owner(names))
+        """Bring gradients of remote parameters here, as new CPU tensors; a parameter without a
+        gradient is left out."""
+        self._connections.check_usable()
+        asked = self.holdings.names_by_owner(names)
         answers = self._asked_tensors(m.FetchGradients, asked)
         return {name: gradient for _, name, gradient, _ in answers}
 
@@ -413,52 +439,145 @@ class TensorConversations(ObservedConversations):
         request: type[m.FetchTensors | m.FetchGradients],
         asked: Sequence[tuple[ConnectedWorker, list[str]]],
     ) -> Iterator[tuple[ConnectedWorker, str, Tensor, State]]:
-        """What workers send of the tensors that they are asked for: who, the name, the content and
-        its state."""
-        awaited = {w.number: AwaitedTensors(own, self._held.tensors) for w, own in asked}
+        """Each tensor that a worker was asked for: the worker, the name, the content, its state."""
+        awaited = {worker: AwaitedTensors(own, self.holdings.tensors) for worker, own in asked}
         requests = [(worker, request(own)) for worker, own in asked]
-        for sender, message, tensors in self._ask(requests, m.TensorContent):
-            with self._blaming(sender):
-                content, state = awaited[sender.number].take(message, tensors)
+        for sender, message, tensors in self._connections.ask(requests, m.TensorContent):
+            with self._connections.blaming(sender):
+                content, state = awaited[sender].take(message, tensors)
             yield sender, message.name, content, state
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the content of remote tensors.
 
         Raises:
-            ModelError: If one is stored in 4 bits and comes without its state.
+            ModelError: If a tensor is stored in 4 bits and comes without its state.
         """
-        self._check_usable()
-        contents = {
-            name: state_in(tensors, name) for name in tensors.keys() & self._held.owner_of.keys()
-        }
-        for name, state in contents.items():
-            stage = self._held.stages[self._held.owner_of[name].number - 1]
-            if stored_in_four_bits(stage.layers, name) and not state:
-                raise ModelError(
-                    f"The tensor {name!r} is stored in 4 bits, and what is to replace it lacks "
-                    f"{name + '.absmax'!r} and the like, which belong to it; load a whole "
-                    "`state_dict()`."
-                )
+        self._connections.check_usable()
         loads = [
-            Load(
-                worker, iter([(name, tensors[name], contents[name]) for name in own]), is_built=True
-            )
-            for worker, own in self._by_owner(list(contents))
+            Load(worker, iter(self._contents_for(worker, own, tensors)), is_built=True)
+            for worker, own in self.holdings.names_by_owner(tensors)
         ]
-        for _ in send_all(loads, self._receive_while_sending):
+        for _ in send_all(loads, self._receive):
             pass
 
-    def _receive_while_sending(self, num_bytes: int) -> tuple[ConnectedWorker, Frame]:
-        """The next thing that a worker says, with time for so many bytes to get there."""
-        return self._receive(
-            self._deadlines.request_seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
-        )
+    def _contents_for(
+        self, worker: ConnectedWorker, names: Sequence[str], tensors: Mapping[str, Tensor]
+    ) -> list[tuple[str, Tensor, State]]:
+        """What replaces tensors of one worker, each with its state."""
+        layers = self.holdings.stages[worker].layers
+        contents = [(name, tensors[name], state_in(tensors, name)) for name in names]
+        for name, _, state in contents:
+            if stored_in_four_bits(layers, name) and not state:
+                raise ModelError(
+                    f"The tensor {name!r} is stored in 4 bits, and its new content comes without "
+                    f"{name + '.absmax'!r} and the other parts of its state; load a whole "
+                    "`state_dict()`."
+                )
+        return contents
 
-    def _by_owner(self, names: Iterable[str]) -> Iterator[tuple[ConnectedWorker, list[str]]]:
-        """Workers that have something of those names, each with what it has."""
-        names = list(dict.fromkeys(names))
-        for worker in self._workers:
-            own = [name for name in names if self._held.owner_of.get(name) is worker]
-            if own:
-                yield worker, own
+    def set_attributes(self, layer_index: int, path: str, values: str, gone: Sequence[str]) -> None:
+        """Let a module of a layer have these attributes from the next forward on."""
+        self._connections.check_usable()
+        for worker, stage in self.holdings.stages.items():
+            if layer_index in stage.layers:
+                message = m.SetAttributes(layer_index, path, values, list(gone))
+                self._connections.send(worker, message)
+
+    def take_buffer_updates(self) -> list[m.BuffersUpdated]:
+        """What stages have reported about buffers that are updated too often, since the last
+        call."""
+        taken, self._buffer_updates = self._buffer_updates, []
+        return taken
+
+    def _on_buffers_updated(self, _worker: ConnectedWorker, message: m.BuffersUpdated) -> None:
+        self._buffer_updates.append(message)
+
+    def _receive(self, num_bytes: int) -> tuple[ConnectedWorker, Frame]:
+        """Wait for the next message, with time for so many bytes to arrive."""
+        seconds = self._connections.deadlines.request_seconds
+        return self._connections.receive(seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND)
+
+
+# Adapters and tensors in 4 bits have switches of their own, which `AdapterSwitches` watches.
+_NOT_FOLLOWED = frozenset({"bitsandbytes", "peft"})
+
+
+class PlainAttributes:
+    """Sends attributes of layers that were changed here to the workers of these layers.
+
+    Args:
+        layers: The layers on workers by their numbers.
+        connections: The workers.
+        remote: Has deployed the layers.
+        changed: Attributes that already differ from those that the workers have built.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, DecoderLayer],
+        connections: Connections,
+        remote: RemoteLayers,
+        changed: Sequence[Change],
+    ) -> None:
+        modules = {number: layer.module for number, layer in layers.items()}
+        self._layers = layers
+        self._connections = connections
+        self._remote = remote
+        self._state = AttributeState(modules, _is_followed)
+        self._unsent = list(changed)
+        self._latest_step = -1
+
+    def follow(self) -> None:
+        """Send what has changed; to be called at every hand-over of the present step.
+
+        Raises:
+            ModelError: If a worker must not have an attribute, or if an earlier micro-batch of the
+                step went without it.
+        """
+        step = self._connections.step
+        is_first, self._latest_step = step != self._latest_step, step
+        self._unsent += self._state.take_changes()
+        if not self._unsent:
+            return
+        if not is_first:
+            change = self._unsent[0]
+            raise ModelError(
+                f"The attribute {self._name_of(change)}.{change.names[0]} was changed in the "
+                f"middle of step {step}: other micro-batches, or other calls of the model, went to "
+                f"the worker of {describe_layer(change.layer_index)} before it. Change it in "
+                "`on_train_batch_start` or earlier, or keep the layer with the coordinator."
+            )
+        for change in self._unsent:
+            text, gone = write_change(change, self._name_of(change))
+            self._remote.set_attributes(change.layer_index, change.path, text, gone)
+        self._unsent = []
+
+    def _name_of(self, change: Change) -> str:
+        return f"{self._layers[change.layer_index].name}.{change.path}".rstrip(".")
+
+
+def changed_since_recipe(
+    stages: Sequence[RemoteStage], layers: Mapping[int, DecoderLayer]
+) -> list[Change]:
+    """The attributes that differ from those of layers built from their recipes.
+
+    A recipe for layers of the user's own contains their attributes. The recipe of a Hugging Face
+    model contains its config, and not what was set on a layer.
+
+    Raises:
+        ModelError: If an attribute cannot be sent.
+    """
+    found = []
+    for stage in stages:
+        if isinstance(stage.recipe, Recipe):
+            built = build_layers(stage.recipe)
+            made = {number: built[str(number)] for number in stage.layers}
+            found += differences(stage.layers, made, _is_followed)
+    for change in found:
+        write_change(change, f"{layers[change.layer_index].name}.{change.path}".rstrip("."))
+    return found
+
+
+def _is_followed(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] not in _NOT_FOLLOWED

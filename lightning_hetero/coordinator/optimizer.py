@@ -1,24 +1,24 @@
-"""One of the user's optimizers, with the stages' parts behind it.
+"""The coordinator's side of training: optimizers, and which parameters on the stages train.
 
-The optimizer object stays the user's own; it holds all parameters, and steps those with a
-gradient here. The stages step theirs when told, with the options the groups have at that moment.
-
-Which parameters on the stages train: what a user freezes between two steps is frozen there.
+The optimizer object stays the user's own. It has all parameters and steps those with a gradient
+here. The stages step theirs when told, with the options that the groups have at that moment. A
+parameter that a user freezes between two steps is frozen on its stage too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ModelError
+from ..errors import ModelError, RemoteProtocolError
 from ..model.override import stand_in
 from ..pipeline.optimizer import (
+    AveragingAction,
     Clipping,
     Group,
     clip_gradients,
@@ -31,8 +31,200 @@ from ..pipeline.optimizer import (
     optimizer_gradients,
     total_norm,
 )
+from ..pipeline.recorder import APPLY, Recorder
 from ..plan import StagePlan
-from .stages import Coordinator
+from ..protocol import messages as m
+from ..protocol.values import Packer, unpack
+from .answers import check_norms, check_optimizer_state
+from .connections import ConnectedWorker, Connections
+from .layers import RemoteLayers
+from .stages import RemoteStages
+
+
+class OptimizerParts:
+    """The parts of optimizers on the stages, the gradients that they use, and what trains there.
+
+    Args:
+        connections: The workers.
+        layers: What they hold.
+        stages: Runs the steps.
+        recorder: Takes this process's spans.
+
+    Attributes:
+        layers: As given.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        layers: RemoteLayers,
+        stages: RemoteStages,
+        recorder: Recorder,
+    ) -> None:
+        self.layers = layers
+        self._connections = connections
+        self._stages = stages
+        self._recorder = recorder
+        self._is_applying = False
+        self._stepping = ExitStack()
+        # The class name of each optimizer, and the names of its parameters.
+        self._optimized: dict[int, tuple[str, set[str]]] = {}
+
+    def build(
+        self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
+    ) -> None:
+        """Give every stage its part of an optimizer."""
+        names = {name for group in groups for name in group.parameters}
+        self._optimized[optimizer] = class_name, names
+        owner_of = self.layers.holdings.owner_of
+        for worker in self._connections.workers:
+            packer = Packer()
+            packed_defaults = packer.pack(dict(defaults), "An optimizer default")
+            specs = [
+                m.GroupSpec(
+                    [name for name in group.parameters if owner_of.get(name) is worker],
+                    packer.pack(dict(group.options), "An optimizer option"),
+                )
+                for group in groups
+            ]
+            message = m.BuildOptimizer(optimizer, class_name, packed_defaults, specs)
+            self._connections.send(worker, message, *packer.tensors)
+        self._connections.collect(m.Done, self._connections.workers)
+
+    def apply(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
+        """Let every stage step; does not wait for it.
+
+        You must call `note_applied` when this process has stepped too.
+        """
+        self._is_applying = True
+        packer = Packer()
+        values = [packer.pack(dict(group), "An optimizer option") for group in options]
+        message = m.ApplyOptimizer(self._stages.present_step(), optimizer, values)
+        self._connections.broadcast(message, *packer.tensors)
+        self._stepping.close()
+        self._stepping.enter_context(self._recorder.span("optimizer", message=APPLY))
+
+    def note_applied(self) -> None:
+        """Note that the optimizer has stepped here too."""
+        self._is_applying = False
+        self._stepping.close()
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether all weights belong, or will soon belong, to the same step.
+
+        They do not after an exception inside the optimizer's step.
+        """
+        return not self._is_applying and not self._connections.has_torn_step
+
+    def state(self, optimizer: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Fetch an optimizer's state of all remote parameters, one by one, with their names."""
+        workers = self._connections.workers
+        requests = [(worker, m.FetchOptimizerState(optimizer)) for worker in workers]
+        told: set[str] = set()
+        for sender, message, tensors in self._connections.ask(requests, m.OptimizerState):
+            name = message.parameter
+            with self._connections.blaming(sender):
+                parameter = self._optimized_parameter(sender, optimizer, name)
+                if parameter is None or name in told:
+                    raise RemoteProtocolError(
+                        f"It sent optimizer state of {name!r}, which was not asked for or has come."
+                    )
+                state = unpack(message.state, tensors)
+                is_torchs = "." not in self._optimized[optimizer][0]
+                state = check_optimizer_state(name, state, parameter, is_torchs)
+            told.add(name)
+            yield name, state
+
+    def _optimized_parameter(
+        self, worker: ConnectedWorker, optimizer: int, name: str
+    ) -> Tensor | None:
+        """A worker's parameter of that name, if the optimizer has it under any of its names."""
+        tensors = self.layers.holdings.tensors
+        held = tensors.get(name)
+        if held is None or self.layers.holdings.owner_of.get(name) is not worker:
+            return None
+        _, names = self._optimized[optimizer]
+        is_optimized = any(tensors[each].parameter is held.parameter for each in names)
+        return held.parameter if name in names or is_optimized else None
+
+    def load_state(self, optimizer: int, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace an optimizer's state of remote parameters."""
+        for name, values in state.items():
+            packer = Packer()
+            value = packer.pack(dict(values), f"the optimizer state of {name}")
+            message = m.LoadOptimizerState(optimizer, name, value)
+            worker = self.layers.holdings.owner_of[name]
+            self._connections.send(worker, message, *packer.tensors)
+
+    def average_weights(
+        self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
+    ) -> None:
+        """Change every stage's running average of its weights; does not wait for it."""
+        self._connections.check_usable()
+        self._connections.broadcast(m.AverageWeights(action, num_averaged, decay))
+
+    def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
+        """Freeze remote parameters, or train them, from the next forward on."""
+        for worker, own in self.layers.holdings.names_by_owner(names):
+            self._connections.send(worker, m.SetTrained(own, requires_grad))
+
+    def zero_gradients(self, names: Sequence[str], set_to_none: bool) -> None:
+        """Drop the gradients of remote parameters, or make them zero.
+
+        Waits until it is done: the gradients of the next backward come to a stage from its
+        neighbor, and could overtake this request.
+        """
+        self._connections.check_usable()
+        self._stages.norms_due = set()
+        asked = self.layers.holdings.names_by_owner(names)
+        for worker, own in asked:
+            self._connections.send(worker, m.ZeroGradients(own, set_to_none))
+        self._connections.collect(m.Done, [worker for worker, _ in asked])
+
+    def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
+        """The norms of remote gradients by their parameters' names: those that an optimizer
+        would use, or all."""
+        return self.ask_gradient_norms(optimizer)()
+
+    def ask_gradient_norms(self, optimizer: int | None = None) -> Callable[[], dict[str, float]]:
+        """Ask for `gradient_norms`; the function that is returned waits for the answer.
+
+        Before you call it you may only look at gradients here.
+        """
+        workers = self._connections.workers
+        message = m.MeasureNorms(self._stages.present_step(), optimizer)
+        self._connections.broadcast(message)
+
+        def answered() -> dict[str, float]:
+            with self._recorder.span("wait", message="Norms"):
+                answers = self._connections.collect(m.Norms, workers)
+            found: dict[str, float] = {}
+            for worker, answer in answers:
+                with self._connections.blaming(worker):
+                    self._check_norms(worker, answer.norms, optimizer)
+                found.update(answer.norms)
+            return found
+
+        return answered
+
+    def _check_norms(
+        self, worker: ConnectedWorker, norms: Mapping[str, float], optimizer: int | None
+    ) -> None:
+        optimized = None if optimizer is None else self._optimized[optimizer][1]
+        check_norms(norms, self.layers.holdings.of(worker), optimized)
+        due = self._stages.norms_due
+        due = due if optimized is None else due.intersection(optimized)
+        if worker is self._connections.workers[-1] and due and not norms:
+            raise RemoteProtocolError(
+                f"It received gradients and told no norm, not even that of {min(due)!r}."
+            )
+
+    def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
+        """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
+        step = self._stages.present_step()
+        message = m.ClipGradients(step, optimizer, clipping.factor, clipping.value)
+        self._connections.broadcast(message)
 
 
 class RemoteOptimizer:
@@ -41,7 +233,7 @@ class RemoteOptimizer:
     Args:
         optimizer: Holds parameters, those of hollow layers too.
         number: Tells the stages which of the optimizers is meant.
-        coordinator: Knows the stages.
+        parts: Those on the stages.
         names_of: Names of the hollow layers' parameters.
 
     Raises:
@@ -52,12 +244,12 @@ class RemoteOptimizer:
         self,
         optimizer: Optimizer,
         number: int,
-        coordinator: Coordinator,
+        parts: OptimizerParts,
         names_of: Mapping[Tensor, str],
     ) -> None:
         self.optimizer = optimizer
         self._number = number
-        self._coordinator = coordinator
+        self._parts = parts
         self._names_of = names_of
         self._held = [id(parameter) for parameter in optimized_parameters(optimizer)]
         self._parameters = {name: parameter for parameter, name in names_of.items()}
@@ -74,13 +266,13 @@ class RemoteOptimizer:
         Returns:
             Whether all of them are finite.
         """
-        self._coordinator.clip_gradients(self._number, Clipping(factor=1 / scale))
-        return all(map(math.isfinite, self._coordinator.gradient_norms(self._number).values()))
+        self._parts.clip_gradients(self._number, Clipping(factor=1 / scale))
+        return all(map(math.isfinite, self._parts.gradient_norms(self._number).values()))
 
     def clip_by_norm(self, max_norm: float) -> float:
         """Scale all gradients, here and there, to a global norm; returns what it was."""
         # The stages measure theirs while this process measures its own.
-        remote = self._coordinator.ask_gradient_norms(self._number)
+        remote = self._parts.ask_gradient_norms(self._number)
         gradients = optimizer_gradients(self.optimizer)
         norm = total_norm([*gradient_norms(gradients), *remote().values()])
         self._clip(gradients, Clipping(factor=clipping_factor(max_norm, norm)))
@@ -101,15 +293,15 @@ class RemoteOptimizer:
         if [id(parameter) for parameter in optimized_parameters(self.optimizer)] != self._held:
             raise changed_parameters(self.optimizer)
         options = [group_options(group) for group in self.optimizer.param_groups]
-        self._coordinator.apply_optimizer(self._number, options)
+        self._parts.apply(self._number, options)
 
     def note_stepped(self) -> None:
         """The optimizer has stepped here too."""
-        self._coordinator.note_applied()
+        self._parts.note_applied()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop the stages' gradients, or make them zero."""
-        self._coordinator.zero_gradients([name for _, name in self._indexed()], set_to_none)
+        self._parts.zero_gradients([name for _, name in self._indexed()], set_to_none)
 
     def bring_back(self) -> None:
         """Move the stages' optimizer state into the optimizer."""
@@ -135,19 +327,19 @@ class RemoteOptimizer:
         ]
         class_name = optimizer_class_name(self.optimizer)
         defaults = optimizer_defaults(self.optimizer)
-        self._coordinator.build_optimizer(self._number, class_name, defaults, groups)
+        self._parts.build(self._number, class_name, defaults, groups)
 
     def _send_state(self) -> None:
         """Send the stages the state of parameters that were here until now, as layers move."""
         found = {name: self.optimizer.state.pop(p, {}) for p, name in self._names_of.items()}
         # Some optimizers make state at once; that of meta parameters is meta.
         real = {name: state for name, state in found.items() if state and not _is_meta(state)}
-        self._coordinator.load_optimizer_state(self._number, real)
+        self._parts.load_state(self._number, real)
 
     def _clip(self, gradients: list[Tensor], clipping: Clipping) -> None:
         if clipping.factor != 1.0:
             clip_gradients(gradients, clipping)
-            self._coordinator.clip_gradients(self._number, clipping)
+            self._parts.clip_gradients(self._number, clipping)
 
     def remote_state(self) -> dict[str, dict[str, Any]]:
         """The stages' optimizer state in the dtypes that the parameters have here."""
@@ -155,8 +347,8 @@ class RemoteOptimizer:
         what = "Gathering the optimizer's state, counted by the weights that it is for"
         num_bytes = sum(parameter.nbytes for parameter in trained)
         found = {}
-        with closing(self._coordinator.progress(what, num_bytes)) as progress:
-            for name, state in self._coordinator.optimizer_state(self._number):
+        with closing(self._parts.layers.progress(what, num_bytes)) as progress:
+            for name, state in self._parts.state(self._number):
                 # A parameter that its layer has twice comes under both names, and is known by one.
                 parameter = self._parameters.get(name)
                 if parameter is not None:
@@ -183,12 +375,12 @@ class RemoteOptimizer:
         # A parameter without state loses the one that it has there, as it does here.
         remote = {name: local.pop(index, {}) for index, name in self._indexed()}
         flat = {name: _flattened(state) for name, state in remote.items()}
-        self._coordinator.load_optimizer_state(self._number, flat)
+        self._parts.load_state(self._number, flat)
         self._load_local_state({**state_dict, "state": local}, *args, **kwargs)
 
 
 def remote_optimizers(
-    optimizers: Sequence[Optimizer], coordinator: Coordinator, names_of: Mapping[Tensor, str]
+    optimizers: Sequence[Optimizer], parts: OptimizerParts, names_of: Mapping[Tensor, str]
 ) -> list[RemoteOptimizer]:
     """Those optimizers that have parameters on stages, each tied to its parts there.
 
@@ -196,7 +388,7 @@ def remote_optimizers(
         ModelError: If the class of one cannot be cut over stages.
     """
     return [
-        RemoteOptimizer(optimizer, number, coordinator, names_of)
+        RemoteOptimizer(optimizer, number, parts, names_of)
         for number, optimizer in enumerate(optimizers)
         if any(parameter in names_of for parameter in optimized_parameters(optimizer))
     ]
@@ -247,7 +439,7 @@ class TrainedParameters:
     """Follows what trains of some hollow layers.
 
     Args:
-        coordinator: Tells the stages.
+        parts: Tells the stages.
         names_of: The layers' tensors with their names there.
         rounded: Stages that keep frozen weights in another dtype than they have here.
 
@@ -257,11 +449,11 @@ class TrainedParameters:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        parts: OptimizerParts,
         names_of: Mapping[Tensor, str],
         rounded: Iterable[StagePlan],
     ) -> None:
-        self._coordinator = coordinator
+        self._parts = parts
         self._names_of = names_of
         self._rounded = {number: stage for stage in rounded for number in stage.layer_indices}
         self._present = {tensor for tensor in names_of if tensor.requires_grad}
@@ -279,7 +471,7 @@ class TrainedParameters:
         for parameter in now - self.ever:
             self._check_trainable(parameter)
         for changed, requires_grad in ((now - before, True), (before - now, False)):
-            self._coordinator.set_trained([self._names_of[p] for p in changed], requires_grad)
+            self._parts.set_trained([self._names_of[p] for p in changed], requires_grad)
         self._present = now
         self.ever |= now
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..devices.copies import Copies
 from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
-from ..transport.address import Address
 from ..transport.channel import observe
 from ..transport.clocks import ClockSample
-from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity
-from .connections import ConnectedWorker, Conversations
+from .connections import ConnectedWorker, Connections
 
 # So many that one of them meets no other traffic.
 _COMPARISONS = 16
@@ -28,30 +23,24 @@ class Asked:
     answers: dict[int, m.StageRecord]
 
 
-class ObservedConversations(Conversations):
-    """Conversations with workers that record what they do; this process records too.
+class Telemetry:
+    """Records what this process and the workers do.
 
     Args:
+        connections: The workers.
         device: Computes this process's part of the model.
-        copies: The device's copies.
 
     Attributes:
         recorder: Sums up this process's actions, and takes its spans while it is switched on.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[tuple[str, Address]],
-        deadlines: Deadlines,
-        identity: Identity,
-        device: torch.device,
-        copies: Copies,
-    ) -> None:
-        super().__init__(workers, deadlines, identity, copies)
+    def __init__(self, connections: Connections, device: torch.device) -> None:
         self.recorder = Recorder(device)
+        self._connections = connections
         self._wishes: dict[str, bool] = {}
         self._asked: dict[int, Asked] = {}
         self._num_asked = 0
+        connections.asides[m.StageRecord] = self._take_record
 
     def start_recording(self, who: str, keeps_spans: bool) -> None:
         """Record on all stages from the next step on, until ``who`` stops it."""
@@ -64,46 +53,45 @@ class ObservedConversations(Conversations):
 
     def ask_records(self, with_spans: bool) -> int:
         """Ask all stages for their records; `records` returns the answers under this number."""
-        self._check_usable()
+        self._connections.check_usable()
         self._num_asked += 1
         number = self._num_asked
         totals, spans, dropped = self.recorder.record(with_spans)
         health = self.recorder.device.health()
         self._asked[number] = Asked({0: m.StageRecord(number, totals, spans, dropped, health)})
-        self._broadcast(m.FetchRecord(number, with_spans))
+        self._connections.broadcast(m.FetchRecord(number, with_spans))
         return number
 
     def records(self, number: int) -> dict[int, m.StageRecord]:
         """The records by stage number, 0 for this process; waits for those still to come."""
         answers = self._asked[number].answers
-        while len(answers) <= len(self._workers):
-            worker, frame = self._heard(self._deadlines.request_seconds)
-            self._is_aside(worker, frame.message)
+        while len(answers) <= len(self._connections.workers):
+            self._connections.hear()
         del self._asked[number]
         return answers
 
     def compare_clocks(self) -> None:
         """Ask all workers for their time, repeatedly; does not wait for the answers."""
-        for worker in self._workers:
+        for worker in self._connections.workers:
             worker.channel.clock.compare(_COMPARISONS)
 
     def clock_samples(self) -> dict[int, list[ClockSample]]:
         """The samples of the workers' clocks, by stage number."""
-        patience = self._deadlines.request_seconds
-        return {worker.number: worker.channel.clock.samples(patience) for worker in self._workers}
+        patience = self._connections.deadlines.request_seconds
+        return {
+            worker.stage_index: worker.channel.clock.samples(patience)
+            for worker in self._connections.workers
+        }
 
     def _wish(self, wishes: dict[str, bool]) -> None:
-        self._check_usable()
+        self._connections.check_usable()
         self._wishes = wishes
         is_on, keeps_spans = bool(wishes), any(wishes.values())
         self.recorder.switch(is_on, keeps_spans)
-        for worker in self._workers:
-            observe(worker.channel, worker.number, self.recorder if is_on else None)
-        self._broadcast(m.Record(is_on, keeps_spans))
+        for worker in self._connections.workers:
+            observe(worker.channel, worker.stage_index, self.recorder if is_on else None)
+        self._connections.broadcast(m.Record(is_on, keeps_spans))
 
-    def _is_aside(self, worker: ConnectedWorker, message: m.Message) -> bool:
-        if not isinstance(message, m.StageRecord):
-            return super()._is_aside(worker, message)
-        if message.number in self._asked:
-            self._asked[message.number].answers[worker.number] = message
-        return True
+    def _take_record(self, worker: ConnectedWorker, record: m.StageRecord) -> None:
+        if record.number in self._asked:
+            self._asked[record.number].answers[worker.stage_index] = record

@@ -10,7 +10,8 @@ micro-batches in flight do.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,18 +20,22 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import BatchError, StageFailed
-from ..pipeline.boundary import Activation
+from ..errors import BatchError, ModelError, StageFailed
+from ..pipeline.boundary import Activation, Collected, join_activations
 from ..pipeline.handover import (
+    Boundary,
     Request,
     SampleDimension,
     cut_request,
+    exchange_pieces,
     first_of_request,
     takes_sequence_first,
 )
 from ..pipeline.tolerance import coarsest, norm_error, rounding_of_hidden
+from ..pipeline.turns import current_turn
 from ..plan import Plan
 from ..protocol.tensors import DTYPES
+from .session import Coordinator
 
 CheckFirstBatch = Literal["stop", "warn", "off"]
 
@@ -206,3 +211,149 @@ class WholeBatches:
 def _difference(found: Activation, expected: Activation) -> float:
     pairs = zip(found.tensors, expected.tensors, strict=True)
     return max(norm_error(mine, other) for mine, other in pairs)
+
+
+# Trials count their visits from here, where no hand-over of a step comes.
+_FIRST_TRIAL = 2**30
+
+
+class HandOvers:
+    """Gives hidden states to a micro-batch's turn, or exchanges those of a whole batch.
+
+    Args:
+        coordinator: Connected to the stages.
+        layers: The layers on workers by their numbers.
+        plan: The deployed one.
+        options: What the user said of batches.
+        follow: Called before hidden states leave, with whether a backward follows: brings the
+            stages up to date.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        layers: Mapping[int, nn.Module],
+        plan: Plan,
+        options: BatchOptions,
+        follow: Callable[[bool], None],
+    ) -> None:
+        self._stages = coordinator.stages
+        self._recorder = coordinator.telemetry.recorder
+        self._plan = plan
+        self._follow = follow
+        self._whole_batches = WholeBatches(layers, plan, options, self._try)
+        # How many hand-overs the present step has had; None outside of a step.
+        self._visits: int | None = None
+        self._num_trials = 0
+        # Whether the trials that run at present are cut into pieces; None while none run.
+        self._trial_is_cut: bool | None = None
+        self._is_cutting = False
+
+    @contextmanager
+    def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
+        """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
+        self._stages.begin_step(num_pieces, accumulate)
+        self._visits = 0
+        try:
+            with self._recorder.span("forward"):
+                yield
+        finally:
+            self._visits = None
+
+    @contextmanager
+    def batch_of(self, num_samples: int | None) -> Iterator[None]:
+        """Inside, hand-overs are of a batch with so many samples; None if that is not known."""
+        self._whole_batches.num_samples = num_samples
+        try:
+            yield
+        finally:
+            self._whole_batches.num_samples = None
+
+    @contextmanager
+    def trying(self, *, is_cut: bool) -> Iterator[None]:
+        """Inside, forwards leave nothing behind on the stages, and nothing is dropped at random.
+
+        You must begin a step before.
+
+        Args:
+            is_cut: Whether hand-overs are cut into the plan's pieces, or stay whole.
+        """
+        self._trial_is_cut = is_cut
+        try:
+            yield
+        finally:
+            self._trial_is_cut = None
+
+    @contextmanager
+    def cut_step(self) -> Iterator[None]:
+        """Inside, every hand-over belongs to a micro-batch's turn."""
+        self._is_cutting = True
+        try:
+            yield
+        finally:
+            self._is_cutting = False
+
+    def exchange(self, request: Request) -> Activation:
+        """Send hidden states through the stages; returns what comes back.
+
+        Raises:
+            ModelError: If a micro-batch's hand-over comes from outside of its turn.
+        """
+        turn = current_turn()
+        if turn is not None:
+            self._follow(False)
+            returned: Activation = turn.hand_over(request)
+            return returned
+        if self._is_cutting:
+            raise ModelError(
+                "Layers on workers were called outside of a micro-batch's `training_step` while it "
+                "runs, as the backward of reentrant checkpointing does, or a thread; give "
+                "`checkpoint` `use_reentrant=False`, or the strategy `micro_batching='boundary'`."
+            )
+        if self._trial_is_cut is not None:
+            self._follow(False)
+            return self._exchange_trial(request, self._trial_is_cut)
+        if self._visits is None:
+            # An evaluation, or a user's own call of the model, is a step by itself.
+            with self.whole_batch_step(self._plan.micro_batches, accumulate=True):
+                return self._exchange_whole(request)
+        return self._exchange_whole(request)
+
+    def _exchange_trial(self, request: Request, is_cut: bool) -> Activation:
+        pieces, dim = self._whole_batches.cut(request) if is_cut else ([request], 0)
+        return self._try(pieces, dim)
+
+    def _exchange_whole(self, request: Request) -> Activation:
+        grad_enabled = request.surroundings.grad_enabled
+        self._follow(grad_enabled)
+        pieces, dim = self._whole_batches.pieces(request)
+        visit, self._visits = self._visits or 0, (self._visits or 0) + 1
+        if not grad_enabled:
+            return self._join(pieces, dim, visit)
+        anchor = torch.zeros((), requires_grad=True)
+        kinds: list[str] = []
+        hidden, *others = Boundary.apply(  # type: ignore[no-untyped-call]
+            request.hidden,
+            anchor,
+            self._stages,
+            pieces,
+            visit,
+            kinds,
+            self._plan.max_in_flight,
+            dim,
+        )
+        return Activation(hidden, tuple(map(Collected, kinds, others)))
+
+    def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
+        """Run pieces so that they leave nothing behind on the stages."""
+        self._num_trials += 1
+        tried = [
+            Request(piece.hidden, replace(piece.surroundings, is_trial=True)) for piece in pieces
+        ]
+        # The number differs from that of every other visit of the step.
+        return self._join(tried, dim, _FIRST_TRIAL + self._num_trials)
+
+    def _join(self, pieces: Sequence[Request], dim: int, visit: int) -> Activation:
+        found = exchange_pieces(self._stages, pieces, visit, self._plan.max_in_flight)
+        device = pieces[0].hidden.device
+        return join_activations(found, dim).map(lambda tensor: tensor.to(device))

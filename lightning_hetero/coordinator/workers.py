@@ -27,7 +27,7 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import find_token_file
-from .stages import Coordinator
+from .session import Coordinator
 
 
 class Fleet:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import RemoteProtocolError
 from ..model.layer_call import CacheUse, LayerCall
-from ..plan import INT8_BLOCK, Narrowing, WireDtype
+from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
 from ..protocol.tensors import DTYPES, dtype_name
 from ..protocol.values import KeptConstants, Packer, unpack
@@ -170,15 +170,6 @@ def _read_cache(
     if not isinstance(rows, Tensor | None):
         raise RemoteProtocolError(f"The samples wanted of a key-value cache are {rows!r:.60}.")
     return CacheUse(argument.number, argument.place, argument.length, argument.window, rows)
-
-
-def say_passed(
-    step: int, key: Key, content: Activation | Gradients, narrowing: Narrowing
-) -> Content:
-    """What an action made, on its way to the stage that needs it."""
-    if isinstance(content, Activation):
-        return say_activation(step, key, content, narrowing.activation_dtype)
-    return say_gradients(step, key, content, narrowing.gradient_dtype)
 
 
 def say_activation(

@@ -6,11 +6,16 @@ runners in one process is a whole pipeline.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from .boundary import Activation, Gradients
 from .rule import Action, Key, choose
 from .stage import Stage, Surroundings
+
+Content = TypeVar("Content", Activation, Gradients)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class StageRunner:
     _gradients: dict[Key, Gradients] = field(default_factory=dict)
     _in_flight: set[int] = field(default_factory=set)
     _is_aborted: bool = False
-    _early: list[tuple[int, Key, Activation | Gradients]] = field(default_factory=list)
+    _early: list[Callable[[], None]] = field(default_factory=list)
 
     def begin(
         self, step: int, max_in_flight: int, accumulate: bool, dropout_step: int | None = None
@@ -52,8 +57,8 @@ class StageRunner:
         if not accumulate:
             self.stage.layers.zero_grad(set_to_none=True)
         early, self._early = self._early, []
-        for arrived in early:
-            self._take(*arrived)
+        for take in early:
+            take()
 
     def abort(self) -> None:
         """Forget the present step with what still comes of it, the gradients gathered so far, and
@@ -71,11 +76,11 @@ class StageRunner:
 
     def take_activation(self, step: int, key: Key, activation: Activation) -> None:
         """Hidden states from upstream, with what is collected so far."""
-        self._take(step, key, activation)
+        self._take(step, key, activation, self._activations)
 
     def take_gradients(self, step: int, key: Key, gradients: Gradients) -> None:
         """Gradients from downstream, in the order of the activation that went there."""
-        self._take(step, key, gradients)
+        self._take(step, key, gradients, self._gradients)
 
     def next_action(self) -> Action | None:
         """The action that the rule takes among those whose inputs are there."""
@@ -107,15 +112,12 @@ class StageRunner:
             self._in_flight.discard(key.microbatch)
         return gradients
 
-    def _take(self, step: int, key: Key, arrived: Activation | Gradients) -> None:
+    def _take(self, step: int, key: Key, arrived: Content, due: dict[Key, Content]) -> None:
         """Neighbors may be one step ahead of the coordinator's word, or behind an abort."""
         if step > self.step:
-            self._early.append((step, key, arrived))
+            self._early.append(partial(self._take, step, key, arrived, due))
         elif step == self.step and not self._is_aborted:
-            if isinstance(arrived, Activation):
-                self._activations[key] = arrived
-            else:
-                self._gradients[key] = arrived
+            due[key] = arrived
 
     def _forget(self) -> None:
         self.stage.forget()

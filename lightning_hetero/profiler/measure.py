@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from ..coordinator.progress import progress_of_parts
-from ..coordinator.stages import Coordinator
+from ..coordinator.session import Coordinator
 from ..devices.description import DeviceDescription
 from ..errors import StageFailed
 from ..model.layers import DecoderLayer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..coordinator.stages import Coordinator
+from ..coordinator.session import Coordinator
 from ..devices.description import DeviceDescription
 from ..errors import RemoteProtocolError, StageFailed
 from ..pipeline.codec import Content
@@ -20,14 +20,15 @@ def describe_workers(
     coordinator: Coordinator, names: Sequence[str]
 ) -> dict[str, DeviceDescription]:
     """What each worker computes on, in the order of the names."""
+    connections = coordinator.connections
     for name in names:
-        coordinator.tell(name, m.DescribeDevice())
+        connections.send(connections.named(name), m.DescribeDevice())
     found: dict[str, DeviceDescription] = {}
     while len(found) < len(names):
-        name, frame = coordinator.hear()
+        worker, frame = connections.receive()
         said = frame.message
         if isinstance(said, m.DeviceDescribed):
-            found[name] = DeviceDescription(
+            found[worker.name] = DeviceDescription(
                 said.device,
                 said.memory,
                 said.free_bytes,
@@ -45,14 +46,17 @@ def prepare_workers(coordinator: Coordinator, names: Sequence[str], content: Con
         StageFailed: If one cannot.
     """
     message, tensors = content
+    connections = coordinator.connections
     for name in names:
-        coordinator.tell(name, message, *tensors)
+        connections.send(connections.named(name), message, *tensors)
     waiting = set(names)
     while waiting:
-        name, frame = coordinator.hear()
+        worker, frame = connections.receive()
         if isinstance(frame.message, m.NotMeasured):
-            raise _failure(f"{name} cannot build the layers that it is to measure", frame.message)
-        waiting.discard(name)
+            raise _failure(
+                f"{worker.name} cannot build the layers that it is to measure", frame.message
+            )
+        waiting.discard(worker.name)
 
 
 def measure_on_workers(
@@ -63,9 +67,9 @@ def measure_on_workers(
     for name, trials in trials_of.items():
         _go_on(coordinator, name, trials, results, is_first=True)
     while len(results) < len(trials_of):
-        name, frame = coordinator.hear()
+        worker, frame = coordinator.connections.receive()
         tick()
-        _go_on(coordinator, name, trials_of[name], results, frame.message)
+        _go_on(coordinator, worker.name, trials_of[worker.name], results, frame.message)
     return results
 
 
@@ -86,7 +90,8 @@ def _go_on(
         results[name] = end.value
         return
     message, tensors = say_trial(trial)
-    coordinator.tell(name, message, *tensors)
+    connections = coordinator.connections
+    connections.send(connections.named(name), message, *tensors)
 
 
 def measure_links(
@@ -108,9 +113,12 @@ def measure_links(
 
 
 def _link_from_here(coordinator: Coordinator, name: str, patience_seconds: float) -> m.LinkMeasured:
+    connections = coordinator.connections
+    worker = connections.named(name)
+
     def exchange(there_bytes: int, back_bytes: int) -> None:
-        coordinator.tell(name, m.Probe(back_bytes), *payload(there_bytes))
-        _, frame = coordinator.hear()
+        connections.send(worker, m.Probe(back_bytes), *payload(there_bytes))
+        _, frame = connections.receive()
         if not isinstance(frame.message, m.ProbeAnswer):
             raise RemoteProtocolError(f"{name} answered a probe with {frame.message}.")
 
@@ -120,9 +128,10 @@ def _link_from_here(coordinator: Coordinator, name: str, patience_seconds: float
 def _link_between(
     coordinator: Coordinator, first: str, second: str, patience_seconds: float
 ) -> m.LinkMeasured:
-    address = str(coordinator.address_of(second))
-    coordinator.tell(first, m.MeasureLink(address, patience_seconds))
-    _, frame = coordinator.hear()
+    connections = coordinator.connections
+    address = str(connections.named(second).address)
+    connections.send(connections.named(first), m.MeasureLink(address, patience_seconds))
+    _, frame = connections.receive()
     if isinstance(frame.message, m.NotMeasured):
         raise _failure(
             f"{first} could not measure its link to {second}, which may become its neighbor",

@@ -25,7 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
 from ..atomic_file import replacing
-from ..coordinator.stages import Coordinator
+from ..coordinator.session import Coordinator
 from ..devices.description import DeviceDescription, describe_device
 from ..devices.main_memory import give_back_free_memory
 from ..errors import ProfileError

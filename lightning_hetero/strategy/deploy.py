@@ -24,7 +24,7 @@ from rich.console import Console
 from ..callbacks.profiler import PipelineProfiler
 from ..coordinator.deployment import Deployment, imports_of
 from ..coordinator.progress import progress_of_bytes
-from ..coordinator.stages import Coordinator
+from ..coordinator.session import Coordinator
 from ..coordinator.whole_batches import BatchOptions
 from ..coordinator.workers import Fleet
 from ..model.layers import DecoderLayer, other_layer_lists
@@ -213,7 +213,7 @@ class Site:
     ) -> Deployment:
         """Send layers to where a plan has them, over connections that are open."""
         coordinator.serve(workers_of(plan), plan.coordinator_narrowing)
-        coordinator.progress = partial(progress_of_bytes, self.module.trainer)
+        coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         converts_weights = not isinstance(self.plugin, MixedPrecision)
         deployment = Deployment(
             self.module,
@@ -231,7 +231,7 @@ class Site:
     def bring_weights_here(self, deployment: Deployment | None) -> None:
         """Read the weights that this process needs, if they are still in their checkpoint."""
         weights = weights_in_checkpoint(self.module)
-        hollow = {} if deployment is None else deployment.names_of
+        hollow = {} if deployment is None else deployment.tensors.names_of
         if weights is not None:
             for name in bring_here(self.module, weights, hollow, self.device):
                 logger.debug("reading %s", name)
@@ -259,7 +259,7 @@ class Site:
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
             rank_zero_info("no worker would make it faster, so the model runs here alone")
-            coordinator.keep([])
+            coordinator.connections.keep([])
             self.fleet.end(self.deadlines)
             return self.carry_out(plan, layers, coordinator) if self._cuts_batches(plan) else None
 

@@ -219,7 +219,7 @@ class _Trial:
 
     def _loss(self, batch: Any, *, is_cut: bool = False) -> float | None:
         plugin = self.module.trainer.precision_plugin
-        with torch.no_grad(), self.deployment.trying(is_cut=is_cut):
+        with torch.no_grad(), self.deployment.hand_overs.trying(is_cut=is_cut):
             with plugin.train_step_context():
                 result = self.module.training_step(batch, *self.rest)
             self.deployment.check_forward_finished()
@@ -242,7 +242,7 @@ class _Trial:
         return loss, max(_FEWEST_COMPARED, min(most, self.deployment.most_pieces_in_memory))
 
     def _weights(self, batch: CutBatch, weighting: LossWeighting) -> list[float]:
-        return batch.weights(weighting, self.deployment.coordinator.copies).all
+        return batch.weights(weighting, self.deployment.coordinator.stages.copies).all
 
     def _is_random(self, losses: Losses, difference: float, batch: CutBatch) -> bool:
         """Whether the loss is another one at every forward, by about as much as the difference."""
@@ -311,7 +311,7 @@ class _Trial:
             yield Remedy(f"batch_dim={other}", f"dimension {other} of the batch counts samples")
 
     def _boundary(self, losses: Losses, batch: CutBatch) -> Iterator[Remedy]:
-        with self.deployment.batch_of(sum(batch.num_samples)), self._from_the_start():
+        with self.deployment.hand_overs.batch_of(sum(batch.num_samples)), self._from_the_start():
             found = self._loss(batch.whole, is_cut=True)
         if replace(losses, cut=[found]).fit([1.0]):
             yield Remedy("micro_batching='boundary'", "the loss couples the samples of a batch")

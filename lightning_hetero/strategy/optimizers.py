@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from ..coordinator.deployment import Deployment
 from ..coordinator.optimizer import RemoteOptimizer, changed_parameters, optimized_parameters
-from ..coordinator.stages import Coordinator
+from ..coordinator.session import Coordinator
 from ..errors import ModelError
 from ..model.override import stand_in
 from ..pipeline.optimizer import (
@@ -206,7 +206,7 @@ class FollowedZeroGrad:
         for module in root.modules():
             names = [names_of[p] for p in module.parameters() if p in names_of]
             if names:
-                self._follow(module, partial(coordinator.zero_gradients, names))
+                self._follow(module, partial(coordinator.optimizer.zero_gradients, names))
         for remote in optimizers:
             self._follow(remote.optimizer, remote.zero_grad)
 
@@ -276,5 +276,5 @@ def clip_by_global_norm(module: nn.Module, deployment: Deployment | None, max_no
     clipping = Clipping(factor=clipping_factor(max_norm, norm))
     clip_gradients([p.grad for p in module.parameters() if p.grad is not None], clipping)
     if deployment is not None:
-        deployment.coordinator.clip_gradients(None, clipping)
+        deployment.coordinator.optimizer.clip_gradients(None, clipping)
     return norm

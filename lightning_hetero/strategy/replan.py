@@ -265,7 +265,7 @@ class Watch:
             own = StageSeconds(through, ends)
             if not self._has_first_layers:
                 own = StageSeconds(0, through + ends)
-            self._note(self._deployment.coordinator.step, COORDINATOR, own)
+            self._note(self._deployment.coordinator.connections.step, COORDINATOR, own)
 
     def next_plan(self) -> Plan | None:
         """Between two steps: the plan that is to take the place of the present one, if any."""
@@ -297,7 +297,7 @@ class Watch:
 
     def _look(self) -> list[Drift]:
         """What those steps say that everybody has told of."""
-        for number, said in self._deployment.coordinator.take_timings():
+        for number, said in self._deployment.coordinator.stages.take_timings():
             if said.num_microbatches > 0:
                 seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches
                 self._note(said.step, self._names[number], StageSeconds(seconds))

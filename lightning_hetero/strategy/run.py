@@ -64,7 +64,7 @@ class Run:
             ModelError: If the batch has not gone through all layers.
         """
         batch, *rest = (*args, *kwargs.values())
-        with self.deployment.batch_of(self._reader.count(batch, rest)):
+        with self.deployment.hand_overs.batch_of(self._reader.count(batch, rest)):
             result = step(*args, **kwargs)
         self.deployment.check_forward_finished()
         return result
@@ -79,7 +79,7 @@ class Run:
         """Record the backward of a whole batch; a cut step records those of its micro-batches."""
         if self._options.cuts_step(self._module):
             return nullcontext()
-        return self.deployment.coordinator.recorder.span("backward")
+        return self.deployment.coordinator.telemetry.recorder.span("backward")
 
     def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
         """Follow what user code calls on Lightning's wrappers of the optimizers."""
@@ -131,9 +131,9 @@ class TrainingRun(Run):
         self._remote_steps, self._step = _attached(module, deployment, options, optimizers)
         self._watch = Watch(deployment, profile, self._step.recorder, moves)
         self._put_back = let_callbacks_be_copied(module.trainer)
-        coordinator = deployment.coordinator
+        stages = deployment.coordinator.stages
         self._figures = TrainingFigures(
-            module.trainer, lambda: coordinator.num_tokens, lambda: self._watch.bottleneck
+            module.trainer, lambda: stages.num_tokens, lambda: self._watch.bottleneck
         )
 
     @property
@@ -210,8 +210,8 @@ def _attached(
     optimizers: Sequence[Optimizer],
 ) -> tuple[RemoteSteps, BatchStep]:
     """The optimizers' parts on the stages, and the training step that uses them."""
-    plugin, names_of = module.trainer.strategy.precision_plugin, deployment.names_of
-    remote = remote_optimizers(optimizers, deployment.coordinator, names_of)
+    plugin, names_of = module.trainer.strategy.precision_plugin, deployment.tensors.names_of
+    remote = remote_optimizers(optimizers, deployment.coordinator.optimizer, names_of)
     for each in remote:
         check_precision(plugin, each.optimizer)
     remote_steps = RemoteSteps(plugin, remote, names_of)

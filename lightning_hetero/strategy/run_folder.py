@@ -64,7 +64,7 @@ def topology_here(
     """The facts of a deployment; with a profile there are more."""
     plan = deployment.plan
     bare = topology_of(plan, title=_title(module))
-    equipment = deployment.coordinator.worker_equipment
+    equipment = deployment.coordinator.connections.worker_equipment
     stages = {stage.worker: stage for stage in plan.remote_stages}
     found = replace(
         bare,

@@ -360,7 +360,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         """Have the stages update or swap the averages of their weights, for
         `StageWeightAveraging`."""
         if self.deployment is not None:
-            self.deployment.coordinator.average_weights(action, num_averaged, decay)
+            self.deployment.coordinator.optimizer.average_weights(action, num_averaged, decay)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -374,7 +374,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         try:
             if run is not None:
                 self._checkpoints.note_loss(run.end(self._remedy()))
-            if run is None or run.deployment.loss is None:
+            if run is None or run.deployment.tensors.loss is None:
                 self._leave_weights()
             super().teardown()
         finally:

@@ -205,8 +205,8 @@ class WholeBatchStep(BatchStep):
         batch, *rest = (*args, *kwargs.values())
         num_pieces = self._deployment.plan.micro_batches
         with (
-            self._deployment.batch_of(self._reader.count(batch, rest)),
-            self._deployment.whole_batch_step(num_pieces, self._accumulates),
+            self._deployment.hand_overs.batch_of(self._reader.count(batch, rest)),
+            self._deployment.hand_overs.whole_batch_step(num_pieces, self._accumulates),
         ):
             result = training_step(*args, **kwargs)
         self._deployment.check_forward_finished()
@@ -233,7 +233,7 @@ class ManualStep(WholeBatchStep):
         super().__init__(module, deployment, options)
         self._remote_steps = remote_steps
         self._followed = FollowedZeroGrad(
-            module, deployment.coordinator, deployment.names_of, remote_steps.optimizers
+            module, deployment.coordinator, deployment.tensors.names_of, remote_steps.optimizers
         )
 
     @override
@@ -266,13 +266,13 @@ class MicrobatchedStep(BatchStep):
         self._first_check: FirstBatchCheck | None = FirstBatchCheck(
             module, deployment, options.loss_weighting, options.batches.check
         )
-        self._copies = coordinator.copies
+        self._copies = coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
-        self.recorder = coordinator.recorder
+        self.recorder = coordinator.telemetry.recorder
         self.recorder.take_laps()  # a former run's
         self._driver = Driver(
-            coordinator,
+            coordinator.stages,
             self._gradients,
             loss_of,
             dropout_seed(),
@@ -288,7 +288,7 @@ class MicrobatchedStep(BatchStep):
 
         The ``backward`` of the returned loss only puts the gradients into ``.grad``.
         """
-        self._deployment.follow_trained_ones()
+        self._deployment.trained.follow()
         self._scaling.check_last()
         batch, *rest = (*args, *kwargs.values())
         cut, weights = self._cut(batch, rest)
@@ -306,9 +306,9 @@ class MicrobatchedStep(BatchStep):
             for index, microbatch in enumerate(cut.microbatches)
         ]
         plan = self._deployment.plan
-        step = self._deployment.coordinator.dropout_step + (not has_begun)
+        step = self._deployment.coordinator.stages.dropout_step + (not has_begun)
         with (
-            self._deployment.cut_step(),
+            self._deployment.hand_overs.cut_step(),
             _logging_to(self._module, log),
             metrics.gathering(self._module),
         ):
@@ -353,7 +353,7 @@ class MicrobatchedStep(BatchStep):
         if check is None or not check.is_wanted or len(batch.microbatches) == 1:
             return False
         self._first_check = None
-        begin = self._deployment.coordinator.begin_step
+        begin = self._deployment.coordinator.stages.begin_step
         in_flight = self._deployment.plan.max_in_flight
         begin(in_flight, accumulate)
         check.run(batch, rest, partial(begin, in_flight, accumulate, is_trial=True))

@@ -90,7 +90,9 @@ class Observer:
                 self._watch(first, last, observed, stack)
             if deployment is not None:
                 pieces = deployment.plan.micro_batches
-                stack.enter_context(deployment.whole_batch_step(pieces, accumulate=False))
+                stack.enter_context(
+                    deployment.hand_overs.whole_batch_step(pieces, accumulate=False)
+                )
             loss = self._loss()
             loss.backward()
             observed.loss = _copied(loss)
@@ -141,8 +143,8 @@ def _gradients_away(deployment: Deployment | None) -> dict[int, dict[str, Tensor
     """The gradients on workers, by the numbers of their layers and their names there."""
     found: dict[int, dict[str, Tensor]] = {}
     if deployment is not None:
-        trained = [name for p, name in deployment.names_of.items() if p.requires_grad]
-        for name, gradient in deployment.coordinator.fetch_gradients(trained).items():
+        trained = [name for p, name in deployment.tensors.names_of.items() if p.requires_grad]
+        for name, gradient in deployment.coordinator.layers.fetch_gradients(trained).items():
             number, _, inside = name.partition(".")
             found.setdefault(int(number), {})[inside] = gradient
     return found

@@ -1,42 +1,54 @@
-"""A stage's layers on its worker, from their description to the last of their tensors."""
+"""The worker's side of layers' tensors: builds layers, takes their tensors and sends them."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from ..model.allowed_imports import Allowed
 from ..model.attributes import set_attributes
-from ..model.four_bit import is_four_bit, quantize
-from ..model.tensors import locate, narrowed, set_tensor
-from ..pipeline.stage_layers import Content, KeptTensors, build_described, numbered_layers
+from ..model.four_bit import is_four_bit, quantize, state_of
+from ..model.tensors import locate, named_tensors, narrowed, set_tensor
+from ..pipeline.stage_layers import Content, build_described, numbered_layers
 from ..protocol import messages as m
 from ..protocol.tensors import TensorSpec
+from ..transport.channel import Channel, Handler
+from .owner import Host
+
+# Tensors of a GPU that are on their way at once: each is copied to main memory before it is sent.
+MOST_COPIES = 2
 
 
 class StageLayers:
-    """Builds layers and puts tensors into them.
+    """Builds layers, puts tensors into them and hands tensors out.
 
     Args:
-        device: Where the tensors belong.
-        allowed: What layers may be made of besides torch's and transformers' own.
-        kept: What the worker holds from before.
+        coordinator: The channel to the coordinator.
+        host: The worker that serves the session.
 
     Attributes:
         numbered: The present layers by their numbers.
+        handlers: What carries out each kind of message.
     """
 
-    def __init__(self, device: torch.device, allowed: Allowed, kept: KeptTensors) -> None:
+    def __init__(self, coordinator: Channel, host: Host) -> None:
         self.numbered: dict[int, nn.Module] = {}
-        self._device = device
-        self._allowed = allowed
-        self._kept = kept
+        self.handlers: dict[type, Handler] = {
+            m.LoadTensor: self._on_load_tensor,
+            m.OfferTensor: self._on_offer_tensor,
+            m.FetchTensors: self._on_fetch_tensors,
+            m.FetchGradients: self._on_fetch_gradients,
+        }
+        self._coordinator = coordinator
+        self._device = host.device
+        self._allowed = host.allowed
+        self._kept = host.kept
         self._specs: dict[str, m.ParameterSpec] = {}
         self._missing: set[str] = set()
 
     def build(self, message: m.Deploy) -> tuple[nn.ModuleDict, list[str]]:
-        """The layers without content, and the names of the tensors that may be held already.
+        """Build layers without content; also returns the names of tensors that may be held already.
 
         Raises:
             ModelError: If the layers cannot be built.
@@ -49,17 +61,28 @@ class StageLayers:
         return layers, self._kept.restrict_to(message.parameters)
 
     def retire(self) -> None:
-        """Have no layers any more; their tensors are kept for those to come."""
+        """Drop the layers; their tensors are kept for the next ones."""
         if self.numbered:
             self._kept.keep(self.numbered)
             self.numbered = {}
 
-    def load(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
-        """Give a tensor the content that came.
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the layers by their names."""
+        return {n: p for n, p in named_tensors(self.numbered) if isinstance(p, nn.Parameter)}
+
+    def named_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
+        """The parameters of these names.
 
         Raises:
-            ModelError: If it does not fit.
+            ModelError: If there is no parameter of one of the names.
         """
+        parameters = self.parameters()
+        unknown = sorted(set(names) - set(parameters))
+        if unknown:
+            raise ModelError(f"This stage has no parameters {unknown[:5]}.")
+        return [parameters[name] for name in names]
+
+    def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
         self._kept.drop(message.name)
         content, *parts = (tensor.to(self._device) for tensor in tensors)
         state = dict(zip(message.state, parts, strict=True))
@@ -69,19 +92,36 @@ class StageLayers:
         elif not state:
             content, state = quantize(owner, leaf, content)
         self._put(message.name, Content(content, state))
+        self._coordinator.send(m.Loaded(message.name))
 
-    def take_held(self, message: m.OfferTensor) -> bool:
-        """Give a tensor the content that is held for it; whether that is the one offered."""
+    def _on_offer_tensor(self, message: m.OfferTensor, _tensors: tuple[Tensor, ...]) -> None:
         content = self._kept.take(message.name, message.fingerprint)
         if content is not None:
             self._put(message.name, content)
-        return content is not None
+        self._coordinator.send(m.OfferAnswered(message.name, content is not None))
+
+    def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
+        for name in message.names:
+            owner, leaf, tensor = locate(self.numbered, name)
+            state = state_of(owner, leaf)
+            self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
+            self._coordinator.wait_until_sent(MOST_COPIES)
+        self._coordinator.send(m.Done())
+
+    def _on_fetch_gradients(self, message: m.FetchGradients, _tensors: tuple[Tensor, ...]) -> None:
+        for name, parameter in zip(
+            message.names, self.named_parameters(message.names), strict=True
+        ):
+            if parameter.grad is not None:
+                self._coordinator.send(m.TensorContent(name), parameter.grad)
+                self._coordinator.wait_until_sent(MOST_COPIES)
+        self._coordinator.send(m.Done())
 
     def set_attributes(self, message: m.SetAttributes) -> None:
-        """Give a module the attributes that the coordinator's has by now.
+        """Give a module the attributes of the coordinator's module.
 
         Raises:
-            ModelError: If it is not there, or must not have them.
+            ModelError: If there is no such module, or it must not have them.
         """
         layer = self.numbered.get(message.layer_index)
         found = {} if layer is None else dict(layer.named_modules(remove_duplicate=False))
@@ -92,7 +132,7 @@ class StageLayers:
         set_attributes(found[message.path], message.values, message.gone, self._allowed)
 
     def check_complete(self) -> None:
-        """Refuse to go on without all content; what is still held then is of no use.
+        """Refuse to serve before all tensors have come; drop held tensors that were not offered.
 
         Raises:
             ModelError: With the names of some that are missing.

@@ -1,7 +1,4 @@
-"""The worker's side of training: a stage's optimizers, its gradients, and its weights' way out.
-
-The training actions of a stage, and what they took.
-"""
+"""The worker's side of training: a stage's optimizers, its gradients, and what training took."""
 
 from __future__ import annotations
 
@@ -9,11 +6,9 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ModelError
-from ..model.four_bit import state_of
-from ..model.tensors import locate, named_tensors
 from ..pipeline.optimizer import (
     Clipping,
     Group,
@@ -30,20 +25,20 @@ from ..pipeline.stage import Stage
 from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
 from ..transport.channel import Channel, Handler
-from .layers import StageLayers
-
-# Tensors of a GPU that are on their way at once: what is sent is copied to main memory first.
-_MOST_COPIES = 2
+from .layers import MOST_COPIES, StageLayers
 
 
 class TrainedSide:
-    """Does with a stage's weights what its coordinator asks between forwards and backwards.
+    """Steps, clips, freezes and averages a stage's weights when the coordinator asks for it.
 
     Args:
         coordinator: The channel to the coordinator.
         stage: The one that is trained, until `train`.
         layers: The session's.
-        take_timings: Tells with an optimizer step what training took.
+        take_timings: Says what training took since the optimizer step before.
+
+    Attributes:
+        handlers: What carries out each kind of message.
     """
 
     def __init__(
@@ -66,13 +61,11 @@ class TrainedSide:
             m.ClipGradients: self._on_clip_gradients,
             m.ApplyOptimizer: self._on_apply_optimizer,
             m.AverageWeights: self._on_average_weights,
-            m.FetchTensors: self._on_fetch_tensors,
-            m.FetchGradients: self._on_fetch_gradients,
             m.FetchOptimizerState: self._on_fetch_optimizer_state,
         }
 
     def train(self, stage: Stage) -> None:
-        """Train another stage, which has neither optimizers nor averages yet."""
+        """Train another stage; it has no optimizers and no averages yet."""
         self._stage = stage
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages([])
@@ -81,7 +74,7 @@ class TrainedSide:
         groups = [Group(g.parameters, unpack(g.options, tensors)) for g in message.groups]
         defaults = unpack(message.defaults, tensors)
         self._optimizers[message.optimizer] = StageOptimizer(
-            message.class_name, defaults, groups, self._parameters()
+            message.class_name, defaults, groups, self._layers.parameters()
         )
         self._coordinator.send(m.Done())
 
@@ -92,11 +85,11 @@ class TrainedSide:
         optimizer.load_state(message.parameter, unpack(message.state, tensors))
 
     def _on_set_trained(self, message: m.SetTrained, _tensors: tuple[Tensor, ...]) -> None:
-        for parameter in self._named(message.parameters):
+        for parameter in self._layers.named_parameters(message.parameters):
             parameter.requires_grad_(message.requires_grad)
 
     def _on_zero_gradients(self, message: m.ZeroGradients, _tensors: tuple[Tensor, ...]) -> None:
-        for parameter in self._named(message.parameters):
+        for parameter in self._layers.named_parameters(message.parameters):
             if parameter.grad is not None:
                 parameter.grad = None if message.set_to_none else torch.zeros_like(parameter.grad)
         self._coordinator.send(m.Done())
@@ -125,21 +118,6 @@ class TrainedSide:
         else:
             self._averages.adopt()
 
-    def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
-        for name in message.names:
-            owner, leaf, tensor = locate(self._layers.numbered, name)
-            state = state_of(owner, leaf)
-            self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
-            self._coordinator.wait_until_sent(_MOST_COPIES)
-        self._coordinator.send(m.Done())
-
-    def _on_fetch_gradients(self, message: m.FetchGradients, _tensors: tuple[Tensor, ...]) -> None:
-        for name, parameter in zip(message.names, self._named(message.names), strict=True):
-            if parameter.grad is not None:
-                self._coordinator.send(m.TensorContent(name), parameter.grad)
-                self._coordinator.wait_until_sent(_MOST_COPIES)
-        self._coordinator.send(m.Done())
-
     def _on_fetch_optimizer_state(
         self, message: m.FetchOptimizerState, _tensors: tuple[Tensor, ...]
     ) -> None:
@@ -147,7 +125,7 @@ class TrainedSide:
             packer = Packer()
             value = packer.pack(state, f"the optimizer state of {name}")
             self._coordinator.send(m.OptimizerState(name, value), *packer.tensors)
-            self._coordinator.wait_until_sent(_MOST_COPIES)
+            self._coordinator.wait_until_sent(MOST_COPIES)
         self._coordinator.send(m.Done())
 
     def _optimizer(self, number: int) -> StageOptimizer:
@@ -155,22 +133,10 @@ class TrainedSide:
             raise ModelError(f"Stage {self._stage.stage_index} has no optimizer {number} yet.")
         return self._optimizers[number]
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return {
-            n: p for n, p in named_tensors(self._layers.numbered) if isinstance(p, nn.Parameter)
-        }
-
-    def _named(self, names: list[str]) -> list[nn.Parameter]:
-        parameters = self._parameters()
-        unknown = sorted(set(names) - set(parameters))
-        if unknown:
-            raise ModelError(f"Stage {self._stage.stage_index} has no parameters {unknown[:5]}.")
-        return [parameters[name] for name in names]
-
     def _gradients(self, optimizer: int | None) -> dict[str, Tensor]:
         """The gradients that an optimizer would use, or all, by their parameters' names."""
         parameters = (
-            self._parameters() if optimizer is None else self._optimizer(optimizer).optimized
+            self._layers.parameters() if optimizer is None else self._optimizer(optimizer).optimized
         )
         # A parameter that its layer has twice is known by the last of its names.
         names = {parameter: name for name, parameter in parameters.items()}

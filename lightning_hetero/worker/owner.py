@@ -1,4 +1,4 @@
-"""What the owner of a worker allows and wants to know: memory, and who used it for what."""
+"""What a worker's owner allows and is told, and what the worker gives to its sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import torch
 from ..devices.description import DeviceDescription
 from ..devices.device import device_for
 from ..errors import ModelError
+from ..model.allowed_imports import Allowed
+from ..pipeline.stage_layers import KeptTensors
 from ..protocol import messages as m
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +26,10 @@ class RunRecord:
     """One conversation with a coordinator, when it is over.
 
     Args:
-        peer: Who it was.
+        peer: The coordinator's address.
         what: What it had here: the stage's number, its layers and their class; empty if nothing.
-        num_steps: Steps that it began.
-        seconds: How long it lasted.
+        num_steps: Steps that the coordinator began.
+        seconds: How long the conversation lasted.
         reason: Why it ended.
     """
 
@@ -46,26 +50,27 @@ class Owner:
 
     Args:
         memory_bytes: The most that the worker may take of its device's memory; None for all.
-        on_run_end: Is told of each conversation when it is over.
+        on_run_end: Called with each conversation when it is over.
     """
 
     memory_bytes: int | None = None
     on_run_end: Callable[[RunRecord], None] = _log
 
     def limit(self, device: torch.device) -> None:
-        """Let the device itself see to it, where it can."""
+        """Let the device itself enforce the memory limit, where it can."""
         if self.memory_bytes is not None:
             device_for(device).limit_memory(self.memory_bytes)
 
     def equipment(self, found: m.Equipment) -> m.Equipment:
-        """What others are told of the device."""
+        """The device's equipment as others are told: with no more memory than is allowed."""
         if self.memory_bytes is None:
             return found
         least_bytes = min(self.memory_bytes, found.memory_bytes or self.memory_bytes)
         return msgspec.structs.replace(found, memory_bytes=least_bytes)
 
     def description(self, found: DeviceDescription) -> DeviceDescription:
-        """The same with what is free."""
+        """The device's description as others are told: with no more free memory than is
+        allowed."""
         if self.memory_bytes is None:
             return found
         free_bytes = max(0, self.memory_bytes - found.base_bytes)
@@ -79,7 +84,7 @@ class Owner:
         """
         if self.memory_bytes is None:
             return
-        # A gradient is as large as what it is of.
+        # A gradient is as large as its parameter.
         needed_bytes = sum((1 + spec.requires_grad) * spec.tensor.num_bytes for spec in parameters)
         if needed_bytes > self.memory_bytes:
             raise ModelError(
@@ -87,6 +92,27 @@ class Owner:
                 f"the owner of this worker allows {_in_gib(self.memory_bytes)} (`--memory`); give "
                 "it fewer layers in the plan, or let `plan='auto'` do so."
             )
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a worker gives to each of its sessions.
+
+    Args:
+        device: Where stages compute.
+        deadlines: How long to wait for what.
+        allowed: What layers may be made of besides torch's and transformers' own.
+        identity: What other workers are shown.
+        owner: The owner's wishes.
+        kept: Tensors that the worker keeps from one session to the next.
+    """
+
+    device: torch.device
+    deadlines: Deadlines
+    allowed: Allowed
+    identity: Identity
+    owner: Owner
+    kept: KeptTensors
 
 
 def _in_gib(amount: int) -> str:

@@ -1,6 +1,14 @@
 """A worker's session: one coordinator's stage, from Deploy to Goodbye.
 
-The channels of a worker's session to the stages beside its own.
+`StageSession` runs the loop and composes parts with the names that the coordinator's parts have:
+
+    neighbors   the channels to the stages beside this one
+    layers      builds layers, takes their tensors, sends them
+    optimizer   steps, clips, freezes and averages
+    telemetry   records what the stage does
+    trials      measures layers, optimizers and links before anything is deployed
+
+Each part has a table `handlers` with what carries out its messages.
 """
 
 from __future__ import annotations
@@ -13,22 +21,26 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..devices.copies import Copies
 from ..devices.device import device_for
 from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
-from ..model.allowed_imports import Allowed
 from ..model.four_bit import multiply_in
 from ..model.layers import EMBEDDING_LAYER, check_token_ids
-from ..pipeline.codec import Content, read_activation, read_arguments, read_gradients, say_passed
+from ..pipeline.boundary import Activation
+from ..pipeline.codec import (
+    Content,
+    read_activation,
+    read_arguments,
+    read_gradients,
+    say_activation,
+    say_gradients,
+)
 from ..pipeline.rule import Action
 from ..pipeline.runner import Result, StageRunner
 from ..pipeline.stage import CompiledLayers, Stage
-from ..pipeline.stage_layers import KeptTensors
 from ..pipeline.stage_state import LayerState
 from ..plan import Narrowing
 from ..protocol import messages as m
@@ -39,26 +51,30 @@ from ..protocol.values import KeptConstants
 from ..transport.address import Address
 from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action, send_copied
 from ..transport.connection import Traffic
-from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, dial
+from ..transport.handshake import dial
 from .layers import StageLayers
 from .optimizer import TimedTraining, TrainedSide
-from .owner import Owner, RunRecord
+from .owner import Host, RunRecord
 from .telemetry import RecordedSide
 from .trials import MeasuredSide, answer_probe
 
+logger = logging.getLogger(__name__)
+
+# The most of an error's text, and of its traceback, that is sent.
+_MOST_TEXT = 2**16
+
 
 class Neighbors:
-    """Who is upstream and downstream; the coordinator is, where no other stage is yet.
+    """The channels to the stages beside this one; the coordinator's where there is no other stage.
 
     Args:
         coordinator: The channel to the coordinator.
         dial: Opens a channel, not started yet, to another worker of the session.
 
     Attributes:
-        upstream: The present channel to the stage before.
-        downstream: The present channel to the stage behind.
-        downstream_address: Where the latter listens; empty for the last stage.
+        upstream: The present channel to the stage before this one.
+        downstream: The present channel to the stage behind this one.
+        downstream_address: Where the stage behind listens; empty for the last stage.
     """
 
     def __init__(self, coordinator: Channel, dial: Callable[[str], Channel]) -> None:
@@ -83,8 +99,8 @@ class Neighbors:
             )
 
     def connect(self) -> Channel | None:
-        """The channel to the downstream neighbor, not started yet; None where it is there already,
-        as when layers have moved, or nobody is.
+        """Open the channel to the downstream neighbor, which the caller must start; None if it is
+        open already, as after layers have moved, or if this is the last stage.
 
         Raises:
             WorkerUnreachable: If the neighbor does not answer or refuses.
@@ -99,14 +115,12 @@ class Neighbors:
         channel, self.upstream = self.upstream, self._coordinator
         channel.close()
 
-    def pass_on(self, content: Content, copies: Copies) -> None:
-        """Send an activation downstream or gradients upstream.
+    def pass_on(self, channel: Channel, content: Content, copies: Copies) -> None:
+        """Send an activation downstream, or gradients upstream.
 
-        A neighbor that has said goodbye is told nothing more: it lost the coordinator, or was let
-        go by it, so the coordinator knows.
+        A neighbor that has said goodbye receives nothing more: it lost the coordinator, or the
+        coordinator freed it, so the coordinator knows.
         """
-        message, _ = content
-        channel = self.downstream if isinstance(message, m.Activation) else self.upstream
         try:
             send_copied(channel, content, copies)
         except LocalProtocolError:
@@ -114,14 +128,17 @@ class Neighbors:
                 raise
 
     def stages(self, stage_index: int) -> dict[Channel, int]:
-        """The channels by the stages behind them, for the stage of that number; the last stage has
-        the coordinator's twice."""
+        """The stage at the other end of each channel, 0 for the coordinator.
+
+        Args:
+            stage_index: The number of this stage.
+        """
         found = {self.downstream: stage_index + 1, self.upstream: stage_index - 1}
         return {**found, self._coordinator: 0}
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """What has gone over each channel, the coordinator's too."""
+        """The bytes that have gone over each channel, the coordinator's too."""
         beside = {"upstream": self.upstream, "downstream": self.downstream}
         return {
             "coordinator": self._coordinator.traffic,
@@ -129,21 +146,13 @@ class Neighbors:
         }
 
     def close(self) -> None:
-        """Say goodbye to everybody, the coordinator too."""
+        """Say goodbye to the neighbors and the coordinator."""
         for channel in {self.upstream, self.downstream, self._coordinator}:
             channel.close(m.Goodbye())
 
 
-logger = logging.getLogger(__name__)
-
-# Of an error's text and traceback each; more helps nobody.
-_MOST_TEXT = 2**16
-
-
-def _can_wait(content: Frame | HeteroError) -> bool:
-    """Whether something that arrived may be left until the owner lets the worker go on."""
-    at_once = (m.Failure, m.Goodbye, m.Paused, m.Resumed)
-    return isinstance(content, Frame) and not isinstance(content.message, at_once)
+# What a paused worker takes at once; the rest waits until the owner lets it go on.
+_NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed)
 
 
 class SessionOver(Exception):
@@ -156,63 +165,43 @@ class StageSession:
     Args:
         name: The session's name, which its neighbors know.
         coordinator: The channel to the coordinator, not started yet.
-        device: Where the stage computes.
-        allowed: What its layers may be made of besides torch's and transformers' own.
-        identity: What its downstream neighbor is shown.
-        owner: Whose device it is.
-        kept: What the worker holds of its last session, and will of this one.
+        host: The worker that serves the session.
     """
 
-    def __init__(
-        self,
-        name: str,
-        coordinator: Channel,
-        device: torch.device,
-        deadlines: Deadlines,
-        allowed: Allowed,
-        identity: Identity,
-        owner: Owner | None = None,
-        kept: KeptTensors | None = None,
-    ) -> None:
-        kept = kept or KeptTensors()
+    def __init__(self, name: str, coordinator: Channel, host: Host) -> None:
         self.name = name
-        self._owner = owner or Owner()
-        # What arrives while the owner wants the device, until then.
-        self._held: deque[Arrival] = deque()
-        self._is_paused = False
+        self._host = host
+        # What arrives while the owner pauses the worker; None while it is not paused.
+        self._held: deque[Arrival] | None = None
         self._began_seconds = time.monotonic()
         self._served, self._ended = "", "it failed"
-        self._identity = identity
         self._coordinator = coordinator
         self._neighbors = Neighbors(coordinator, self._dial_neighbor)
-        self._device = device
-        self._copies = device_for(device).copies()
-        self._deadlines = deadlines
+        self._copies = device_for(host.device).copies()
         self._inbox: Inbox = SimpleQueue()
-        self._layers = StageLayers(device, allowed, kept)
-        self._runner = StageRunner(Stage(nn.ModuleDict(), device, 0))
+        self._runner = StageRunner(Stage(nn.ModuleDict(), host.device, 0))
         self._narrowing = Narrowing()
         self._constants = KeptConstants()
-        self._measuring = MeasuredSide(
-            coordinator, device, deadlines, allowed, self._dial_neighbor, self._owner, kept
-        )
-        self._recording = RecordedSide(coordinator, device, self._stages_beside)
-        self._recorder = self._recording.recorder
+        self._layers = StageLayers(coordinator, host)
+        self._trials = MeasuredSide(coordinator, host, self._dial_neighbor)
+        self._telemetry = RecordedSide(coordinator, host.device, self._stages_beside)
+        self._recorder = self._telemetry.recorder
         self._timed = TimedTraining(self._recorder)
-        self._trained = TrainedSide(coordinator, self._runner.stage, self._layers, self._timed.take)
+        self._optimizer = TrainedSide(
+            coordinator, self._runner.stage, self._layers, self._timed.take
+        )
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
         """What carries out each kind of message."""
         return {
-            **self._measuring.handlers,
-            **self._recording.handlers,
-            **self._trained.handlers,
+            **self._trials.handlers,
+            **self._telemetry.handlers,
+            **self._optimizer.handlers,
+            **self._layers.handlers,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.Deploy: self._on_deploy,
-            m.LoadTensor: self._on_load_tensor,
-            m.OfferTensor: self._on_offer_tensor,
             m.Launch: self._on_launch,
             m.BeginStep: self._on_begin_step,
             m.SetAttributes: self._on_set_attributes,
@@ -229,79 +218,103 @@ class StageSession:
         self._start(channel)
 
     def wish(self, message: m.Paused | m.Resumed) -> None:
-        """Tell the session what its owner wants; it does so after the micro-batch at hand."""
+        """Tell the session what its owner wants; it obeys after the present micro-batch."""
         self._inbox.put(Arrival(self._coordinator, Frame(message)))
 
     @property
     def record(self) -> RunRecord:
-        """What it was, for its owner."""
+        """What the session was, for the owner."""
         seconds = time.monotonic() - self._began_seconds
         peer, steps = self._coordinator.peer, self._runner.step
         return RunRecord(peer, self._served, steps, seconds, self._ended)
 
     def status(self) -> m.StageStatus:
-        """What it does at this moment; any thread may ask."""
+        """What the stage does at this moment; any thread may ask."""
         layers, traffic = self._layers.numbered.keys(), self._neighbors.traffic
         about = self._stage_index, self._runner.step
-        return self._recording.status(self.name, layers, *about, traffic)
+        return self._telemetry.status(self.name, layers, *about, traffic)
 
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""
         self._start(self._coordinator)
         try:
             while True:
-                self._take_what_arrived()
-                action = None if self._is_paused else self._runner.next_action()
+                while not self._inbox.empty():
+                    self._take(self._inbox.get())
+                action = self._runner.next_action() if self._held is None else None
                 if action is not None:
-                    self._guarded(self._perform, action)
+                    self._perform(action)
                 else:
-                    self._take(self._next_arrival())
+                    with self._recorder.span("wait"):
+                        arrival = self._inbox.get()
+                    self._take(arrival)
         except SessionOver as end:
             self._ended = str(end)
             logger.info("session with %s is over: %s", self._coordinator.peer, end)
         finally:
             self._neighbors.close()
             self._layers.retire()
-            self._measuring.forget()
-
-    def _next_arrival(self) -> Arrival:
-        with self._recorder.span("wait"):
-            return self._inbox.get()
-
-    def _take_what_arrived(self) -> None:
-        while not self._inbox.empty():
-            self._take(self._inbox.get())
+            self._trials.forget()
 
     def _take(self, arrival: Arrival) -> None:
-        content, is_coordinator = arrival.content, arrival.channel is self._coordinator
-        if self._is_paused and _can_wait(content):
-            self._held.append(arrival)
-        elif isinstance(content, HeteroError):
+        """Carry out what has arrived, or hold it while the owner pauses the worker."""
+        content = arrival.content
+        if isinstance(content, HeteroError):
             self._on_end(arrival.channel, str(content))
-        elif isinstance(content.message, m.Failure):
-            self._on_end(arrival.channel, content.message.reason)
-        elif isinstance(content.message, m.Goodbye):
-            if is_coordinator:
-                raise SessionOver("goodbye")
-            self._on_goodbye_of_neighbor(arrival.channel)
-        elif isinstance(content.message, m.Probe):
-            self._guarded(answer_probe, arrival.channel, content.message)
+            return
+        message = content.message
+        if self._held is not None and type(message) not in _NEVER_HELD:
+            self._held.append(arrival)
+        elif (handler := self._handlers.get(type(message))) is not None:
+            self._carry_out(handler, arrival, content)
+        elif isinstance(message, m.Failure):
+            self._on_end(arrival.channel, message.reason)
+        elif isinstance(message, m.Probe):
+            self._carry_out(partial(answer_probe, arrival.channel), arrival, content)
+        elif arrival.channel is self._coordinator:
+            raise SessionOver("goodbye")
         else:
-            handler = self._handlers[type(content.message)]
-            self._note_activity(content.message.requested_activity)
-            with self._recording.taking(arrival, content.message):
-                self._guarded(handler, content.message, content.tensors)
+            self._on_goodbye_of_neighbor(arrival.channel)
 
-    def _note_activity(self, activity: str) -> None:
-        self._coordinator.activity = activity or self._coordinator.activity
+    def _carry_out(self, handler: Handler, arrival: Arrival, frame: Frame) -> None:
+        message = frame.message
+        self._coordinator.activity = message.requested_activity or self._coordinator.activity
+        try:
+            with self._telemetry.taking(arrival, message):
+                handler(message, frame.tensors)
+        except SessionOver:
+            raise
+        except Exception as error:
+            self._report(error, in_optimizer_step=isinstance(message, m.ApplyOptimizer))
+
+    def _perform(self, action: Action) -> None:
+        """Run an action and send its result on."""
+        self._coordinator.activity = of_action(action, self._runner.step)
+        try:
+            if self._runner.is_training(action):
+                result = self._timed.run(self._runner, action)
+            else:
+                result = self._runner.run(action)
+            self._tell_of_buffers()
+            self._route(result)
+        except Exception as error:
+            self._report(error)
+
+    def _report(self, error: Exception, in_optimizer_step: bool = False) -> None:
+        """Tell the coordinator that a piece of work has raised, and forget the step."""
+        logger.warning("stage %d failed: %s", self._stage_index, error)
+        self._runner.abort()
+        reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+        trace = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
+        self._coordinator.send(m.Failure(reason, trace, in_optimizer_step))
 
     def _on_end(self, channel: Channel, reason: str) -> None:
-        """Without its coordinator a stage has nothing to do; a lost neighbor is reported."""
+        """End the session with its coordinator; report a lost neighbor."""
         if channel is self._coordinator:
             raise SessionOver(reason)
         lost = self._stages_beside().get(channel)
         if lost is None:
-            return  # one that only measured the link, and is gone
+            return  # it only measured the link
         with contextlib.suppress(LocalProtocolError):
             self._coordinator.send(m.NeighborLost(lost, reason))
 
@@ -310,31 +323,17 @@ class StageSession:
         if not self._layers.numbered and channel is self._neighbors.upstream:
             self._neighbors.let_go_upstream()
 
-    def _guarded(self, act: Callable[..., None], *args: Any) -> None:
-        """Run a piece of work; what it raises is the coordinator's to know."""
-        try:
-            act(*args)
-        except SessionOver:
-            raise
-        except Exception as error:
-            logger.warning("stage %d failed: %s", self._stage_index, error)
-            self._runner.abort()
-            reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
-            trace = traceback.format_exc()[-_MOST_TEXT:]
-            in_optimizer_step = act == self._handlers[m.ApplyOptimizer]
-            self._coordinator.send(m.Failure(reason, trace, in_optimizer_step))
-
     def _on_paused(self, message: m.Paused, _tensors: tuple[Tensor, ...]) -> None:
-        if not self._is_paused:
-            self._is_paused = True
+        if self._held is None:
+            self._held = deque()
             self._coordinator.send(message)
 
     def _on_resumed(self, message: m.Resumed, _tensors: tuple[Tensor, ...]) -> None:
-        if self._is_paused:
-            self._is_paused = False
+        if self._held is not None:
+            held, self._held = self._held, None
             self._coordinator.send(message)
-            while self._held:
-                self._take(self._held.popleft())
+            while held:
+                self._take(held.popleft())
 
     def _stages_beside(self) -> dict[Channel, int]:
         return self._neighbors.stages(self._stage_index)
@@ -344,9 +343,9 @@ class StageSession:
         return self._runner.stage.stage_index
 
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
-        self._measuring.forget()
+        self._trials.forget()
         self._neighbors.check_same(message.downstream_address, self._stage_index)
-        self._owner.check_stage(message.parameters)
+        self._host.owner.check_stage(message.parameters)
         layers, held = self._layers.build(message)
         self._neighbors.downstream_address = message.downstream_address
         dtype = None if message.dtype is None else DTYPES[message.dtype]
@@ -354,7 +353,7 @@ class StageSession:
             multiply_in(layers, dtype)
         stage = Stage(
             layers=layers,
-            device=self._device,
+            device=self._host.device,
             stage_index=message.stage_index,
             recompute=message.recompute,
             seed=message.seed,
@@ -365,16 +364,8 @@ class StageSession:
         self._runner = StageRunner(stage)
         self._served = _shown(stage.stage_index, self._layers.numbered)
         self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
-        self._trained.train(stage)
+        self._optimizer.train(stage)
         self._coordinator.send(m.Built(held))
-
-    def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
-        self._layers.load(message, tensors)
-        self._coordinator.send(m.Loaded(message.name))
-
-    def _on_offer_tensor(self, message: m.OfferTensor, _tensors: tuple[Tensor, ...]) -> None:
-        is_taken = self._layers.take_held(message)
-        self._coordinator.send(m.OfferAnswered(message.name, is_taken))
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.check_complete()
@@ -391,8 +382,8 @@ class StageSession:
         channel.start(self._inbox, self._copies.receive_pool())
 
     def _dial_neighbor(self, text: str) -> Channel:
-        address, rules = Address.parse(text), upstream_session()
-        channel, _ = dial(address, rules, "neighbor", self.name, self._deadlines, self._identity)
+        address, rules, host = Address.parse(text), upstream_session(), self._host
+        channel, _ = dial(address, rules, "neighbor", self.name, host.deadlines, host.identity)
         return channel
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
@@ -428,29 +419,26 @@ class StageSession:
         self._runner.abort()
         self._timed.take(0)
 
-    def _perform(self, action: Action) -> None:
-        self._note_activity(of_action(action, self._runner.step))
-        if not self._runner.is_training(action):
-            result = self._runner.run(action)
-        else:
-            result = self._timed.run(self._runner, action)
-        self._tell_of_buffers()
-        self._route(result)
-
     def _tell_of_buffers(self) -> None:
         state = self._runner.stage.state
         for updates in () if state is None else state.take_updates():
             self._coordinator.send(m.BuffersUpdated(list(updates.names), updates.is_again))
 
     def _route(self, result: Result) -> None:
-        key, content = result.action.key, result.content
+        """Send an activation downstream, or gradients upstream."""
+        step, key, content = self._runner.step, result.action.key, result.content
         with self._recorder.span("pack", key, type(content).__name__):
-            said = say_passed(self._runner.step, key, content, self._narrowing)
-            self._neighbors.pass_on(said, self._copies)
+            if isinstance(content, Activation):
+                channel = self._neighbors.downstream
+                said = say_activation(step, key, content, self._narrowing.activation_dtype)
+            else:
+                channel = self._neighbors.upstream
+                said = say_gradients(step, key, content, self._narrowing.gradient_dtype)
+            self._neighbors.pass_on(channel, said, self._copies)
 
 
 def _shown(stage_index: int, numbered: Mapping[int, nn.Module]) -> str:
-    """What a stage serves, for people."""
+    """What a stage serves, in words for people."""
     first, last = min(numbered), max(numbered)
     kind = type(numbered[last]).__name__
     with_embedding = "the input embedding and " if first == EMBEDDING_LAYER else ""

@@ -1,4 +1,4 @@
-"""The worker's side of measuring: layers, optimizers and links, before anything is deployed."""
+"""The worker's side of measuring: layers, optimizers and links, before layers are deployed."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..devices.description import describe_device
 from ..devices.device import device_for
 from ..errors import ModelError
-from ..model.allowed_imports import Allowed
 from ..pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
 from ..pipeline.codec import read_arguments
-from ..pipeline.stage_layers import KeptTensors, build_for_values
+from ..pipeline.stage_layers import build_for_values
 from ..protocol import messages as m
 from ..protocol.tensors import DTYPES
 from ..protocol.values import KeptConstants, unpack
 from ..transport.channel import Channel, Handler
-from ..transport.deadlines import Deadlines
 from ..transport.link_probe import exchange_over, measure_link, new_inbox, payload
-from .owner import Owner
+from .owner import Host
 
 logger = logging.getLogger(__name__)
 
@@ -33,30 +30,20 @@ class MeasuredSide:
 
     Args:
         coordinator: The channel to the coordinator.
-        device: What is measured.
-        allowed: What layers may be made of.
+        host: The worker; the tensors that it keeps count as free memory.
         dial_neighbor: Opens a channel, not started yet, to another worker of the session.
-        owner: Whose device it is.
-        kept: What the worker holds of its last session, which counts as free.
+
+    Attributes:
+        handlers: What carries out each kind of message.
     """
 
     def __init__(
-        self,
-        coordinator: Channel,
-        device: torch.device,
-        deadlines: Deadlines,
-        allowed: Allowed,
-        dial_neighbor: Callable[[str], Channel],
-        owner: Owner,
-        kept: KeptTensors,
+        self, coordinator: Channel, host: Host, dial_neighbor: Callable[[str], Channel]
     ) -> None:
-        self._kept = kept
-        self._dial_neighbor = dial_neighbor
-        self._owner = owner
         self._coordinator = coordinator
-        self._device = device
-        self._deadlines = deadlines
-        self._allowed = allowed
+        self._host = host
+        self._device = host.device
+        self._dial_neighbor = dial_neighbor
         self._bench: Bench | None = None
         self.handlers: dict[type, Handler] = {
             m.DescribeDevice: self._on_describe_device,
@@ -67,12 +54,14 @@ class MeasuredSide:
         }
 
     def forget(self) -> None:
-        """Free the memory of what was measured."""
+        """Free the memory of the measured layers."""
         self._bench = None
         device_for(self._device).free_cache()
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
-        found = self._owner.description(describe_device(self._device, self._kept.num_bytes))
+        found = self._host.owner.description(
+            describe_device(self._device, self._host.kept.num_bytes)
+        )
         self._coordinator.send(
             m.DeviceDescribed(
                 found.device,
@@ -87,7 +76,7 @@ class MeasuredSide:
     def _answer(
         self, measure: Callable[[Any, Any], m.Message], message: Any, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Say what was measured, or why nothing was."""
+        """Send what was measured, or why nothing was."""
         found = attempt(partial(measure, message, tensors), self._device)
         if isinstance(found, Failed):
             logger.warning("%s failed: %s", type(message).__name__, found.reason)
@@ -96,9 +85,9 @@ class MeasuredSide:
 
     def _prepare_layers(self, message: m.PrepareLayers, tensors: tuple[Tensor, ...]) -> m.Message:
         buffers = dict(zip(message.buffers, tensors, strict=True))
-        build = partial(build_for_values, message.recipe, message.parameters, self._allowed)
-        build()  # what cannot be built is said at once
-        self._kept.forget()  # layers are measured as if the worker had just started
+        build = partial(build_for_values, message.recipe, message.parameters, self._host.allowed)
+        build()  # fails now if the layers cannot be built
+        self._host.kept.forget()  # layers are measured as if the worker had just started
         self._bench = Bench(self._device, build, buffers)
         return m.Done()
 
@@ -141,7 +130,7 @@ class MeasuredSide:
         inbox = new_inbox()
         channel.start(inbox)
         try:
-            exchange = exchange_over(channel, inbox, self._deadlines.request_seconds)
+            exchange = exchange_over(channel, inbox, self._host.deadlines.request_seconds)
             return measure_link(exchange, message.patience_seconds)
         finally:
             channel.close(m.Goodbye())
@@ -152,6 +141,6 @@ class MeasuredSide:
         return self._bench
 
 
-def answer_probe(channel: Channel, probe: m.Probe) -> None:
-    """Send what a probe asks for."""
+def answer_probe(channel: Channel, probe: m.Probe, _tensors: tuple[Tensor, ...]) -> None:
+    """Send back as many bytes as a probe asks for."""
     channel.send(m.ProbeAnswer(), *payload(probe.answer_bytes))

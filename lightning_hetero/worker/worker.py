@@ -1,8 +1,6 @@
-"""The worker: listens, greets whoever connects, and serves one coordinator at a time.
+"""The worker: listens, greets whatever connects, and serves one coordinator at a time.
 
-A connection that breaks a rule is told which one and ended; the worker lives on.
-
-The lobby: connections whose handshake is not over. It is small, and nobody can occupy it.
+A connection that breaks a rule is told which rule and is ended; the worker lives on.
 """
 
 from __future__ import annotations
@@ -29,70 +27,30 @@ from ..transport.connection import Connection, SocketConnection, prepare_socket
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, receive_hello
 from ..transport.tls import Credentials, secured
-from .owner import Owner
+from .owner import Host, Owner
 from .session import StageSession
-
-
-class Lobby:
-    """Holds at most so many connections; for a newcomer the stranger that is there longest must go.
-
-    An honest handshake takes milliseconds, so whoever is there longest when many push in is one of
-    those who only take room.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._changed = threading.Condition()
-        # In the order in which they came; the value says whether they are strangers.
-        self._is_stranger: dict[Connection, bool] = {}
-
-    def enter(self, connection: Connection) -> None:
-        """Take a connection in, as soon as one has left if they are too many."""
-        with self._changed:
-            while len(self._is_stranger) >= self._most:
-                self._send_one_away()
-                self._changed.wait()
-            self._is_stranger[connection] = True
-
-    def introduce(self, connection: Connection) -> None:
-        """Note that a connection has said who it is; it is not sent away any more."""
-        with self._changed:
-            self._is_stranger[connection] = False
-
-    def leave(self, connection: Connection) -> None:
-        """A connection's handshake is over, in whatever way."""
-        with self._changed:
-            del self._is_stranger[connection]
-            self._changed.notify_all()
-
-    def _send_one_away(self) -> None:
-        oldest = next((c for c, is_stranger in self._is_stranger.items() if is_stranger), None)
-        if oldest is not None:
-            # Which wakes its thread, and that makes it leave.
-            oldest.shut_down()
-
 
 logger = logging.getLogger(__name__)
 
-# Python hears a signal between two calls of its main thread, and one that comes just before a call
-# that waits would be heard at its end.
+# Python handles a signal between two calls of its main thread. A signal that comes just before a
+# blocking call is handled after it, so no call may block for longer.
 _HEARING_SECONDS = 0.5
 
-# Connections that may be in their handshake at once.
+# Connections that may be in their handshake at the same time.
 _MOST_GREETINGS = 16
-# For a refused peer to read why.
+# Time for a refused peer to read the reason.
 _LAST_WORD_SECONDS = 1.0
 
 
 def listen(address: Address, credentials: Credentials | None = None) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Without credentials it is on loopback.
+    """Open a listening socket; port 0 takes a free one. Without credentials it is on loopback.
 
     Raises:
-        WorkerError: If others could connect without a token, or the address cannot be had.
+        WorkerError: If others could connect without a token, or the address is not available.
     """
     if credentials is None and not address.is_loopback:
         raise WorkerError(
-            f"A worker without a token listens on loopback only, and {address} is not: anybody "
+            f"A worker without a token listens on loopback only, and {address} is not: anyone "
             "could use it. Make a token with `lightning-hetero token`, copy it to all machines, "
             "and name its file with `--token-file`; or listen on 127.0.0.1."
         )
@@ -109,6 +67,45 @@ def address_of(listener: socket.socket) -> Address:
     return Address(host, port)
 
 
+class Lobby:
+    """Holds connections whose handshake is not over, at most so many of them.
+
+    When the lobby is full, a newcomer displaces the stranger that has waited longest. An honest
+    handshake takes milliseconds, so that stranger is most likely one that only takes room.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._changed = threading.Condition()
+        # In the order of their arrival; a stranger has not said who it is.
+        self._is_stranger: dict[Connection, bool] = {}
+
+    def enter(self, connection: Connection) -> None:
+        """Take a connection in; when the lobby is full, wait until another one has left."""
+        with self._changed:
+            while len(self._is_stranger) >= self._most:
+                self._send_one_away()
+                self._changed.wait()
+            self._is_stranger[connection] = True
+
+    def introduce(self, connection: Connection) -> None:
+        """Note that a connection has said who it is; it is not displaced any more."""
+        with self._changed:
+            self._is_stranger[connection] = False
+
+    def leave(self, connection: Connection) -> None:
+        """Note that a connection's handshake is over, in whatever way."""
+        with self._changed:
+            del self._is_stranger[connection]
+            self._changed.notify_all()
+
+    def _send_one_away(self) -> None:
+        oldest = next((c for c, is_stranger in self._is_stranger.items() if is_stranger), None)
+        if oldest is not None:
+            # This wakes its thread, which then leaves.
+            oldest.shut_down()
+
+
 class Worker:
     """A process that can serve a stage.
 
@@ -116,8 +113,8 @@ class Worker:
         listener: A listening socket; the worker closes it.
         device: Where stages compute.
         allowed: What layers may be made of besides torch's and transformers' own.
-        credentials: If given, only those who have the same are listened to.
-        owner: Whose device it is.
+        credentials: If given, only peers that have the same are served.
+        owner: The owner's wishes.
     """
 
     def __init__(
@@ -129,23 +126,26 @@ class Worker:
         credentials: Credentials | None = None,
         owner: Owner | None = None,
     ) -> None:
-        self._owner = owner or Owner()
-        self._owner.limit(device)
+        owner = owner or Owner()
+        owner.limit(device)
+        self._host = Host(
+            device,
+            deadlines or Deadlines(),
+            allowed or Allowed(),
+            Identity(owner.equipment(equipment_here(device)), credentials),
+            owner,
+            KeptTensors(),
+        )
         self._is_paused = False
         self._is_draining = False
-        # Not first in `serve_forever`: by then whoever drains may have closed it.
+        # Here and not in `serve_forever`: `drain` may have closed it by then.
         listener.settimeout(_HEARING_SECONDS)
         self._listener = listener
-        self._device = device
-        self._deadlines = deadlines or Deadlines()
-        self._allowed = allowed or Allowed()
-        self._identity = Identity(self._owner.equipment(equipment_here(device)), credentials)
         self._lobby = Lobby(_MOST_GREETINGS)
         self._session: StageSession | None = None
         self._began_seconds = time.monotonic()
         self._session_changed = threading.Condition()
-        self._kept = KeptTensors()
-        self._forgetting = threading.Timer(KEPT_SECONDS, self._kept.forget)
+        self._forgetting = threading.Timer(KEPT_SECONDS, self._host.kept.forget)
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
@@ -155,7 +155,7 @@ class Worker:
             except TimeoutError:
                 continue
             except ConnectionError:
-                continue  # it was gone before we came to it
+                continue  # the peer has gone before it was accepted
             except OSError:
                 break
             connection = SocketConnection(connected)
@@ -174,11 +174,11 @@ class Worker:
 
     @property
     def is_draining(self) -> bool:
-        """Whether it ends with the run at hand."""
+        """Whether the worker ends with the present run."""
         return self._is_draining
 
     def pause(self) -> None:
-        """Finish the micro-batch at hand, then compute nothing until `resume`."""
+        """Finish the present micro-batch, then compute nothing until `resume`."""
         with self._session_changed:
             self._is_paused = True
             if self._session is not None:
@@ -192,19 +192,19 @@ class Worker:
                 self._session.wish(m.Resumed())
 
     def drain(self) -> None:
-        """Finish the run at hand, take no other one, and `stop`."""
+        """Finish the present run, take no other one, and `stop`."""
         with self._session_changed:
             self._is_draining = True
             if self._session is None:
                 self.stop()
 
     def _greet(self, plain: SocketConnection, peer: str) -> None:
-        """The life of one connection until its conversation is agreed on."""
+        """Lead a connection through its handshake, and serve the session that it opens."""
         session: StageSession | None = None
         try:
             prepare_socket(plain.socket)
-            patience_seconds = self._deadlines.connect_seconds
-            connection = secured(plain, self._identity.credentials, True, patience_seconds)
+            patience_seconds = self._host.deadlines.connect_seconds
+            connection = secured(plain, self._host.identity.credentials, True, patience_seconds)
             session = self._talk(plain, connection, peer)
         except (OSError, HeteroError) as error:
             logger.warning("connection from %s refused: %s", peer, error)
@@ -217,9 +217,9 @@ class Worker:
     def _talk(
         self, plain: SocketConnection, connection: Connection, peer: str
     ) -> StageSession | None:
-        """Hear who it is and answer; whoever is refused is told why."""
+        """Read who the peer is and answer; a refused peer is told the reason."""
         try:
-            hello = receive_hello(connection, self._deadlines, self._identity)
+            hello = receive_hello(connection, self._host.deadlines, self._host.identity)
             if hello.role == "watcher":
                 self._tell(connection, hello)
                 plain.close_after_last_word(_LAST_WORD_SECONDS)
@@ -231,12 +231,12 @@ class Worker:
             raise
 
     def _welcome(self, connection: Connection, hello: m.Hello, peer: str) -> StageSession | None:
-        """Answer a Hello; the session to be served, if it opens one."""
+        """Answer a Hello; returns the session that it opens, if it opens one."""
         rules = worker_session() if hello.role == "coordinator" else downstream_session()
         rules.received(hello)
         is_coordinator = hello.role == "coordinator"
-        patience_seconds = self._deadlines.frozen_seconds if is_coordinator else None
-        channel = Channel(connection, rules, peer, self._deadlines, patience_seconds)
+        patience_seconds = self._host.deadlines.frozen_seconds if is_coordinator else None
+        channel = Channel(connection, rules, peer, self._host.deadlines, patience_seconds)
         with self._session_changed:
             if hello.role == "neighbor":
                 self._session_named(hello.session)
@@ -253,39 +253,30 @@ class Worker:
             if hello.role == "neighbor":
                 self._session_named(hello.session).attach_upstream(channel)
                 return None
-            self._session = StageSession(
-                hello.session,
-                channel,
-                self._device,
-                self._deadlines,
-                self._allowed,
-                self._identity,
-                self._owner,
-                self._kept,
-            )
+            self._session = StageSession(hello.session, channel, self._host)
             self._forgetting.cancel()
             if self._is_paused:
                 self._session.wish(m.Paused())
             return self._session
 
     def _tell(self, connection: Connection, hello: m.Hello) -> None:
-        """Answer whoever watches; the session that runs does not notice."""
+        """Answer a watcher; the session that runs does not notice."""
         rules, session = watched_session(), self._session
         rules.received(hello)
         self._say_welcome(connection, rules)
         status = m.Status(
             time.monotonic() - self._began_seconds,
-            device_for(self._device).used_bytes(),
+            device_for(self._host.device).used_bytes(),
             None if session is None else session.status(),
         )
         rules.sent(status)
-        send_buffers(connection, encode_frame(Frame(status)), self._deadlines.connect_seconds)
+        send_buffers(connection, encode_frame(Frame(status)), self._host.deadlines.connect_seconds)
 
     def _is_free_soon(self) -> bool:
         def is_free() -> bool:
             return self._session is None
 
-        return self._session_changed.wait_for(is_free, self._deadlines.busy_seconds)
+        return self._session_changed.wait_for(is_free, self._host.deadlines.busy_seconds)
 
     def _session_named(self, name: str) -> StageSession:
         if self._session is None or self._session.name != name:
@@ -293,18 +284,18 @@ class Worker:
         return self._session
 
     def _say_welcome(self, connection: Connection, rules: Session) -> None:
-        welcome = m.Welcome(m.PROTOCOL_VERSION, self._identity.equipment, time.time())
+        welcome = m.Welcome(m.PROTOCOL_VERSION, self._host.identity.equipment, time.time())
         rules.sent(welcome)
-        send_buffers(connection, encode_frame(Frame(welcome)), self._deadlines.connect_seconds)
+        send_buffers(connection, encode_frame(Frame(welcome)), self._host.deadlines.connect_seconds)
 
     def _serve(self, session: StageSession) -> None:
         logger.info("session %s begins", session.name)
         try:
             session.run()
         except Exception:
-            logger.exception("session %s ended badly", session.name)
+            logger.exception("session %s failed", session.name)
         finally:
-            self._owner.on_run_end(session.record)
+            self._host.owner.on_run_end(session.record)
             with self._session_changed:
                 self._session = None
                 self._forget_later()
@@ -313,11 +304,11 @@ class Worker:
                     self.stop()
 
     def _forget_later(self) -> None:
-        """Give the memory of the last session's tensors back if nobody comes for them."""
+        """Free the last session's tensors after a while, unless another session begins."""
         if self._listener.fileno() < 0:
-            self._kept.forget()  # nobody can come any more
+            self._host.kept.forget()  # no session can begin any more
             return
-        self._forgetting = threading.Timer(KEPT_SECONDS, self._kept.forget)
+        self._forgetting = threading.Timer(KEPT_SECONDS, self._host.kept.forget)
         self._forgetting.daemon = True
         self._forgetting.start()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hetero.coordinator.layers import RemoteStage
-from lightning_hetero.coordinator.stages import Coordinator
+from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
@@ -50,7 +50,7 @@ def deploy(coordinator: Coordinator, cut: int) -> None:
         modules = {number: layer.module for number, layer in part}
         contents = partial(named_contents, modules)
         stages.append(RemoteStage(write_recipe(model, part), modules, contents, False, 0))
-    for _ in coordinator.deploy(stages):
+    for _ in coordinator.layers.deploy(stages):
         pass
 
 
@@ -61,18 +61,18 @@ def surroundings(grad_enabled: bool = True) -> Surroundings:
 
 
 def forward(coordinator: Coordinator, index: int = 0, grad_enabled: bool = True) -> torch.Tensor:
-    coordinator.send_forward(Key(index), HIDDEN, surroundings(grad_enabled))
-    content = coordinator.receive().content
+    coordinator.stages.send_forward(Key(index), HIDDEN, surroundings(grad_enabled))
+    content = coordinator.stages.receive().content
     assert isinstance(content, Activation)
     return content.hidden
 
 
 def train_one(coordinator: Coordinator, num_microbatches: int) -> torch.Tensor:
-    coordinator.begin_step(2, accumulate=False)
+    coordinator.stages.begin_step(2, accumulate=False)
     for index in range(num_microbatches):
         output = forward(coordinator, index)
-        coordinator.send_backward(Key(index), Gradients((torch.ones_like(output),)))
-        coordinator.receive()
+        coordinator.stages.send_backward(Key(index), Gradients((torch.ones_like(output),)))
+        coordinator.stages.receive()
     return output
 
 
@@ -83,34 +83,34 @@ def test_stages_get_other_layers_and_go_on_from_the_step_that_was(coordinator: C
     for cut in (3, 2):
         deploy(coordinator, cut)
         torch.testing.assert_close(train_one(coordinator, 2), expected[0], rtol=0, atol=0)
-    assert coordinator.step == 5
+    assert coordinator.connections.step == 5
     names = [f"{number}.mlp.up_proj.weight" for number in range(NUM_LAYERS)]
-    assert sorted(coordinator.fetch(names)) == names
+    assert sorted(coordinator.layers.fetch(names)) == names
 
 
 def test_another_neighbor_is_refused(coordinator: Coordinator) -> None:
     deploy(coordinator, cut=2)
-    first, second = (worker.name for worker in coordinator._workers)
-    coordinator.keep([second, first])
+    first, second = (worker.name for worker in coordinator.connections.workers)
+    coordinator.connections.keep([second, first])
     with pytest.raises(StageFailed, match=f"is linked with {second} and should"):
         deploy(coordinator, cut=2)
 
 
 def test_stages_say_what_training_took_and_nothing_of_evaluations(coordinator: Coordinator) -> None:
     deploy(coordinator, cut=1)
-    coordinator.build_optimizer(0, "SGD", {}, [Group([], {"lr": 0.1})])
+    coordinator.optimizer.build(0, "SGD", {}, [Group([], {"lr": 0.1})])
     for num_microbatches in (3, 1):
         train_one(coordinator, num_microbatches)
-        step = coordinator.step
-        coordinator.apply_optimizer(0, [{"lr": 0.1}])
-        coordinator.note_applied()
-        coordinator.begin_step(2, accumulate=True)
+        step = coordinator.connections.step
+        coordinator.optimizer.apply(0, [{"lr": 0.1}])
+        coordinator.optimizer.note_applied()
+        coordinator.stages.begin_step(2, accumulate=True)
         forward(coordinator, grad_enabled=False)
-        coordinator.gradient_norms()  # by now everything that was said before has come
-        said = sorted(coordinator.take_timings())
+        coordinator.optimizer.gradient_norms()  # by now everything that was said before has come
+        said = sorted(coordinator.stages.take_timings())
         assert [number for number, _ in said] == [1, 2]
         assert {(told.step, told.num_microbatches) for _, told in said} == {
             (step, num_microbatches)
         }
         assert all(told.forward_seconds > 0 < told.backward_seconds for _, told in said)
-    assert coordinator.take_timings() == []
+    assert coordinator.stages.take_timings() == []

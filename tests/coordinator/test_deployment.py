@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from lightning_hetero import from_pretrained
 from lightning_hetero.coordinator import deployment
 from lightning_hetero.coordinator.deployment import Deployment, adjust_own
-from lightning_hetero.coordinator.stages import Coordinator
+from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.errors import ModelError, StageFailed, WeightsLost
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.pipeline.rule import Key
@@ -69,7 +69,7 @@ def test_a_batch_that_cannot_be_cut_goes_in_one_piece_with_a_warning(
     rope = (torch.ones(1, 6, 8), torch.zeros(1, 6, 8))
     ambiguous = torch.arange(6)  # one per sample, or one per position?
     last = model.model.layers[3]
-    with torch.no_grad(), deployment.batch_of(6):
+    with torch.no_grad(), deployment.hand_overs.batch_of(6):
         hidden = model.model.layers[2](torch.randn(6, 6, 16), position_embeddings=rope)
         with pytest.warns(UserWarning, match="one piece.*argument positions"):
             output = last(hidden, position_embeddings=rope, positions=ambiguous)
@@ -173,15 +173,15 @@ def test_a_cache_goes_through_the_stages_in_one_piece_and_an_evaluation_in_sever
     model = tiny_llama(NUM_LAYERS).eval()
     deployment = deploy(model, coordinator)
     sizes: list[int] = []
-    send = coordinator.send_forward
+    send = coordinator.stages.send_forward
 
     def send_and_note(key: Key, hidden: torch.Tensor, surroundings: Surroundings) -> None:
         sizes.append(len(hidden))
         send(key, hidden, surroundings)
 
-    monkeypatch.setattr(coordinator, "send_forward", send_and_note)
+    monkeypatch.setattr(coordinator.stages, "send_forward", send_and_note)
     tokens = torch.randint(VOCABULARY, (5, 6))
-    with torch.no_grad(), deployment.batch_of(5):
+    with torch.no_grad(), deployment.hand_overs.batch_of(5):
         cache = model(tokens, use_cache=True).past_key_values
         model(tokens[:, :1], past_key_values=cache)
         model(tokens)

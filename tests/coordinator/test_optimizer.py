@@ -12,23 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.coordinator import optimizer as remote_optimizer
-from lightning_hetero.coordinator.optimizer import RemoteOptimizer, TrainedParameters
+from lightning_hetero.coordinator.optimizer import (
+    OptimizerParts,
+    RemoteOptimizer,
+    TrainedParameters,
+)
 from lightning_hetero.coordinator.progress import ProgressInLines
-from lightning_hetero.coordinator.stages import Coordinator
 from lightning_hetero.errors import ModelError
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.plan import StagePlan
 
 
-class FakeCoordinator:
+class FakeParts:
     """Two remote parameters, and what was said about them."""
 
     def __init__(self) -> None:
-        self.state: dict[str, dict[str, Any]] = {}
+        self.states: dict[str, dict[str, Any]] = {}
+        self.layers = self
         self.built: list[Group] = []
         self.said: list[Any] = []
 
-    def build_optimizer(self, number: int, name: str, defaults: Any, groups: list[Group]) -> None:
+    def build(self, number: int, name: str, defaults: Any, groups: list[Group]) -> None:
         assert (number, name) == (7, "AdamW")
         self.built = groups
 
@@ -48,20 +52,20 @@ class FakeCoordinator:
     def zero_gradients(self, names: list[str], set_to_none: bool) -> None:
         self.said.append(("zero", names, set_to_none))
 
-    def apply_optimizer(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
+    def apply(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
         self.said.append(("step", optimizer, [group["lr"] for group in options]))
 
     def note_applied(self) -> None:
         self.said.append("applied")
 
-    def optimizer_state(self, optimizer: int) -> list[tuple[str, dict[str, Any]]]:
-        return list(self.state.items())
+    def state(self, optimizer: int) -> list[tuple[str, dict[str, Any]]]:
+        return list(self.states.items())
 
-    def load_optimizer_state(self, optimizer: int, state: Mapping[str, Any]) -> None:
-        self.state = dict(state)
+    def load_state(self, optimizer: int, state: Mapping[str, Any]) -> None:
+        self.states = dict(state)
 
 
-def made() -> tuple[torch.optim.AdamW, RemoteOptimizer, FakeCoordinator, list[nn.Parameter]]:
+def made() -> tuple[torch.optim.AdamW, RemoteOptimizer, FakeParts, list[nn.Parameter]]:
     """Local, remote; remote, local: two groups of an optimizer."""
     here = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
     away = [nn.Parameter(torch.empty(2, device="meta")) for _ in range(2)]
@@ -70,10 +74,10 @@ def made() -> tuple[torch.optim.AdamW, RemoteOptimizer, FakeCoordinator, list[nn
         {"params": [away[1], here[1]], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
-    coordinator = FakeCoordinator()
+    parts = FakeParts()
     names = {away[0]: "3.a", away[1]: "4.b"}
-    remote = RemoteOptimizer(optimizer, 7, coordinator, names)  # type: ignore[arg-type]
-    return optimizer, remote, coordinator, [*here, *away]
+    remote = RemoteOptimizer(optimizer, 7, parts, names)  # type: ignore[arg-type]
+    return optimizer, remote, parts, [*here, *away]
 
 
 def filled(value: float) -> dict[str, Any]:
@@ -81,102 +85,102 @@ def filled(value: float) -> dict[str, Any]:
 
 
 def test_stages_get_the_groups_by_name_and_with_their_options() -> None:
-    _, _, coordinator, _ = made()
-    assert [group.parameters for group in coordinator.built] == [["3.a"], ["4.b"]]
-    assert [group.options["weight_decay"] for group in coordinator.built] == [0.1, 0.0]
-    assert "params" not in coordinator.built[0].options
+    _, _, parts, _ = made()
+    assert [group.parameters for group in parts.built] == [["3.a"], ["4.b"]]
+    assert [group.options["weight_decay"] for group in parts.built] == [0.1, 0.0]
+    assert "params" not in parts.built[0].options
 
 
 def test_the_global_norm_spans_here_and_there() -> None:
-    _, remote, coordinator, (first, second, *_) = made()
+    _, remote, parts, (first, second, *_) = made()
     first.grad, second.grad = torch.tensor([4.0, 0.0]), torch.zeros(2)
     assert remote.clip_by_norm(1.0) == 5.0
     factor = 1.0 / (5.0 + 1e-6)
     assert math.isclose(float(first.grad[0]), 4.0 * factor, rel_tol=1e-6)
-    assert coordinator.said == [("measure", 7), ("clip", 7, Clipping(factor=factor))]
+    assert parts.said == [("measure", 7), ("clip", 7, Clipping(factor=factor))]
 
 
 def test_the_norms_here_are_taken_while_the_stages_take_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, remote, coordinator, _ = made()
-    asked = coordinator.ask_gradient_norms
+    _, remote, parts, _ = made()
+    asked = parts.ask_gradient_norms
 
     def ask(optimizer: int) -> Callable[[], dict[str, float]]:
         answer = asked(optimizer)
-        return lambda: [coordinator.said.append("answered"), answer()][1]  # type: ignore[func-returns-value,return-value]
+        return lambda: [parts.said.append("answered"), answer()][1]  # type: ignore[func-returns-value,return-value]
 
     def measure_here(_gradients: object) -> list[float]:
-        coordinator.said.append("here")
+        parts.said.append("here")
         return [4.0]
 
-    monkeypatch.setattr(coordinator, "ask_gradient_norms", ask)
+    monkeypatch.setattr(parts, "ask_gradient_norms", ask)
     monkeypatch.setattr(remote_optimizer, "gradient_norms", measure_here)
     assert remote.clip_by_norm(6.0) == 5.0
-    assert coordinator.said == [("measure", 7), "here", "answered"]
+    assert parts.said == [("measure", 7), "here", "answered"]
 
 
 def test_a_norm_below_the_bound_is_left_alone() -> None:
-    _, remote, coordinator, (first, *_) = made()
+    _, remote, parts, (first, *_) = made()
     first.grad = torch.tensor([4.0, 0.0])
     assert remote.clip_by_norm(6.0) == 5.0
-    assert coordinator.said == [("measure", 7)]
+    assert parts.said == [("measure", 7)]
     assert first.grad.tolist() == [4.0, 0.0]
 
 
 def test_a_loss_scale_is_taken_off_before_anyone_looks() -> None:
-    _, remote, coordinator, _ = made()
+    _, remote, parts, _ = made()
     assert remote.unscale(8.0)
-    assert coordinator.said == [("clip", 7, Clipping(factor=0.125)), ("measure", 7)]
+    assert parts.said == [("clip", 7, Clipping(factor=0.125)), ("measure", 7)]
 
 
 def test_a_step_carries_the_options_of_the_moment() -> None:
-    optimizer, remote, coordinator, _ = made()
+    optimizer, remote, parts, _ = made()
     optimizer.param_groups[1]["lr"] = 0.7
     remote.step()
-    assert coordinator.said == [("step", 7, [0.1, 0.7])]
+    assert parts.said == [("step", 7, [0.1, 0.7])]
 
 
 def test_zeroing_names_the_remote_parameters() -> None:
-    _, remote, coordinator, _ = made()
+    _, remote, parts, _ = made()
     remote.zero_grad(False)
-    assert coordinator.said == [("zero", ["3.a", "4.b"], False)]
+    assert parts.said == [("zero", ["3.a", "4.b"], False)]
 
 
 def test_state_dict_has_the_indices_of_one_device() -> None:
-    optimizer, _, coordinator, (first, second, *_) = made()
+    optimizer, _, parts, (first, second, *_) = made()
     first.grad = second.grad = torch.ones(2)
     optimizer.step()
-    coordinator.state = {"3.a": filled(1.0), "4.b": filled(2.0)}
+    parts.states = {"3.a": filled(1.0), "4.b": filled(2.0)}
     state = optimizer.state_dict()["state"]
     assert list(state) == [0, 1, 2, 3]
-    assert state[1]["exp_avg"] is coordinator.state["3.a"]["exp_avg"]
-    assert state[2]["exp_avg"] is coordinator.state["4.b"]["exp_avg"]
+    assert state[1]["exp_avg"] is parts.states["3.a"]["exp_avg"]
+    assert state[2]["exp_avg"] is parts.states["4.b"]["exp_avg"]
 
 
 def test_nothing_keeps_the_memory_in_which_another_dtype_came() -> None:
-    optimizer, _, coordinator, _ = made()
+    optimizer, _, parts, _ = made()
     body = bytearray(24)
     references = sys.getrefcount(body)
-    coordinator.state = {
+    parts.states = {
         "3.a": {
             "step": torch.frombuffer(body, dtype=torch.float32, count=1),
             "exp_avg": torch.frombuffer(body, dtype=torch.float64, count=2, offset=8),
         }
     }
     state = optimizer.state_dict()["state"][1]
-    coordinator.state = {}
+    parts.states = {}
     assert [state[key].dtype for key in ("step", "exp_avg")] == [torch.float32, torch.float32]
     assert sys.getrefcount(body) == references
 
 
 def test_loading_sends_the_remote_part_and_keeps_the_local_one() -> None:
-    optimizer, _, coordinator, (first, second, third, fourth) = made()
+    optimizer, _, parts, (first, second, third, fourth) = made()
     content = optimizer.state_dict()
     content["state"] = {index: filled(index) for index in range(4)}
     optimizer.load_state_dict(content)
-    assert coordinator.state.keys() == {"3.a", "4.b"}
-    assert torch.equal(coordinator.state["4.b"]["exp_avg"], torch.full((2,), 2.0))
+    assert parts.states.keys() == {"3.a", "4.b"}
+    assert torch.equal(parts.states["4.b"]["exp_avg"], torch.full((2,), 2.0))
     assert torch.equal(optimizer.state[second]["exp_avg"], torch.full((2,), 3.0))
     assert first in optimizer.state
     assert third not in optimizer.state
@@ -184,24 +188,24 @@ def test_loading_sends_the_remote_part_and_keeps_the_local_one() -> None:
 
 
 def test_after_bring_back_and_detach_the_optimizer_has_everything_and_is_alone() -> None:
-    optimizer, remote, coordinator, (_, _, third, _) = made()
-    coordinator.state = {"3.a": filled(1.0)}
+    optimizer, remote, parts, (_, _, third, _) = made()
+    parts.states = {"3.a": filled(1.0)}
     remote.bring_back()
     remote.detach()
     assert torch.equal(optimizer.state[third]["exp_avg"], torch.ones(2))
-    coordinator.state = {}
+    parts.states = {}
     assert list(optimizer.state_dict()["state"]) == [1]
 
 
 def test_the_coordinator_knows_when_a_step_is_whole() -> None:
-    _, remote, coordinator, _ = made()
+    _, remote, parts, _ = made()
     remote.step()
     remote.note_stepped()
-    assert coordinator.said == [("step", 7, [0.1, 0.1]), "applied"]
+    assert parts.said == [("step", 7, [0.1, 0.1]), "applied"]
 
 
 class Told:
-    """A coordinator that is told what trains."""
+    """A parts that is told what trains."""
 
     def __init__(self) -> None:
         self.changes: list[tuple[list[str], bool]] = []
@@ -221,7 +225,7 @@ def parameters() -> dict[Tensor, str]:
 def test_only_what_changed_is_told() -> None:
     told, names_of = Told(), parameters()
     trained, frozen, _ = names_of
-    followed = TrainedParameters(cast(Coordinator, told), names_of, [])
+    followed = TrainedParameters(cast(OptimizerParts, told), names_of, [])
     followed.follow()
     assert told.changes == []
     trained.requires_grad_(False)
@@ -236,7 +240,7 @@ def test_rounded_weights_do_not_begin_to_train() -> None:
     told, names_of = Told(), parameters()
     trained, frozen, other = names_of
     rounded = [StagePlan(["two"], (2, 3), dtype="bfloat16")]
-    followed = TrainedParameters(cast(Coordinator, told), names_of, rounded)
+    followed = TrainedParameters(cast(OptimizerParts, told), names_of, rounded)
     other.requires_grad_(True)
     followed.follow()
     assert told.changes == [(["3.frozen"], True)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.coordinator.layers import RemoteStage
-from lightning_hetero.coordinator.stages import Coordinator
+from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import StageFailed, WorkerError, WorkerLost
 from lightning_hetero.model.four_bit import State
@@ -61,7 +61,7 @@ def coordinator(layers: dict[int, nn.Module]) -> Iterator[Coordinator]:
             modules = {i: layer.module for i, layer in part}
             contents = partial(named_contents, modules)
             stages.append(RemoteStage(write_recipe(model, part), modules, contents, False, 0))
-        assert len(list(made.deploy(stages))) == len(list(named_tensors(layers)))
+        assert len(list(made.layers.deploy(stages))) == len(list(named_tensors(layers)))
         yield made
         made.close()
 
@@ -76,7 +76,7 @@ def test_a_failure_ends_the_sending_of_weights(layers: dict[int, nn.Module]) -> 
         worker_thread() as address,
         closing(Coordinator([("worker", address)], Deadlines(), Identity())) as made,
     ):
-        sent = made.deploy([RemoteStage(recipe, layers, contents, False, 0)])
+        sent = made.layers.deploy([RemoteStage(recipe, layers, contents, False, 0)])
         with pytest.raises(StageFailed, match="should have the shape"):
             list(itertools.islice(sent, 99_999))
 
@@ -105,7 +105,7 @@ def test_a_worker_that_lacks_something_is_refused_before_anything_is_sent(
     ):
         expected = r"stage 1 on strix .* cannot hold its layers.* not compute in float32.*`dtype`"
         with pytest.raises(WorkerError, match=expected):
-            list(made.deploy([stage]))
+            list(made.layers.deploy([stage]))
 
 
 def surroundings(grad_enabled: bool = True) -> Surroundings:
@@ -127,7 +127,7 @@ def test_weights_arrive_and_come_back(
     coordinator: Coordinator, layers: dict[int, nn.Module]
 ) -> None:
     expected = dict(named_tensors(layers))
-    found = coordinator.fetch(list(expected))
+    found = coordinator.layers.fetch(list(expected))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -135,24 +135,24 @@ def test_weights_arrive_and_come_back(
 def test_stored_weights_replace_the_old_ones(coordinator: Coordinator) -> None:
     name = "2.mlp.up_proj.weight"
     new = torch.full((24, 16), 3.0)
-    coordinator.store({name: new})
-    assert torch.equal(coordinator.fetch([name])[name], new)
+    coordinator.layers.store({name: new})
+    assert torch.equal(coordinator.layers.fetch([name])[name], new)
 
 
 def test_a_forward_and_a_backward_equal_those_in_one_place(
     coordinator: Coordinator, layers: dict[int, nn.Module]
 ) -> None:
     hidden = torch.randn(2, 5, 16, requires_grad=True)
-    coordinator.begin_step(1, accumulate=False)
-    coordinator.send_forward(Key(0), hidden, surroundings())
-    returned = coordinator.receive()
+    coordinator.stages.begin_step(1, accumulate=False)
+    coordinator.stages.send_forward(Key(0), hidden, surroundings())
+    returned = coordinator.stages.receive()
     expected = run_here(layers, hidden)
     assert isinstance(returned.content, Activation)
     assert torch.equal(returned.content.hidden, expected)
     gradient = torch.randn_like(expected)
-    coordinator.send_backward(Key(0), Gradients((gradient,)))
+    coordinator.stages.send_backward(Key(0), Gradients((gradient,)))
     expected.backward(gradient)
-    back = coordinator.receive().content
+    back = coordinator.stages.receive().content
     assert isinstance(back, Gradients)
     torch.testing.assert_close(back.tensors, (hidden.grad,), rtol=0, atol=0)
 
@@ -164,25 +164,25 @@ def test_norms_and_optimizer_state_are_those_of_the_stages(
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
     options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     groups = [Group(list(parameters), options)]
-    coordinator.build_optimizer(0, "SGD", optimizer.defaults, groups)
+    coordinator.optimizer.build(0, "SGD", optimizer.defaults, groups)
     hidden = torch.randn(2, 5, 16)
-    coordinator.begin_step(1, accumulate=False)
-    coordinator.send_forward(Key(0), hidden, surroundings())
-    coordinator.receive()
-    coordinator.send_backward(Key(0), Gradients((torch.ones(2, 5, 16),)))
-    coordinator.receive()
+    coordinator.stages.begin_step(1, accumulate=False)
+    coordinator.stages.send_forward(Key(0), hidden, surroundings())
+    coordinator.stages.receive()
+    coordinator.stages.send_backward(Key(0), Gradients((torch.ones(2, 5, 16),)))
+    coordinator.stages.receive()
     run_here(layers, hidden).backward(torch.ones(2, 5, 16))
     norms = {name: float(p.grad.norm()) for name, p in parameters.items() if p.grad is not None}
-    assert coordinator.gradient_norms(0) == pytest.approx(norms, rel=1e-6)
-    coordinator.clip_gradients(0, Clipping(factor=0.5))
-    coordinator.apply_optimizer(0, [{**options, "lr": 0.2}])
+    assert coordinator.optimizer.gradient_norms(0) == pytest.approx(norms, rel=1e-6)
+    coordinator.optimizer.clip_gradients(0, Clipping(factor=0.5))
+    coordinator.optimizer.apply(0, [{**options, "lr": 0.2}])
     for parameter in parameters.values():
         assert parameter.grad is not None
         parameter.grad *= 0.5
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.step()
-    found = coordinator.fetch(list(parameters))
-    state = dict(coordinator.optimizer_state(0))
+    found = coordinator.layers.fetch(list(parameters))
+    state = dict(coordinator.optimizer.state(0))
     for name, parameter in parameters.items():
         torch.testing.assert_close(found[name], parameter.detach())
         momentum = optimizer.state[parameter]["momentum_buffer"]
@@ -193,98 +193,104 @@ def test_an_interrupted_request_does_not_confuse_the_next(
     coordinator: Coordinator, layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [name for name, _ in named_tensors(layers)]
-    receive, calls = coordinator._receive, iter(range(3))
+    receive, calls = coordinator.connections.receive, iter(range(3))
 
-    def interrupted(patience_seconds: float) -> object:
+    def interrupted(patience_seconds: float | None = None) -> object:
         if next(calls, None) is None:
             raise KeyboardInterrupt
         return receive(patience_seconds)
 
-    monkeypatch.setattr(coordinator, "_receive", interrupted)
+    monkeypatch.setattr(coordinator.connections, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        coordinator.fetch(names)
+        coordinator.layers.fetch(names)
     monkeypatch.undo()
-    assert coordinator.fetch(names).keys() == set(names)
+    assert coordinator.layers.fetch(names).keys() == set(names)
+
+
+def unanswered(coordinator: Coordinator) -> list[int]:
+    return [worker.num_unanswered for worker in coordinator.connections.workers]
 
 
 def test_all_workers_are_asked_before_the_first_answer_is_awaited(
     coordinator: Coordinator, layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive, asked_before = coordinator._receive, list[dict[int, int]]()
+    receive, asked_before = coordinator.connections.receive, list[list[int]]()
 
-    def receiving(patience_seconds: float) -> object:
-        asked_before.append(dict(coordinator._unanswered))
+    def receiving(patience_seconds: float | None = None) -> object:
+        asked_before.append(unanswered(coordinator))
         return receive(patience_seconds)
 
-    monkeypatch.setattr(coordinator, "_receive", receiving)
+    monkeypatch.setattr(coordinator.connections, "receive", receiving)
     names = [name for name, _ in named_tensors(layers)]
-    assert coordinator.fetch(names).keys() == set(names)
-    assert asked_before[0] == {1: 1, 2: 1}
-    assert coordinator._unanswered == {1: 0, 2: 0}
+    assert coordinator.layers.fetch(names).keys() == set(names)
+    assert asked_before[0] == [1, 1]
+    assert unanswered(coordinator) == [0, 0]
 
 
 def test_a_request_that_all_workers_refuse_leaves_nothing_behind(
     coordinator: Coordinator, layers: dict[int, nn.Module]
 ) -> None:
     with pytest.raises(StageFailed, match="has no optimizer 5"):
-        list(coordinator.optimizer_state(5))
-    assert coordinator._inbox.empty()
+        list(coordinator.optimizer.state(5))
+    assert coordinator.connections._inbox.empty()
     names = [name for name, _ in named_tensors(layers)]
-    assert coordinator.fetch(names).keys() == set(names)
+    assert coordinator.layers.fetch(names).keys() == set(names)
 
 
 def test_a_stage_that_fails_says_why_and_goes_on(coordinator: Coordinator) -> None:
     hidden = torch.randn(2, 5, 7)  # not the layers' width
-    coordinator.begin_step(1, accumulate=False)
-    coordinator.send_forward(Key(0), hidden, surroundings(grad_enabled=False))
+    coordinator.stages.begin_step(1, accumulate=False)
+    coordinator.stages.send_forward(Key(0), hidden, surroundings(grad_enabled=False))
     with pytest.raises(StageFailed, match=r"stage 1 on .* failed in step 1: RuntimeError"):
-        coordinator.receive()
-    coordinator.abort_step()
-    coordinator.begin_step(1, accumulate=False)
-    coordinator.send_forward(Key(0), torch.randn(2, 5, 16), surroundings(grad_enabled=False))
-    assert isinstance(coordinator.receive().content, Activation)
+        coordinator.stages.receive()
+    coordinator.stages.abort_step()
+    coordinator.stages.begin_step(1, accumulate=False)
+    coordinator.stages.send_forward(Key(0), torch.randn(2, 5, 16), surroundings(grad_enabled=False))
+    assert isinstance(coordinator.stages.receive().content, Activation)
 
 
 def test_a_worker_that_describes_other_tensors_than_it_sends_is_lost(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator.begin_step(1, accumulate=False)
+    coordinator.stages.begin_step(1, accumulate=False)
     frame = Frame(m.Activation(1, 0, 0, [True], ["router_logits"]), (torch.ones(2),))
-    sender = coordinator._workers[-1]
-    monkeypatch.setattr(coordinator, "_receive", lambda _seconds: (sender, frame))
+    sender = coordinator.connections.workers[-1]
+    monkeypatch.setattr(coordinator.connections, "receive", lambda _seconds=None: (sender, frame))
     with pytest.raises(WorkerLost, match=r"stage 2 on .* broke the rules in step 1.* 1 tensors"):
-        coordinator.receive()
-    assert coordinator.lost is not None
+        coordinator.stages.receive()
+    assert coordinator.connections.lost is not None
 
 
 def test_two_answers_of_one_worker_do_not_stand_for_that_of_another(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator.begin_step(1, accumulate=False)
-    first, frame = coordinator._workers[0], Frame(m.Norms(1, {}))
-    monkeypatch.setattr(coordinator, "_receive", lambda _seconds: (first, frame))
+    coordinator.stages.begin_step(1, accumulate=False)
+    first, frame = coordinator.connections.workers[0], Frame(m.Norms(1, {}))
+    monkeypatch.setattr(coordinator.connections, "receive", lambda _seconds=None: (first, frame))
     with pytest.raises(WorkerLost, match=r"stage 1 on .* broke the rules.* without being asked"):
-        coordinator.gradient_norms()
+        coordinator.optimizer.gradient_norms()
 
 
 def test_what_an_interrupted_request_has_left_is_no_answer(coordinator: Coordinator) -> None:
-    names = list(coordinator._held.owner_of)
-    first = coordinator._held.owner_of[names[0]]
+    names = list(coordinator.layers.holdings.owner_of)
+    first = coordinator.layers.holdings.owner_of[names[0]]
     request = m.FetchTensors([names[0]])
-    next(coordinator._ask([(first, request)], m.TensorContent))  # and the Done is still to come
-    coordinator.zero_gradients(names, set_to_none=True)
-    assert not coordinator._unanswered[first.number]
-    assert coordinator._inbox.empty()
+    next(
+        coordinator.connections.ask([(first, request)], m.TensorContent)
+    )  # and the Done is still to come
+    coordinator.optimizer.zero_gradients(names, set_to_none=True)
+    assert not first.num_unanswered
+    assert coordinator.connections._inbox.empty()
 
 
 def test_after_close_every_use_says_so(coordinator: Coordinator) -> None:
     coordinator.close()
     with pytest.raises(WorkerLost, match="ended the session"):
-        coordinator.fetch([])
+        coordinator.layers.fetch([])
     with pytest.raises(WorkerLost, match="ended the session"):
-        coordinator.begin_step(1, accumulate=False)
+        coordinator.stages.begin_step(1, accumulate=False)
     with pytest.raises(WorkerLost, match="ended the session"):
-        coordinator.drop_caches([1])
+        coordinator.stages.drop_caches([1])
 
 
 def test_zeroing_waits_until_it_is_done(
@@ -299,11 +305,11 @@ def test_zeroing_waits_until_it_is_done(
 
     monkeypatch.setattr(TrainedSide, "_on_zero_gradients", held_up)
     coordinator: Coordinator = request.getfixturevalue("coordinator")
-    names = list(coordinator._held.owner_of)
+    names = list(coordinator.layers.holdings.owner_of)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        waiting = threads.submit(coordinator.zero_gradients, names, True)
+        waiting = threads.submit(coordinator.optimizer.zero_gradients, names, True)
         with pytest.raises(concurrent.futures.TimeoutError):
             waiting.result(0.2)
         gate.set()
         waiting.result(20)
-    assert coordinator._inbox.empty()
+    assert coordinator.connections._inbox.empty()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator.connections import ConnectedWorker, Conversations
-from lightning_hetero.coordinator.stages import Coordinator
+from lightning_hetero.coordinator.connections import ConnectedWorker, Connections
+from lightning_hetero.coordinator.stages import RemoteStages
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.channel import Channel
@@ -28,22 +28,24 @@ SAID = (m.BeginStep, m.MeasureNorms, m.ClipGradients, m.ApplyOptimizer)
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the coordinator says, and what it has waited for, in their order."""
     found: list[str] = []
-    send, receive = Channel.send, Conversations._receive
+    send, receive = Channel.send, Connections.receive
 
     def sending(self: Channel, message: m.Message, *tensors: Any) -> None:
         if isinstance(message, SAID):
             found.append(f"says {type(message).__name__}")
         send(self, message, *tensors)
 
-    def receiving(self: Conversations, patience_seconds: float) -> tuple[ConnectedWorker, Frame]:
+    def receiving(
+        self: Connections, patience_seconds: float | None = None
+    ) -> tuple[ConnectedWorker, Frame]:
         worker, frame = receive(self, patience_seconds)
         found.append(f"waited for {type(frame.message).__name__}")
         return worker, frame
 
     monkeypatch.setattr(Channel, "send", sending)
     # What has come already is not taken by the way, so that everything is waited for.
-    monkeypatch.setattr(Coordinator, "take_arrived", lambda _coordinator: [])
-    monkeypatch.setattr(Conversations, "_receive", receiving)
+    monkeypatch.setattr(RemoteStages, "take_arrived", lambda _stages: [])
+    monkeypatch.setattr(Connections, "receive", receiving)
     return found
 
 

@@ -87,13 +87,13 @@ STATE = {
     "state of another parameter": Lie(
         m.OptimizerState, _saying(parameter="99.evil.weight"), "state of '99.evil.weight'"
     ),
-    "state twice": Lie(m.OptimizerState, _twice, "not asked for that or no more"),
+    "state twice": Lie(m.OptimizerState, _twice, "not asked for or has come"),
     "state of another shape": Lie(m.OptimizerState, _state(_doubled), "state 'exp_avg' of .* came"),
     "state of whole numbers": Lie(m.OptimizerState, _state(Tensor.long), "came as int64"),
     "state that is a number": Lie(m.OptimizerState, _saying(state=3), "optimizer state of .* is 3"),
 }
 NORMS = {
-    "no norms": Lie(m.Norms, _norms(lambda _: {}), "told the norm of none"),
+    "no norms": Lie(m.Norms, _norms(lambda _: {}), "told no norm"),
     "the norm of another parameter": Lie(
         m.Norms, _norms(lambda norms: {**norms, "99.evil.weight": 1.0}), "norm of '99.evil.weight'"
     ),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator.connections import Conversations
+from lightning_hetero.coordinator.connections import Connections
 from lightning_hetero.devices import description as equipment_module
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import ModelError, WorkerError
@@ -71,23 +71,15 @@ def test_who_cannot_compile_is_named(
         StagePlan(["coordinator"], (0, 1), compile=number == 0),
         StagePlan(workers[:1], (1, 5), compile=number == 1),
     ]
-    begin = Conversations.__init__
+    begin = Connections.__init__
 
-    def without_compilers(self: Conversations, *args: Any, **kwargs: Any) -> None:
+    def without_compilers(self: Connections, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         self.equipment = Equipment(device="cpu")
-        self._workers = [
-            type(w)(
-                w.number,
-                w.name,
-                w.address,
-                w.channel,
-                Equipment(device="cuda:0", dtypes=["float32"]),
-            )
-            for w in self._workers
-        ]
+        for worker in self.workers:
+            worker.equipment = Equipment(device="cuda:0", dtypes=["float32"])
 
-    monkeypatch.setattr(Conversations, "__init__", without_compilers)
+    monkeypatch.setattr(Connections, "__init__", without_compilers)
     said = [r"The coordinator cannot compile.*C\+\+", r"stage 1 on .*triton.*`compile`"][number]
     strategy = HeteroPipelineStrategy(workers[:1], Plan(stages))
     with pytest.raises((ModelError, WorkerError), match=said):

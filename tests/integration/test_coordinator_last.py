@@ -261,7 +261,7 @@ class Counting(pl.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroPipelineStrategy)
         assert strategy.deployment is not None
-        self.num_tokens = strategy.deployment.coordinator.num_tokens
+        self.num_tokens = strategy.deployment.coordinator.stages.num_tokens
 
 
 def test_each_token_is_counted_once(workers: list[str]) -> None:

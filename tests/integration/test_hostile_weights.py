@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_hetero.coordinator.layers import RemoteStage
-from lightning_hetero.coordinator.stages import Coordinator
+from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.four_bit import FourBit, apply_four_bit, describe_four_bit, quantize
 from lightning_hetero.model.layers import find_decoder_layers
@@ -58,7 +58,7 @@ def contents(layers: dict[int, nn.Module], **changed: Any) -> Iterator[Content]:
 def deploy(address: str, stage: RemoteStage) -> None:
     coordinator = Coordinator([(address, Address.parse(address))], Deadlines(), Identity())
     try:
-        list(coordinator.deploy([stage]))
+        list(coordinator.layers.deploy([stage]))
     finally:
         coordinator.close()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.coordinator import optimizer
-from lightning_hetero.coordinator.stages import Coordinator
+from lightning_hetero.coordinator.optimizer import OptimizerParts
 from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
 from lightning_hetero.protocol import messages as m
@@ -159,14 +159,14 @@ def between_the_stages(patch: Patch) -> None:
 
 def before_the_step_here(patch: Patch) -> None:
     """When all stages know it, and this process has not begun."""
-    apply = Coordinator.apply_optimizer
+    apply = OptimizerParts.apply
 
-    def interrupted(self: Coordinator, *args: Any) -> None:
+    def interrupted(self: OptimizerParts, *args: Any) -> None:
         apply(self, *args)
         if self.step == 2:
             raise KeyboardInterrupt
 
-    patch.setattr(Coordinator, "apply_optimizer", interrupted)
+    patch.setattr(OptimizerParts, "apply", interrupted)
 
 
 def inside_the_step_here(patch: Patch) -> None:

@@ -38,11 +38,8 @@ class Trying(LayeredModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         deployment = self.trainer.strategy.deployment
         for _ in range(self.num_trials):
-            with (
-                torch.no_grad(),
-                deployment.whole_batch_step(1, False, is_trial=True),
-                deployment.trying(is_cut=False),
-            ):
+            deployment.coordinator.stages.begin_step(1, accumulate=False, is_trial=True)
+            with torch.no_grad(), deployment.hand_overs.trying(is_cut=False):
                 self.tried.append(self.model(batch["input_ids"]))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.coordinator.layers import RemoteStage
-from lightning_hetero.coordinator.stages import Coordinator
+from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.devices.description import describe_device
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
@@ -72,7 +72,7 @@ def connected(address: Address) -> Iterator[Coordinator]:
 
 def assert_has(coordinator: Coordinator, model: nn.Module) -> None:
     expected = {name: tensor.detach() for name, tensor in named_tensors(modules_of(model))}
-    found = coordinator.fetch(list(expected))
+    found = coordinator.layers.fetch(list(expected))
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
 
@@ -145,7 +145,7 @@ def test_tensors_in_four_bits_are_known_again(sent_bytes: dict[str, int], tmp_pa
             with connected(address) as coordinator:
                 deploy(coordinator, model)
                 assert bool(sent_bytes) is expected
-                found = coordinator.fetch([CHANGED])
+                found = coordinator.layers.fetch([CHANGED])
                 owner = modules_of(model)[1].mlp.up_proj
                 assert torch.equal(found[CHANGED], owner.weight.data)
                 assert torch.equal(found[f"{CHANGED}.absmax"], owner.weight.quant_state.absmax)

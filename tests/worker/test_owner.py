@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.coordinator.layers import RemoteStage
-from lightning_hetero.coordinator.stages import Coordinator
+from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.errors import StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
@@ -51,14 +51,14 @@ def deployed(owner: Owner | None = None) -> Iterator[tuple[Worker, Coordinator, 
         deadlines = Deadlines(progress_seconds=0.05, request_seconds=PATIENCE_SECONDS)
         with closing(Coordinator([("strix", address)], deadlines, Identity())) as coordinator:
             stage = one_stage()
-            list(coordinator.deploy([stage]))
+            list(coordinator.layers.deploy([stage]))
             yield worker, coordinator, stage
 
 
 def forward(coordinator: Coordinator) -> torch.Tensor:
-    coordinator.begin_step(1, accumulate=False)
-    coordinator.send_forward(Key(0), HIDDEN, surroundings(grad_enabled=False))
-    content = coordinator.receive().content
+    coordinator.stages.begin_step(1, accumulate=False)
+    coordinator.stages.send_forward(Key(0), HIDDEN, surroundings(grad_enabled=False))
+    content = coordinator.stages.receive().content
     assert isinstance(content, Activation)
     return content.hidden
 
@@ -107,21 +107,21 @@ def test_a_worker_that_was_paused_before_a_run_says_so_when_it_begins(
         said = resuming(worker, monkeypatch)
         deadlines = Deadlines(request_seconds=PATIENCE_SECONDS)
         with closing(Coordinator([("strix", address)], deadlines, Identity())) as coordinator:
-            list(coordinator.deploy([one_stage()]))
+            list(coordinator.layers.deploy([one_stage()]))
     assert any("paused by its owner" in line for line in said)
 
 
 def test_without_a_pause_the_deadline_runs() -> None:
-    silent = pytest.raises(WorkerLost, match="No worker has made anything")
+    silent = pytest.raises(WorkerLost, match="No stage returned a result")
     with deployed() as (_, coordinator, _), silent:
-        coordinator.receive()
+        coordinator.stages.receive()
 
 
 def test_a_paused_worker_is_free_at_once_when_its_coordinator_leaves() -> None:
     with deployed() as (worker, coordinator, _):
         worker.pause()
-        coordinator.begin_step(1, accumulate=False)
-        coordinator.send_forward(Key(0), HIDDEN, surroundings(grad_enabled=False))
+        coordinator.stages.begin_step(1, accumulate=False)
+        coordinator.stages.send_forward(Key(0), HIDDEN, surroundings(grad_enabled=False))
         coordinator.close()
         worker.resume()
 
@@ -134,7 +134,7 @@ def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_buil
         closing(Coordinator([("strix", address)], Deadlines(), Identity())) as coordinator,
         pytest.raises(StageFailed, match=r"need .* and the owner of this worker allows 39"),
     ):
-        list(coordinator.deploy([one_stage()]))
+        list(coordinator.layers.deploy([one_stage()]))
     assert records.get(timeout=PATIENCE_SECONDS).what == ""
 
 
@@ -171,7 +171,7 @@ def test_a_drained_worker_finishes_its_run_and_takes_no_other() -> None:
     with deployed() as (worker, coordinator, _):
         worker.drain()
         assert worker.is_draining
-        address = coordinator.address_of("strix")
+        address = coordinator.connections.named("strix").address
         with pytest.raises(WorkerUnreachable, match="ends with its present run"):
             dial(address, coordinator_session(), "coordinator", "b", QUICK, Identity())
         forward(coordinator)

@@ -8,9 +8,8 @@ import torch
 from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.errors import LocalProtocolError, ModelError
 from lightning_hetero.pipeline.boundary import Activation, Gradients
-from lightning_hetero.pipeline.codec import Content, say_passed
+from lightning_hetero.pipeline.codec import say_activation, say_gradients
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.plan import Narrowing
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.channel import Channel
@@ -21,12 +20,8 @@ from ..transport.pairs import End, channel_pair
 COPIES = PlainCopies(torch.device("cpu"))
 
 
-def said(content: Activation | Gradients) -> Content:
-    return say_passed(1, Key(0), content, Narrowing())
-
-
-ACTIVATION = said(Activation(torch.ones(2)))
-GRADIENT = said(Gradients((torch.ones(2),)))
+ACTIVATION = say_activation(1, Key(0), Activation(torch.ones(2)))
+GRADIENT = say_gradients(1, Key(0), Gradients((torch.ones(2),)))
 
 
 def arrived(end: End) -> m.Message:
@@ -73,8 +68,8 @@ def test_activations_go_down_and_gradients_up() -> None:
     with channel_pair() as (above, upstream), channel_pair() as (downstream, below):
         neighbors = Neighbors(upstream.channel, nobody)
         neighbors.upstream, neighbors.downstream = upstream.channel, downstream.channel
-        neighbors.pass_on(ACTIVATION, COPIES)
-        neighbors.pass_on(GRADIENT, COPIES)
+        neighbors.pass_on(neighbors.downstream, ACTIVATION, COPIES)
+        neighbors.pass_on(neighbors.upstream, GRADIENT, COPIES)
         assert isinstance(arrived(below), m.Activation)
         assert isinstance(arrived(above), m.Gradient)
 
@@ -84,14 +79,14 @@ def test_a_neighbor_that_said_goodbye_is_told_nothing_more() -> None:
         neighbors = Neighbors(downstream.channel, nobody)
         below.channel.close(m.Goodbye())
         assert isinstance(arrived(downstream), m.Goodbye)
-        neighbors.pass_on(ACTIVATION, COPIES)
+        neighbors.pass_on(neighbors.downstream, ACTIVATION, COPIES)
 
 
 def test_what_the_rules_forbid_is_an_error_while_the_neighbor_is_there() -> None:
     with channel_pair() as (downstream, _):
         neighbors = Neighbors(downstream.channel, nobody)
         with pytest.raises(LocalProtocolError):
-            neighbors.pass_on(GRADIENT, COPIES)  # upstream is who listens below
+            neighbors.pass_on(neighbors.upstream, GRADIENT, COPIES)  # upstream is who listens below
 
 
 def test_an_upstream_neighbor_that_only_measured_is_let_go() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.coordinator.deployment import Deployment
-from lightning_hetero.coordinator.stages import Coordinator
+from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.devices.description import describe_device
 from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.layer_call import LayerCall
@@ -67,9 +67,10 @@ def layer_trial(number: int = 3, width: int = 16) -> LayerTrial:
 
 
 def ask(coordinator: Coordinator, message: m.Message, *tensors: torch.Tensor) -> m.Message:
-    coordinator.tell("one", message, *tensors)
-    name, frame = coordinator.hear()
-    assert name == "one"
+    connections = coordinator.connections
+    connections.send(connections.named("one"), message, *tensors)
+    worker, frame = connections.receive()
+    assert worker.name == "one"
     return frame.message
 
 
@@ -108,7 +109,7 @@ def test_what_fails_is_said_and_the_conversation_goes_on_to_deploying(
     for wrong in (layer_trial(width=7), layer_trial(number=2)):
         assert isinstance(outcome_of(coordinator, wrong), Failed)
     assert isinstance(outcome_of(coordinator, layer_trial()), Measurement)
-    coordinator.keep(["two", "one"])
+    coordinator.connections.keep(["two", "one"])
     plan = Plan([StagePlan(["two"], (0, 1)), StagePlan(["one"], (1, 4))], 2)
     deployment = Deployment(model, find_decoder_layers(model), plan, coordinator, seed=0)
     tokens = torch.randint(VOCABULARY, (4, 8))
@@ -130,7 +131,7 @@ def test_layers_of_another_shape_are_refused(coordinator: Coordinator) -> None:
 
 def test_a_link_between_workers_is_measured_and_measured_again(coordinator: Coordinator) -> None:
     for _ in range(2):
-        address = str(coordinator.address_of("two"))
+        address = str(coordinator.connections.named("two").address)
         answer = ask(coordinator, m.MeasureLink(address, 0.0))
         assert isinstance(answer, m.LinkMeasured)
         for samples in (answer.there, answer.back):
@@ -141,17 +142,18 @@ def test_a_link_between_workers_is_measured_and_measured_again(coordinator: Coor
 
 
 def test_those_that_are_not_kept_are_free_for_others(coordinator: Coordinator) -> None:
-    address = coordinator.address_of("two")
-    coordinator.keep(["one"])
+    address = coordinator.connections.named("two").address
+    coordinator.connections.keep(["one"])
     other = Coordinator([("two", address)], Deadlines(), Identity())
     other.close()
     assert isinstance(ask(coordinator, m.DescribeDevice()), m.DeviceDescribed)
 
 
 def test_what_cannot_be_built_is_said(coordinator: Coordinator) -> None:
-    coordinator.tell("one", m.PrepareLayers("{}", [], ["surplus"]))
-    name, frame = coordinator.hear()
-    assert (name, type(frame.message)) == ("one", m.NotMeasured)
+    connections = coordinator.connections
+    connections.send(connections.named("one"), m.PrepareLayers("{}", [], ["surplus"]))
+    worker, frame = connections.receive()
+    assert (worker.name, type(frame.message)) == ("one", m.NotMeasured)
     nothing = (m.PrepareLayers("{}", [], []), ())
     with pytest.raises(StageFailed, match="one cannot build the layers"):
         prepare_workers(coordinator, ["one"], nothing)

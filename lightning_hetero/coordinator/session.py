@@ -1,0 +1,76 @@
+"""The coordinator's session: the workers of a run, from the first connection to the last Goodbye.
+
+`Coordinator` composes parts with the names that the parts of a worker's session have:
+
+    connections   who the workers are; sends, asks, hears, loses them
+    layers        brings layers to the stages and fetches their tensors
+    stages        runs forwards and backwards
+    optimizer     steps, clips, freezes and averages on the stages
+    telemetry     records what this process and the workers do
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..devices.copies import Copies
+from ..devices.device import device_for
+from ..plan import Narrowing
+from ..transport.address import Address
+from ..transport.deadlines import Deadlines
+from ..transport.handshake import Identity
+from .connections import Connections
+from .layers import RemoteLayers
+from .optimizer import OptimizerParts
+from .stages import RemoteStages
+from .telemetry import Telemetry
+
+CPU = torch.device("cpu")
+
+
+class Coordinator:
+    """Connects to the workers of a run. Not thread-safe.
+
+    Args:
+        workers: Name and address of each, in the order of their stages.
+        deadlines: How long to wait for what.
+        identity: What this process shows them.
+        device: What this process computes on.
+        copies: Those of the device; None for what fits it.
+
+    Raises:
+        WorkerUnreachable: If a worker does not answer or refuses.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[tuple[str, Address]],
+        deadlines: Deadlines,
+        identity: Identity,
+        device: torch.device = CPU,
+        copies: Copies | None = None,
+    ) -> None:
+        copies = copies or device_for(device).copies()
+        self.connections = Connections(workers, deadlines, identity, copies.receive_pool)
+        self.telemetry = Telemetry(self.connections, device)
+        recorder = self.telemetry.recorder
+        self.layers = RemoteLayers(self.connections)
+        self.stages = RemoteStages(self.connections, self.layers, recorder, copies)
+        self.optimizer = OptimizerParts(self.connections, self.layers, self.stages, recorder)
+
+    def serve(self, names: Sequence[str], narrowing: Narrowing) -> None:
+        """Keep these workers for the stages of a plan and free the others.
+
+        Args:
+            names: The stages' workers, in the stages' order.
+            narrowing: What this process rounds activations and gradients to on their way.
+        """
+        self.connections.keep(names)
+        self.stages.norms_due = set()
+        self.stages.narrowing = narrowing
+
+    def close(self) -> None:
+        """End all conversations in good order. May be called twice."""
+        self.connections.close()
