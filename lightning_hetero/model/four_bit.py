@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import ModelError
 from ..optional import bitsandbytes
+from .override import ForwardOverride
 
 # The pieces of a state by the names that they have in a checkpoint, behind the tensor's own.
 State = dict[str, Tensor]
@@ -329,22 +330,18 @@ def unpacked_on_meta(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def shapes_only(layer: nn.Module) -> Iterator[None]:
     """Inside, 4-bit linear layers without content answer with a tensor of the right shape."""
-    linears = [module for module in layer.modules() if _is_linear(module)]
-    for linear in linears:
-        linear.forward = _ShapesOnly(linear)
+    overrides = [_ShapesOnly(module).put_on() for module in layer.modules() if _is_linear(module)]
     try:
         yield
     finally:
-        for linear in linears:
-            del linear.forward
+        for override in overrides:
+            override.take_off()
 
 
-class _ShapesOnly:
-    def __init__(self, linear: nn.Module) -> None:
-        self._out_features: Any = linear.out_features
-
+class _ShapesOnly(ForwardOverride):
     def __call__(self, hidden: Tensor) -> Tensor:
-        return hidden.new_empty((*hidden.shape[:-1], self._out_features))
+        out_features: Any = self.module.out_features
+        return hidden.new_empty((*hidden.shape[:-1], out_features))
 
 
 def _is_linear(module: nn.Module) -> bool:

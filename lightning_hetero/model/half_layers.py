@@ -25,6 +25,7 @@ from .attributes import own_attributes
 from .captured_outputs import has_hooks
 from .layer_call import take_hidden, without_cache
 from .layers import DecoderLayer, identity_of
+from .override import ForwardOverride, overrides_of
 
 # What a layer and each of its halves have for themselves while they are cut or away.
 _OF_EACH = frozenset({"_apply", "forward"})
@@ -70,7 +71,7 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
         found.append([half_of(module, absent) for absent in cut])
         _check_nothing_is_shared(layer, found[-1])
     for layer, halves in zip(layers, found, strict=True):
-        layer.module.forward = _InHalves(layer.module, halves)
+        _InHalves(layer.module, halves).put_on()
     return [
         DecoderLayer(layer.name, half)
         for layer, halves in zip(layers, found, strict=True)
@@ -79,12 +80,11 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 
 def join_layers(root: nn.Module) -> None:
-    """Make whole again what `cut_layers` has cut, but for what has not come back from a worker,
-    which goes on to say so when it is called."""
+    """Undo `cut_layers`. Layers whose worker was lost stay cut and raise when called."""
     for module in root.modules():
-        halves = halves_of(module)
-        if halves is not None and not any("forward" in vars(half) for half in halves):
-            del module.forward
+        cut = _cut_of(module)
+        if cut is not None and not any(any(overrides_of(half)) for half in cut.halves):
+            cut.take_off()
 
 
 def half_of(layer: nn.Module, absent: AbsentChildren) -> nn.Module:
@@ -117,19 +117,19 @@ def in_tree(layer: nn.Module) -> list[nn.Module]:
     return [child for child in layer.children() if not isinstance(child, Absent)]
 
 
-class _InHalves:
+class _InHalves(ForwardOverride):
     """A layer's ``forward`` that calls its halves."""
 
     def __init__(self, layer: nn.Module, halves: Sequence[nn.Module]) -> None:
-        self._layer = layer
+        super().__init__(layer)
         self.halves = halves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden, args, kwargs = take_hidden(0, args, kwargs)
         first, second = self.halves
-        first.training = second.training = self._layer.training
+        first.training = second.training = self.module.training
         for half in self.halves:
-            _follow(half, self._layer)
+            _follow(half, self.module)
         result = first(hidden, *args, **kwargs)
         # What is in a cache is the attention's.
         args, kwargs = without_cache(args, kwargs)
@@ -152,9 +152,13 @@ def _follow(half: nn.Module, layer: nn.Module) -> None:
 
 
 def halves_of(layer: nn.Module) -> Sequence[nn.Module] | None:
-    """Those of a layer that is cut."""
-    forward = vars(layer).get("forward")
-    return forward.halves if isinstance(forward, _InHalves) else None
+    """The halves of a layer that is cut; None for a whole layer."""
+    cut = _cut_of(layer)
+    return None if cut is None else cut.halves
+
+
+def _cut_of(layer: nn.Module) -> _InHalves | None:
+    return next((each for each in overrides_of(layer) if isinstance(each, _InHalves)), None)
 
 
 class _StandIn(nn.Module):

@@ -36,7 +36,7 @@ from .half_layers import absent_in, halves_of, in_tree, is_second_half
 from .kv_cache import HollowCaches
 from .layer_call import LayerCall, expected_tuple_length, result_on_meta, take_hidden
 from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer, embedded_on_meta, look_past_meta
-from .override import stand_in
+from .override import ForwardOverride, MethodOverride, has_own_forward, overrides_of
 from .placeholders import (
     Assumptions,
     Form,
@@ -250,8 +250,7 @@ class HollowLayers:
         self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}
         self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
         for number, layer in self._modules.items():
-            layer.forward = _HollowForward(self, number)
-            # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
+            _HollowForward(layer, self, number).put_on()
             hold_in_place(layer)
         self.state_dicts.attach()
 
@@ -281,7 +280,9 @@ class HollowLayers:
         for switches in self._switches.values():
             switches.release()
         for layer in self._modules.values():
-            del layer.forward
+            for override in overrides_of(layer):
+                if isinstance(override, _HollowForward):
+                    override.take_off()
             let_move(layer)
 
     def forget_calls(self) -> None:
@@ -445,10 +446,11 @@ def no_copy(layers: Iterable[int]) -> ModelError:
     )
 
 
-class _HollowForward:
-    """A hollow layer's ``forward``. A copy would be an alias: copying ends at the run's refusal."""
+class _HollowForward(ForwardOverride):
+    """A hollow layer's ``forward``. It cannot be copied, since its run refuses that."""
 
-    def __init__(self, run: HollowLayers, number: int) -> None:
+    def __init__(self, layer: nn.Module, run: HollowLayers, number: int) -> None:
+        super().__init__(layer)
         self._run = run
         self._number = number
 
@@ -463,44 +465,44 @@ class _HollowForward:
 
 def is_hollow(layer: nn.Module) -> bool:
     """Whether a layer is away, or was when its worker was lost."""
-    is_itself = isinstance(vars(layer).get("forward"), _HollowForward)
-    return is_itself or any(is_hollow(half) for half in halves_of(layer) or ())
+    return _hollow_forward(layer) is not None
 
 
 def remote_of(layer: nn.Module) -> RemoteTensors | None:
     """Where a layer's tensors are, or were when they were lost; None for an ordinary layer."""
-    forward = vars(layer).get("forward")
-    if isinstance(forward, _HollowForward):
-        return forward.remote
-    return next(filter(None, map(remote_of, halves_of(layer) or ())), None)
+    forward = _hollow_forward(layer)
+    return None if forward is None else forward.remote
+
+
+def _hollow_forward(layer: nn.Module) -> _HollowForward | None:
+    """The override of a hollow layer, or of the first hollow one of its halves."""
+    found = (each for each in overrides_of(layer) if isinstance(each, _HollowForward))
+    of_halves = (_hollow_forward(half) for half in halves_of(layer) or ())
+    return next(found, None) or next(filter(None, of_halves), None)
 
 
 def hold_in_place(layer: nn.Module) -> None:
-    """Let ``.to()`` of the tree pass a layer by, until `let_move`."""
+    """Make ``.to()``, ``.cpu()`` and ``.float()`` of the tree skip a layer, until `let_move`."""
     for module in in_tree(layer):
-        unmoved = _Unmoved(module)
-        unmoved.let_move = stand_in(module, "_apply", unmoved)
+        _Unmoved(module).put_on()
 
 
 def let_move(layer: nn.Module) -> None:
-    """The end of `hold_in_place`; two layers may have a child in common."""
+    """Undo `hold_in_place`."""
     for module in in_tree(layer):
-        unmoved = vars(module).get("_apply")
-        while isinstance(unmoved, _Unmoved):
-            unmoved.let_move()
-            unmoved = vars(module).get("_apply")
+        for override in overrides_of(module, "_apply"):
+            if isinstance(override, _Unmoved):
+                override.take_off()
+                break  # a child that two layers share is held twice
 
 
-class _Unmoved:
-    """Stands in for ``Module._apply``."""
+class _Unmoved(MethodOverride):
+    """A ``Module._apply`` that changes nothing."""
 
-    let_move: Callable[[], None]
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+    method = "_apply"
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> nn.Module:
-        return self._layer
+        return self.module
 
 
 def _with_the_one_before(number: int) -> tuple[str, str]:
@@ -535,7 +537,7 @@ def _check_no_hooks(layer: DecoderLayer) -> None:
 def _check_no_own_forward(layer: DecoderLayer) -> None:
     """Kernels that a library puts over the ``forward`` of an instance would be lost on a worker."""
     for name, module in layer.module.named_modules():
-        if "forward" in vars(module):
+        if has_own_forward(module) or is_hollow(module):
             raise ModelError(
                 f"{layer.name}.{name}".rstrip(".")
                 + " has a `forward` of its own over that of its class, which a worker cannot "

@@ -35,6 +35,7 @@ from ..optional import bitsandbytes, peft
 from .checkpoint_reader import Checkpoint
 from .four_bit import FourBit, State, apply_four_bit, is_four_bit, pack_linears, quantize
 from .layers import find_decoder_layers
+from .override import MethodOverride
 from .tensors import fill, is_frozen, leave_out
 
 _WEIGHTS = "weights_in_checkpoint"
@@ -232,15 +233,14 @@ def from_pretrained(
     if quantization is not None:
         _store_in_four_bits(model, quantization, checkpoint)
     weights = CheckpointWeights(checkpoint, model, conv1d, quantize_on)
-    model._apply = _ApplyToContent(model)  # type: ignore[method-assign]
+    _ApplyToContent(model).put_on()
     return model if peft_config is None else _with_adapters(model, weights, peft_config)
 
 
-class _ApplyToContent:
-    """Stands in for ``Module._apply``: what has no content yet cannot move to a device."""
+class _ApplyToContent(MethodOverride):
+    """A ``Module._apply`` that skips tensors whose content is still in the checkpoint."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    method = "_apply"
 
     def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         def apply(tensor: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class _ApplyToContent:
                     return tensor
                 raise
 
-        model: nn.Module = type(self._model)._apply(self._model, apply, recurse)
+        model: nn.Module = self.below(apply, recurse)
         return model
 
 
