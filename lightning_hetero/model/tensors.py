@@ -120,8 +120,8 @@ def set_tensor(
     owner, leaf, old = locate(layers, name)
     if old.shape != content.shape:
         raise ModelError(
-            f"The tensor {name!r} has the shape {tuple(content.shape)} instead of "
-            f"{tuple(old.shape)}."
+            f"The tensor {name!r} should have the shape {tuple(old.shape)} and has "
+            f"{tuple(content.shape)}."
         )
     fill(owner, leaf, content, state or {})
 

@@ -216,7 +216,7 @@ def test_halves_in_a_model_that_workers_do_not_know_are_refused() -> None:
 def test_a_recipe_of_halves_that_are_none_of_its_layers_is_refused() -> None:
     model = tiny_llama(2)
     recipe = write_recipe(model, list(enumerate(halves_of(model)))[:2])
-    with pytest.raises(ModelError, match="a half 9 that is none of its layers"):
+    with pytest.raises(ModelError, match="a half 9 that is not among its layers"):
         build_layers(msgspec.structs.replace(recipe, absent={9: {"mlp": False}}))
 
 
