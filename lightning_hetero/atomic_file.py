@@ -1,4 +1,4 @@
-"""Files that take another's place at once, whole or not at all."""
+"""Files that replace an earlier file at once, whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import IO
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A file that takes the path's place when the block has ended well.
+    """Open a file that replaces ``path`` when the block ends without an exception.
 
     Args:
-        path: In a folder that is there.
-        mode: Who may do what with the file, less the process's umask.
+        path: The path to replace, in a folder that exists.
+        mode: The permissions of the file; the process's umask applies.
     """
-    # Its name must not look like a checkpoint's: Lightning reads folders to find the last one.
+    # Lightning searches folders for checkpoints, so the name must not look like one.
     unfinished = path.with_name(f".unfinished-{secrets.token_hex(4)}.tmp")
     try:
         os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, mode))
         with unfinished.open("wb") as file:
             yield file
             file.flush()
-            # Or a machine that fails now could be left with the new name and without the content.
+            # Else a crash of the machine could leave the new name without the content.
             os.fsync(file.fileno())
         unfinished.replace(path)
     except BaseException:

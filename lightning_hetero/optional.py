@@ -1,36 +1,49 @@
-"""Libraries that only some models need: they are an extra of this package."""
+"""Libraries that only some users need: each belongs to an extra of this package."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from .errors import ModelError
+from .errors import HeteroError, ModelError
+
+
+def import_extra(
+    module: str, extra: str, need: str, error_class: type[HeteroError] = ModelError
+) -> Any:
+    """Import a library, or say how to install it.
+
+    Args:
+        module: The library's name in an import.
+        extra: The extra of this package that installs it.
+        need: What needs the library, as a clause such as ``"adapters need it"``.
+        error_class: What to raise.
+
+    Raises:
+        HeteroError: Of the given class, if the library cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise error_class(
+            f"{module} is not installed here, and {need} ({error}); "
+            f"pip install 'lightning-hetero[{extra}]'."
+        ) from error
 
 
 def bitsandbytes() -> Any:
-    """The library of 4-bit weights.
+    """Import the library of 4-bit weights.
 
     Raises:
-        ModelError: If it is not installed here.
+        ModelError: If it is not installed.
     """
-    return _library("bitsandbytes", "4-bit layers need it")
+    return import_extra("bitsandbytes", "lora", "4-bit layers need it")
 
 
 def peft() -> Any:
-    """The library of adapters.
+    """Import the library of adapters.
 
     Raises:
-        ModelError: If it is not installed here.
+        ModelError: If it is not installed.
     """
-    return _library("peft", "adapters need it")
-
-
-def _library(name: str, need: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ModelError(
-            f"{name} is not installed here, and {need} ({error}); "
-            "pip install 'lightning-hetero[lora]'."
-        ) from error
+    return import_extra("peft", "lora", "adapters need it")

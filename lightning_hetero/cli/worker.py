@@ -28,10 +28,10 @@ from ..discovery.mdns import announced_worker
 from ..errors import HeteroError, PlanError
 from ..launch.manifests import kind_here, unit_text
 from ..model.allowed_imports import Allowed
-from ..planner.solver import parse_size
 from ..transport.address import Address
 from ..transport.tls import credentials_of
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
+from ..units import parse_bytes
 from ..worker.owner import Owner, RunRecord
 from ..worker.worker import Worker, address_of, listen
 
@@ -156,7 +156,7 @@ def line_of(record: RunRecord, ended_at: str) -> Text:
 
 def _size(text: str) -> int:
     try:
-        return parse_size(text)
+        return parse_bytes(text)
     except PlanError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +31,7 @@ from ..model.layers import (
     find_embedding,
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
-from ..model.override import stand_in
+from ..model.override import ForwardOverride
 from ..model.recipe import write_recipe
 from ..model.tensors import has_four_bit, is_frozen, named_tensors
 from ..pipeline.boundary import Collected
@@ -69,49 +70,43 @@ def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment:
 def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[Callable[[], None]]:
     """Compile the coordinator's layers, and let them run again in the backward, if the plan wants
     it; what makes them ordinary again."""
-    adjusted = []
+    adjusted: list[Callable[[], None]] = []
     for stage in plan.stages:
-        if stage.is_local and (stage.compile or stage.recompute):
-            for number in stage.layer_indices:
-                layer = layers[number].module
-                forward: Callable[..., Any] = layer.forward
-                forward = _Compiled(forward) if stage.compile else forward
-                forward = _Recomputed(forward) if stage.recompute else forward
-                adjusted.append(stand_in(layer, "forward", forward))
+        wanted = [(stage.compile, _Compiled), (stage.recompute, _Recomputed)]
+        for number in stage.layer_indices if stage.is_local else ():
+            overrides = [kind(layers[number].module) for is_wanted, kind in wanted if is_wanted]
+            adjusted += [override.put_on().take_off for override in overrides]
     return adjusted
 
 
-class _Compiled:
+class _Compiled(ForwardOverride):
     """A layer's ``forward``, compiled where no cache grows from call to call."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-        self._compiled = compiled(forward)
+    @cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        return compiled(self.below)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the layer must not run what torch has compiled for the first one.
+        return {name: value for name, value in vars(self).items() if name != "_compiled"}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             args, kwargs = without_cache(args, kwargs)  # which nobody reads in a training step
         elif caches_among(args, kwargs):
-            return self._forward(*args, **kwargs)
+            return self.below(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # What torch has compiled would stay with the first layer in a copy of it.
-        return _Compiled, (self._forward,)
 
-
-class _Recomputed:
+class _Recomputed(ForwardOverride):
     """A layer's ``forward`` that keeps its inputs only."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
+            return self.below(*args, **kwargs)
         # A second forward must not find what the first one left in a cache.
         args, kwargs = without_cache(args, kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self.below, *args, use_reentrant=False, **kwargs)
 
 
 _MOST_NAMES = 12
@@ -460,11 +455,7 @@ class Deployment:
             for number, layer in stage.items()
             if number not in self._away
         }
-        self._release_local_layers()
-        try:
-            HollowLayers(leaving, self._exchange, self.tensors).check()
-        finally:
-            self._adjusted = adjust_own(self.layers, self.plan)
+        HollowLayers(leaving, self._exchange, self.tensors).check()
 
     def _release_local_layers(self) -> None:
         for put_back in self._adjusted:

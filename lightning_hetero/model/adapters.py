@@ -1,7 +1,7 @@
-"""PEFT adapters on decoder layers: described by their configs, and injected again elsewhere.
+"""PEFT adapters on decoder layers: described by their configs, and injected again on a worker.
 
-The layers that PEFT makes do all the work, so that whatever it can inject (LoRA, DoRA, rsLoRA, IA3
-and their like) can live on a worker.
+The layers that PEFT creates do all the work, so a worker can hold whatever PEFT can inject: LoRA,
+DoRA, rsLoRA, IA3 and others.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..errors import ModelError
 from ..optional import peft
 from .four_bit import unpacked_on_meta
 
-# Others share tensors between layers, change them while training, or load from a hub.
+# Other kinds share tensors between layers, change them while training, or download from the hub.
 _KINDS = frozenset({"BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT"})
 
-# Says how adapters start, which their weights overrule, or names code to import.
+# Options that set an adapter's first weights, which travel anyway, or that name code to import.
 _NOT_SENT = frozenset(
     {
         "arrow_config",
@@ -52,10 +52,10 @@ class Adapters:
 
     Args:
         configs: Each adapter's PEFT config as plain data, by the adapter's name.
-        active: Names of the adapters in use.
-        is_enabled: Whether they are switched on.
-        scaling: Their factors, by the path of a layer in the model and the adapter's name; a
-            config says how they start.
+        active: Names of the active adapters.
+        is_enabled: Whether adapters are enabled.
+        scaling: The present scaling factors, by the path of a layer in the model and the adapter's
+            name. A config has the initial ones.
     """
 
     configs: dict[str, dict[str, Any]]
@@ -65,7 +65,7 @@ class Adapters:
 
 
 def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters | None:
-    """The adapters inside a model's layers; None where there are none.
+    """Describe the adapters inside a model's layers; None if there are none.
 
     Raises:
         ModelError: If they cannot be injected elsewhere, or are merged into the weights.
@@ -85,7 +85,7 @@ def describe_adapters(owner: nn.Module, layers: Sequence[nn.Module]) -> Adapters
         own = {path: m for path, m in tuned.items() if name in m._get_available_adapters()}
         content = _without_patterns(_plain_config(config), own)
         _check_config(content)
-        # Without modules here, PEFT would take it for a mistake on the worker.
+        # An adapter without modules in these layers would be an error of PEFT on the worker.
         if content.get("target_modules") != []:
             plain[name] = content
     if any(module.merged for module in tuned.values()):
@@ -136,9 +136,9 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
 
 
 class AdapterSwitches:
-    """Notices when the adapters of a layer are used in another way than at the beginning.
+    """Detects when the adapters of a layer are switched, scaled or merged.
 
-    A layer on a worker would go on as before. Until `release` its adapters cannot be merged.
+    A layer on a worker would not follow. Until `release` its adapters cannot be merged.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -151,7 +151,7 @@ class AdapterSwitches:
     def release(self) -> None:
         """Let adapters be merged again."""
         for module in self._kept_apart:
-            vars(module).pop("merge", None)  # layers may share one
+            vars(module).pop("merge", None)  # another layer may have released a shared module
 
     def have_changed(self) -> bool:
         """Whether adapters were switched, rescaled or merged."""
@@ -172,9 +172,9 @@ def _refuse_to_merge(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 def _without_patterns(content: dict[str, Any], tuned: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with what its regular expressions match, in their place.
+    """Replace the regular expressions in a config by the names that they match.
 
-    A worker does not run one: those that go back and forth over a name can take for ever.
+    Workers run none from the network: one that backtracks can take forever.
     """
     made = dict(content)
     paths = {without_wrappers(path): module for path, module in tuned.items()}
@@ -199,7 +199,7 @@ def _matched(patterns: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    """Refuse an adapter that workers would not build, and text that they would run."""
+    """Refuse adapters that workers do not build, and regular expressions."""
     _check_kind(config)
     if config.get("layer_replication"):
         raise ModelError(
@@ -227,7 +227,7 @@ def _check_kind(config: Mapping[str, Any]) -> None:
 
 
 def _check_understood(config: Any, content: Mapping[str, Any]) -> None:
-    """Refuse options of another version of peft, which this one leaves out without a word."""
+    """Refuse options of another version of peft, which this version would silently drop."""
     unknown = [name for name, value in content.items() if value and not hasattr(config, name)]
     if unknown:
         raise ValueError(f"its config has the option {unknown[0]!r}, which is not known here")
@@ -245,7 +245,7 @@ def _scaling(module: nn.Module) -> dict[str, float]:
 
 
 def _is_switched(module: nn.Module) -> bool:
-    """Whether a module answers to PEFT's switches."""
+    """Whether PEFT can switch a module's adapters."""
     if sys.modules.get("peft") is None:
         return False
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -254,7 +254,7 @@ def _is_switched(module: nn.Module) -> bool:
 
 
 def _is_tuned(module: nn.Module) -> bool:
-    """Whether a module is one of PEFT's layers around one of the model's."""
+    """Whether a module is a layer of PEFT around a layer of the model."""
     if sys.modules.get("peft") is None:
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -263,7 +263,7 @@ def _is_tuned(module: nn.Module) -> bool:
 
 
 def without_wrappers(path: str) -> str:
-    """A path inside layers with adapters as it is inside the layers without."""
+    """The path that a module has in layers without adapters."""
     return ".".join(part for part in path.split(".") if part != "base_layer")
 
 
@@ -275,5 +275,5 @@ def _plain_config(config: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    # Enumerations of texts, such as the kind of adapter.
+    # An enumeration of strings, such as the kind of adapter.
     return str(value.value) if hasattr(value, "value") else value

@@ -1,7 +1,7 @@
-"""What may be imported to rebuild a layer: classes and functions, by name, from allowed places.
+"""The imports that a worker makes to rebuild layers: classes and functions, by name.
 
-The names come from the network. A module is imported only after its own name was found among the
-allowed ones, and what is found in it is used only if it was defined there under that very name.
+The names come from the network. A module is imported only if its name is among the allowed ones,
+and an object in it is used only if it was defined there under exactly that name.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.nn import functional
 from ..errors import ModelError
 
 MAIN = "__main__"
-# The user's script in a worker: not `__main__`, so that its guarded part does not run.
+# The name of the user's script in a worker: under `__main__` its guarded part would run.
 SCRIPT = "__user_main__"
 
 _LAYERS_OF_TORCH = "torch.nn.modules"
-# Of torch itself only these, so that no name can reach what opens files.
+# The only functions of torch itself, so that no name can reach a function that opens files.
 _OPERATION_NAMES = (
     *("abs", "add", "cos", "erf", "exp", "log_softmax", "matmul", "mul", "relu", "rsqrt"),
     *("selu", "sigmoid", "sin", "softmax", "square", "tanh"),
@@ -46,7 +46,7 @@ _TORCH_FUNCTIONS = {functional.__name__: _FUNCTIONAL, torch.__name__: _OPERATION
 
 
 class ImportPath(msgspec.Struct, frozen=True):
-    """Where a class or a function was defined."""
+    """The module in which a class or function was defined, and its name there."""
 
     module: str
     qualname: str
@@ -62,11 +62,11 @@ class ImportPath(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Allowed:
-    """What may be imported besides torch's own layers and functions.
+    """The imports that are allowed besides torch's own layers and functions.
 
     Args:
         packages: Dotted names; each allows the module of that name and all below it.
-        script: The coordinator's script and its arguments, where `__main__` may be imported.
+        script: The coordinator's script and its arguments, if `__main__` may be imported.
     """
 
     packages: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Allowed:
 
     @classmethod
     def just(cls, modules: Iterable[str]) -> Allowed:
-        """Exactly these modules, for a worker on this machine that is our own."""
+        """Allow the modules of these names, for a worker that this process starts itself."""
         names = sorted(set(modules))
         script = getattr(sys.modules[MAIN], "__file__", None) if MAIN in names else None
         return cls(
@@ -83,10 +83,10 @@ class Allowed:
         )
 
     def find(self, path: ImportPath, what: str = "layer class") -> Any:
-        """The class or function of that name.
+        """Import the class or function of that name.
 
         Raises:
-            ModelError: If it may not or cannot be imported, or is not what its name says.
+            ModelError: If it is not allowed, cannot be imported, or was defined under another name.
         """
         functions = _TORCH_FUNCTIONS.get(path.module)
         if functions is not None:
@@ -129,7 +129,7 @@ class Allowed:
 
 
 class ImportedHere(Allowed):
-    """What this process has imported by itself, for layers that it builds from its own recipe."""
+    """Allows the modules that this process has imported itself, to build its own recipes."""
 
     def _import(self, path: ImportPath, what: str) -> ModuleType:
         main = sys.modules[MAIN]
@@ -139,21 +139,21 @@ class ImportedHere(Allowed):
 
 
 def find_class(allowed: Allowed, path: ImportPath, base: type, what: str = "layer class") -> Any:
-    """A class of that name that derives from ``base``.
+    """Import a class that derives from ``base``.
 
     Raises:
-        ModelError: If there is none that may be used.
+        ModelError: If it is not allowed, cannot be imported, or is another kind of class.
     """
     found = allowed.find(path, what)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ModelError(f"The {what} {path} is not a class that derives from {base.__name__}.")
     if issubclass(found, nn.modules.lazy.LazyModuleMixin):
-        raise ModelError(f"The {what} {path} is lazy, and workers build only what has its shape.")
+        raise ModelError(f"The {what} {path} is lazy, and workers build only layers with a shape.")
     return found
 
 
 def refuse_training_in_worker() -> None:
-    """Refuse to train where a worker imports a script that has no main guard.
+    """Refuse to train in a worker that is importing a script without a main guard.
 
     Raises:
         ModelError: In such a worker.
@@ -167,10 +167,10 @@ def refuse_training_in_worker() -> None:
 
 
 def path_of(thing: Any, what: str) -> ImportPath:
-    """The path by which a worker finds a class or a function.
+    """The path by which a worker can import a class or function.
 
     Raises:
-        ModelError: If there is none.
+        ModelError: If a worker could not import it.
     """
     for module, functions in _TORCH_FUNCTIONS.items():
         for name, function in functions.items():
@@ -188,8 +188,8 @@ def path_of(thing: Any, what: str) -> ImportPath:
         )
     if _is_within(path.module, "torch") and not path.is_of_torch:
         raise ModelError(
-            f"The {what} {path} is one of torch's that workers do not build; of torch they build "
-            "what stands in torch.nn and is not parametrized, compiled or quantized."
+            f"The {what} {path} is one of torch's that workers do not build. Of torch they build "
+            "the layers in torch.nn that are not parametrized, compiled or quantized."
         )
     defining = sys.modules.get(thing.__module__)
     if defining is None or _walk(defining, path) is not thing:
@@ -201,10 +201,10 @@ def path_of(thing: Any, what: str) -> ImportPath:
 
 
 def _importable_name(thing: Any) -> str:
-    """The name of a thing's module, also for what `python -m` runs as `__main__`.
+    """The name of an object's module; for a module run by `python -m`, its real name.
 
     Raises:
-        ModelError: If it was typed into a session that no other process can import.
+        ModelError: If the object was defined in an interactive session.
     """
     name: str = thing.__module__ or ""
     if name != MAIN:
@@ -225,7 +225,7 @@ def _is_within(module: str, package: str) -> bool:
 
 
 def _walk(module: ModuleType, path: ImportPath) -> Any:
-    """What a path names, without running any code; None where it does not exist."""
+    """Find the object at a path without running any code; None if there is none."""
     found: Any = module
     for name in path.qualname.split("."):
         if not (found is module or isinstance(found, type)):
@@ -248,7 +248,7 @@ def _look_up(module: ModuleType, path: ImportPath, what: str) -> Any:
 
 
 def _run_script(script: tuple[str, ...]) -> None:
-    """Import the user's script as multiprocessing does: its guarded part does not run."""
+    """Import the user's script without its guarded part, as multiprocessing does."""
     spec = importlib.util.spec_from_file_location(SCRIPT, script[0])
     if spec is None or spec.loader is None:
         raise ModelError(f"The script {script[0]!r} is no Python file that a worker can import.")

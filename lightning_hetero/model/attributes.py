@@ -1,12 +1,11 @@
-"""What the plain attributes of layers were, so that what has changed since is found quickly.
+"""The plain attributes of modules: find what changed, send it to a worker, or restore it.
 
-Nothing here knows which side it is on: the coordinator looks for what its user has changed, and a
-worker for what a layer's own forward has. State in globals and in attributes of classes is not
-seen.
+    AttributeState, differences    which attributes of layers have other values than before
+    write_change, set_attributes   those attributes as text, and how a worker sets them
+    unchanged, Attributes          the attributes of modules before their code ran, to be restored
 
-Attributes of layers that are away and that were changed here: written down, and set there.
-
-What modules' attributes are at one time, to be put back when their code has run.
+The coordinator watches what its user changes, a worker what a layer's own forward changes. State in
+globals and in attributes of classes is not watched.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from .custom_layers import (
     write_value,
 )
 
-# Under manual optimization the strategy puts a `zero_grad` over a layer's; no forward calls it.
+# Under manual optimization the strategy overrides a layer's `zero_grad`; no forward calls it.
 _NOT_WATCHED = BOOKKEEPING | CHECKPOINTING | {"zero_grad"}
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _FIXED = (type, Enum, nn.Module)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
-# What models, `generate` and users set at any time, and no layer computes with. How the experts of
-# a mixture are multiplied is the worker's own choice.
+# Models, `generate` and users set these entries of a config at any time; no layer computes with
+# them. The implementation of a mixture's experts is the worker's own choice.
 _NOT_OF_LAYERS = frozenset(
     {
         *("_commit_hash", "_experts_implementation_internal", "_name_or_path", "architectures"),
@@ -63,7 +62,7 @@ _MISSING = object()
 
 
 class _Same:
-    """Equal to what refers to the very same thing."""
+    """Equal to another `_Same` of the same object."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
@@ -76,9 +75,9 @@ class _Same:
 
 
 def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | None = None) -> Any:
-    """Something that stays as it is and is equal to what is made of the same content later.
+    """A snapshot of a value that equals a later snapshot of the same content.
 
-    Tensors are told by their identity and by how often they were changed in place.
+    A tensor's snapshot holds its identity and its number of in-place changes.
 
     Args:
         value: Anything.
@@ -87,7 +86,7 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
     """
     kind = type(value)
     if kind is float:
-        return kind, value.hex()  # one that is not a number is equal to itself, and -0.0 to no 0.0
+        return kind, value.hex()  # so that NaN equals itself, and -0.0 differs from 0.0
     if kind in _ATOMS:
         return kind, value
     if isinstance(value, Tensor):
@@ -97,7 +96,7 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
     if isinstance(value, _FIXED) or inspect.isroutine(value):
         return _Same(value)
     is_record = is_dataclass(value) or isinstance(value, PretrainedConfig)
-    # Of other objects the first one is looked into: behind the next may be all there is.
+    # Of other objects only the outermost is entered: the next may refer to the whole program.
     is_known = is_record or isinstance(value, _CONTAINERS) or not around
     if not is_known or _is_ours(kind) or id(value) in around or len(around) > MOST_DEPTH:
         return _Same(value)
@@ -120,7 +119,7 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
 
 
 def _is_ours(kind: type) -> bool:
-    """Whether it is what layers on workers have in the place of their forward, say."""
+    """Whether a class is of this package, such as an override of a layer's forward."""
     return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -152,7 +151,7 @@ def _slots(value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Change:
-    """Attributes of a module of a layer that are others than they were."""
+    """Attributes of a module in a layer that have changed."""
 
     layer_index: int
     path: str
@@ -162,7 +161,17 @@ class Change:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A module, and its own attributes as they were: to compare quickly, and to compare rightly."""
+    """A module and its attributes at one time.
+
+    Args:
+        layer_index: The number of the layer.
+        path: The module's path in the layer.
+        module: The module.
+        size: The number of entries in the module's ``__dict__``.
+        names: The names of its watched attributes.
+        values: Their values, for a quick comparison of identities.
+        content: Snapshots of the values by name, for the exact comparison.
+    """
 
     layer_index: int
     path: str
@@ -174,7 +183,7 @@ class _Watched:
 
     @property
     def is_same(self) -> bool:
-        """Whether it has the very same attributes, whatever these may hold by now."""
+        """Whether all attributes are the same objects; their content may have changed."""
         found = vars(self.module)
         return len(found) == self.size and all(
             map(is_, map(found.get, self.names, repeat(_MISSING)), self.values)
@@ -219,11 +228,11 @@ def _are_same(items: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 
 class AttributeState:
-    """The plain attributes of layers, and what has changed of them.
+    """Watches the plain attributes of layers.
 
     Args:
-        layers: By their numbers.
-        is_watched: Whether a module among them is looked at.
+        layers: The layers by their numbers.
+        is_watched: Whether a module inside a layer is watched.
     """
 
     def __init__(
@@ -238,15 +247,15 @@ class AttributeState:
         self.note()
 
     def note(self) -> None:
-        """From now on changes are those of what is there at present."""
+        """Take the present values as those to compare with."""
         memory: dict[int, tuple[Any, Any, list[Any]]] = {}
         self._watched = [_watched(*each, memory) for each in self._modules]
-        # Each of the things that many modules share, such as a config, is looked into once.
+        # An object that many modules share, such as a config, is compared once.
         self._inside = [_Inside(*each) for each in memory.values() if _may_change_inside(each[0])]
 
     def take_changes(self) -> list[Change]:
-        """What has changed, told once."""
-        if all([each.is_same for each in self._watched]) and all(  # noqa: C419 - it is quicker
+        """The changes since the last call or `note`."""
+        if all([each.is_same for each in self._watched]) and all(  # noqa: C419 - a list is faster
             [each.is_same() for each in self._inside]  # noqa: C419
         ):
             return []
@@ -258,7 +267,7 @@ class AttributeState:
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module has besides torch's bookkeeping."""
+    """The attributes of a module without torch's bookkeeping."""
     return {name: value for name, value in vars(module).items() if name not in _NOT_WATCHED}
 
 
@@ -295,10 +304,10 @@ def differences(
     made: Mapping[int, nn.Module],
     is_watched: Callable[[nn.Module], bool],
 ) -> list[Change]:
-    """What layers have of another value than layers that were made like them.
+    """The attributes of layers whose values differ from those of rebuilt layers.
 
-    Attributes that only one of both has are passed over, and so is the content of what is neither
-    plain nor a function.
+    Attributes that only one of the two has are skipped. Values that are neither plain nor functions
+    are compared by their class alone.
     """
     changes = []
     for number, layer in layers.items():
@@ -329,16 +338,19 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if is_dataclass(value) and not isinstance(value, (type, PretrainedConfig)):
         return are_plain(vars(value).values() if hasattr(value, "__dict__") else ())
     if inspect.isbuiltin(value):
-        # A method of an object is another one for each object.
+        # A built-in method differs from object to object.
         return isinstance(value.__self__, (ModuleType, type, type(None)))
     return type(value) in _ATOMS or isinstance(value, Enum) or inspect.isfunction(value)
 
 
 def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
-    """The attributes that have another value now, as text, and the names of those that are gone.
+    """Encode a change for a worker.
+
+    Returns:
+        The new values as text, and the names of attributes that were deleted.
 
     Raises:
-        ModelError: If a worker cannot or must not set one of them, with its name.
+        ModelError: If a worker cannot or must not set an attribute; the text names it.
     """
     where = f"{layer_name}.{change.path}".rstrip(".")
     here, paths = vars(change.module), set[ImportPath]()
@@ -354,7 +366,7 @@ def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
         written = {
             n: write_value(v, f"The attribute {where}.{n}", paths) for n, v in values.items()
         }
-    except (TypeError, ValueError) as error:  # a config with something that JSON does not have
+    except (TypeError, ValueError) as error:  # a config with a value that JSON lacks
         raise ModelError(
             f"The attributes {sorted(values)} of {where} were changed while its layer is on a "
             f"worker, and cannot be sent: {error}. Keep the layer with the coordinator."
@@ -363,16 +375,16 @@ def write_change(change: Change, layer_name: str) -> tuple[str, list[str]]:
     if len(text) > MOST_CHARACTERS:
         raise ModelError(
             f"The attributes {sorted(values)} of {where} take {len(text)} characters, and a worker "
-            f"takes {MOST_CHARACTERS}; register what is large as a buffer."
+            f"takes at most {MOST_CHARACTERS}. Register large values as buffers."
         )
     return text, [name for name in change.names if name not in here]
 
 
 def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed: Allowed) -> None:
-    """Put attributes that were written down into a module, and take away those that are gone.
+    """Decode the text of `write_change` and apply it to a module.
 
     Raises:
-        ModelError: If the text is none of `write_change`, or one must not be set here.
+        ModelError: If the text cannot be decoded, or an attribute must not be set here.
     """
     try:
         written = msgspec.json.decode(text, type=dict[str, Value])
@@ -387,7 +399,7 @@ def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed:
     own = vars(module)
     for name, value in values.items():
         if isinstance(value, PretrainedConfig) and isinstance(own.get(name), PretrainedConfig):
-            # It is not written down, since it is the worker's own choice.
+            # The text lacks this entry, since it is the worker's own choice.
             value._experts_implementation = own[name]._experts_implementation
         own[name] = value
     for name in gone:
@@ -395,7 +407,7 @@ def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed:
 
 
 def _reason_to_refuse(module: nn.Module, name: str) -> str:
-    """Why an attribute must not be set from elsewhere; empty if it may."""
+    """Why an attribute must not be set on request of a peer; empty if it may."""
     if not name or "." in name or (name.startswith("__") and name.endswith("__")):
         return "it is no ordinary name"
     if name in NAMES_OF_TORCH:
@@ -408,16 +420,16 @@ def _reason_to_refuse(module: nn.Module, name: str) -> str:
     return ""
 
 
-# What a module may keep count in, and change in place.
+# Containers that a module may change in place.
 _KEPT_CONTAINERS = (dict, list, set, deque)
-# Longer containers hold data. Their entries are put back, and not looked at.
+# Longer containers hold data: they get their entries back, but the entries are not entered.
 _MOST_ENTRIES = 10_000
 _MOST_DEPTH = 8
 
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the modules' code may run; afterwards their attributes are as before."""
+    """Restore the modules' attributes when the block has run their code."""
     before = Attributes(list(modules))
     try:
         with contents_kept(before.tensors):
@@ -428,40 +440,40 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def contents_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, tensors may be changed in place; afterwards they have their content again."""
+    """Restore the content of tensors that the block changes in place."""
     copies = [(tensor, tensor.detach().clone(), _version(tensor)) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
             for tensor, content, version in copies:
-                # A graph may have saved those that did not change. Torch does not count what it
-                # changes of the statistics of a norm.
+                # A graph may have saved a tensor that did not change, so it must not be written.
+                # Versions are not enough: torch does not count its updates of a norm's statistics.
                 if _version(tensor) != version or not torch.equal(tensor, content):
                     tensor.copy_(content)
 
 
 def _version(tensor: Tensor) -> int:
-    """Counts in-place changes; inference mode does not count them."""
+    """The number of in-place changes; inference mode does not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Attributes:
-    """What the attributes of modules were, and the content of what they refer to.
+    """The attributes of modules at one time, with the content of containers and objects in them.
 
     Args:
-        modules: All of them; what is inside of others is not looked at.
-        with_generators: Whether random generators are put back too.
+        modules: The modules; children of theirs that are not listed are skipped.
+        with_generators: Whether to restore random generators too.
 
     Attributes:
-        tensors: What they refer to, parameters left out. Their content is not kept here.
+        tensors: The tensors in the attributes, without parameters. Their content is not copied.
     """
 
     def __init__(self, modules: Sequence[nn.Module], with_generators: bool = True) -> None:
         self._with_generators = with_generators
         self.tensors: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
-        # The objects are kept, so that no other gets the identity of one of them.
+        # References keep the objects alive, so that no new object gets one of these ids.
         self._seen: dict[int, Any] = {}
         classes = {each for module in modules for each in type(module).__mro__}
         self._packages = {_package_of(each) for each in classes} - _NOT_ENTERED
@@ -472,7 +484,7 @@ class Attributes:
             self._note_attributes(module, 0)
 
     def restore(self) -> None:
-        """Put everything back but the content of tensors."""
+        """Restore everything but the content of tensors."""
         for undo in reversed(self._undo):
             undo()
 
@@ -485,7 +497,7 @@ class Attributes:
             self._note(value, depth)
 
     def _note_class(self, owner: type) -> None:
-        """What all its instances share. An attribute that is new stays: it may be a cache."""
+        """Note the attributes of a class. New ones are not removed later: they may be caches."""
         content = {name: item for name, item in vars(owner).items() if not name.startswith("__")}
         self._undo.append(lambda: _reassign(owner, content))
         for value in content.values():
@@ -521,7 +533,7 @@ class Attributes:
                 self._note(item, depth + 1)
 
 
-# Of these no object is looked into: it may be a part of the run.
+# Objects of these packages are not entered: they may be a part of the run.
 _NOT_ENTERED = frozenset(
     {"builtins", "lightning", "lightning_fabric", "lightning_hetero", "pytorch_lightning", "torch"}
 )
@@ -551,7 +563,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _holds(container: Any, content: Any) -> bool:
-    """Whether a container has the very same entries in the same order."""
+    """Whether a container has the same objects in the same order."""
     found = [container, content]
     if isinstance(container, dict):
         found = [[each for pair in held.items() for each in pair] for held in found]
@@ -559,7 +571,7 @@ def _holds(container: Any, content: Any) -> bool:
 
 
 def restoring_generator(value: Any) -> Callable[[], Any] | None:
-    """What puts a random generator back to its present state; None if the value is none."""
+    """A function that restores a random generator's present state; None for other values."""
     generator: Any = value
     if isinstance(value, (torch.Generator, np.random.RandomState)):
         state = generator.get_state()

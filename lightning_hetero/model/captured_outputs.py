@@ -1,10 +1,10 @@
 """Outputs that a model collects from inside its layers, such as router logits.
 
-A forward of transformers that was asked for ``output_<kind>`` opens a collector; hooks inside its
-layers put what they see into the collector's list of that kind. For layers on workers, the worker
-opens one of its own, and the coordinator adds what comes back to the model's.
+A forward of transformers with ``output_<kind>=True`` opens a collector, and hooks inside its layers
+append to the collector's list of that kind. For layers on workers, the worker opens a collector of
+its own, and the coordinator appends the worker's outputs to the model's.
 
-The private names of transformers that this relies on are used nowhere else in the package.
+No other module uses the private names of transformers that this relies on.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .layers import models_around
 from .placeholders import is_away
 
 HIDDEN_STATES = "hidden_states"
-# The numbers of the layers whose hidden states are wanted, if not all of them.
+# The collector's entry for a model that is asked for the hidden states of some layers only.
 _SELECTION = "_hidden_states_layers"
-# What transformers sets on a model that has its hooks.
+# The attribute that transformers sets on a model with its hooks.
 _INSTALLED = "_output_capturing_hooks_installed"
 
 
 def wanted_kinds() -> list[str]:
-    """What the forward that runs in this thread collects besides the hidden states it returns.
+    """The kinds of outputs that the forward in this thread collects.
 
     Raises:
-        ModelError: If it wants only some of the layers' hidden states.
+        ModelError: If it collects the hidden states of some layers only.
     """
     collector: dict[str, Any] = output_capturing._active_collector.get() or {}
     if _SELECTION in collector:
@@ -45,13 +45,15 @@ def wanted_kinds() -> list[str]:
 
 
 def add_collected(hidden: Tensor | None, collected: Iterable[tuple[str, Tensor]]) -> None:
-    """Add what came from workers to what the forward in this thread collects.
+    """Add outputs of workers to those that the forward in this thread collects.
 
-    ``hidden`` are the hidden states that went to the workers: the first ones that are collected,
-    if no layer ran before. None where token ids went there.
+    Args:
+        hidden: The hidden states that went to the workers, which are the first to be collected if
+            no layer ran before; None if token ids went there.
+        collected: The outputs of the workers with their kinds.
 
     Raises:
-        RemoteProtocolError: If something came that the forward does not collect.
+        RemoteProtocolError: If an output is of a kind that the forward does not collect.
     """
     collector: dict[str, list[Tensor]] = output_capturing._active_collector.get() or {}
     if HIDDEN_STATES in collector and not collector[HIDDEN_STATES] and hidden is not None:
@@ -66,11 +68,11 @@ def add_collected(hidden: Tensor | None, collected: Iterable[tuple[str, Tensor]]
 
 @contextmanager
 def collecting(kinds: Sequence[str]) -> Iterator[Callable[[], list[tuple[str, Tensor]]]]:
-    """Inside, layers put outputs of these kinds aside; the function that is yielded returns them,
-    kind by kind and each in the order of the layers.
+    """Collect outputs of these kinds from the layers that run within the block.
 
-    Raises:
-        ModelError: From that function, if something is not a tensor.
+    Yields:
+        A function that returns the outputs, kind by kind and each in the order of the layers. It
+        raises a `ModelError` if an output is not a tensor.
     """
     # The first entry keeps the hook from adding the input of the first layer that it sees.
     collector: dict[str, list[Any]] = {kind: [None] for kind in kinds}
@@ -82,7 +84,7 @@ def collecting(kinds: Sequence[str]) -> Iterator[Callable[[], list[tuple[str, Te
 
 
 def collect_embedded(hidden: Tensor) -> None:
-    """Put aside what comes from an embedding inside `collecting`, if hidden states are wanted."""
+    """Collect the output of an embedding within `collecting`, if hidden states are wanted."""
     collector: dict[str, list[Tensor]] = output_capturing._active_collector.get() or {}
     if HIDDEN_STATES in collector:
         collector[HIDDEN_STATES].append(hidden)
@@ -98,22 +100,26 @@ def _tensor(value: Any, kind: str) -> Tensor:
 
 
 def install_hooks(root: nn.Module, layer_names: Sequence[str]) -> None:
-    """Put the hooks into the model with these layers that transformers adds when outputs are first
-    wanted; does nothing where no Hugging Face model has them."""
+    """Install the collecting hooks of transformers in the Hugging Face model with these layers.
+
+    transformers installs them itself when outputs are first wanted. Does nothing if no such model
+    has the layers.
+    """
     models = models_around(root, layer_names)
-    # Where an outer model collects too, transformers must not come later and add a second set.
+    # Install on the outermost model: if it collects too, transformers would add a second set later.
     if models and not getattr(models[-1], _INSTALLED, False):
         output_capturing.maybe_install_capturing_hooks(models[0])
 
 
 class CollectingHooks:
-    """What a model needs, until `remove`, to collect outputs while some of its layers are away: the
-    hooks of transformers, and a check of the hidden states that it gathers by itself.
+    """Lets a model collect outputs while some of its layers are away, until `remove`.
+
+    It installs the hooks of transformers, and checks the hidden states that a model gathers itself.
 
     Args:
         root: The LightningModule.
         layer_names: Paths of the layers in it.
-        are_cut: Whether some are halves, between which no hidden states may be gathered.
+        are_cut: Whether some layers are halves: hidden states between halves are refused.
     """
 
     def __init__(self, root: nn.Module, layer_names: Sequence[str], are_cut: bool = False) -> None:
@@ -131,7 +137,7 @@ class CollectingHooks:
         self._checks = [m.register_forward_hook(check) for m in models[-1:] for check in checks]
 
     def remove(self) -> None:
-        """Leave the model as it was; transformers adds its hooks when they are wanted again."""
+        """Remove the hooks; transformers installs its own again when outputs are wanted."""
         for check in self._checks:
             check.remove()
         for module, key in self._added:
@@ -141,8 +147,10 @@ class CollectingHooks:
 
 
 def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
-    """Refuse an output that holds hidden states that are on a worker, or one tensor twice in a row,
-    as where layers only pass hidden states on."""
+    """Refuse an output with hidden states that are on a worker, or with a tensor twice in a row.
+
+    A tensor repeats if layers only pass hidden states on.
+    """
     for first, second in (pair for value in _gathered(output) for pair in pairwise(value)):
         if isinstance(first, Tensor) and (first is second or is_away(first)):
             raise ModelError(
@@ -153,7 +161,7 @@ def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
 
 
 def _refuse_gathered(model: nn.Module, _args: Any, output: Any) -> None:
-    """Refuse hidden states that were gathered between layers of which some are halves."""
+    """Refuse hidden states that a model gathered between halves of layers."""
     for value in _gathered(output):
         if len(value) > 1 and all(isinstance(t, Tensor) and t.ndim == 3 for t in value):
             raise ModelError(
@@ -164,7 +172,7 @@ def _refuse_gathered(model: nn.Module, _args: Any, output: Any) -> None:
 
 
 def _gathered(output: Any) -> list[tuple[Any, ...]]:
-    """The tuples in what a model returns."""
+    """The tuples in a model's output."""
     values = output.values() if isinstance(output, dict) else output
     if isinstance(values, Tensor) or not isinstance(values, Iterable):
         return []
@@ -172,8 +180,7 @@ def _gathered(output: Any) -> list[tuple[Any, ...]]:
 
 
 class SilencedHooks:
-    """The collecting hooks of a layer, taken out until `restore`: a hollow layer has nothing of its
-    own to collect."""
+    """Removes a layer's collecting hooks until `restore`: a hollow layer computes no outputs."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._taken: list[tuple[nn.Module, int, Callable[..., Any]]] = []
@@ -183,19 +190,19 @@ class SilencedHooks:
                     self._taken.append((module, key, module._forward_hooks.pop(key)))
 
     def restore(self) -> None:
-        """Put them back."""
+        """Put the hooks back."""
         for module, key, hook in self._taken:
             module._forward_hooks[key] = hook
         self._taken.clear()
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks besides those of libraries, which layers on workers do without."""
+    """Whether a module has hooks besides those of libraries that a layer on a worker can lack."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return not all(is_collecting(hook) or is_cache_hook(hook) for hook in hooks)
 
 
 def is_collecting(hook: Callable[..., Any]) -> bool:
-    """Whether a forward hook is one of transformers' own for collecting outputs."""
+    """Whether a forward hook is one with which transformers collects outputs."""
     return getattr(hook, "__module__", "") == output_capturing.__name__

@@ -1,13 +1,11 @@
-"""A model's weights on disk, read one tensor at a time under the model's own names.
+"""A model's weights in safetensors files, read one tensor at a time under the model's own names.
 
     on disk        …experts.0.w1.weight   …experts.1.w1.weight   …experts.0.w3.weight   …
                             └──────────────────────┴─────┬────────────────┘
     in the model                              …experts.gate_up_proj
 
-Opening reads the headers of the files, and finds out what each tensor of the model is made of.
-Reading a tensor opens what it is made of, and keeps nothing.
-
-The safetensors files of a checkpoint: where they are, and what stands in them.
+Opening a checkpoint reads the headers of its files and finds the origin of each tensor of the
+model. Reading a tensor opens the files that it needs, and caches nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from transformers.utils.hub import cached_file
 
 from ..errors import CheckpointError
 
-# What bitsandbytes stores beside a tensor in 4 bits, under `<its key>.<one of these>`.
+# The parts of the state of a tensor in 4 bits; bitsandbytes appends their names to its key.
 _COMPANION = re.compile(
     r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
 )
@@ -50,7 +48,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in the header of a file; ``companions`` complete it if it is in 4 bits."""
+    """A tensor in the header of a file; ``companions`` is the state of a tensor in 4 bits."""
 
     key: str
     file: Path
@@ -60,10 +58,10 @@ class Entry:
 
 
 def find_files(source: str | Path, hub_options: Mapping[str, Any]) -> list[Path]:
-    """The files of a folder, or of a model on the hub.
+    """The safetensors files of a folder, or of a model on the hub.
 
     Raises:
-        CheckpointError: If there are none.
+        CheckpointError: If there are no such files.
     """
     if not Path(source).is_dir():
         if isinstance(source, Path) or Path(source).is_absolute():
@@ -99,8 +97,8 @@ def _hub_files(name: str, hub_options: Mapping[str, Any]) -> list[Path]:
         reason = str(error).splitlines()[0].rstrip(".:")
         raise CheckpointError(
             f"{name!r} is no folder here, and the hub gives no safetensors files under this name: "
-            f"{reason}. Check the name, the revision and the token, or bring the files here where "
-            f"there is a network, with `hf download {name}`, and name their folder."
+            f"{reason}. Check the name, the revision and the token; or run `hf download {name}` on "
+            "a machine with a network, copy the files here and name their folder."
         ) from error
 
 
@@ -114,7 +112,7 @@ def _shards_of(index: Path) -> list[str]:
 
 
 def read_headers(files: Iterable[Path]) -> list[Entry]:
-    """What the files hold, with its companions put to each tensor in 4 bits."""
+    """The tensors in the files, those in 4 bits with their states."""
     found = {entry.key: entry for file in files for entry in _read_header(file)}
     companions: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     for key, entry in found.items():
@@ -138,8 +136,11 @@ def _read_header(file: Path) -> list[Entry]:
 
 @contextmanager
 def loading(entries: Iterable[Entry]) -> Iterator[Callable[[Entry], Tensor]]:
-    """Reads these tensors and their companions from their files, each opened once: opening reads
-    its whole header."""
+    """Open the files of tensors and their states once each, since opening reads a whole header.
+
+    Yields:
+        A function that reads an entry.
+    """
     parts = [part for entry in entries for part in (entry, *entry.companions.values())]
     with ExitStack() as stack:
         files = {
@@ -150,8 +151,8 @@ def loading(entries: Iterable[Entry]) -> Iterator[Callable[[Entry], Tensor]]:
 
 
 def _load(opened: Any, key: str) -> Tensor:
-    # What safetensors returns is a window into the file, and the file may be overwritten while the
-    # weights are in use. The window's pages count as this process's memory until the file closes.
+    # safetensors returns a view of the mapped file. The file may be overwritten while the weights
+    # are in use, and the pages count as this process's memory until the file is closed.
     tensor: Tensor = opened.get_tensor(key).clone()
     return tensor
 
@@ -177,19 +178,19 @@ def some(names: Sequence[str]) -> str:
     return ", ".join([*names[:_MOST_NAMED], *more])
 
 
-# Bytes of the types that ordinary weights have, under safetensors' names for them. Tensors in 4
-# bits are stored as one of these too, or as U8.
+# Bytes of the dtypes of ordinary weights, by safetensors' names. Tensors in 4 bits are stored as
+# one of these, or as U8.
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a tensor of the model is made of.
+    """The tensors on disk that become a tensor of the model.
 
     Args:
-        name: The tensor's name; where a rule makes several tensors, the name of the first.
-        rule: How transformers makes it; None if it is on disk as it is.
-        sources: What is on disk, each with the pattern of the rule that its key met.
+        name: The name of the model's tensor; the first name if the rule makes several tensors.
+        rule: The conversion of transformers; None if the tensor is on disk unchanged.
+        sources: The tensors on disk, each with the pattern of the rule that its key matches.
     """
 
     name: str
@@ -202,7 +203,7 @@ class _Origin:
 
 
 class Checkpoint:
-    """The weights of a model in safetensors files, read one tensor at a time under its names."""
+    """The weights of a model in safetensors files, under the model's names."""
 
     def __init__(self, conversion: _Conversion, origins: Mapping[str, _Origin]) -> None:
         self._conversion = conversion
@@ -213,7 +214,7 @@ class Checkpoint:
     def open(cls, source: str | Path, model: PreTrainedModel, **hub_options: Any) -> Checkpoint:
         """Find every parameter and persistent buffer of a model on disk.
 
-        Only headers are read, and tied tensors that are there twice.
+        Only headers are read, and tied tensors that are on disk twice.
 
         Args:
             source: A folder, or the name of a model on the hub.
@@ -246,14 +247,14 @@ class Checkpoint:
         return bool(self._origins[self._stored_name[name]].entries[0].companions)
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """One tensor of the model, with the type that it has on disk.
+        """Read one tensor of the model in the dtype that it has on disk.
 
-        An ordinary tensor comes alone, under the name "". One in bitsandbytes' 4 bits comes as it
-        is packed, with what unpacks it under the names that follow its own on disk: ``absmax``,
-        ``quant_map`` and so on.
+        Returns:
+            The tensor under the name ``""``. For a tensor in bitsandbytes' 4 bits also the parts of
+            its state, under the names that follow its own on disk: ``absmax``, ``quant_map``, ….
 
         Raises:
-            CheckpointError: If there is no such tensor, or its file cannot be read any more.
+            CheckpointError: If there is no such tensor, or its file can no longer be read.
         """
         if name not in self._stored_name:
             raise CheckpointError(
@@ -269,10 +270,10 @@ class Checkpoint:
         return tensors
 
     def _tie(self, names: Sequence[str]) -> None:
-        """Read those of the tied tensors that are not on disk as one that is."""
+        """Let tied names that are not on disk read a tensor that is."""
         stored = [name for name in names if name in self._origins]
         for other in stored[1:]:
-            # One parameter cannot have two contents, and nobody would notice which one is lost.
+            # One parameter cannot have two contents, and the loss of one would go unnoticed.
             if not torch.equal(self.read(stored[0])[""], self.read(other)[""]):
                 raise CheckpointError(
                     f"The config ties {other} to {stored[0]}, and they differ on disk; build the "
@@ -283,9 +284,9 @@ class Checkpoint:
 
 
 class _Conversion:
-    """How transformers makes a model's tensors of those on disk: by renaming, merging, splitting.
+    """The conversion of transformers from tensors on disk to a model's: rename, merge, split.
 
-    Its loading is private to transformers; with a new version, this class is what may break.
+    It uses private functions of transformers, which a new version may change.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -296,10 +297,10 @@ class _Conversion:
         self._rules = [rule for rule in rules if isinstance(rule, WeightConverter)]
 
     def origins(self, entries: Iterable[Entry]) -> dict[str, _Origin]:
-        """What each tensor of the model is made of; what else is on disk is left out.
+        """The origin of each tensor of the model. Other tensors on disk are skipped.
 
         Raises:
-            CheckpointError: If something on disk does not fit the model.
+            CheckpointError: If a tensor on disk does not fit the model.
         """
         found = {}
         for origin in self._collect(entries):
@@ -312,18 +313,18 @@ class _Conversion:
     def _collect(self, entries: Iterable[Entry]) -> list[_Origin]:
         rule_of = {pattern: rule for rule in self._rules for pattern in rule.source_patterns}
         found: dict[str, _Origin] = {}
-        # Experts are merged in the order in which they come.
+        # Experts are merged in the order of their entries.
         for entry in sorted(entries, key=lambda entry: dot_natural_key(entry.key)):
             name, pattern = self._rename(entry.key)
             rule = rule_of[pattern] if pattern else None
             origin = found.setdefault(name, _Origin(name, rule))
-            # Where two ways lead to one name, the first is taken.
+            # If two rules lead to one name, the first one counts.
             if origin.rule is rule:
                 origin.sources.append((entry, pattern or ""))
         return [origin for name, origin in found.items() if name in self.wanted]
 
     def _rename(self, key: str) -> tuple[str, str | None]:
-        """A key's name in the model, and the pattern of the rule that it met."""
+        """A key's name in the model, and the pattern of the rule that it matches."""
         prefix = self._model.base_model_prefix
         name, pattern = rename_source_key(key, self._renamings, self._rules, prefix, self.wanted)
         if name not in self.wanted and key in self.wanted:
@@ -331,10 +332,10 @@ class _Conversion:
         return name, pattern
 
     def convert(self, origin: _Origin, load: Callable[[Entry], Tensor]) -> dict[str, Tensor]:
-        """The tensors of the model that come out of an origin, under their names."""
+        """Convert the tensors of an origin to those of the model, by name."""
         if origin.rule is None:
             return {origin.name: load(origin.entries[0])}
-        # A rule loads its sources when it runs, and lets go of them as it merges.
+        # A rule loads its sources when it runs, and releases each as soon as it is merged.
         rule = deepcopy(origin.rule)
         for entry, pattern in origin.sources:
             rule.add_tensor(origin.name, entry.key, pattern, partial(load, entry))  # type: ignore[arg-type]
@@ -350,7 +351,7 @@ class _Conversion:
 
 
 def _check_fits(name: str, wanted: Tensor, outline: Tensor, origin: _Origin) -> None:
-    """Compare a tensor of the model with what comes from disk, by its header."""
+    """Compare a tensor of the model with the headers of its origin."""
     for entry in origin.entries:
         _check_form(name, wanted, entry, origin)
     if origin.entries[0].companions:
@@ -378,7 +379,7 @@ def _check_form(name: str, wanted: Tensor, entry: Entry, origin: _Origin) -> Non
 
 
 def _check_packed(name: str, wanted: Tensor, entry: Entry) -> None:
-    """Two weights share a byte, in whatever type the bytes are stored."""
+    """Compare the packed bytes: two weights share a byte, in any storage dtype."""
     if not any(suffix.startswith("quant_state.") for suffix in entry.companions):
         raise CheckpointError(
             f"{entry.key} in {entry.file.name} has {some(sorted(entry.companions))} beside it and "
@@ -406,5 +407,5 @@ def _outline(entry: Entry) -> Tensor:
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """The tensor without what it was split from."""
+    """A tensor with a storage of its own, so that the tensor it was split from can be freed."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

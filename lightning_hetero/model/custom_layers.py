@@ -1,16 +1,20 @@
-"""Layers of the user's own as plain data, and layers made from it without calling constructors.
+"""Layers of classes outside transformers as plain data, and layers rebuilt from that data.
 
-What a constructor was called with is not known afterwards, so the tree it made is described: each
-module's class, its plain attributes, the shapes of its tensors, and its children. A module or a
-parameter that stands in two places of a stage is described once and meant twice.
+The arguments of a constructor are not known afterwards, so the tree of modules that it made is
+described: the class of each module, its plain attributes, the shapes of its tensors, and its
+children. A module or parameter that a stage has in two places is described once. Rebuilding runs no
+constructor.
 
-A module's plain attributes as data: written down here, made anew on a worker.
+    Value, write_value, read_value    a plain attribute as data
+    plain_config, read_config         a Hugging Face config as data
+    describe_blocks, build_blocks     the layers of a stage
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +31,9 @@ from transformers import PretrainedConfig
 
 from ..errors import ModelError
 from .allowed_imports import Allowed, ImportPath, find_class, path_of
-from .hf_config import plain_config, read_config
 from .layers import DecoderLayer
 
-# Deeper than any setting, and far from Python's own limit.
+# Deeper than any real setting, and far below Python's recursion limit.
 MOST_DEPTH = 32
 
 _CONTAINERS: dict[type, Any] = {
@@ -54,7 +57,7 @@ class Table(msgspec.Struct, frozen=True, tag="table"):
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
-    """A value by its text: a dtype, or a float that JSON does not have."""
+    """A dtype, or a float that JSON lacks, as text."""
 
     kind: Literal["dtype", "float"]
     text: str
@@ -94,17 +97,23 @@ Value = Union[  # noqa: UP007 - the names are known only later
 
 
 def write_value(value: Any, where: str, paths: set[ImportPath], depth: int = 0) -> Value:
-    """The value as data; what it needs to have imported is added to ``paths``.
+    """Encode an attribute's value.
+
+    Args:
+        value: The value.
+        where: The attribute in words, for errors.
+        paths: Receives the import paths of the functions and classes in the value.
+        depth: How deep the value is nested.
 
     Raises:
-        ModelError: If a worker could not make it anew, with the place given by ``where``.
+        ModelError: If a worker could not rebuild the value.
     """
 
     def write(item: Any) -> Value:
         return write_value(item, where, paths, depth + 1)
 
     if depth > MOST_DEPTH:
-        raise _refusal(where, "is nested without an end", "keep plain values in it")
+        raise _refusal(where, f"is nested deeper than {MOST_DEPTH}", "keep plain values in it")
     if type(value) in _SCALARS and not _is_too_large(value):
         plain: Value = value
         return plain
@@ -122,7 +131,7 @@ def write_value(value: Any, where: str, paths: set[ImportPath], depth: int = 0) 
 def _write_named(
     value: Any, where: str, paths: set[ImportPath], write: Callable[[Any], Value]
 ) -> Value:
-    """What is known by the name of its function or of its class."""
+    """Encode a value that needs an import: a function, a config or an instance of a class."""
 
     def path_to(thing: Any, what: str) -> ImportPath:
         try:
@@ -147,7 +156,7 @@ def _write_named(
 
 
 def _is_record(value: Any) -> bool:
-    """Whether a value is an instance of a dataclass and has nothing but its fields."""
+    """Whether a value is an instance of a dataclass without further attributes."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return False
     return getattr(value, "__dict__", {}).keys() <= {f.name for f in dataclasses.fields(value)}
@@ -181,10 +190,10 @@ def _refusal(where: str, cause: str, remedy: str) -> ModelError:
 
 
 def read_value(value: Value, allowed: Allowed, depth: int = 0) -> Any:
-    """The value that was written down.
+    """Decode a value.
 
     Raises:
-        ModelError: If it is not one that `write_value` writes, or may not be made here.
+        ModelError: If the data is not from `write_value`, or names code that is not allowed here.
     """
 
     def read(item: Value) -> Any:
@@ -213,7 +222,7 @@ def read_value(value: Value, allowed: Allowed, depth: int = 0) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name by which `dtype_named` finds it."""
+    """The name of a dtype, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -221,7 +230,7 @@ def dtype_named(name: str) -> torch.dtype:
     """The dtype of that name.
 
     Raises:
-        ModelError: If torch has none.
+        ModelError: If torch has no such dtype.
     """
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
@@ -233,12 +242,12 @@ def _hashed(make: Callable[[Any], Any], items: list[Any]) -> Any:
     try:
         return make(items)
     except TypeError as error:
-        raise ModelError(f"The recipe has a value that cannot be made: {error}.") from error
+        raise ModelError(f"The recipe has a value that cannot be built: {error}.") from error
 
 
 def _special_float(text: str) -> float:
     if text not in ("inf", "-inf", "nan"):
-        raise ModelError(f"The recipe has a number {text!r}.")
+        raise ModelError(f"The recipe has {text!r} instead of inf, -inf or nan.")
     return float(text)
 
 
@@ -270,7 +279,7 @@ def _record(dataclass: Any, content: dict[str, Any]) -> Any:
 
 
 def _config_class(path: ImportPath, allowed: Allowed) -> Any:
-    """One of transformers, or one that is allowed."""
+    """A config class of transformers, or one that the worker's owner allowed."""
     known = getattr(transformers, path.qualname, None)
     if (
         isinstance(known, type)
@@ -287,15 +296,87 @@ def _fields(found: Any) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(found)
 
 
-# With repetition; a tree of a few shared modules could otherwise unfold without an end.
+# With other names transformers downloads kernels from the hub and runs them; so it does for flash
+# attention if the package is missing.
+ATTENTION_KINDS = ("eager", "sdpa", "flex_attention")
+EXPERTS_KINDS = ("eager", "batched_mm", "grouped_mm")
+
+# These travel apart from the config, or with their layers. A backbone is another model, which
+# transformers would download by its name.
+_NOT_FROM_CONFIG = (
+    "attn_implementation",
+    "backbone",
+    "experts_implementation",
+    "quantization_config",
+)
+
+# The bound on each count in a config (layers, heads, experts): all are built, if only on `meta`.
+MOST_COUNTED = 8192
+
+
+def plain_config(config: PretrainedConfig) -> dict[str, Any]:
+    """A config as in its ``config.json``."""
+    plain: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return plain
+
+
+def experts_kind(config: PretrainedConfig) -> str | None:
+    """The implementation of a mixture's experts; None for the default of transformers."""
+    kind: str | None = config._experts_implementation
+    return None if kind == "grouped_mm" else kind
+
+
+def read_config(
+    config_class: type[PretrainedConfig],
+    plain: dict[str, Any],
+    attention: str,
+    experts: str | None = None,
+) -> PretrainedConfig:
+    """Build a config of a class from data; implementations in the data are ignored.
+
+    Raises:
+        ModelError: If an implementation could download code, or a count is too large.
+    """
+    if attention not in ATTENTION_KINDS:
+        raise ModelError(
+            f"The attention implementation {attention!r} is not allowed on a worker; "
+            f"use one of {', '.join(ATTENTION_KINDS)}."
+        )
+    if experts is not None and experts not in EXPERTS_KINDS:
+        raise ModelError(
+            f"The experts implementation {experts!r} is not allowed on a worker; "
+            f"use one of {', '.join(EXPERTS_KINDS)}."
+        )
+    _check_counts(plain)
+    content = {
+        key: value
+        for key, value in plain.items()
+        if not any(part in key for part in _NOT_FROM_CONFIG)
+    }
+    config: PretrainedConfig = config_class.from_dict(content)
+    config._attn_implementation = attention
+    config._experts_implementation = experts
+    return config
+
+
+def _check_counts(plain: dict[str, Any]) -> None:
+    for key, value in plain.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        is_count = key.startswith("num_") or key.endswith(("_layers", "n_layer", "n_head"))
+        if is_count and isinstance(value, int) and value > MOST_COUNTED:
+            raise ModelError(f"The config's {key} is {value}; at most {MOST_COUNTED} are built.")
+
+
+# Shared modules count each time: a few of them could else unfold into a huge tree.
 MOST_MODULES = 2**16
-# What a message may carry.
+# The most that a message may carry.
 MOST_CHARACTERS = 2**20
 
 BOOKKEEPING = frozenset(vars(nn.Module()))
-# An attribute of one of these names would stand in for what torch does itself.
+# An attribute of one of these names would hide a method or attribute of torch.
 NAMES_OF_TORCH = frozenset(dir(nn.Module)) | BOOKKEEPING
-# Set where transformers checkpoints gradients; a stage recomputes by itself then.
+# Set by gradient checkpointing of transformers; a stage recomputes on its own instead.
 CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
 
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
@@ -303,7 +384,7 @@ Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorNode(msgspec.Struct, frozen=True):
-    """A parameter or a buffer without its content."""
+    """A parameter without its content."""
 
     shape: list[Dimension]
     dtype: str
@@ -311,13 +392,13 @@ class TensorNode(msgspec.Struct, frozen=True):
 
 
 class BufferNode(TensorNode, frozen=True):
-    """A buffer; only a persistent one is part of a checkpoint."""
+    """A buffer without its content; only persistent buffers are part of a checkpoint."""
 
     is_persistent: bool = True
 
 
 class ModuleNode(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A module. Its children are numbers of nodes before it, its parameters numbers of theirs."""
+    """A module. Children are numbers of earlier nodes; parameters are numbers of tensor nodes."""
 
     layer_class: ImportPath
     attributes: dict[str, Value] = {}
@@ -327,13 +408,13 @@ class ModuleNode(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
-    """How to build a stage's layers from their description.
+    """How to build a stage's layers from a description of their modules.
 
     Args:
-        layers: Number of each layer of the stage in the plan, and the number of its node.
+        layers: From the number of each layer in the plan to the number of its node.
         modules: All modules, children before their parents.
         parameters: All parameters.
-        imports: The modules, besides torch's, that define what the layers are made of.
+        imports: The Python modules besides torch's that define the classes and functions.
     """
 
     layers: dict[int, Number]
@@ -358,10 +439,10 @@ class BlocksRecipe(msgspec.Struct, frozen=True, tag="blocks"):
 
 
 def describe_blocks(layers: Sequence[tuple[int, DecoderLayer]]) -> BlocksRecipe:
-    """The recipe for numbered layers of any class.
+    """Write the recipe for numbered layers of any class.
 
     Raises:
-        ModelError: If something in them cannot be described.
+        ModelError: If a module or an attribute cannot be described.
     """
     description = _Description()
     numbers = {number: description.add(layer.module, layer.name) for number, layer in layers}
@@ -438,7 +519,7 @@ class _Description:
 
 
 def _check_is_ordinary(module: nn.Module, name: str) -> None:
-    """Refuse modules whose class or weights torch makes up at run time."""
+    """Refuse modules whose class or weights torch creates at run time."""
     hooks = module._forward_pre_hooks.values()
     if is_parametrized(module) or any(_is_within_torch_utils(hook) for hook in hooks):
         raise ModelError(
@@ -471,14 +552,14 @@ def _buffers(module: nn.Module) -> dict[str, BufferNode | None]:
 
 
 def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
-    """The layers of a recipe on the ``meta`` device, keyed by their numbers.
+    """Build the layers of a recipe on the ``meta`` device, keyed by their numbers.
 
     Raises:
-        ModelError: If the recipe names something that is not allowed or not there, or no tree.
+        ModelError: If the recipe is no tree, or names code that is missing or not allowed.
     """
     _check_is_tree(recipe)
     parameters = [_parameter(node) for node in recipe.parameters]
-    # From the back, so that a refusal names a layer and not a part of it.
+    # From the back, so that an error names a layer rather than a part of it.
     paths = dict.fromkeys(node.layer_class for node in reversed(recipe.modules))
     classes = {path: find_class(allowed, path, nn.Module) for path in paths}
     built: list[nn.Module] = []
@@ -492,19 +573,19 @@ def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
 
 
 def _check_is_tree(recipe: BlocksRecipe) -> None:
-    """Bound the tree before anything walks it."""
+    """Check the size and depth of the tree before other code walks it."""
     sizes: list[int] = []
     depths: list[int] = []
     for number, node in enumerate(recipe.modules):
         children = list(_present(node.children))
         if any(child >= number for child in children):
-            raise ModelError(f"The recipe's module {number} is not behind its children.")
+            raise ModelError(f"The recipe's module {number} does not come after its children.")
         sizes.append(1 + sum(sizes[child] for child in children))
         depths.append(1 + max((depths[child] for child in children), default=0))
         if any(index >= len(recipe.parameters) for index in _present(node.parameters)):
-            raise ModelError(f"The recipe's module {number} has a parameter that is not there.")
+            raise ModelError(f"The recipe's module {number} has a parameter that is missing.")
     if any(index >= len(sizes) for index in recipe.layers.values()):
-        raise ModelError("The recipe has a layer whose module is not there.")
+        raise ModelError("The recipe has a layer whose module is missing.")
     if max(depths, default=0) > MOST_DEPTH + 1:
         raise ModelError(f"The recipe's modules are nested deeper than {MOST_DEPTH}.")
     num_modules = sum(sizes[index] for index in recipe.layers.values())
@@ -517,7 +598,7 @@ def _present(numbers: Mapping[str, int | None]) -> Iterator[int]:
 
 
 def _blank(layer_class: type[nn.Module], attributes: Mapping[str, Any]) -> nn.Module:
-    """A module without tensors; of its class's own code nothing is run."""
+    """A module without tensors, made without running its class's own code."""
     module = object.__new__(layer_class)
     nn.Module.__init__(module)
     vars(module).update(attributes)
@@ -541,7 +622,7 @@ def _furnish(
 
 
 def _check_names(node: ModuleNode) -> None:
-    """Refuse names that would stand in for what torch or Python does, or for each other."""
+    """Refuse names that would hide attributes of torch or Python, or each other."""
     names = [*node.attributes, *node.parameters, *node.buffers, *node.children]
     for name in names:
         is_dunder = name.startswith("__") and name.endswith("__")

@@ -1,13 +1,13 @@
-"""4-bit weights of bitsandbytes: told apart, taken to pieces for the wire, put together elsewhere.
+"""4-bit weights of bitsandbytes: describe them, split them for the wire, rebuild them elsewhere.
 
-A 4-bit tensor is packed bytes and a state: the scales of its blocks, its code book and their like.
-Two places hold one: the weight of a `Linear4bit`, and a parameter behind a parametrization, which
-is how the experts of a mixture are quantised:
+A tensor in 4 bits is packed bytes and a state: the scales of its blocks, its code book and more.
+bitsandbytes keeps one in two places: as the weight of a `Linear4bit`, and as a parameter behind a
+parametrization, for the experts of a mixture:
 
     q_proj                                weight      state in weight.quant_state
     experts.parametrizations.down_proj    original    state in that module's own [0].quant_state
 
-What a tensor in 4 bits is made of: its description, its packed bytes and their state.
+`FourBit` describes such a tensor without its content; `State` is its state in parts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from torch.nn.utils import parametrize
 
 from ..errors import ModelError
 from ..optional import bitsandbytes
+from .override import ForwardOverride
 
-# The pieces of a state by the names that they have in a checkpoint, behind the tensor's own.
+# The parts of a state; in a checkpoint their names follow the tensor's own.
 State = dict[str, Tensor]
 
-# Those that the library's kernels know.
+# The block sizes that the library's kernels support.
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -37,11 +38,12 @@ class FourBit:
     """How one tensor is stored in 4 bits, as plain data.
 
     Args:
-        shape: What it stands for; ``[out_features, in_features]`` for a linear layer.
+        shape: The shape of the unpacked tensor; ``[out_features, in_features]`` in a linear layer.
         quant_type: The code book.
-        compress_statistics: Whether the blocks' scales are quantised themselves.
-        storage: dtype of the packed bytes.
-        compute_dtype: dtype in which a linear layer multiplies; None is decided by its first input.
+        compress_statistics: Whether the scales of the blocks are quantised too.
+        storage: The dtype of the packed bytes.
+        compute_dtype: The dtype in which a linear layer multiplies; None for that of its first
+            input.
         has_bias: Whether the linear layer has a bias.
     """
 
@@ -54,14 +56,16 @@ class FourBit:
 
     @property
     def packed_shape(self) -> list[int]:
-        """Shape of the packed bytes, two numbers to a byte."""
+        """Shape of the packed bytes, two values to a byte."""
         num_bytes = (torch.Size(self.shape).numel() + 1) // 2
         return [num_bytes // getattr(torch, self.storage).itemsize, 1]
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the packed numbers and of the state beside them, in blocks of 64 and, where the
-        scales are quantised themselves, of 256."""
+        """Bytes of the packed values and of the state, with a scale for each 64 values.
+
+        Scales that are quantised too have a scale for each 256 of them.
+        """
         num_elements = torch.Size(self.shape).numel()
         num_scales = -(-num_elements // 64)
         state_bytes = 16 * 4 + num_scales * (1 if self.compress_statistics else 4)
@@ -71,15 +75,15 @@ class FourBit:
 
 
 def read_state(state: State, packed: Tensor, described: FourBit) -> Any:
-    """The library's own form of a state; None for none.
+    """Rebuild the library's form of a state; None for an empty one.
 
     Raises:
-        ModelError: If it does not fit; the library's kernels would read beyond its end.
+        ModelError: If the state does not fit: the library's kernels would read beyond its end.
     """
     if not state:
         return None
     try:
-        # A copy, since reading takes entries out.
+        # A copy, since `from_dict` removes entries.
         read = bitsandbytes().functional.QuantState.from_dict(dict(state), device=packed.device)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(
@@ -90,7 +94,7 @@ def read_state(state: State, packed: Tensor, described: FourBit) -> Any:
 
 
 def _check_state(state: Any, packed: Tensor, described: FourBit) -> None:
-    """Refuse a state of other lengths than its tensor needs."""
+    """Refuse a state whose parts have other lengths than the tensor needs."""
     found, wanted = _lengths(state), _lengths_wanted(state, described)
     found["packed bytes"] = [str(packed.dtype), list(packed.shape)]
     wanted["packed bytes"] = [f"torch.{described.storage}", described.packed_shape]
@@ -152,7 +156,7 @@ def is_four_bit(owner: nn.Module, leaf: str) -> bool:
 
 
 def state_of(owner: nn.Module, leaf: str) -> State:
-    """The state of a 4-bit parameter; empty for an ordinary one and for one without content."""
+    """The state of a 4-bit parameter; empty for other parameters, and without content."""
     if not is_four_bit(owner, leaf):
         return {}
     holder: Any = owner.weight if _is_linear(owner) else owner[0]  # type: ignore[index]
@@ -161,12 +165,12 @@ def state_of(owner: nn.Module, leaf: str) -> State:
 
 
 def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.Parameter:
-    """A parameter to put in the place of a 4-bit one; its state is given to the owner.
+    """Make a parameter that can replace a 4-bit one, and set the state on the owner.
 
-    Without a state the parameter is one without content.
+    An empty state belongs to a parameter without content.
 
     Raises:
-        ModelError: If the state does not fit; the library's kernels would read beyond its end.
+        ModelError: If the state does not fit: the library's kernels would read beyond its end.
     """
     if not _is_linear(owner):
         described = _describe_parametrization(owner)
@@ -191,7 +195,7 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
 
 
 def quantize(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, State]:
-    """Pack a tensor as the 4-bit parameter in whose place it comes, where the tensor is."""
+    """Pack a tensor with the settings of the 4-bit parameter that it will fill, on its device."""
     functional = bitsandbytes().functional
     settings: Any = owner.weight if _is_linear(owner) else owner[0].four_bit  # type: ignore[index]
     packed, state = functional.quantize_4bit(
@@ -211,10 +215,10 @@ def describe_parameter(owner: nn.Module, leaf: str) -> FourBit:
 
 
 def describe_four_bit(module: nn.Module) -> dict[str, FourBit]:
-    """Every 4-bit tensor inside a module: by the path of its linear layer, or by its own.
+    """Every 4-bit tensor inside a module, by the path of its linear layer or of the parameter.
 
     Raises:
-        ModelError: If a layer is quantised in another way.
+        ModelError: If a layer is quantised to 8 bits.
     """
     found = {}
     for path, owner in module.named_modules():
@@ -226,14 +230,14 @@ def describe_four_bit(module: nn.Module) -> dict[str, FourBit]:
                 "with load_in_4bit=True, or without quantisation."
             )
         elif _is_parametrization(owner):
-            # Without the step in between: `experts.parametrizations.down_proj`.
+            # `experts.parametrizations.down_proj` is described as `experts.down_proj`.
             *experts, _, name = path.split(".")
             found[".".join([*experts, name])] = _describe_parametrization(owner)
     return found
 
 
 def apply_four_bit(model: nn.Module, described: Mapping[str, FourBit]) -> None:
-    """Make these linear layers and parameters of a model on ``meta`` 4-bit ones, without content.
+    """Turn linear layers and parameters of a model on ``meta`` into 4-bit ones without content.
 
     Raises:
         ModelError: If bitsandbytes is missing, or the model has no such layer.
@@ -252,12 +256,12 @@ def apply_four_bit(model: nn.Module, described: Mapping[str, FourBit]) -> None:
 
 
 def is_cache_hook(hook: object) -> bool:
-    """Whether a hook on a module is bitsandbytes' own, for the experts that it quantises."""
+    """Whether bitsandbytes put a hook on a module, as it does for quantised experts."""
     return getattr(hook, "__module__", "") == "bitsandbytes.nn.parametrize"
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Give 4-bit linear layers on ``meta`` the packed shape that their weights will have."""
+    """Give the weights of 4-bit linear layers on ``meta`` their packed shape."""
     for module in model.modules():
         if _is_linear(module):
             packed = _empty(_describe_linear(module))
@@ -266,7 +270,7 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def multiply_in(root: nn.Module, dtype: torch.dtype) -> None:
-    """Let 4-bit linear layers multiply in this dtype, whatever they were built for."""
+    """Let 4-bit linear layers multiply in a dtype of the stage's choice."""
     for module in root.modules():
         if _is_linear(module):
             module.compute_dtype = dtype  # type: ignore[assignment]
@@ -276,8 +280,8 @@ def multiply_in(root: nn.Module, dtype: torch.dtype) -> None:
 def keep_layout(root: nn.Module) -> None:
     """Keep bitsandbytes from repacking weights on CPUs with AVX512-BF16.
 
-    Its first evaluation there changes a weight in place, with loss, to a layout that has no
-    gradient: training after a validation would silently miss a part of its gradients.
+    There the first evaluation changes a weight in place, with loss, to a layout that has no
+    gradient: training after a validation would silently lose a part of the gradients.
     """
     for module in root.modules():
         if not _is_linear(module):
@@ -290,9 +294,9 @@ def keep_layout(root: nn.Module) -> None:
 
 @contextmanager
 def accepting_states(root: nn.Module) -> Iterator[None]:
-    """Inside, ``load_state_dict`` takes the states that ``state_dict`` has written.
+    """Let ``load_state_dict`` read the states of 4-bit tensors within the block.
 
-    bitsandbytes writes them, and when they come back they are unexpected keys.
+    bitsandbytes writes them into state dicts, but treats them as unexpected keys when it loads.
     """
     hooks = [
         module.register_load_state_dict_pre_hook(_take_states)
@@ -308,9 +312,9 @@ def accepting_states(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unpacked_on_meta(model: nn.Module) -> Iterator[None]:
-    """Inside, the weights of 4-bit linear layers without content have the shape they stand for.
+    """Give the weights of 4-bit linear layers on ``meta`` their unpacked shape within the block.
 
-    Some adapters measure a weight when they are made.
+    Some adapters read the shape of a weight when they are created.
     """
     packed = [(module, module.weight) for module in model.modules() if _is_linear(module)]
     for linear, weight in packed:
@@ -328,23 +332,19 @@ def unpacked_on_meta(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def shapes_only(layer: nn.Module) -> Iterator[None]:
-    """Inside, 4-bit linear layers without content answer with a tensor of the right shape."""
-    linears = [module for module in layer.modules() if _is_linear(module)]
-    for linear in linears:
-        linear.forward = _ShapesOnly(linear)
+    """Let 4-bit linear layers on ``meta`` return tensors of the right shape within the block."""
+    overrides = [_ShapesOnly(module).put_on() for module in layer.modules() if _is_linear(module)]
     try:
         yield
     finally:
-        for linear in linears:
-            del linear.forward
+        for override in overrides:
+            override.take_off()
 
 
-class _ShapesOnly:
-    def __init__(self, linear: nn.Module) -> None:
-        self._out_features: Any = linear.out_features
-
+class _ShapesOnly(ForwardOverride):
     def __call__(self, hidden: Tensor) -> Tensor:
-        return hidden.new_empty((*hidden.shape[:-1], self._out_features))
+        out_features: Any = self.module.out_features
+        return hidden.new_empty((*hidden.shape[:-1], out_features))
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -422,9 +422,9 @@ def _parametrize(owner: nn.Module, name: str, four_bit: FourBit) -> None:
 
 
 def _unpacked_layout(weight: Tensor, state: Any) -> Tensor:
-    """A repacked weight in its ordinary layout; its state is changed in place."""
+    """Convert a repacked weight to the ordinary layout; its state is changed in place."""
     functional = bitsandbytes().functional
-    # The library's own way back forgets the scales that are not quantised themselves.
+    # The library's own conversion loses scales that are not quantised.
     scales = state.absmax.T.reshape(-1).float()
     unpacked: Tensor = functional._convert_weight_packed_for_cpu_inverse(weight, state)[0]
     state.absmax = scales

@@ -3,10 +3,10 @@
     layer 3       h + attention(norm(h))   │   h + mlp(norm(h))
     as halves     6                        │   7
 
-A half is a layer of the same class that shares the children of the whole one, but for those of the
-other half: they are absent, and give zeros. What is added to the hidden states is then the half's
-own. Where a class can be cut is found by calling its ``forward`` with stand-ins for its children:
-the two halves, one after the other, must give the bits of the whole layer.
+A half is a layer of the same class with the children of the whole layer. The children of the other
+half are absent: they return zeros, so that they add nothing to the hidden states. To find the cut,
+``forward`` is called with stand-ins for the children: the two halves in a row must give the bits of
+the whole layer.
 """
 
 from __future__ import annotations
@@ -25,30 +25,35 @@ from .attributes import own_attributes
 from .captured_outputs import has_hooks
 from .layer_call import take_hidden, without_cache
 from .layers import DecoderLayer, identity_of
+from .override import ForwardOverride, overrides_of
 
-# What a layer and each of its halves have for themselves while they are cut or away.
+# Attributes that a layer and its halves do not share while they are cut or away.
 _OF_EACH = frozenset({"_apply", "forward"})
 
 AbsentChildren = Mapping[str, bool]
-"""The children of the other half, and whether each returns a tuple, as attention mostly does."""
+"""The names of absent children, and whether each returns a tuple, as attention mostly does."""
 
 
 class Absent(nn.Module):
-    """Stands for a child of the other half: nothing is added to the hidden states."""
+    """Stands for a child of the other half: it adds nothing to the hidden states."""
 
     def __init__(self, in_tuple: bool) -> None:
         super().__init__()
         self.in_tuple = in_tuple
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
-        # Not plus zero: that would turn the other zero's sign. Without dimensions it costs little.
+        # Minus zero: plus zero would change the sign of a minus zero. A scalar costs little.
         zero = _hidden(args, kwargs).new_full((), -0.0)
         return (zero, None) if self.in_tuple else zero
 
 
 def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
-    """Two halves in the place of each layer, which calls them until `join_layers`. A layer that is
-    still cut keeps its halves.
+    """Cut each layer in two; the layer calls its halves until `join_layers`.
+
+    A layer that is still cut keeps its halves.
+
+    Returns:
+        The halves of all layers, in order.
 
     Raises:
         ModelError: If a layer cannot be cut.
@@ -64,13 +69,13 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
         if cut is None:
             raise ModelError(
                 f"{layer.name} ({type(module).__name__}) cannot be cut behind its attention: two "
-                "halves, one after the other, would not be the layer, or it cannot be told whether "
-                "they would. Leave out `cut_layers`."
+                "halves in a row would not compute the same as the layer, or this cannot be "
+                "checked. Leave out `cut_layers`."
             )
         found.append([half_of(module, absent) for absent in cut])
         _check_nothing_is_shared(layer, found[-1])
     for layer, halves in zip(layers, found, strict=True):
-        layer.module.forward = _InHalves(layer.module, halves)
+        _InHalves(layer.module, halves).put_on()
     return [
         DecoderLayer(layer.name, half)
         for layer, halves in zip(layers, found, strict=True)
@@ -79,70 +84,69 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
 
 
 def join_layers(root: nn.Module) -> None:
-    """Make whole again what `cut_layers` has cut, but for what has not come back from a worker,
-    which goes on to say so when it is called."""
+    """Undo `cut_layers`. Layers whose worker was lost stay cut and raise when called."""
     for module in root.modules():
-        halves = halves_of(module)
-        if halves is not None and not any("forward" in vars(half) for half in halves):
-            del module.forward
+        cut = _cut_of(module)
+        if cut is not None and not any(any(overrides_of(half)) for half in cut.halves):
+            cut.take_off()
 
 
 def half_of(layer: nn.Module, absent: AbsentChildren) -> nn.Module:
-    """The layer without these children.
+    """A layer of the same class without some of the children.
 
     Raises:
-        ModelError: If it has no such children.
+        ModelError: If the layer has no such children.
     """
     unknown = sorted(absent.keys() - layer._modules.keys())
     if unknown:
-        raise ModelError(f"A {type(layer).__name__} has no children {unknown} to be without.")
+        raise ModelError(f"A {type(layer).__name__} has no children {unknown} to leave out.")
     return _with(layer, {name: Absent(in_tuple) for name, in_tuple in absent.items()})
 
 
 def absent_in(layer: nn.Module) -> dict[str, bool]:
-    """What a half is without; nothing in a whole layer."""
+    """The absent children of a half; empty for a whole layer."""
     children = layer.named_children()
     return {name: child.in_tuple for name, child in children if isinstance(child, Absent)}
 
 
 def is_second_half(layer: nn.Module) -> bool:
-    """Whether the attention is absent."""
+    """Whether a layer is a half without attention."""
     return any(_is_attention(name) for name in absent_in(layer))
 
 
 def in_tree(layer: nn.Module) -> list[nn.Module]:
-    """The modules of the user's own that a layer stands for: itself, or the children of a half."""
+    """The modules of the user's tree that a layer stands for: itself, or the children of a half."""
     if not absent_in(layer):
         return [layer]
     return [child for child in layer.children() if not isinstance(child, Absent)]
 
 
-class _InHalves:
+class _InHalves(ForwardOverride):
     """A layer's ``forward`` that calls its halves."""
 
     def __init__(self, layer: nn.Module, halves: Sequence[nn.Module]) -> None:
-        self._layer = layer
+        super().__init__(layer)
         self.halves = halves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden, args, kwargs = take_hidden(0, args, kwargs)
         first, second = self.halves
-        first.training = second.training = self._layer.training
+        first.training = second.training = self.module.training
         for half in self.halves:
-            _follow(half, self._layer)
+            _follow(half, self.module)
         result = first(hidden, *args, **kwargs)
-        # What is in a cache is the attention's.
+        # Only the attention uses the cache.
         args, kwargs = without_cache(args, kwargs)
         if not isinstance(result, tuple):
             return second(result, *args, **kwargs)
         hidden, *others = second(result[0], *args, **kwargs)
-        # Attentions are the first half's, router logits the second one's.
+        # The first half returns attentions, the second one router logits.
         pairs = zip(result[1:], others, strict=True)
         return (hidden, *(other if mine is None else mine for mine, other in pairs))
 
 
 def _follow(half: nn.Module, layer: nn.Module) -> None:
-    """Give a half the plain attributes that its layer has by now."""
+    """Copy the current plain attributes of a layer to one of its halves."""
     wanted, own = own_attributes(layer), own_attributes(half)
     for name in (wanted.keys() | own.keys()) - _OF_EACH:
         if name not in wanted:
@@ -152,13 +156,17 @@ def _follow(half: nn.Module, layer: nn.Module) -> None:
 
 
 def halves_of(layer: nn.Module) -> Sequence[nn.Module] | None:
-    """Those of a layer that is cut."""
-    forward = vars(layer).get("forward")
-    return forward.halves if isinstance(forward, _InHalves) else None
+    """The halves of a layer that is cut; None for a whole layer."""
+    cut = _cut_of(layer)
+    return None if cut is None else cut.halves
+
+
+def _cut_of(layer: nn.Module) -> _InHalves | None:
+    return next((each for each in overrides_of(layer) if isinstance(each, _InHalves)), None)
 
 
 class _StandIn(nn.Module):
-    """Computes something in a child's place, and notes that it was called."""
+    """Computes a known function in the place of a child, and notes that it was called."""
 
     def __init__(self, name: str, number: int, in_tuple: bool, called: list[str]) -> None:
         super().__init__()
@@ -177,30 +185,30 @@ def _check_can_be_cut(layer: DecoderLayer) -> None:
     module, name = layer.module, f"{layer.name} ({type(layer.module).__name__})"
     if type(module).__module__.partition(".")[0] != transformers.__name__:
         raise ModelError(
-            f"{name} is none of transformers' layers, and `cut_layers` is for those; put two "
+            f"{name} is not a layer of transformers, and `cut_layers` can only cut those. Put two "
             "modules in its place in the list of layers."
         )
     if "forward" in vars(module):
         raise ModelError(
-            f"{name} has a `forward` of its own over that of its class: a patch, which halves "
-            "would do without, or it has not come back from a worker that was lost in a run before."
-            " Leave out `cut_layers`, or build the module anew and continue with `ckpt_path`."
+            f"{name} has a `forward` of its own that hides that of its class. Either it is "
+            "patched, and halves would ignore the patch; or its worker was lost in an earlier run. "
+            "Leave out `cut_layers`, or build the module anew and continue with `ckpt_path`."
         )
     if has_hooks(module):
         raise ModelError(
-            f"{name} has a hook, which would see hidden states that are computed elsewhere; remove "
-            "it, or leave out `cut_layers`."
+            f"{name} has a hook, which would see hidden states that are computed elsewhere. Remove "
+            "the hook, or leave out `cut_layers`."
         )
     if getattr(module, "gradient_checkpointing", False):
         raise ModelError(
-            f"{name} has gradient checkpointing on, which knows nothing of halves; switch it off, "
-            "and let the plan say `recompute: true`."
+            f"{name} has gradient checkpointing on, which does not know halves. Switch it off, "
+            "and write `recompute: true` into the plan."
         )
     if module._parameters or module._buffers:
         own = next(iter({**module._parameters, **module._buffers}))
         raise ModelError(
-            f"{name} has a tensor of its own, {own!r}, which is neither the attention's nor "
-            "behind it. Leave out `cut_layers`."
+            f"{name} has a tensor of its own, {own!r}, which belongs to neither half. Leave out "
+            "`cut_layers`."
         )
 
 
@@ -216,7 +224,7 @@ def _check_nothing_is_shared(layer: DecoderLayer, halves: Sequence[nn.Module]) -
 
 
 def _find_cut(layer: nn.Module) -> tuple[AbsentChildren, AbsentChildren] | None:
-    """What the first half and the second one are without."""
+    """The absent children of the first half and of the second one; None if there is no cut."""
     for in_tuple in (True, False):
         called: list[str] = []
         stand_ins = {
@@ -239,8 +247,10 @@ def _find_cut(layer: nn.Module) -> tuple[AbsentChildren, AbsentChildren] | None:
 
 
 def _leaves_out_some(layer: nn.Module, called: Sequence[str]) -> bool:
-    """Whether a child with weights was not called, but for attention to an encoder, so that more
-    may happen in the layer than was tried."""
+    """Whether a child with weights was not called, so that the trial missed a part of the layer.
+
+    Attention to an encoder does not count.
+    """
     return any(
         name not in called and "cross" not in name and any(True for _ in child.parameters())
         for name, child in layer.named_children()
@@ -248,23 +258,23 @@ def _leaves_out_some(layer: nn.Module, called: Sequence[str]) -> bool:
 
 
 def _try(*layers: nn.Module) -> Tensor | None:
-    """Hidden states behind layers whose children are stand-ins; None where they do not work."""
+    """Run layers whose children are stand-ins, one after the other; None if one of them raises."""
     for layer in layers:
-        layer.training = False  # nothing is dropped at random
-    # Five samples, since two could be taken for a tuple of two.
+        layer.training = False  # no dropout
+    # Five samples: a tensor of two could be unpacked like a tuple of two.
     hidden = torch.linspace(-1, 1, 5 * 3 * 4, dtype=torch.float64).view(5, 3, 4)
     with torch.no_grad():
         for layer in layers:
             try:
                 result = type(layer).forward(layer, hidden, **_required(type(layer)))
-            except Exception:  # whatever a class does not find in a stand-in
+            except Exception:  # a stand-in lacks the attributes of a real child
                 return None
             hidden = result[0] if isinstance(result, tuple) else result
     return hidden
 
 
 def _required(layer_class: type[nn.Module]) -> dict[str, None]:
-    """None for what its forward cannot be called without, besides the hidden states."""
+    """None for each required argument of the forward besides the hidden states."""
     _self, _hidden_states, *others = inspect.signature(layer_class.forward).parameters.values()
     named = (each for each in others if each.kind is not inspect.Parameter.VAR_POSITIONAL)
     return {each.name: None for each in named if _must_be_given(each)}
@@ -276,7 +286,7 @@ def _must_be_given(parameter: inspect.Parameter) -> bool:
 
 
 def _with(layer: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """A layer of the same class and attributes with others among its children, and no hooks."""
+    """A layer of the same class and attributes with some children replaced, without hooks."""
     made = type(layer).__new__(type(layer))
     vars(made).update(vars(layer) | copy.deepcopy(vars(nn.Module())))
     vars(made)["_modules"] = {**layer._modules, **children}
@@ -287,12 +297,12 @@ def _with(layer: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _is_attention(name: str) -> bool:
-    """Whether a child of that name mixes positions; norms and dropouts are named after it."""
+    """Whether a child of that name is attention, and not a norm or dropout named after it."""
     is_about = "attn" in name or "attention" in name
     return is_about and not any(word in name for word in ("norm", "dropout", "ln_"))
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden states that a child is called with."""
+    """The hidden states among the arguments of a child."""
     hidden, _, _ = take_hidden(0, args, dict(kwargs))
     return hidden

@@ -3,24 +3,24 @@
     hidden ─▶ layer 4 ─▶ away ─▶ layer 5 ─▶ away ─▶ layer 6 ─▶ hidden
               record             record             record, then exchange(hidden, [calls 4 to 6])
 
-With the input embedding (`embedding.py`) the run begins with token ids in place of hidden states.
+A hollow layer is the same object as before, with the same class, name and attributes; its
+parameters are ``meta`` tensors and its ``forward`` records how the model called it. The last layer
+of the run exchanges the hidden states for those that come back; the other layers return
+placeholders (`placeholders.py`). With the input embedding in the run, it starts from token ids.
 
-A hollow layer is the very same object as before, with the same class, name and attributes; its
-parameters are ``meta`` tensors and its ``forward`` records how the model called it. The last one
-of the run exchanges the hidden states for those that come back; what the others return stands for
-hidden states that are not here (`states_away.py`). Nothing here knows who computes.
+State dicts get their content from where the tensors are:
 
-What state dicts say of hollow layers: they are filled from where the tensors are.
+    state_dict ─▶ layer 4 puts in meta tensors ─▶ fetch all of layer 4 ─▶ real tensors
+                                                  (a half: of each of its children)
+    load_state_dict ─▶ content meant for a meta tensor ─▶ store
 
-state_dict ─▶ layer 4, its keys with meta tensors ─▶ fetch all of layer 4 ─▶ real tensors
-                                                           (a half: of each of its children)
-load_state_dict ─▶ what would be copied into a meta tensor ─▶ store
+Nothing here knows which process computes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -36,7 +36,7 @@ from .half_layers import absent_in, halves_of, in_tree, is_second_half
 from .kv_cache import HollowCaches
 from .layer_call import LayerCall, expected_tuple_length, result_on_meta, take_hidden
 from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer, embedded_on_meta, look_past_meta
-from .override import stand_in
+from .override import ForwardOverride, MethodOverride, has_own_forward, overrides_of
 from .placeholders import (
     Assumptions,
     Form,
@@ -52,6 +52,7 @@ from .tensors import (
     flatten,
     keys_of,
     leave_out,
+    locate,
     named_tensors,
     places,
     set_tensor,
@@ -62,13 +63,13 @@ from .tensors import (
 
 
 class RemoteTensors(Protocol):
-    """Where a hollow layer's weights are. Names are those of `tensors.py`."""
+    """Access to the weights of hollow layers, under the names of `tensors.py`."""
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Bring the content of tensors here, with the state of those stored in 4 bits."""
+        """Read tensors, and the quantization state of those in 4 bits."""
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the content of tensors there."""
+        """Overwrite tensors."""
 
 
 class HollowStateDicts:
@@ -76,11 +77,11 @@ class HollowStateDicts:
 
     Args:
         layers: The layers by their numbers.
-        remote: Where their tensors are.
+        remote: Access to their tensors.
 
     Attributes:
-        remote: As given.
-        left_out: What state dicts lack; it is not fetched then.
+        remote: Access to the layers' tensors.
+        left_out: Tensors that state dicts leave out, and that are not fetched.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], remote: RemoteTensors) -> None:
@@ -90,7 +91,7 @@ class HollowStateDicts:
         self.left_out: set[Tensor] = set()
 
     def attach(self) -> None:
-        """Begin; the layers are empty from now on."""
+        """Install the hooks; the layers must be empty."""
         for number, layer in self._layers.items():
             outermost = in_tree(layer)
             for path, module in layer.named_modules():
@@ -102,7 +103,7 @@ class HollowStateDicts:
                 ]
 
     def detach(self) -> None:
-        """End; the layers have their content again."""
+        """Remove the hooks; the layers must have their content again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -117,9 +118,9 @@ class HollowStateDicts:
         prefix: str,
         _metadata: Any,
     ) -> None:
-        """Put real tensors where ``state_dict`` found ``meta`` ones: a layer's with one request."""
+        """Replace the ``meta`` tensors in a state dict, with one request per layer."""
         if not is_outermost and _has_entered_parent(state, prefix, path):
-            return  # which asks for all that it has
+            return  # the parent's hook fetches these tensors too
         if self.left_out:
             leave_out(state, keys_of(self.left_out, module, prefix), prefix)
         names = _names_by_key(module, prefix, state, _name(number, path))
@@ -127,7 +128,7 @@ class HollowStateDicts:
             return
         found = self.remote.fetch(list(dict.fromkeys(names.values())))
         for key in [key for key in state if key.startswith(prefix)]:
-            # Taken out and put in again, so that what belongs to a tensor comes right behind it.
+            # Each key is removed and added again, so that a tensor's quantization state follows it.
             content = state.pop(key)
             if key in names:
                 content, parts = found[names[key]], state_in(found, names[key])
@@ -144,7 +145,7 @@ class HollowStateDicts:
         metadata: dict[str, Any],
         *_rest: Any,
     ) -> None:
-        """Send what ``load_state_dict`` would copy into a module's ``meta`` tensors."""
+        """Store what ``load_state_dict`` would copy into a module's ``meta`` tensors."""
         if metadata.get("assign_to_params_buffers"):
             raise ModelError(
                 f"{prefix.rstrip('.')} lives on a worker, and load_state_dict(assign=True) would "
@@ -154,12 +155,12 @@ class HollowStateDicts:
         for leaf, place in places(module).items():
             tensor, content = tensor_at(module, leaf), state.get(prefix + place)
             if content is not None and not content.is_meta and content.shape == tensor.shape:
-                # What belongs to a tensor in 4 bits goes with it; torch knows no place for it.
+                # The state of a tensor in 4 bits is sent too; torch would call it unexpected.
                 parts = state_in(state, prefix + place)
                 for part in parts:
                     del state[f"{prefix}{place}.{part}"]
                 sent.update(flatten(name + leaf, content.to(tensor.dtype), parts))
-                # A meta tensor in its place: torch checks the shape and copies nothing.
+                # torch then checks the shape of this meta tensor and copies nothing.
                 del state[prefix + place]
                 state[prefix + leaf] = torch.empty_like(content, device="meta")
         if sent:
@@ -167,14 +168,14 @@ class HollowStateDicts:
 
 
 def _name(number: int, path: str) -> str:
-    """What comes before the names of a module's own tensors."""
+    """The prefix of the names of a module's own tensors."""
     return f"{number}.{path}." if path else f"{number}."
 
 
 def _has_entered_parent(state: dict[str, Any], prefix: str, path: str) -> bool:
-    """Whether this call of ``state_dict`` came to a module through the one that it is in.
+    """Whether this call of ``state_dict`` reached a module through its parent.
 
-    torch notes every module that it enters before it enters those inside.
+    torch notes every module in the metadata before it enters the module's children.
     """
     own = f"{path.rpartition('.')[2]}."
     parent = prefix.removesuffix(own)
@@ -184,9 +185,9 @@ def _has_entered_parent(state: dict[str, Any], prefix: str, path: str) -> bool:
 def _names_by_key(
     module: nn.Module, prefix: str, state: dict[str, Any], start: str
 ) -> dict[str, str]:
-    """The names of those tensors of a module that a state dict has without content.
+    """The names of a module's tensors that are on ``meta`` in a state dict.
 
-    A tensor that the module has twice is asked for once.
+    A tensor that the module has under two keys gets one name.
     """
     names: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -197,7 +198,7 @@ def _names_by_key(
     return names
 
 
-# Hidden states, recorded calls and the kinds of outputs to collect, to hidden states and outputs.
+# From hidden states, recorded calls and kinds of outputs to hidden states and collected outputs.
 Exchange = Callable[
     [Tensor, list[LayerCall], list[str]], tuple[Tensor, Iterable[tuple[str, Tensor]]]
 ]
@@ -207,13 +208,14 @@ class HollowLayers:
     """A run of consecutive hollow layers.
 
     Args:
-        layers: The layers with their numbers, in order; the embedding's is `EMBEDDING_LAYER`.
-        exchange: Gets the hidden states, the recorded calls and the kinds of outputs that the
+        layers: The layers by their numbers, in order; the embedding's is `EMBEDDING_LAYER`.
+        exchange: Takes the hidden states, the recorded calls and the kinds of outputs that the
             model collects; returns the hidden states behind the last layer, and those outputs.
-        remote: Where the weights are; asked by ``state_dict`` and ``load_state_dict``.
+        remote: Access to the weights for ``state_dict`` and ``load_state_dict``.
 
     Attributes:
-        state_dicts: What state dicts say of the layers.
+        caches: The key-value caches of forwards through these layers.
+        state_dicts: Fills and stores the state dicts of these layers.
     """
 
     def __init__(
@@ -229,6 +231,7 @@ class HollowLayers:
         self._first_with_cache = min({*with_cache} - {EMBEDDING_LAYER}, default=0)
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._modules, remote)
+        self._held: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
         self._records = threading.local()
         self._silenced: list[SilencedHooks] = []
         self._switches: dict[int, AdapterSwitches] = {}
@@ -236,7 +239,7 @@ class HollowLayers:
         self._tuple_lengths: dict[Hashable, int] = {}
 
     def hollow(self) -> None:
-        """Empty the layers and divert their calls.
+        """Empty the layers and override their forwards.
 
         Raises:
             ModelError: If a forward hook on a layer would never fire.
@@ -246,17 +249,17 @@ class HollowLayers:
             look_past_meta()
         empty_tensors(self._modules)
         mark_as_away(tensor for _, tensor in named_tensors(self._modules))
+        self._held = list(self._parameters_and_buffers())
         self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
         self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}
         self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
         for number, layer in self._modules.items():
-            layer.forward = _HollowForward(self, number)
-            # `.to()`, `.cpu()` and `.float()` of the tree pass a hollow layer by: it is elsewhere.
+            _HollowForward(layer, self, number).put_on()
             hold_in_place(layer)
         self.state_dicts.attach()
 
     def check(self) -> None:
-        """Refuse layers that cannot be hollow, before anything has changed.
+        """Refuse layers that cannot be hollow. Nothing has changed then.
 
         Raises:
             ModelError: With the reason and the remedy.
@@ -270,7 +273,7 @@ class HollowLayers:
             _check_no_own_forward(decoder_layer)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make the layers ordinary again, with this content for their tensors."""
+        """Make the layers ordinary again and fill their tensors."""
         for name, _ in list(named_tensors(self._modules)):
             if name in tensors:
                 set_tensor(self._modules, name, tensors[name], state_in(tensors, name))
@@ -281,18 +284,20 @@ class HollowLayers:
         for switches in self._switches.values():
             switches.release()
         for layer in self._modules.values():
-            del layer.forward
+            for override in overrides_of(layer):
+                if isinstance(override, _HollowForward):
+                    override.take_off()
             let_move(layer)
 
     def forget_calls(self) -> None:
-        """Drop what an aborted forward left behind in this thread."""
+        """Drop the calls that an aborted forward recorded in this thread."""
         self._records.calls = self._records.sent = self._records.hidden = None
 
     def check_finished(self) -> None:
-        """Refuse a forward that left the run before its last layer.
+        """Refuse a forward that did not call the last layers of the run.
 
         Raises:
-            ModelError: With the layers' numbers.
+            ModelError: With the numbers of the layers.
         """
         calls = getattr(self._records, "calls", None)
         if calls:
@@ -300,8 +305,8 @@ class HollowLayers:
             raise ModelError(
                 "The forward pass left the decoder layers after "
                 f"{describe_layer(calls[-1].layer_index)}; layers up to {max(self._modules)} live "
-                "on workers and must all be called. Keep what may be skipped, or is called by "
-                "itself, with the coordinator."
+                "on workers and must all be called. Keep layers that the model may skip or calls "
+                "alone with the coordinator."
             )
 
     def call(
@@ -311,7 +316,7 @@ class HollowLayers:
         try:
             return self._call(number, args, kwargs)
         except BaseException:
-            self.forget_calls()  # or the next forward would be said to have left half-way
+            self.forget_calls()  # else `check_finished` would blame the next forward
             raise
 
     def _call(
@@ -322,6 +327,7 @@ class HollowLayers:
         if is_first:
             self.check_finished()
             refuse_away(f"Layer {number}", hidden)
+            self._check_tensors()
         else:
             self._check_continues(number, hidden)
         refuse_away(f"Layer {number}", (args, kwargs))
@@ -344,9 +350,9 @@ class HollowLayers:
         return (hidden, *[None] * (length - 1)) if length else hidden
 
     def _behind(self, call: LayerCall, hidden: Tensor, device: torch.device) -> HiddenStatesAway:
-        """What the model hands to the next layer of the run."""
+        """The placeholder that the model passes to the next layer of the run."""
         before = hidden.form if isinstance(hidden, HiddenStatesAway) else _form_of(hidden)
-        # Autocast is for a device, and layers are tried on `meta`.
+        # Layers are tried on `meta`, where the device's autocast does not apply.
         uncertain = {"dtype"} if torch.is_autocast_enabled(device.type) else set()
         form = partial(self._form_behind, call, before, torch.is_grad_enabled(), uncertain)
         return HiddenStatesAway(call.layer_index, device, form, self._records.assumptions)
@@ -358,8 +364,10 @@ class HollowLayers:
         grad_enabled: bool,
         uncertain: set[str],
     ) -> Form:
-        """The form of the hidden states behind a layer, found by trying it; where that cannot be,
-        it is taken to be the form before the layer."""
+        """Find the form of the hidden states behind a layer by trying the layer on ``meta``.
+
+        If the layer cannot be tried, the form before the layer is assumed.
+        """
         layer, before = self._modules[call.layer_index], find_before()
         hidden, uncertain = before.on_meta, {*before.uncertain, *uncertain}
         if call.layer_index == EMBEDDING_LAYER:
@@ -375,7 +383,7 @@ class HollowLayers:
         return Form(on_meta, frozenset(uncertain))
 
     def _leave(self) -> Tensor:
-        """What the model goes on with behind the last layer of the run."""
+        """Exchange the hidden states for those behind the last layer of the run."""
         calls, self._records.calls = self._records.calls, None
         sent, self._records.sent = self._records.sent, None
         self._records.hidden = None
@@ -386,7 +394,7 @@ class HollowLayers:
                 "the model without output_hidden_states, or leave out `cut_layers`."
             )
         hidden, collected = self._exchange(sent, calls, kinds)
-        # Behind an embedding on a worker the first of the collected hidden states come back too.
+        # With the embedding on a worker, the first collected hidden states come back from there.
         add_collected(None if EMBEDDING_LAYER in self._modules else sent, collected)
         self._records.assumptions.settle(hidden)
         return hidden
@@ -394,7 +402,10 @@ class HollowLayers:
     def _tuple_length(
         self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> int:
-        """What the layer's own forward would return; it depends on its class and on flags."""
+        """The length of the tuple that the layer's own forward would return, found by trying it.
+
+        It depends on the layer's class and on flags among the arguments.
+        """
         layer = self._modules[number]
         named = [*enumerate(args), *kwargs.items()]
         flags = [(k, v) for k, v in named if v is None or isinstance(v, (bool, str))]
@@ -410,18 +421,39 @@ class HollowLayers:
     def _check_adapters(self, number: int) -> None:
         if self._switches[number].have_changed():
             raise ModelError(
-                f"The adapters of layer {number} are switched, scaled or merged in another way "
-                "than when its weights went to a worker, which does not follow; leave them as they "
-                "are during the run (no `disable_adapter()` in it), or keep the layers that have "
+                f"The adapters of layer {number} were switched, scaled or merged after its weights "
+                "went to a worker, and the worker does not follow. Leave adapters as they are "
+                "during the run (do not call `disable_adapter()`), or keep the layers that have "
                 "adapters with the coordinator."
             )
+
+    def _parameters_and_buffers(
+        self,
+    ) -> Iterator[tuple[str, Mapping[str, Tensor | None], str, Tensor]]:
+        """Each tensor with its full name, and with the dictionary and key that hold it."""
+        for name, tensor in named_tensors(self._modules):
+            owner, leaf, _ = locate(self._modules, name)
+            number, _, inner = name.partition(".")
+            held = owner._parameters if leaf in owner._parameters else owner._buffers
+            yield f"{self._layers[int(number)].name}.{inner}", held, leaf, tensor
+
+    def _check_tensors(self) -> None:
+        """Refuse a new tensor in the place of one that is away: the worker would not get it."""
+        with torch._C.DisableTorchFunctionSubclass():  # else `is_meta` is slow
+            for name, held, leaf, tensor in self._held:
+                if held.get(leaf) is not tensor or not tensor.is_meta:
+                    raise ModelError(
+                        f"{name} was replaced by another tensor, but its layer lives on a worker, "
+                        "which computes with the old one. Set its content with "
+                        "`load_state_dict()`, or keep the layer with the coordinator."
+                    )
 
     def _check_continues(self, number: int, hidden: Tensor) -> None:
         calls = getattr(self._records, "calls", None)
         if not calls or calls[-1].layer_index != number - 1:
             raise ModelError(
-                f"Layer {number} was called without {describe_layer(number - 1)} before it; what "
-                "lives on workers must be called one after the other, in its order, or "
+                f"Layer {number} was called without {describe_layer(number - 1)} before it. Call "
+                "the layers on workers one after the other, in their order, or "
                 f"{_with_the_one_before(number)[1]}."
             )
         if hidden is not self._records.hidden or not is_away(hidden):
@@ -436,7 +468,7 @@ class HollowLayers:
 
 
 def no_copy(layers: Iterable[int]) -> ModelError:
-    """What to raise for a copy of a module of which these layers are away."""
+    """The error for an attempt to copy a module while these layers are away."""
     numbers = sorted(layers)
     return ModelError(
         f"Layers {numbers[0]} to {numbers[-1]} live on workers while training runs, so the module "
@@ -445,16 +477,17 @@ def no_copy(layers: Iterable[int]) -> ModelError:
     )
 
 
-class _HollowForward:
-    """A hollow layer's ``forward``. A copy would be an alias: copying ends at the run's refusal."""
+class _HollowForward(ForwardOverride):
+    """A hollow layer's ``forward``. A copy would act on the original, so its run refuses one."""
 
-    def __init__(self, run: HollowLayers, number: int) -> None:
+    def __init__(self, layer: nn.Module, run: HollowLayers, number: int) -> None:
+        super().__init__(layer)
         self._run = run
         self._number = number
 
     @property
     def remote(self) -> RemoteTensors:
-        """Where the layer's tensors are."""
+        """Access to the layer's tensors."""
         return self._run.state_dicts.remote
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
@@ -463,48 +496,48 @@ class _HollowForward:
 
 def is_hollow(layer: nn.Module) -> bool:
     """Whether a layer is away, or was when its worker was lost."""
-    is_itself = isinstance(vars(layer).get("forward"), _HollowForward)
-    return is_itself or any(is_hollow(half) for half in halves_of(layer) or ())
+    return _hollow_forward(layer) is not None
 
 
 def remote_of(layer: nn.Module) -> RemoteTensors | None:
-    """Where a layer's tensors are, or were when they were lost; None for an ordinary layer."""
-    forward = vars(layer).get("forward")
-    if isinstance(forward, _HollowForward):
-        return forward.remote
-    return next(filter(None, map(remote_of, halves_of(layer) or ())), None)
+    """Access to the tensors of a layer that is away or was lost; None for an ordinary layer."""
+    forward = _hollow_forward(layer)
+    return None if forward is None else forward.remote
+
+
+def _hollow_forward(layer: nn.Module) -> _HollowForward | None:
+    """The override of a hollow layer, or of the first hollow one of its halves."""
+    found = (each for each in overrides_of(layer) if isinstance(each, _HollowForward))
+    of_halves = (_hollow_forward(half) for half in halves_of(layer) or ())
+    return next(found, None) or next(filter(None, of_halves), None)
 
 
 def hold_in_place(layer: nn.Module) -> None:
-    """Let ``.to()`` of the tree pass a layer by, until `let_move`."""
+    """Make ``.to()``, ``.cpu()`` and ``.float()`` of the tree skip a layer, until `let_move`."""
     for module in in_tree(layer):
-        unmoved = _Unmoved(module)
-        unmoved.let_move = stand_in(module, "_apply", unmoved)
+        _Unmoved(module).put_on()
 
 
 def let_move(layer: nn.Module) -> None:
-    """The end of `hold_in_place`; two layers may have a child in common."""
+    """Undo `hold_in_place`."""
     for module in in_tree(layer):
-        unmoved = vars(module).get("_apply")
-        while isinstance(unmoved, _Unmoved):
-            unmoved.let_move()
-            unmoved = vars(module).get("_apply")
+        for override in overrides_of(module, "_apply"):
+            if isinstance(override, _Unmoved):
+                override.take_off()
+                break  # a child that two layers share is held twice
 
 
-class _Unmoved:
-    """Stands in for ``Module._apply``."""
+class _Unmoved(MethodOverride):
+    """A ``Module._apply`` that changes nothing."""
 
-    let_move: Callable[[], None]
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+    method = "_apply"
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> nn.Module:
-        return self._layer
+        return self.module
 
 
 def _with_the_one_before(number: int) -> tuple[str, str]:
-    """A layer and the one before it in words, and what to do if they cannot be away together."""
+    """Two neighboring layers in words, and the remedy if they cannot both be away."""
     if number - 1 == EMBEDDING_LAYER:
         return "the input embedding and layer 0", "take `embedding: true` out of the plan"
     remedy = "put the layers before and after it into the coordinator's stage"
@@ -527,17 +560,17 @@ def _check_no_hooks(layer: DecoderLayer) -> None:
     if hooked:
         raise ModelError(
             f"{layer.name}.{hooked[0]}".rstrip(".")
-            + " has a hook, which would not fire on a worker; remove it or keep the layer with the "
-            "coordinator."
+            + " has a hook, which would not fire on a worker. Remove the hook, or keep the layer "
+            "with the coordinator."
         )
 
 
 def _check_no_own_forward(layer: DecoderLayer) -> None:
-    """Kernels that a library puts over the ``forward`` of an instance would be lost on a worker."""
+    """Refuse instances with their own ``forward``, such as a library's kernels: workers lack it."""
     for name, module in layer.module.named_modules():
-        if "forward" in vars(module):
+        if has_own_forward(module) or is_hollow(module):
             raise ModelError(
                 f"{layer.name}.{name}".rstrip(".")
-                + " has a `forward` of its own over that of its class, which a worker cannot "
-                "rebuild; take it away, or keep the layer with the coordinator."
+                + " has a `forward` of its own that hides that of its class, and a worker cannot "
+                "rebuild it. Remove it, or keep the layer with the coordinator."
             )

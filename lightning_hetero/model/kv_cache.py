@@ -1,13 +1,11 @@
-"""Key-value caches of forwards through hollow layers: their content stays on the stages.
+"""Key-value caches of forwards through hollow layers: the keys and values stay on the stages.
 
     cache.layers      0             1        2        3
                    keys, values   length   length   length      1 to 3 are hollow
 
-A model reads the length of its cache for masks and positions, and hands the cache to its layers. A
-cache that is kept gets a number and, in the place of each hollow layer's keys and values, an object
-that counts their length; the number goes to the stages with the layers' arguments.
-
-What stands in a key-value cache for the keys and values of layers on workers.
+A model reads the length of its cache for masks and positions, and passes the cache to its layers. A
+cache that is kept gets a number. In the place of each hollow layer's keys and values, it holds a
+`LayerAway` that counts their length; the number goes to the stages with the layers' arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from ..errors import ModelError
 from .layer_call import CacheUse, Place, caches_among, without_cache
 from .layers import models_around
 
-# No decoder has more; a list as long as a number from the network is never made.
+# More layers than any decoder has. It bounds the list that a number from the network can make.
 _MOST_LAYERS = 8192
 
 OVER = (
@@ -39,20 +37,20 @@ OVER = (
     "another model; begin with a new one."
 )
 _NO_WAY_BACK = (
-    "A key-value cache on workers does not go back in this version, so assisted decoding does not "
-    "work; generate without an assistant model and without `prompt_lookup_num_tokens`."
+    "A key-value cache on workers cannot be shortened in this version, so assisted decoding does "
+    "not work; generate without an assistant model and without `prompt_lookup_num_tokens`."
 )
 
 
 def cache_index(layer: nn.Module) -> int | None:
-    """Where in a cache the layer has its keys and values, if it says so and means one place."""
+    """The index of a layer's keys and values in a cache, if the layer has exactly one index."""
     found = {vars(module).get("layer_idx") for module in layer.modules()} - {None}
     index = found.pop() if len(found) == 1 else None
     return index if isinstance(index, int) and 0 <= index < _MOST_LAYERS else None
 
 
 class CacheAway:
-    """A cache that is kept on workers, as what stands in it for its layers has in common."""
+    """The identity of a cache that is kept on workers, shared by all its `LayerAway`."""
 
     def __init__(self, owner: object, number: int) -> None:
         self.owner = owner
@@ -62,7 +60,7 @@ class CacheAway:
 class LayerLeftOut(DynamicLayer):
     """Stands for a layer on a worker in a cache that was not kept.
 
-    It takes nothing, so that nobody goes on with such a cache when the run is over.
+    It refuses updates, so that a program cannot continue such a cache after the run.
     """
 
     def __init__(self, is_sliding: bool) -> None:
@@ -79,8 +77,8 @@ class LayerLeftOut(DynamicLayer):
 class LayerAway(CacheLayerMixin):
     """Stands in a cache for the keys and values of a layer on a worker.
 
-    It knows their length, and which samples are wanted of them: beam search selects. Everything
-    else that the worker would have to follow is refused.
+    It counts their length, and notes the samples that beam search selects. All other changes, which
+    the worker would have to follow, are refused.
     """
 
     is_croppable = False
@@ -94,13 +92,13 @@ class LayerAway(CacheLayerMixin):
         self._window: int | None = None
         if isinstance(counted, DynamicSlidingWindowLayer):
             self._window = counted.sliding_window
-        # The library's own class does the counting, with tensors that take no memory.
+        # The library's own class counts, with tensors that take no memory.
         self._counted = counted
         self._num_rows = 0
         self._rows: Tensor | None = None
 
     def extend(self, hidden: Tensor, place: Place) -> CacheUse:
-        """Note that a call with these hidden states makes it longer."""
+        """Count the positions of a call with these hidden states."""
         use = CacheUse(self.cache.number, place, self.get_seq_length(), self._window, self._rows)
         self._num_rows, self._rows = hidden.shape[0], None
         counting = torch.empty(1, 1, hidden.shape[1], 1, device="meta")
@@ -127,7 +125,7 @@ class LayerAway(CacheLayerMixin):
         self._select(torch.arange(self._num_rows).repeat_interleave(repeats))
 
     def _select(self, indices: Tensor) -> None:
-        """Rows of the rows that were selected before; the next call takes them along."""
+        """Select among the rows selected before; the next call sends the selection."""
         before = torch.arange(self._num_rows) if self._rows is None else self._rows
         self._rows = before.to(indices.device)[indices]
         self._num_rows = len(self._rows)
@@ -167,11 +165,11 @@ class LayerAway(CacheLayerMixin):
 
 
 class HollowCaches:
-    """Tells caches that are to be kept from those that nobody reads.
+    """Decides which key-value caches the stages keep.
 
-    Every evaluation gets a cache from its model, unasked, and throws it away. That one is left
-    out, so that the batch can be cut and the stages keep nothing. A cache is kept if the model's
-    caller passed it or said ``use_cache=True``, as `generate` does, and no gradients are wanted.
+    A model makes a cache in every evaluation without being asked, and drops it. Such a cache is
+    left out, so that the batch can be cut and the stages keep nothing. A cache is kept if the
+    model's caller passed it or ``use_cache=True``, as `generate` does, and gradients are off.
     """
 
     def __init__(self) -> None:
@@ -182,7 +180,7 @@ class HollowCaches:
         self._hooks: list[RemovableHandle] = []
 
     def listen(self, root: nn.Module, layer_names: Sequence[str]) -> None:
-        """From now on notice what callers of the Hugging Face model with these layers ask for."""
+        """Hook the Hugging Face model with these layers, to see what its callers ask for."""
         for model in models_around(root, layer_names)[-1:]:
             signature = inspect.signature(type(model).forward)
 
@@ -193,22 +191,22 @@ class HollowCaches:
             self._hooks.append(model.register_forward_pre_hook(note, with_kwargs=True))
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def take_forgotten(self) -> list[int]:
-        """The numbers of kept caches that nobody holds any more, each told once."""
+        """The numbers of kept caches that were garbage collected since the last call."""
         return [self._forgotten.get() for _ in range(self._forgotten.qsize())]
 
     def begin(
         self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Decide about the cache that a forward hands to its first hollow layer.
+        """Decide whether to keep the cache that a forward passes to its first hollow layer.
 
         Raises:
-            ModelError: If its content is needed and was not kept, or if it cannot be kept.
+            ModelError: If its content is needed but was not kept, or if it cannot be kept.
         """
         found = [cache for _, cache in caches_among(args, kwargs)]
         kept = [self._is_kept(cache, number, layer) for cache in found]
@@ -222,7 +220,7 @@ class HollowCaches:
     def leave_out(
         self, layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], CacheUse | None]:
-        """A call's arguments without the cache, and what its stage is to do about it."""
+        """A call's arguments without the cache, and the stage's use of the cache if it is kept."""
         found = caches_among(args, kwargs)
         if not found or not getattr(self._here, "is_kept", False):
             return *without_cache(args, kwargs), None
@@ -245,7 +243,7 @@ class HollowCaches:
         return True
 
     def _drop(self, cache: Cache, index: int | None) -> None:
-        """Make sure that nobody reads what is not there, in the run or after it."""
+        """Make later reads of a cache that was not kept raise, in the run and after it."""
         self._dropped.add(cache)
         if index is not None and type(cache) is DynamicCache:
             _reach(cache, index)
@@ -261,7 +259,7 @@ class HollowCaches:
             )
 
     def _check_is_new(self, cache: Cache, index: int) -> None:
-        """Refuse a cache whose content for the hollow layers was left out, or made elsewhere."""
+        """Refuse a cache whose content for the hollow layers is missing or was made elsewhere."""
         if cache in self._dropped and not self._hooks:
             raise ModelError(
                 "A key-value cache is kept on workers only for layers that are all inside one "
@@ -281,7 +279,7 @@ class HollowCaches:
             )
 
     def _layer_away(self, cache: Cache, layer: nn.Module) -> LayerAway:
-        """What stands for the layer in a cache that is kept."""
+        """The stand-in for a layer in a cache that is kept."""
         index = cache_index(layer)
         if index is None:
             raise ModelError(
@@ -300,7 +298,7 @@ class HollowCaches:
         for layer in _layers_away(cache):
             return layer.cache
         away = CacheAway(self, next(self._numbers))
-        # Whichever thread runs it: it notes the number, and whoever talks to the stages tells them.
+        # Any thread may run the finalizer, so it only queues the number; `take_forgotten` reads it.
         weakref.finalize(away, self._forgotten.put, away.number).atexit = False
         return away
 
@@ -312,7 +310,7 @@ def _is_wanted(arguments: Mapping[str, Any]) -> bool:
 
 
 def _reach(cache: Cache, index: int) -> None:
-    """Give a cache that was made without a config its layers up to this one."""
+    """Add layers up to an index to a cache that was made without a config."""
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
 
@@ -322,7 +320,7 @@ def _layers_away(cache: Cache) -> list[LayerAway]:
 
 
 def _check_can_be_kept(cache: Cache) -> None:
-    """Refuse other caches than the one that `generate` takes by itself."""
+    """Refuse other caches than the default of `generate`."""
     is_offloading = getattr(cache, "offloading", False)
     if type(cache) is not DynamicCache or is_offloading:
         raise ModelError(
@@ -334,10 +332,14 @@ def _check_can_be_kept(cache: Cache) -> None:
 
 
 def _counted(found: object, index: int) -> DynamicLayer:
-    """A cache's part for a layer, if a stage can have one that counts alike."""
+    """The part of a cache for a layer, if a stage can have a part that counts the same way.
+
+    Raises:
+        ModelError: If a stage cannot.
+    """
     if type(found) is DynamicSlidingWindowLayer and found.record_past:
         raise ModelError(
-            "A key-value cache that records the past, as assisted decoding wants it, cannot be "
+            "A key-value cache that records the past, as assisted decoding needs it, cannot be "
             "kept on workers in this version; generate without an assistant model."
         )
     if isinstance(found, DynamicLayer) and type(found) in (DynamicLayer, DynamicSlidingWindowLayer):

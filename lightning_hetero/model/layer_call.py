@@ -1,4 +1,4 @@
-"""How a model calls a decoder layer, as a value, and what the layer answers."""
+"""One call of a decoder layer as a value, and the hidden states that the layer returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import Cache
 
 from ..errors import ModelError
 from .attributes import unchanged
-from .tensors import narrowed
+from .tensors import narrowed, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ class CacheUse:
     """A key-value cache that a stage keeps, in one call of a layer.
 
     Args:
-        number: Which cache.
-        place: Where the layer gets it.
-        length: Positions that it holds before the call.
-        window: The most that the layer looks back on, if there is an end to it.
-        rows: Which of its samples are wanted, in this order; None for all as they are.
+        number: The number of the cache.
+        place: The argument in which the layer gets the cache.
+        length: Positions that the cache holds before the call.
+        window: The number of positions that a layer with a sliding window sees; None for all.
+        rows: The samples to select from the cache first, in this order; None for all.
     """
 
     number: int
@@ -43,12 +43,18 @@ class CacheUse:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of one layer, its hidden states left out.
+    """One call of one layer, without its hidden states.
 
-    ``tuple_length`` says what the model takes the layer to return: a tuple of that many entries
-    with the hidden states first, or, at 0, just them. ``cache`` is missing among the arguments.
-    ``other_mode`` names the modules inside the layer whose mode is not ``training``, such as a
-    frozen BatchNorm.
+    Args:
+        layer_index: The number of the layer.
+        training: The mode of the layer.
+        args: The positional arguments, without the hidden states and the cache.
+        kwargs: The named arguments, likewise.
+        tuple_length: The length of the tuple that the model expects, with the hidden states first;
+            0 for the hidden states alone.
+        cache: The key-value cache among the arguments, if the stage keeps it.
+        other_mode: Names of the modules inside the layer that are in the other mode, such as a
+            frozen BatchNorm.
     """
 
     layer_index: int
@@ -60,7 +66,7 @@ class LayerCall:
     other_mode: tuple[str, ...] = ()
 
     def set_modes(self, layer: nn.Module) -> None:
-        """Put a layer and all modules inside into the modes that they have where it was called."""
+        """Put a layer and the modules inside it into the modes that they had when it was called."""
         others = {layer.get_submodule(name) for name in self.other_mode}
         for module in layer.modules():
             mode = self.training != (module in others)
@@ -69,14 +75,14 @@ class LayerCall:
                 module.training = mode
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor among the arguments, with the position or the name of its argument."""
+        """Every tensor among the arguments, with the position or name of its argument."""
         for position, value in enumerate(self.args):
-            yield from ((str(position), tensor) for tensor in _tensors(value))
+            yield from ((str(position), tensor) for tensor in tensors_in(value))
         for name, value in self.kwargs.items():
-            yield from ((name, tensor) for tensor in _tensors(value))
+            yield from ((name, tensor) for tensor in tensors_in(value))
 
     def in_dtype(self, old: torch.dtype, new: torch.dtype) -> LayerCall:
-        """The same call with the arguments of one dtype in another."""
+        """This call with its tensors of one dtype converted to another."""
 
         def convert(tensor: Tensor) -> Tensor:
             return narrowed(tensor, new) if tensor.dtype == old else tensor
@@ -85,23 +91,13 @@ class LayerCall:
         return replace(self, args=args, kwargs=kwargs)
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
-
-
 def take_hidden(
     number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The hidden states of a call, and the other arguments.
+    """Split the arguments of a call into the hidden states and the rest.
 
     Raises:
-        ModelError: If there are none.
+        ModelError: If there are no hidden states.
     """
     if args and isinstance(args[0], Tensor):
         return args[0], args[1:], kwargs
@@ -115,7 +111,7 @@ def take_hidden(
 
 
 def caches_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Cache]]:
-    """Every key-value cache among the arguments, with its place."""
+    """Every key-value cache among the arguments, with its position or name."""
     named: list[tuple[Place, Any]] = [*enumerate(args), *kwargs.items()]
     return [(place, value) for place, value in named if isinstance(value, Cache)]
 
@@ -123,7 +119,7 @@ def caches_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Pl
 def without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every key-value cache left out."""
+    """The arguments with None in the place of each key-value cache."""
     kept = {k: None if isinstance(v, Cache) else v for k, v in kwargs.items()}
     if "use_cache" in kept:
         kept["use_cache"] = False
@@ -131,17 +127,17 @@ def without_cache(
 
 
 def hidden_of(result: Any, layer: nn.Module, call: LayerCall) -> Tensor:
-    """The hidden states in what a layer returned.
+    """Take the hidden states out of a layer's result.
 
     Raises:
-        ModelError: If it returned more than them, or in another form than the model expects.
+        ModelError: If the result has more than them, or not the form that the model expects.
     """
     length = _tuple_length(result, layer, call.layer_index)
     if length != call.tuple_length:
         raise ModelError(
             f"Layer {call.layer_index} ({type(layer).__name__}) returned {_form(length)} on the "
-            f"worker, and the model was given {_form(call.tuple_length)} in its place; keep it "
-            "with the coordinator."
+            f"worker, and the model was given {_form(call.tuple_length)} in its place. Keep the "
+            "layer with the coordinator."
         )
     hidden: Tensor = result[0] if length else result
     return hidden
@@ -150,7 +146,7 @@ def hidden_of(result: Any, layer: nn.Module, call: LayerCall) -> Tensor:
 def expected_tuple_length(
     layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
 ) -> int:
-    """The `LayerCall.tuple_length` of a layer whose parameters are on ``meta``, by trying it there.
+    """Find the `LayerCall.tuple_length` of a layer by trying the layer on ``meta``.
 
     Raises:
         ModelError: If the layer returns more than hidden states.
@@ -161,7 +157,13 @@ def expected_tuple_length(
 def expected_result(
     layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[int, Tensor]:
-    """The same, with the form of the hidden states that come out, on ``meta``."""
+    """The tuple length and the form of the hidden states that a layer returns, on ``meta``.
+
+    If the layer cannot be tried, it is assumed to return a tensor like its input.
+
+    Raises:
+        ModelError: If the layer returns more than hidden states.
+    """
     found = result_on_meta(layer, layer_index, hidden, args, kwargs)
     return found or (0, _to_meta(hidden))
 
@@ -169,16 +171,23 @@ def expected_result(
 def result_on_meta(
     layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[int, Tensor] | None:
-    """The same; None if the layer cannot be tried. The layer's attributes stay as they are."""
+    """Run a layer whose parameters are on ``meta``; its attributes are restored afterwards.
+
+    Returns:
+        The tuple length and the hidden states of the result; None if the layer cannot be tried.
+
+    Raises:
+        ModelError: If the layer returns more than hidden states.
+    """
     on_meta = apply_to_collection((hidden, args, dict(kwargs)), Tensor, _to_meta)
     try:
-        # Parameters that are away let nobody compute with them but here.
+        # Parameters that are away refuse every computation but this one.
         untouched = torch._C.DisableTorchFunctionSubclass()
         with torch.no_grad(), unchanged(layer.modules()), untouched:
             result = type(layer).forward(layer, on_meta[0], *on_meta[1], **on_meta[2])
     except Exception as error:
-        # What depends on data, such as the choice of experts, cannot be tried without data. The
-        # worker finds out if the layer returns something else than a tensor, and says so.
+        # A forward that depends on data, such as the choice of experts, cannot run on `meta`. If
+        # such a layer returns something else than a tensor, the worker raises.
         logger.debug("layer %d cannot be tried on meta: %s", layer_index, error)
         return None
     length = _tuple_length(result, layer, layer_index)

@@ -1,10 +1,10 @@
-"""Finds the decoder layers of a LightningModule and checks that they can live apart.
+"""The decoder layers of a LightningModule, and its input embedding.
 
-The input embedding, where it lives on the first worker: layer -1 of the pipeline.
+The input embedding can live on the first worker as layer -1 of the pipeline:
 
     token ids ─▶ embedding ─▶ layer 0 ─▶ … ─▶ exchange(token ids, [call -1, call 0, …])
 
-A model may only hand the embedding's output to its first layer (`states_away.py`).
+A model may then only pass the embedding's output to its first layer (`placeholders.py`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class DecoderLayer:
 
 
 def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[DecoderLayer]:
-    """The decoder layers in their order; none when ``choice`` is None and none are found.
+    """The decoder layers in their order; an empty list if ``choice`` is None and none are found.
 
     Raises:
-        ModelError: If what the user named does not exist or is no layer.
+        ModelError: If the choice of the user does not exist or is no layer.
     """
     if choice is None:
         return _layers_of_list(root, _find_layer_list(root))
@@ -48,7 +48,7 @@ def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[Dec
 def _layers_chosen(root: nn.Module, choice: LayerChoice) -> list[DecoderLayer]:
     if isinstance(choice, str):
         return _layers_named(root, choice, (nn.ModuleList, nn.Sequential))
-    # A ModuleList is both callable and a sequence, and neither is meant.
+    # A ModuleList is callable and a sequence, but `layers` takes neither form of it.
     if callable(choice) and not isinstance(choice, nn.Module):
         chosen = choice(root)
         if not isinstance(chosen, Iterable):
@@ -68,7 +68,7 @@ def _layers_chosen(root: nn.Module, choice: LayerChoice) -> list[DecoderLayer]:
 def _layers_named(
     root: nn.Module, name: str, lists: type[nn.Module] | tuple[type[nn.Module], ...]
 ) -> list[DecoderLayer]:
-    """The layer of that name, or those in it where it is one of the lists."""
+    """The module of that name, or the layers in it if it is one of the given kinds of lists."""
     try:
         found = root.get_submodule(name)
     except AttributeError as error:
@@ -82,7 +82,7 @@ def _layers_named(
 
 
 def _check_are_layers(layers: Sequence[DecoderLayer]) -> None:
-    """Refuse what cannot be called, and what would be in two places."""
+    """Refuse modules that cannot be called, and modules that would be in two places."""
     names = [layer.name for layer in layers]
     for layer in layers:
         name = layer.name
@@ -111,7 +111,7 @@ def name_of(root: nn.Module, wanted: nn.Module) -> str:
     """The dotted name of a module inside the LightningModule.
 
     Raises:
-        ModelError: If it is not there.
+        ModelError: If it is not part of the LightningModule.
     """
     for name, module in root.named_modules():
         if module is wanted:
@@ -123,7 +123,7 @@ def name_of(root: nn.Module, wanted: nn.Module) -> str:
 
 
 def _find_layer_list(root: nn.Module) -> str | None:
-    """The list of a model that trains, and of these the shallowest, and of these the first."""
+    """The first of the layer lists that train, or else of all; shallow ones come first."""
 
     def precedence(name: str) -> tuple[bool, int]:
         parameters = root.get_submodule(name).parameters()
@@ -133,8 +133,8 @@ def _find_layer_list(root: nn.Module) -> str | None:
 
 
 def _layer_lists(root: nn.Module) -> list[str]:
-    """The lists of ``num_hidden_layers`` layers of the class that a Hugging Face model declares as
-    not to be split."""
+    """The lists of ``num_hidden_layers`` layers of a class in ``_no_split_modules`` of a Hugging
+    Face model."""
     found = (
         f"{model_name}.{name}".strip(".")
         for model_name, model in root.named_modules()
@@ -145,7 +145,7 @@ def _layer_lists(root: nn.Module) -> list[str]:
 
 
 def other_layer_lists(root: nn.Module, layers: Sequence[DecoderLayer]) -> list[str]:
-    """Where the module has decoder layers of Hugging Face models besides these."""
+    """The names of the lists with other decoder layers of Hugging Face models."""
     taken = {id(root.get_submodule(layer.name)) for layer in layers}
     return [
         name
@@ -175,10 +175,10 @@ def models_around(root: nn.Module, layer_names: Sequence[str]) -> list[PreTraine
 
 
 def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderLayer]]) -> None:
-    """Refuse tensors that a remote stage would share with another stage or with the rest.
+    """Refuse tensors that a remote stage would share with another stage or with the coordinator.
 
     Raises:
-        ModelError: With the names under which they are shared.
+        ModelError: With the names of a shared tensor.
     """
     owners: dict[Hashable, set[str]] = {}
     for kind, name, tensor in _tensors(root):
@@ -203,7 +203,7 @@ _REMEDY_FOR_SHARED = {
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, name and content of parameters and buffers; what occurs twice comes twice."""
+    """Kind, name and content of parameters and buffers; a shared tensor comes several times."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield "parameter", name, parameter
     for name, buffer in module.named_buffers(remove_duplicate=False):
@@ -211,7 +211,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def identity_of(tensor: Tensor) -> Hashable:
-    """Equal for two tensors that have the same memory; tied by `.data` they are two objects."""
+    """Equal for two tensors with the same memory: tensors tied by `.data` are two objects."""
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr() or id(tensor)
@@ -224,7 +224,7 @@ _REMEDY = "take `embedding: true` out of the plan, so that it stays with the coo
 
 
 def describe_layer(number: int) -> str:
-    """``layer 3``, or what layer -1 is."""
+    """``layer 3``, or ``the input embedding`` for layer -1."""
     return "the input embedding" if number == EMBEDDING_LAYER else f"layer {number}"
 
 
@@ -232,7 +232,7 @@ def find_embedding(root: nn.Module, layers: Sequence[DecoderLayer]) -> DecoderLa
     """The input embedding of the Hugging Face model with these layers.
 
     Raises:
-        ModelError: If there is none that could live on a worker.
+        ModelError: If it is missing or cannot live on a worker.
     """
     models = models_around(root, [layer.name for layer in layers])
     if not models:
@@ -242,7 +242,7 @@ def find_embedding(root: nn.Module, layers: Sequence[DecoderLayer]) -> DecoderLa
         )
     try:
         module = models[-1].get_input_embeddings()
-    except NotImplementedError:  # transformers does not know it
+    except NotImplementedError:  # transformers cannot find it
         module = None
     if not isinstance(module, nn.Embedding):
         raise ModelError(
@@ -253,10 +253,10 @@ def find_embedding(root: nn.Module, layers: Sequence[DecoderLayer]) -> DecoderLa
 
 
 def check_token_ids(embedding: nn.Module, token_ids: Tensor) -> None:
-    """Refuse what is outside of the vocabulary, before a GPU sees it, whose context it would end.
+    """Refuse token ids outside the vocabulary. On a GPU one would end the CUDA context.
 
     Raises:
-        ModelError: With the number.
+        ModelError: With the token id.
     """
     if token_ids.dtype not in (torch.int64, torch.int32):
         raise ModelError(f"The input embedding was given {token_ids.dtype} instead of token ids.")
@@ -265,19 +265,21 @@ def check_token_ids(embedding: nn.Module, token_ids: Tensor) -> None:
         if not 0 <= int(token_id) < most:
             raise ModelError(
                 f"The token id {int(token_id)} is outside of the input embedding, which has {most} "
-                "rows; see whether the tokenizer belongs to the model."
+                "rows; check that the tokenizer belongs to the model."
             )
 
 
 def embedded_on_meta(embedding: nn.Module, token_ids: Tensor) -> Tensor:
-    """The form of what an embedding makes of token ids, on ``meta``."""
+    """A tensor on ``meta`` with the shape and dtype of the embedded token ids."""
     weight = embedding.get_parameter("weight")
     return torch.empty(*token_ids.shape, weight.shape[-1], dtype=weight.dtype, device="meta")
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `torch.nn.Embedding` is made with besides its sizes; a model's config may say otherwise,
-    as after ``config.pad_token_id = …``."""
+    """The options of `torch.nn.Embedding` besides its sizes.
+
+    They travel on their own since a config may differ, such as after ``config.pad_token_id = …``.
+    """
 
     padding_idx: int | None
     max_norm: float | None
@@ -287,14 +289,14 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, embedding: nn.Module) -> EmbeddingOptions:
-        """Those of an embedding."""
+        """Read the options of an embedding."""
         return cls(*(getattr(embedding, name) for name in cls.__struct_fields__))
 
     def apply(self, embedding: nn.Module) -> None:
-        """Give them to an embedding that was built from the model's config.
+        """Set the options on an embedding that was built from the model's config.
 
         Raises:
-            ModelError: If it is none.
+            ModelError: If the module is no embedding.
         """
         if not isinstance(embedding, nn.Embedding):
             raise ModelError(
@@ -307,11 +309,10 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def look_past_meta() -> None:
-    """Let the ``device`` of Hugging Face models be that of their first parameter that is here.
+    """Make the ``device`` of Hugging Face models that of their first parameter with content.
 
-    Else it is the first parameter's, which is the embedding's; and what is moved to ``meta`` has no
-    content any more. Models whose first parameter is here answer as before, so that this is never
-    undone.
+    Else it is the device of the first parameter: ``meta`` if the embedding is away, and a tensor
+    that is moved there loses its content. Other models answer as before, so this stays for good.
     """
     as_before: Any = PreTrainedModel.device
 

@@ -1,11 +1,9 @@
-"""Makes models on ``meta`` whose weights stay in their checkpoint until somebody needs them.
+"""Models on ``meta`` whose weights stay in their checkpoint until a process needs them.
 
     from_pretrained ──▶ model on meta ──▶ strategy ──▶ layers for workers: read, packed, sent
                                                  └──▶ everything else: read, packed, kept here
 
-Each tensor is read by itself, so that no process ever holds the whole model.
-
-The weights of a model that stay in its checkpoint until somebody needs them.
+Each tensor is read alone, so no process ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -35,19 +33,20 @@ from ..optional import bitsandbytes, peft
 from .checkpoint_reader import Checkpoint
 from .four_bit import FourBit, State, apply_four_bit, is_four_bit, pack_linears, quantize
 from .layers import find_decoder_layers
+from .override import MethodOverride
 from .tensors import fill, is_frozen, leave_out
 
 _WEIGHTS = "weights_in_checkpoint"
 
 
 class CheckpointWeights:
-    """The parameters of a model that are still in its checkpoint.
+    """The parameters of a model whose content is still in its checkpoint.
 
     Args:
-        checkpoint: Where to read.
+        checkpoint: The checkpoint.
         model: The model on ``meta``.
-        conv1d: Weights whose rows are what a linear layer calls its columns.
-        quantize_on: Who packs weights into 4 bits.
+        conv1d: Names of weights that are the transpose of a linear layer's.
+        quantize_on: The process that packs weights into 4 bits.
 
     Attributes:
         is_deployed: Whether a strategy has brought the weights to where they are needed.
@@ -71,7 +70,7 @@ class CheckpointWeights:
         self._names = {parameter: _on_disk(name) for name, parameter in model.named_parameters()}
         for module in model.modules():
             if any(parameter in self._names for parameter in module._parameters.values()):
-                # torch marks the hooks that it is given, and a method cannot be marked.
+                # torch sets an attribute on each hook, which a bound method refuses.
                 module.register_state_dict_post_hook(partial(self._leave_out))
                 module.register_load_state_dict_pre_hook(partial(self._expect))
 
@@ -79,9 +78,9 @@ class CheckpointWeights:
         return tensor in self._names
 
     def read(self, owner: nn.Module, leaf: str, *, for_worker: bool) -> tuple[Tensor, State]:
-        """A parameter's content as its module stores it, with its state if that is in 4 bits.
+        """Read a parameter's content as its module stores it, with the state if it is in 4 bits.
 
-        What a worker is to pack comes unpacked and without a state.
+        Content that a worker packs itself is unpacked and has no state.
         """
         parameter: Any = owner._parameters[leaf]
         name = self._names[parameter]
@@ -98,7 +97,7 @@ class CheckpointWeights:
         return quantize(owner, leaf, content)
 
     def end_run(self) -> None:
-        """What a run has trained is from now on as little in the checkpoint as new adapters are."""
+        """Forget the parameters that the run has trained: the checkpoint has other values."""
         self.is_deployed = False
         for parameter in [p for p in self._names if p.requires_grad and not p.is_meta]:
             del self._names[parameter]
@@ -117,7 +116,7 @@ class CheckpointWeights:
     def _leave_out(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
-        """What does not train need not be written again."""
+        """Leave frozen weights out of a state dict: they are in the checkpoint."""
         frozen = {f"{prefix}{leaf}" for leaf in self._frozen(module)}
         if frozen:
             leave_out(state, frozen, prefix)
@@ -130,7 +129,7 @@ class CheckpointWeights:
         metadata: dict[str, Any],
         *_rest: Any,
     ) -> None:
-        """What was not written is not missed, and what was takes the place of the checkpoint's."""
+        """Keep frozen weights that a state dict lacks, and forget those that it overwrites."""
         if metadata.get("assign_to_params_buffers"):
             return
         frozen = self._frozen(module)
@@ -139,7 +138,7 @@ class CheckpointWeights:
             if content is None and leaf in frozen:
                 state[prefix + leaf] = parameter
             elif content is parameter:
-                continue  # it is to stay as it is
+                continue  # the parameter keeps its content
             elif content is not None and parameter.is_meta and not self.is_deployed:
                 raise ModelError(
                     f"{prefix}{leaf} is still in the checkpoint that the model was made from, so "
@@ -153,13 +152,13 @@ class CheckpointWeights:
         return [leaf for leaf, p in self._parameters_of(module) if is_frozen(p)]
 
     def _parameters_of(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """A module's own parameters that are as in the checkpoint."""
+        """A module's own parameters with the content of the checkpoint."""
         found = module._parameters.items()
         return [(leaf, p) for leaf, p in found if p is not None and p in self]
 
 
 def weights_in_checkpoint(root: nn.Module) -> CheckpointWeights | None:
-    """Where the weights of a model inside ``root`` are, if `from_pretrained` made it."""
+    """The checkpoint weights of a model inside ``root``; None unless `from_pretrained` made it."""
     for module in root.modules():
         weights = getattr(module, _WEIGHTS, None)
         if isinstance(weights, CheckpointWeights):
@@ -170,7 +169,7 @@ def weights_in_checkpoint(root: nn.Module) -> CheckpointWeights | None:
 def bring_here(
     root: nn.Module, weights: CheckpointWeights, hollow: Container[Tensor], device: torch.device
 ) -> Iterator[str]:
-    """Read the weights that this process needs; yields the name of each, before it is read."""
+    """Read the weights that this process needs. Yields each name before reading."""
     for path, module in root.named_modules():
         for leaf, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta or parameter in hollow:
@@ -199,21 +198,21 @@ def from_pretrained(
     quantize_on: Literal["coordinator", "worker"] = "coordinator",
     **hub_options: Any,
 ) -> Any:
-    """A causal language model on ``meta``; `HeteroPipelineStrategy` brings its weights to where
-    they are needed when training starts. For `LightningModule.configure_model`.
+    """Make a causal language model on ``meta``, in `LightningModule.configure_model`.
 
-    What does not train is neither brought back when training ends nor written into Lightning's
-    checkpoints: it is in ``source`` already.
+    `HeteroPipelineStrategy` brings the weights to where they are needed when training starts.
+    Frozen weights are neither brought back when training ends nor written into Lightning's
+    checkpoints: they are in ``source`` already.
 
     Args:
         source: A folder with safetensors files, or the name of a model on the hub.
-        quantization_config: Stores linear layers and experts in 4 bits; leave it out for a
-            checkpoint that is stored in 4 bits itself.
+        quantization_config: Stores linear layers and experts in 4 bits; leave it out if the
+            checkpoint is stored in 4 bits already.
         peft_config: Adds adapters, such as ``peft.LoraConfig(...)``, and freezes all else.
-        dtype: Of the weights; None for the one that the config names.
-        attn_implementation: As for transformers' ``from_pretrained``.
-        quantize_on: Who packs weights into 4 bits. The coordinator, so that a quarter of the bytes
-            of bfloat16 travels; or each worker, on its own device.
+        dtype: The dtype of the weights; None for the one in the config.
+        attn_implementation: The attention implementation, as in transformers' ``from_pretrained``.
+        quantize_on: The process that packs weights into 4 bits. ``"coordinator"``: a quarter of
+            the bytes of bfloat16 travel. ``"worker"``: each worker packs on its own device.
         hub_options: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder``.
 
     Returns:
@@ -232,15 +231,14 @@ def from_pretrained(
     if quantization is not None:
         _store_in_four_bits(model, quantization, checkpoint)
     weights = CheckpointWeights(checkpoint, model, conv1d, quantize_on)
-    model._apply = _ApplyToContent(model)  # type: ignore[method-assign]
+    _ApplyToContent(model).put_on()
     return model if peft_config is None else _with_adapters(model, weights, peft_config)
 
 
-class _ApplyToContent:
-    """Stands in for ``Module._apply``: what has no content yet cannot move to a device."""
+class _ApplyToContent(MethodOverride):
+    """A ``Module._apply`` that skips tensors whose content is still in the checkpoint."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    method = "_apply"
 
     def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         def apply(tensor: Tensor) -> Tensor:
@@ -251,7 +249,7 @@ class _ApplyToContent:
                     return tensor
                 raise
 
-        model: nn.Module = type(self._model)._apply(self._model, apply, recurse)
+        model: nn.Module = self.below(apply, recurse)
         return model
 
 
@@ -286,7 +284,7 @@ def _read_config(source: str | Path, hub_options: Mapping[str, Any]) -> Pretrain
 def _choose_quantization(
     source: str | Path, config: PretrainedConfig, wanted: BitsAndBytesConfig | None
 ) -> BitsAndBytesConfig | None:
-    """How the linear layers are stored, as the checkpoint says or, if it does not, as wanted."""
+    """The quantisation of the checkpoint, or else the one that the user asked for."""
     stored = getattr(config, "quantization_config", None)
     if wanted is not None and not isinstance(wanted, BitsAndBytesConfig):
         raise ModelError(
@@ -320,7 +318,7 @@ def _build_on_meta(
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
             f"{type(config).__name__} is not the config of a causal language model, and only those "
-            "can stay on disk; load others with transformers."
+            "can stay on disk. Load other models with transformers."
         )
     options = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
@@ -333,8 +331,10 @@ def _build_on_meta(
 
 @torch.no_grad()
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Rotary tables and their like are in no checkpoint; transformers computes them where it
-    initializes modules, and leaves weights on ``meta`` alone."""
+    """Compute buffers that no checkpoint has, such as rotary tables.
+
+    transformers computes them when it initializes a module, and skips weights on ``meta``.
+    """
     for module in model.modules():
         on_meta = {leaf: b for leaf, b in module._buffers.items() if b is not None and b.is_meta}
         if on_meta:
@@ -352,7 +352,7 @@ def _read_buffers(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 def _store_in_four_bits(
     model: PreTrainedModel, quantization: BitsAndBytesConfig, checkpoint: Checkpoint
 ) -> None:
-    """Let transformers choose the linear layers, and take the experts besides."""
+    """Turn the linear layers that transformers chooses and the experts into 4-bit ones."""
     is_stored = getattr(model.config, "quantization_config", None) is not None
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=is_stored)
     quantizer.preprocess_model(model, device_map=None)
@@ -400,10 +400,10 @@ def _adapters_need_weights(what: str) -> ModelError:
 
 @contextmanager
 def _pretending_to_be_here(model: nn.Module) -> Iterator[None]:
-    """Inside, the weights on ``meta`` are on the CPU, all of them without memory of their own.
+    """Replace weights on ``meta`` by NaNs on the CPU within the block, one number for each tensor.
 
-    PEFT puts new adapters to where the weights are, and on ``meta`` they would lose their content.
-    What is not a number here tells what was copied or computed from them.
+    PEFT creates adapters on the device of the weights, and on ``meta`` they would have no content.
+    An adapter with a NaN was computed from the missing weights.
     """
     places = [
         (module, leaf, parameter.dtype, parameter.shape)

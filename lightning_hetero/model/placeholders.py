@@ -1,21 +1,23 @@
-"""What stands for hidden states that are on a worker, in the code between two layers there.
+"""Placeholders for tensors that are on a worker: their form is here, their content is not.
 
     layer 4 ─▶ hidden states behind layer 4 ─▶ layer 5
-    away       handed on, never computed with  away
+    away       passed on, never computed with  away
 
-A model may hand them from layer to layer and look at their form. Whatever else it does with them,
-now or after the forward, would give numbers that are not theirs, and is refused.
+`HiddenStatesAway` stands for hidden states between two layers on workers. A model may pass them
+from layer to layer and read their shape, dtype and device.
 
-Parameters and buffers of layers on workers: their form is here, and their content is not.
+`TensorAway` and `ParameterAway` are the classes of the parameters and buffers of layers on workers.
+torch would ignore much of what a program does with them: ``average.add_(parameter)`` adds nothing
+and ``parameter.data.clamp_(...)`` changes nothing if the parameter is on ``meta``.
 
-Torch itself lets much pass that has no effect: `average.add_(parameter)` adds nothing, and
-`parameter.data.clamp_(...)` changes nothing, if the parameter is on ``meta``.
+Every other use would give wrong numbers without an error, so it raises a `ModelError`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
@@ -27,6 +29,7 @@ from typing_extensions import Self
 
 from ..errors import ModelError
 from .layers import EMBEDDING_LAYER
+from .tensors import tensors_in
 
 _CASTS = {
     Tensor.float: torch.float32,
@@ -37,11 +40,11 @@ _CASTS = {
 
 
 def _getters(*names: str) -> set[Callable[..., Any]]:
-    """What torch calls where a property of a tensor is read, if it has it in this version."""
+    """The functions that torch calls to read properties of a tensor, as far as it has them."""
     return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
 
 
-# These are answered by a tensor on `meta`.
+# A tensor on `meta` answers these.
 _OF_FORM: dict[str, set[Callable[..., Any]]] = {
     "shape": {
         *_getters("shape", "ndim"),
@@ -54,7 +57,7 @@ _OF_FORM: dict[str, set[Callable[..., Any]]] = {
     },
     "requires_grad": _getters("requires_grad"),
 }
-# These are answered by an empty tensor on the device.
+# An empty tensor on the device answers these.
 _OF_PLACE = {
     *_getters("device", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "layout", "is_sparse"),
     *_getters("is_nested", "is_quantized"),
@@ -64,11 +67,11 @@ _OF_PLACE = {
 
 @dataclass(frozen=True)
 class Form:
-    """What is known of hidden states that are not here.
+    """The known properties of hidden states on a worker.
 
     Args:
         on_meta: A tensor with their shape, dtype and ``requires_grad``.
-        uncertain: Which of ``"shape"`` and ``"dtype"`` may be others.
+        uncertain: Which of ``"shape"`` and ``"dtype"`` are assumed.
     """
 
     on_meta: Tensor
@@ -76,10 +79,10 @@ class Form:
 
 
 class Assumptions:
-    """What the model was told of hidden states of one forward without being certain.
+    """The shapes and dtypes that one forward's placeholders reported without being certain.
 
-    It is checked with the hidden states that come back: if layers change neither shape nor dtype,
-    both are the same everywhere.
+    They are checked against the hidden states that come back: if layers change neither shape nor
+    dtype, both are the same behind every layer.
     """
 
     def __init__(self) -> None:
@@ -87,19 +90,19 @@ class Assumptions:
         self._returned: Tensor | None = None
 
     def make(self, what: str, number: int, value: Any) -> None:
-        """The model was told the shape or dtype behind a layer.
+        """Note the shape or dtype that the model was told behind a layer.
 
         Raises:
-            ModelError: If what has come back has another.
+            ModelError: If the hidden states that came back have another.
         """
         self._made.append((what, number, value))
         self._check()
 
     def settle(self, returned: Tensor) -> None:
-        """The hidden states have come back.
+        """Check the assumptions against the hidden states that came back.
 
         Raises:
-            ModelError: If they are others than the model was told.
+            ModelError: If the model was told another shape or dtype.
         """
         self._returned = torch.empty_like(returned, device="meta")
         self._check()
@@ -109,20 +112,41 @@ class Assumptions:
             found = getattr(self._returned, what)
             if found != value:
                 raise ModelError(
-                    f"The model looked at the {what} of the hidden states behind layer {number} "
-                    f"and was told {value}, but it cannot be known here, and {found} came back "
-                    f"from the workers; {_remedy(number)}."
+                    f"The model read the {what} of the hidden states behind layer {number}, which "
+                    f"cannot be known here: it was told {value}, and {found} came back from the "
+                    f"workers; {_remedy(number)}."
                 )
 
 
-class HiddenStatesAway(Tensor):
-    """Hidden states behind a layer on a worker, without content.
+class _Intercepting:
+    """Answers every torch function that is called with one of its instances."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return cls._answer(function, args, kwargs or {})
+
+    @classmethod
+    @abstractmethod
+    def _answer(
+        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call the function, or refuse it."""
+
+
+class HiddenStatesAway(_Intercepting, Tensor):
+    """A placeholder for the hidden states behind a layer on a worker.
 
     Args:
-        number: The layer's.
-        device: Where they would be.
-        form: Finds out their form; called when somebody wants to know it.
-        assumptions: Are told what is not certain of the form.
+        number: The number of the layer.
+        device: The device that the hidden states would be on.
+        form: Finds their form; called when the form is first read.
+        assumptions: Notes what the model is told without certainty.
     """
 
     number: int
@@ -137,7 +161,7 @@ class HiddenStatesAway(Tensor):
         form: Callable[[], Form],
         assumptions: Assumptions,
     ) -> Self:
-        # Not one without storage: `other.data = it` would leave that one without any.
+        # It has a storage, since `other.data = placeholder` would else leave `other` without one.
         nothing = torch.empty(0, device="meta")
         made: Self = Tensor._make_subclass(cls, nothing)
         made.number, made._find_form, made._assumptions = number, cache(form), assumptions
@@ -145,29 +169,24 @@ class HiddenStatesAway(Tensor):
         return made
 
     def on_its_device(self) -> Tensor:
-        """Nothing, where they would be."""
+        """An empty tensor on the device of the hidden states."""
         return torch.empty(0, device=self._place)
 
     def form(self) -> Form:
-        """Their form, for whoever does not rely on it."""
+        """The form, for readers that do not rely on it: no assumption is noted."""
         return self._find_form()
 
     def told(self, what: str) -> Tensor:
-        """A tensor on ``meta`` with their shape, their dtype or both, as the model is told them."""
+        """A tensor on ``meta`` from which the model may read the shape or dtype."""
         form = self.form()
         if what in form.uncertain:
             self._assumptions.make(what, self.number, getattr(form.on_meta, what))
         return form.on_meta
 
     @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def _answer(
+        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
         states, *others = args or (None,)
         if isinstance(states, HiddenStatesAway):
             for what, functions in _OF_FORM.items():
@@ -189,7 +208,7 @@ class HiddenStatesAway(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> NoReturn:
-        # What is written in C++ comes here past `__torch_function__`.
+        # Functions written in C++ skip `__torch_function__`.
         _refuse(f"`{operation}`", (args, kwargs))
 
 
@@ -199,7 +218,7 @@ def _changes_nothing(
     others: list[Any],
     kwargs: Mapping[str, Any],
 ) -> bool:
-    """Whether torch would return the very same tensor, or one that differs in its strides only."""
+    """Whether torch would return the same tensor, or one that differs in its strides only."""
     if function is Tensor.to:
         return _is_there(states, others, kwargs)
     if function in (dropout, torch.dropout):
@@ -215,31 +234,31 @@ def _changes_nothing(
 
 
 def _is_there(states: HiddenStatesAway, others: list[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `Tensor.to` with these arguments would have nothing to do."""
+    """Whether `Tensor.to` with these arguments would return the tensor itself."""
     given = (*others, *kwargs.values())
     if kwargs.get("copy") or len(others) > 3 or any(isinstance(value, Tensor) for value in given):
         return False
     named = {name: value for name, value in kwargs.items() if name != "copy"}
     parsed: tuple[Any, ...] = torch._C._nn._parse_to(*others, **named)
     device, dtype, _, memory_format = parsed
-    # "cuda" is the current one of several.
+    # "cuda" means the current device, so it is resolved before it is compared.
     moves = device is not None and torch.empty(0, device=device).device != states.device
     is_same_dtype = dtype in (None, states.told("dtype").dtype)
     return is_same_dtype and not moves and memory_format is None
 
 
 def is_away(value: Any) -> bool:
-    """Whether it stands for hidden states on a worker."""
+    """Whether a value is a placeholder for hidden states on a worker."""
     return isinstance(value, HiddenStatesAway)
 
 
 def refuse_away(what: str, given: Any) -> None:
-    """Refuse arguments that hold hidden states on a worker, at any depth.
+    """Refuse placeholders for hidden states in nested arguments.
 
     Raises:
-        ModelError: With what wants them, and what to do.
+        ModelError: With the caller ``what`` and the remedy.
     """
-    for number in _numbers(given):
+    for number in [t.number for t in tensors_in(given) if isinstance(t, HiddenStatesAway)]:
         if number == EMBEDDING_LAYER:
             raise ModelError(
                 f"{what} wants what comes from the input embedding, which is on a worker, and of "
@@ -259,27 +278,17 @@ def _remedy(number: int) -> str:
     )
 
 
-def _numbers(tree: Any) -> Iterator[int]:
-    if isinstance(tree, HiddenStatesAway):
-        yield tree.number
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _numbers(item)
-    elif isinstance(tree, Mapping):
-        yield from _numbers(list(tree.values()))
-
-
 def _refuse(what: str, given: Any) -> NoReturn:
     refuse_away(what, given)
     raise ModelError(f"{what} wants hidden states that are on a worker and not here.")
 
 
 def _name_of(function: Any) -> str:
-    """A function in words; the property where torch gives the getter of one."""
+    """A function in words, for an error; for the getter of a property, the property's name."""
     if torch._C._current_graph_task_id() != -1:
         return "A backward that calls layers again (checkpointing without `use_reentrant=False`)"
     if function is Tensor.view_as:
-        # Torch calls it for what such a function returns as it got it.
+        # torch calls it when such a function returns its input unchanged.
         return "A custom autograd function (checkpointing without `use_reentrant=False` is one)"
     name = str(getattr(function, "__name__", function))
     owner = getattr(function, "__self__", None)
@@ -297,18 +306,13 @@ _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 _REFUSED = {f"__i{name}__" for name in _OPERATORS} | {"__setitem__", "data ="}
 
 
-class _Away:
-    """What refuses to be computed with together with tensors that are here, and to be changed."""
+class _Away(_Intercepting):
+    """Refuses changes, and computations together with tensors that are here."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def _answer(
+        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
         name = _name_of_operation(function)
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__reduce_ex__":
@@ -318,7 +322,7 @@ class _Away:
                 )
             if _is_loading(name, args):
                 return function(*args, **kwargs)
-            if _changes(name, kwargs) or any(not t.is_meta for t in _tensors((args, kwargs))):
+            if _changes(name, kwargs) or any(not t.is_meta for t in tensors_in((args, kwargs))):
                 raise ModelError(f"`{name}` {_SENTENCE}")
             try:
                 return _marked(function(*args, **kwargs))
@@ -327,7 +331,7 @@ class _Away:
 
 
 class TensorAway(_Away, Tensor):
-    """A buffer of a layer on a worker, or what a parameter there gave."""
+    """A buffer of a layer on a worker, or a tensor computed from a parameter there."""
 
 
 class ParameterAway(_Away, nn.Parameter):
@@ -339,28 +343,28 @@ _BACK = {away: kind for kind, away in _KINDS.items()}
 
 
 def mark_as_away(tensors: Iterable[Tensor]) -> None:
-    """Let tensors on ``meta`` refuse what would have no effect; each stays the same object."""
+    """Make tensors on ``meta`` refuse what would have no effect. Each stays the same object."""
     for tensor in tensors:
         if type(tensor) in _KINDS:
             tensor.__class__ = _KINDS[type(tensor)]
 
 
 def unmark(tensors: Iterable[Tensor]) -> None:
-    """The end of `mark_as_away`."""
+    """Undo `mark_as_away`."""
     for tensor in tensors:
         if type(tensor) in _BACK:
             tensor.__class__ = _BACK[type(tensor)]
 
 
 def _name_of_operation(function: Any) -> str:
-    """A function's name; for a property that is set, the property's and the sign."""
+    """A function's name; for the setter of a property, its name and an equals sign."""
     name = str(getattr(function, "__name__", function))
     return f"{function.__self__.__name__} =" if name == "__set__" else name
 
 
 def _is_loading(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether ``load_state_dict`` copies what stands for content that went to the worker, or what
-    stays as it is."""
+    """Whether ``load_state_dict`` copies a plain meta tensor, whose content went to the worker, or
+    copies a tensor onto itself."""
     if name != "copy_" or len(args) < 2:
         return False
     return args[0] is args[1] or (type(args[1]) is Tensor and args[1].is_meta)
@@ -372,7 +376,7 @@ def _changes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _marked(result: Any) -> Any:
-    """What a tensor away gives is away too."""
+    """A result with its tensors on ``meta`` marked as away."""
     if isinstance(result, Tensor):
         if result.is_meta:
             mark_as_away([result])
@@ -380,13 +384,3 @@ def _marked(result: Any) -> Any:
     if type(result) in (tuple, list):
         return type(result)(_marked(value) for value in result)
     return result
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, Mapping):
-        yield from _tensors(list(tree.values()))

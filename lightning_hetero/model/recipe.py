@@ -1,9 +1,9 @@
-"""The recipe: what a worker needs to rebuild its layers, without weights and without our code.
+"""The recipe: what a worker needs to rebuild its layers, without weights and without user code.
 
-A recipe names a model class of the transformers library and carries its config; for layers of the
-user's own it is a description of them (`blocks.py`). It is text from the network on the worker's
-side: it is checked against its type, and nothing in it can name code outside of transformers,
-torch.nn and what the worker's owner allowed.
+A recipe names a model class of transformers and holds its config; for layers of other classes it
+is a description of them (`custom_layers.py`). On the worker a recipe is text from the network: it
+is checked against its type, and it can name no code outside of transformers, torch.nn and the
+modules that the worker's owner allowed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ from ..errors import ModelError
 from .adapters import Adapters, describe_adapters, inject_adapters, without_wrappers
 from .allowed_imports import Allowed
 from .captured_outputs import install_hooks
-from .custom_layers import BlocksRecipe, build_blocks, describe_blocks
+from .custom_layers import (
+    BlocksRecipe,
+    build_blocks,
+    describe_blocks,
+    experts_kind,
+    plain_config,
+    read_config,
+)
 from .four_bit import FourBit, apply_four_bit, describe_four_bit
 from .half_layers import absent_in, half_of
-from .hf_config import experts_kind, plain_config, read_config
 from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions
 
-# Building is on `meta` and takes no memory, but each layer takes time; the deepest published
-# decoders have fewer than 200 layers.
+# Layers are built on `meta`, which takes time but no memory. The deepest published decoders have
+# fewer than 200 layers.
 MOST_LAYERS = 1024
 
 
@@ -42,13 +48,12 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
         model_class: Name of a class of transformers, such as ``LlamaForCausalLM``.
         config: The model's config as in its ``config.json``.
         attention: The attention implementation; it decides which masks the layers expect.
-        layers: Number of each layer of the stage in the plan, and its path inside the model.
-        experts: The implementation of a mixture's experts, as ``attention``; None lets the worker
-            take the fastest that it has.
-        four_bit: How tensors inside the layers are stored in 4 bits, by their paths in the model.
+        layers: From the number of each layer in the plan to its path inside the model.
+        experts: The implementation of a mixture's experts; None for the fastest on the worker.
+        four_bit: The tensors inside the layers that are stored in 4 bits, by path in the model.
         adapters: The adapters inside the layers.
-        embedding: What the input embedding is made with, if it is among the layers.
-        absent: The children that halves among the layers are without, by the layers' numbers.
+        embedding: The options of the input embedding, if it is among the layers.
+        absent: The absent children of halves, by the numbers of the halves.
     """
 
     model_class: str
@@ -63,7 +68,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
 
     @property
     def imports(self) -> list[str]:
-        """Modules that the worker's owner must have allowed: none."""
+        """The Python modules that the worker's owner must have allowed: none."""
         return []
 
     def to_json(self) -> str:
@@ -72,7 +77,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
 
     @staticmethod
     def from_json(text: str) -> Recipe | BlocksRecipe:
-        """Read a recipe of either kind from the wire.
+        """Decode a recipe of either kind.
 
         Raises:
             ModelError: If the text is no recipe.
@@ -88,16 +93,16 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
 def write_recipe(
     root: nn.Module, layers: Sequence[tuple[int, DecoderLayer]]
 ) -> Recipe | BlocksRecipe:
-    """The recipe for numbered layers of a LightningModule.
+    """Write the recipe for numbered layers of a LightningModule.
 
     Raises:
-        ModelError: If the layers cannot be rebuilt elsewhere.
+        ModelError: If a worker could not rebuild the layers.
     """
     found = _owner_of(root, [layer for _, layer in layers])
     if found is None and any(absent_in(layer.module) for _, layer in layers):
         raise ModelError(
-            f"{layers[0][1].name} is in no model of a class of transformers, so that workers could "
-            "not build halves of it. Leave out `cut_layers`."
+            f"{layers[0][1].name} is in no model of a class of transformers, so workers cannot "
+            "build halves of it. Leave out `cut_layers`."
         )
     if found is None:
         return describe_blocks(layers)
@@ -126,10 +131,10 @@ def write_recipe(
 def build_layers(
     recipe: Recipe | BlocksRecipe, allowed: Allowed = NOTHING_ALLOWED
 ) -> nn.ModuleDict:
-    """The layers of a recipe on the ``meta`` device, keyed by their numbers.
+    """Build the layers of a recipe on the ``meta`` device, keyed by their numbers.
 
     Raises:
-        ModelError: If the recipe names something that is not allowed or not there.
+        ModelError: If the recipe names code, layers or options that are missing or not allowed.
     """
     if isinstance(recipe, BlocksRecipe):
         return build_blocks(recipe, allowed)
@@ -147,7 +152,7 @@ def build_layers(
         raise ModelError(f"{recipe.model_class} has no such layer: {error}.") from error
     for number, absent in recipe.absent.items():
         if number not in recipe.layers:
-            raise ModelError(f"The recipe has a half {number} that is none of its layers.")
+            raise ModelError(f"The recipe has a half {number} that is not among its layers.")
         found[str(number)] = half_of(found[str(number)], absent)
     if recipe.embedding is not None and EMBEDDING_LAYER in recipe.layers:
         recipe.embedding.apply(found[str(EMBEDDING_LAYER)])
@@ -159,7 +164,7 @@ def _build_model(model_class: type[PreTrainedModel], recipe: Recipe) -> PreTrain
     with torch.device("meta"):
         model: PreTrainedModel = model_class._from_config(config)
     apply_four_bit(model, recipe.four_bit)
-    # PEFT asks for it and then wraps 4-bit layers with classes of their own.
+    # PEFT reads it, and then wraps 4-bit layers with classes of their own.
     model.is_loaded_in_4bit = bool(recipe.four_bit)  # type: ignore[assignment]
     if recipe.adapters is not None:
         inject_adapters(model, recipe.adapters)
@@ -169,8 +174,10 @@ def _build_model(model_class: type[PreTrainedModel], recipe: Recipe) -> PreTrain
 def _owner_of(
     root: nn.Module, layers: Sequence[DecoderLayer]
 ) -> tuple[str, PreTrainedModel] | None:
-    """The outermost Hugging Face model that holds all the layers, if its class and theirs are those
-    of transformers."""
+    """The name and module of the outermost Hugging Face model with all the layers.
+
+    None if its class or theirs are not those of transformers.
+    """
     if not all(_is_of_transformers(layer.module) for layer in layers):
         return None
     for name, module in root.named_modules():
@@ -185,7 +192,7 @@ def _owner_of(
 
 def _is_of_transformers(module: nn.Module) -> bool:
     if type(module) is nn.Embedding:
-        return True  # as most models have it
+        return True  # the input embedding of most models
     return type(module).__module__.partition(".")[0] == transformers.__name__
 
 
@@ -193,7 +200,7 @@ def _read_config(model_class: type[PreTrainedModel], recipe: Recipe) -> Pretrain
     config_class = model_class.config_class
     if config_class is None:
         raise ModelError(f"{recipe.model_class} cannot be built from a config.")
-    # Some families have a name of their own for it, such as GPT-2's n_layer.
+    # Some families have another name for it, such as GPT-2's n_layer.
     key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     num_layers = recipe.config.get(key)
     if not isinstance(num_layers, int) or not 0 < num_layers <= MOST_LAYERS:

@@ -1,17 +1,12 @@
-"""Parameters and buffers of layers: naming them, emptying them to ``meta`` and filling them again.
+"""Parameters and buffers of layers: their names, their content, their sizes and their keys.
 
-A layer's tensors are named ``<layer number>.<name inside the layer>`` on every machine. What
-belongs to a tensor stored in 4 bits has its name and one more part,
-``3.mlp.up_proj.weight.absmax``.
+A tensor is named ``<layer number>.<name inside the layer>`` on every machine. The parts of the
+quantization state of a tensor in 4 bits follow its name: ``3.mlp.up_proj.weight.absmax``.
 
-Bytes of layers and of the rest of a model, whether their content is there or not.
-
-Layers with values made up: as fast and as large as those with real weights.
-
-State dicts: the keys of a module's own tensors in them, and what may be left out of them.
-
-What does not train may be left out: the parameters without ``requires_grad``, with the states of
-those in 4 bits. Buffers stay, those of frozen modules too: statistics change without a gradient.
+    names, content    find tensors, empty them to ``meta`` and fill them again
+    sizes             count bytes, for tensors on ``meta`` too
+    made-up values    fill layers that are only to be measured
+    state dicts       the keys of a module's tensors, and the keys that may be left out
 """
 
 from __future__ import annotations
@@ -39,20 +34,31 @@ def named_tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor
 
 
 def named_contents(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor, State]]:
-    """The same tensors, each with its state if it is stored in 4 bits."""
+    """The tensors of `named_tensors`, each with its state if it is stored in 4 bits."""
     for name, tensor in named_tensors(layers):
         owner, leaf, _ = locate(layers, name)
         yield name, tensor, state_of(owner, leaf)
 
 
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, Mapping):
+        yield from tensors_in(list(tree.values()))
+
+
 def stored_in_four_bits(layers: Mapping[int, nn.Module], name: str) -> bool:
-    """Whether a tensor is one of packed bytes, which need their state."""
+    """Whether a named tensor is stored in 4 bits."""
     owner, leaf, _ = locate(layers, name)
     return is_four_bit(owner, leaf)
 
 
 def has_four_bit(layers: Mapping[int, nn.Module]) -> bool:
-    """Whether a tensor of the layers is one of packed bytes."""
+    """Whether any tensor of the layers is stored in 4 bits."""
     return any(stored_in_four_bits(layers, name) for name, _ in named_tensors(layers))
 
 
@@ -61,8 +67,8 @@ def dtypes_on_stage(
 ) -> dict[str, torch.dtype]:
     """The dtype of each tensor on a stage that computes in ``dtype``.
 
-    Frozen parameters take it. Those that train are only ever widened, and buffers and what is
-    stored in 4 bits stay as they are.
+    Frozen parameters take that dtype. Parameters that train take it only if it is float32. Buffers
+    and tensors in 4 bits keep their own.
     """
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(layers)}
     if dtype is None:
@@ -76,10 +82,10 @@ def dtypes_on_stage(
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in another dtype; what is beyond its range becomes its largest number.
+    """Convert a tensor to another dtype, clamped to its range.
 
-    A mask's least number of float32 would become minus infinity in float16, and a row of nothing
-    else not a number.
+    Else the lowest float32 of a mask would become minus infinity in float16, and the softmax of a
+    row that is masked throughout would be NaN.
     """
     if tensor.dtype == dtype or not tensor.is_floating_point():
         return tensor
@@ -90,7 +96,7 @@ def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def flatten(name: str, tensor: Tensor, state: State) -> dict[str, Tensor]:
-    """A tensor and its state by their names."""
+    """A tensor and the parts of its state, by name."""
     return {name: tensor, **{f"{name}.{part}": content for part, content in state.items()}}
 
 
@@ -103,13 +109,13 @@ def state_in(tensors: Mapping[str, Tensor], name: str) -> State:
 def set_tensor(
     layers: Mapping[int, nn.Module], name: str, content: Tensor, state: State | None = None
 ) -> None:
-    """Give a named parameter or buffer this content, with its identity and its flags kept.
+    """Replace the content of a named parameter or buffer; ``state`` is that of a tensor in 4 bits.
 
-    An optimizer, a tied module or a user's list that holds the parameter sees the new content.
-    ``state`` belongs to a tensor stored in 4 bits.
+    A parameter stays the same object with the same flags: an optimizer, a tied module or a list
+    that holds it sees the new content.
 
     Raises:
-        ModelError: If there is no such tensor, or its shape differs.
+        ModelError: If there is no such tensor, or its shape is another.
     """
     owner, leaf, old = locate(layers, name)
     if old.shape != content.shape:
@@ -121,7 +127,7 @@ def set_tensor(
 
 
 def fill(owner: nn.Module, leaf: str, content: Tensor, state: State) -> None:
-    """The same for a module's own parameter or buffer."""
+    """Replace the content of a module's own parameter, which stays the same object, or buffer."""
     old = owner._parameters.get(leaf)
     if old is None:
         owner._buffers[leaf] = content
@@ -132,7 +138,14 @@ def fill(owner: nn.Module, leaf: str, content: Tensor, state: State) -> None:
 
 
 def locate(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str, Tensor]:
-    """The module that owns a named tensor, the tensor's own name there, and the tensor."""
+    """Find a named tensor.
+
+    Returns:
+        The module that owns it, its name in that module, and the tensor.
+
+    Raises:
+        ModelError: If there is no such tensor.
+    """
     number, _, inner = name.partition(".")
     path, _, leaf = inner.rpartition(".")
     try:
@@ -146,10 +159,10 @@ def locate(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str, 
 
 
 def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
-    """Free the memory of all parameters and buffers: they become ``meta`` tensors.
+    """Turn all parameters and buffers into ``meta`` tensors, which frees their memory.
 
     Raises:
-        ModelError: If that is not possible; nothing is lost then.
+        ModelError: If something else holds a parameter. Nothing has changed then.
     """
     check_can_be_emptied(layers)
     tensors = list(named_tensors(layers))
@@ -159,10 +172,10 @@ def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
 
 
 def check_can_be_emptied(layers: Mapping[int, nn.Module]) -> None:
-    """Refuse parameters that something else holds.
+    """Refuse parameters that an autograd graph or a weak reference holds.
 
     Raises:
-        ModelError: With the name of one.
+        ModelError: With the name of the first one.
     """
     for name, tensor in list(named_tensors(layers)):
         _check_can_be_swapped(layers, name, tensor)
@@ -177,7 +190,7 @@ def _check_can_be_swapped(layers: Mapping[int, nn.Module], name: str, tensor: Te
     except RuntimeError as error:
         raise ModelError(
             f"The parameter {name} is still held by an autograd graph or a weak reference, so it "
-            "cannot move to a worker; delete old losses and outputs of the model first."
+            "cannot move to a worker. Delete old losses and outputs of the model first."
         ) from error
 
 
@@ -195,17 +208,17 @@ def stored_bytes(layers: Mapping[int, nn.Module], dtype: torch.dtype | None = No
 
 
 def num_trained(parameters: Iterable[nn.Parameter]) -> int:
-    """How many numbers train."""
+    """The number of parameter values that train."""
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of the gradients of what trains."""
+    """Bytes of the gradients of the parameters that train."""
     return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
 
 
 def ends_of(root: nn.Module, layers: Sequence[DecoderLayer]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors of the model before its layers, and those behind them; each once."""
+    """The tensors of the model before its layers, and those behind them, each once."""
     inside = {module for layer in layers for module in layer.module.modules()}
     before: dict[int, Tensor] = {}
     behind: dict[int, Tensor] = {}
@@ -220,7 +233,7 @@ def ends_of(root: nn.Module, layers: Sequence[DecoderLayer]) -> tuple[list[Tenso
 
 
 def tied_parameters(root: nn.Module, layers: Sequence[DecoderLayer]) -> list[nn.Parameter]:
-    """Parameters outside of the layers that several modules share."""
+    """Parameters outside the layers that several modules share."""
     inside = {id(p) for layer in layers for p in layer.module.parameters()}
     uses: dict[int, int] = {}
     found: dict[int, nn.Parameter] = {}
@@ -230,7 +243,7 @@ def tied_parameters(root: nn.Module, layers: Sequence[DecoderLayer]) -> list[nn.
     return [p for key, p in found.items() if uses[key] > 1 and key not in inside]
 
 
-# As transformers starts its weights.
+# The usual `initializer_range` of transformers.
 _SPREAD = 0.02
 
 
@@ -240,18 +253,18 @@ def fill_with_made_up_values(
     given: Mapping[str, Tensor],
     device: torch.device,
 ) -> None:
-    """Give layers on ``meta`` values on a device.
+    """Fill layers on ``meta``, so that they run as fast as layers with real weights.
 
     Args:
         layers: The layers by their numbers.
-        dtypes: The dtype of each tensor there, by its name.
-        given: Tensors whose values matter, such as masks and tables in buffers.
-        device: Where they are to be.
+        dtypes: The dtype of each tensor, by its name.
+        given: Content whose values matter, such as masks and tables in buffers, by name.
+        device: The device for the content.
     """
     for name, tensor in list(named_tensors(layers)):
         owner, leaf, place = locate(layers, name)
         if not place.is_meta:
-            continue  # a tensor that the layer has twice
+            continue  # already filled: the layer has this tensor under two names
         if name in given:
             fill(owner, leaf, given[name].to(device), {})
         elif is_four_bit(owner, leaf):
@@ -263,7 +276,7 @@ def fill_with_made_up_values(
 
 
 def _unpacked_dtype(layers: Mapping[int, nn.Module]) -> torch.dtype:
-    """What 4-bit weights were before: the norms beside them still are."""
+    """The dtype of 4-bit weights before they were packed: that of the norms beside them."""
     for layer in layers.values():
         for parameter in layer.parameters():
             if not parameter.requires_grad and parameter.is_floating_point():
@@ -272,7 +285,7 @@ def _unpacked_dtype(layers: Mapping[int, nn.Module]) -> torch.dtype:
 
 
 def _made_up(leaf: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Matrices like those of a new model; vectors are factors of a norm, or else biases."""
+    """Random values for a matrix; for a vector, zeros if it is a bias, else ones, as in a norm."""
     content = torch.empty(shape, dtype=dtype, device=device)
     if not dtype.is_floating_point:
         return content.zero_()
@@ -282,9 +295,9 @@ def _made_up(leaf: str, shape: torch.Size, dtype: torch.dtype, device: torch.dev
 
 
 def places(module: nn.Module) -> dict[str, str]:
-    """A module's own parameters and buffers, each with the key that it has in a state dict.
+    """The paths of a module's own parameters and buffers, each with its key in a state dict.
 
-    Only those of 4-bit experts have another: the parametrization in between is left out there.
+    The two differ only for 4-bit experts: their keys leave out the parametrization.
     """
     if _is_left_out_between(module):
         return {}
@@ -304,7 +317,7 @@ def tensor_at(module: nn.Module, path: str) -> Tensor:
 
 
 def tensors_by_key(root: nn.Module, prefix: str = "") -> dict[str, tuple[str, Tensor]]:
-    """All tensors below a module by their keys, each with its path; a shared one comes often."""
+    """All tensors below a module by their keys, with their paths; a shared one has several keys."""
     found = {}
     for path, module in root.named_modules(remove_duplicate=False):
         start = f"{path}." if path else ""
@@ -324,7 +337,7 @@ def keys_of(tensors: set[Tensor], root: nn.Module, prefix: str = "") -> set[str]
 
 
 def leave_out(state: MutableMapping[str, Any], keys: Container[str], prefix: str = "") -> None:
-    """Take tensors out of a state dict, and what belongs to them; all begin with ``prefix``."""
+    """Delete tensors and the parts of their states from the keys that begin with ``prefix``."""
     candidates = [key for key in state if key.startswith(prefix)]
     for key in candidates:
         if any(start in keys for start in _starts(key)):
@@ -332,13 +345,13 @@ def leave_out(state: MutableMapping[str, Any], keys: Container[str], prefix: str
 
 
 def left_out_of(state: Mapping[str, Any], root: nn.Module) -> dict[str, Tensor]:
-    """What a root's state dict lacks of that which may be left out of it, by key."""
+    """The frozen parameters that a state dict lacks, by key."""
     found = tensors_by_key(root).items()
     return {key: t for key, (_, t) in found if key not in state and is_frozen(t)}
 
 
 def _starts(key: str) -> Iterator[str]:
-    """A key, and everything that it may be a part of: ``a.b.c``, ``a.b``, ``a``."""
+    """A key and its prefixes: ``a.b.c``, ``a.b``, ``a``."""
     while key:
         yield key
         key = key.rpartition(".")[0]

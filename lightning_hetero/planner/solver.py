@@ -15,15 +15,11 @@ from msgspec.structs import replace
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
+from ..units import parse_bytes
 from .candidates import Candidate, Costs
 from .feasibility import explain_shortage
 from .profile import Profile
 from .search import Search
-
-UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)(MB|GB|MiB|GiB)")
-_SIZES = f"10GiB: a number above 0 and one of {', '.join(UNITS)}, without a space between."
 
 
 @dataclass(frozen=True)
@@ -60,28 +56,15 @@ def parse_pin(text: str) -> tuple[str, tuple[int, int]]:
 
 
 def parse_memory(text: str) -> tuple[str, int]:
-    """``WORKER=SIZE``, the size as in ``10GiB``.
+    """Read ``WORKER=SIZE``, the size such as ``10GiB``.
 
     Raises:
-        PlanError: If it is not that.
+        PlanError: If the text is something else.
     """
     worker, _, size = text.rpartition("=")
-    match = _SIZE.fullmatch(size)
-    if not worker or match is None or float(match[1]) == 0:
-        raise PlanError(f"The memory {text!r} is not WORKER=SIZE with a size such as {_SIZES}")
-    return worker, int(float(match[1]) * UNITS[match[2]])
-
-
-def parse_size(text: str) -> int:
-    """Bytes, as in ``10GiB``.
-
-    Raises:
-        PlanError: If it is not that.
-    """
-    match = _SIZE.fullmatch(text)
-    if match is None or float(match[1]) == 0:
-        raise PlanError(f"The memory {text!r} is not a size such as {_SIZES}")
-    return int(float(match[1]) * UNITS[match[2]])
+    if not worker:
+        raise PlanError(f"The memory {text!r} is not WORKER=SIZE, such as fast:9999=10GiB.")
+    return worker, parse_bytes(size)
 
 
 def apply(wishes: Wishes, profile: Profile) -> Profile:

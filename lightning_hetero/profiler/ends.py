@@ -37,7 +37,7 @@ from ..model.four_bit import shapes_only
 from ..model.hollow import HollowLayers
 from ..model.layer_call import LayerCall, expected_result, take_hidden, without_cache
 from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alone, find_embedding
-from ..model.override import stand_in
+from ..model.override import ForwardOverride
 from ..model.tensors import ends_of
 from ..pipeline.bench import Clock, Measurement, median_of_blocks
 from ..pipeline.handover import surroundings_here
@@ -173,16 +173,15 @@ class PassingLayers:
         """Inside, the layers compute nothing."""
         collecting = CollectingHooks(self._root, [layer.name for layer in self._layers])
         silenced = [SilencedHooks(layer.module) for layer in self._layers]
-        put_back: list[Callable[[], None]] = []
+        overrides = [
+            _Passing(layer.module, self, number).put_on()
+            for number, layer in enumerate(self._layers)
+        ]
         try:
-            put_back = [
-                stand_in(layer.module, "forward", _Passing(self, number))
-                for number, layer in enumerate(self._layers)
-            ]
             yield
         finally:
-            for each in reversed(put_back):
-                each()
+            for override in overrides:
+                override.take_off()
             for taken in silenced:
                 taken.restore()
             collecting.remove()
@@ -218,8 +217,9 @@ class PassingLayers:
         return self._results[number]
 
 
-class _Passing:
-    def __init__(self, layers: PassingLayers, number: int) -> None:
+class _Passing(ForwardOverride):
+    def __init__(self, layer: nn.Module, layers: PassingLayers, number: int) -> None:
+        super().__init__(layer)
         self._layers = layers
         self._number = number
 

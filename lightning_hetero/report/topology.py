@@ -18,7 +18,7 @@ from ..planner.candidates import Candidate
 from ..planner.costs import Need
 from ..planner.feasibility import candidate_of
 from ..planner.profile import ENDS, Profile
-from ..units import in_percent
+from ..units import in_bytes_per_second, in_percent, in_seconds, in_short_bytes
 
 MEMORY_PARTS = ("weights", "training", "in flight", "other")
 """Kinds of memory in the order of the bar: ``training`` is gradients and optimizer state."""
@@ -169,43 +169,19 @@ def layers_as_text(layers: tuple[int, int]) -> str:
 
 def speed_as_text(speed: Speed) -> tuple[str, str]:
     """Bandwidth and latency."""
-    rate = speed.bytes_per_second
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
-        if rate >= size:
-            return f"{_short(rate / size)} {unit}", _latency(speed.latency_seconds)
-    return f"{_short(rate / 1e3)} kB/s", _latency(speed.latency_seconds)
+    return in_bytes_per_second(speed.bytes_per_second), in_seconds(speed.latency_seconds)
 
 
 def memory_as_text(memory: Memory) -> str:
     """As ``5.1 of 23.5 GiB``, or as much of that as is known."""
     used, total = memory.sum_bytes, memory.total_bytes
     if not memory.used_bytes:
-        return _bytes(total)
+        return in_short_bytes(total)
     if not total:
-        return _bytes(used)
-    whole, unit = _bytes(total).split()
-    part, part_unit = _bytes(used).split()
-    return (
-        f"{part} of {whole} {unit}" if part_unit == unit else f"{_bytes(used)} of {_bytes(total)}"
-    )
-
-
-def _bytes(amount: float) -> str:
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if amount >= size:
-            return f"{_short(amount / size)} {unit}"
-    return f"{_short(amount / 2**10)} KiB"
-
-
-def _latency(seconds: float) -> str:
-    return f"{_short(1e3 * seconds)} ms" if seconds < 1 else f"{_short(seconds)} s"
-
-
-def _short(value: float) -> str:
-    """At most three digits before the point, or two figures."""
-    if value >= 10:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+        return in_short_bytes(used)
+    whole, part = in_short_bytes(total), in_short_bytes(used)
+    number, unit = part.split()
+    return f"{number if whole.endswith(unit) else part} of {whole}"
 
 
 THIS_MACHINE = "this machine"

@@ -140,7 +140,7 @@ def test_what_is_not_plain_is_refused_with_its_place(name: str, wrap: Any) -> No
 def test_a_value_that_contains_itself_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(ModelError, match="nested without an end"):
+    with pytest.raises(ModelError, match="nested deeper than"):
         a.write_value(value, "It", set())
 
 
@@ -174,9 +174,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "not allowed on a worker",
     ),
     "no dtype": (a.Text("dtype", "load"), "no dtype 'load'"),
-    "no number": (a.Text("float", "1e5"), "a number '1e5'"),
-    "a set of lists": (a.Items("set", [a.Items("list", [])]), "cannot be made"),
-    "a dictionary of lists": (a.Table([(a.Items("list", []), 1)]), "cannot be made"),
+    "no number": (a.Text("float", "1e5"), "has '1e5' instead of inf"),
+    "a set of lists": (a.Items("set", [a.Items("list", [])]), "cannot be built"),
+    "a dictionary of lists": (a.Table([(a.Items("list", []), 1)]), "cannot be built"),
 }
 
 

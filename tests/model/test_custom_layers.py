@@ -290,10 +290,13 @@ def doubling(depth: int) -> list[ModuleNode]:
 
 
 NO_TREES: dict[str, tuple[BlocksRecipe, str]] = {
-    "its own child": (recipe_of(node(children={"a": 0})), "not behind its children"),
-    "a later child": (recipe_of(node(children={"a": 1}), node()), "not behind its children"),
-    "a missing parameter": (recipe_of(node(parameters={"a": 0})), "parameter that is not there"),
-    "a missing layer": (recipe_of(node(), layers={0: 7}), "module is not there"),
+    "its own child": (recipe_of(node(children={"a": 0})), "does not come after its children"),
+    "a later child": (
+        recipe_of(node(children={"a": 1}), node()),
+        "does not come after its children",
+    ),
+    "a missing parameter": (recipe_of(node(parameters={"a": 0})), "parameter that is missing"),
+    "a missing layer": (recipe_of(node(), layers={0: 7}), "module is missing"),
     "too deep": (
         recipe_of(node(), *(node(children={"a": n}) for n in range(40))),
         "nested deeper than 32",

@@ -30,6 +30,7 @@ from lightning_hetero.model.layers import (
     check_layers_stand_alone,
     find_decoder_layers,
 )
+from lightning_hetero.model.override import ForwardOverride
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 from lightning_hetero.profiler.sample_layers import kinds_of_layers
 
@@ -108,7 +109,7 @@ def test_halves_follow_the_plain_attributes_of_their_layer() -> None:
 def test_what_has_not_come_back_stays_cut() -> None:
     model = tiny_llama(2)
     halves = halves_of(model)
-    halves[1].module.forward = halves[1].module.forward  # as a hollow one has
+    ForwardOverride(halves[1].module).put_on()  # like that of a hollow layer
     join_layers(model)
     assert ["forward" in vars(layer) for layer in model.model.layers] == [True, False]
     again = halves_of(model)
@@ -185,7 +186,7 @@ def with_idle_child(layer: Any) -> None:
     ("change", "fault"),
     [
         (with_patch, "a `forward` of its own"),
-        (with_idle_child, "cannot be told"),
+        (with_idle_child, "or this cannot be checked"),
         (with_tied, "shares a tensor"),
         (with_hook, "has a hook"),
         (with_checkpointing, "gradient checkpointing on"),
@@ -215,7 +216,7 @@ def test_halves_in_a_model_that_workers_do_not_know_are_refused() -> None:
 def test_a_recipe_of_halves_that_are_none_of_its_layers_is_refused() -> None:
     model = tiny_llama(2)
     recipe = write_recipe(model, list(enumerate(halves_of(model)))[:2])
-    with pytest.raises(ModelError, match="a half 9 that is none of its layers"):
+    with pytest.raises(ModelError, match="a half 9 that is not among its layers"):
         build_layers(msgspec.structs.replace(recipe, absent={9: {"mlp": False}}))
 
 
@@ -274,7 +275,7 @@ def test_a_tensor_of_a_half_that_another_stage_has_is_refused() -> None:
 
 
 def test_layers_of_ones_own_are_not_cut() -> None:
-    with pytest.raises(ModelError, match="none of transformers' layers"):
+    with pytest.raises(ModelError, match="is not a layer of transformers"):
         cut_layers([DecoderLayer("blocks.0", Own())])
 
 

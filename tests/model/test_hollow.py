@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 from transformers import (
     Cache,
     GPT2Config,
@@ -666,6 +667,24 @@ def test_hidden_states_that_were_exchanged_for_others_are_refused(hollowed: Holl
     torch.utils.swap_tensors(hidden, hidden_states())
     with pytest.raises(ModelError, match="between layers 1 and 2 changed the hidden states"):
         hollowed.layers[2](hidden)
+
+
+REPLACED: dict[str, Callable[[nn.Module], object]] = {
+    "new parameter": lambda m: setattr(m, "weight", nn.Parameter(torch.ones(24, 16))),
+    "none": lambda m: setattr(m, "weight", None),
+    "swapped": lambda m: swap_tensors(m.weight, nn.Parameter(torch.ones(24, 16))),
+}
+
+
+@pytest.mark.parametrize("way", REPLACED)
+def test_a_tensor_in_the_place_of_one_that_is_away_is_refused(way: str) -> None:
+    model = tiny_model("qwen2")
+    hollowed = Hollowed(model)
+    model(tokens())
+    REPLACED[way](model.get_submodule("model.layers.2.mlp.up_proj"))
+    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj\.weight was replaced"):
+        model(tokens())
+    assert len(hollowed.elsewhere.calls) == 1
 
 
 def test_an_early_exit_is_refused_at_the_end_of_the_forward(hollowed: Hollowed) -> None:

@@ -295,7 +295,7 @@ def test_what_is_written_into_the_placeholder_in_inference_mode_is_refused(
 @pytest.mark.parametrize(
     ("token_ids", "fault"),
     [
-        (torch.tensor([[0, 47, 48]]), "token id 48 .* has 48 rows; see whether the tokenizer"),
+        (torch.tensor([[0, 47, 48]]), "token id 48 .* has 48 rows; check that the tokenizer"),
         (torch.tensor([[-1, 5]]), "token id -1 "),
         (torch.zeros(1, 2), "float32 instead of token ids"),
     ],

@@ -192,7 +192,7 @@ def test_what_was_told_without_being_certain_is_checked_when_hidden_states_retur
     assumptions.settle(here())
     hidden, assumptions = away(frozenset({"shape"}))
     assert (hidden.shape[1], hidden.dtype, hidden.requires_grad) == (7, torch.float32, True)
-    with pytest.raises(ModelError, match=r"shape.*behind layer 3 and was told .*7, 16.* came back"):
+    with pytest.raises(ModelError, match=r"shape.*behind layer 3.* was told .*7, 16.* came back"):
         assumptions.settle(torch.ones(2, 6, 16))
 
 
