@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..protocol.messages import SpanKind
-from ..telemetry.chrome_trace import first_action_seconds
 from ..telemetry.prediction import Prediction
 from ..telemetry.step import RecordedStep, StageSpans
 from .svg import HUES, Point, element, elided, escaped, hue, rectangle, text, width_of
@@ -321,7 +320,7 @@ def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
 
 
 def _measured(step: RecordedStep) -> _Panel:
-    zero = first_action_seconds(step)
+    zero = step.first_action_seconds
     rows = [
         (_label(stage), _busy_share(stage.computing_seconds, step.seconds), _bars(stage, zero))
         for stage in step.stages
