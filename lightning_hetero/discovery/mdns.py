@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -176,17 +177,19 @@ class Heard:
 
 
 def own_interfaces() -> list[Interface]:
-    """The addresses of this machine with their networks.
+    """The IP addresses of this machine with their networks."""
+    addresses = (each for addresses in psutil.net_if_addrs().values() for each in addresses)
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [_interface(each.address, each.netmask) for each in addresses if each.family in families]
 
-    Raises:
-        DiscoveryError: If the extra ``discovery`` is not installed.
-    """
-    found: list[Interface] = []
-    for adapter in _library("ifaddr").get_adapters():
-        for each in adapter.ips:
-            host = each.ip if each.is_IPv4 else each.ip[0]
-            found.append(ipaddress.ip_interface(f"{host}/{each.network_prefix}"))
-    return found
+
+def _interface(address: str, netmask: str | None) -> Interface:
+    # A link-local IPv6 address carries the name of its interface behind a percent sign.
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if netmask is None:
+        return ipaddress.ip_interface(ip)
+    # A network of IPv6 is written with the length of its mask alone.
+    return ipaddress.ip_interface(f"{ip}/{int(ipaddress.ip_address(netmask)).bit_count()}")
 
 
 @contextmanager
