@@ -38,7 +38,12 @@ def element(name: str, *children: str, **attributes: str | float | None) -> str:
 
 def escaped(text: str) -> str:
     """Text as markup."""
-    return html.escape(_FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text))
+    return html.escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """The text with a replacement character for each character that XML cannot contain."""
+    return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def text(x: float, y: float, content: str, class_: str, anchor: str | None = None) -> str:

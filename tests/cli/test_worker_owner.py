@@ -137,6 +137,16 @@ def test_a_property_list_has_the_same(
     assert found["ProgramArguments"][1:] == ["-m", "lightning_hetero", "worker", *OPTIONS]
 
 
+def test_a_property_list_keeps_every_character() -> None:
+    command = [sys.executable, "--allow", "a <b>", "100%", "$HOME", "quote\"'d", "back\\slash"]
+    environment = {"LIGHTNING_HETERO_TOKEN_FILE": "/a & b/token"}
+    found = plistlib.loads(unit_text("launchd", command, "/a b", environment, "[::1]:1").encode())
+    assert found["ProgramArguments"] == command
+    assert found["EnvironmentVariables"] == environment
+    assert found["WorkingDirectory"] == "/a b"
+    assert found["KeepAlive"] == {"SuccessfulExit": False}
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
 @pytest.mark.parametrize(
     "words", [[], ["--allow", "a b", "100%", "$HOME", 'quote"d', "back\\slash"]], ids=["few", "odd"]
