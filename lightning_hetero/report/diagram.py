@@ -42,10 +42,10 @@ from .svg import (
     elided,
     escaped,
     moved,
+    picture_file,
     png,
     rectangle,
     rounded_line,
-    style_sheet,
     text,
     titled,
     towards,
@@ -209,25 +209,16 @@ class _Diagram:
         self._grid = CardGrid.around(topology.stages, self._card_width)
 
     def svg(self) -> str:
-        body = [
-            element("title", escaped(f"Topology: {self._topology.title or self._size}")),
-            element("style", style_sheet()),
-            rectangle(0, 0, self._width, self._height, "paper", radius=14),
+        return picture_file(
+            self._width,
+            self._height,
+            f"Topology: {self._topology.title or self._size}",
             self._heading(),
             self._band_content(),
             *(self._card(index) for index in range(len(self._topology.stages))),
             *(self._wire(index) for index in range(len(self._topology.links))),
             self._legend(),
-        ]
-        return element(
-            "svg",
-            *body,
-            xmlns="http://www.w3.org/2000/svg",
-            class_="hetero",
-            viewBox=f"0 0 {self._width:g} {self._height:g}",
-            width=self._width,
-            height=self._height,
-            role="img",
+            radius=14,
         )
 
     # places

@@ -205,6 +205,7 @@ _COLOURS = {
     "track": ("fill", "#e3e8f0", "#2c394b"),
     "pill": ("fill", "#e9eef6", "#27344a"),
     "grid": ("stroke", "#e3e8f0", "#2c394b"),
+    "hatch": ("stroke", "#c4cad4", "#46566c"),
     "activation-line": ("stroke", "#2563c9", "#6ea3ff"),
     "activation-head": ("fill", "#2563c9", "#6ea3ff"),
     "gradient-line": ("stroke", "#b4540f", "#f0a062"),
@@ -218,10 +219,12 @@ _TYPE = {
     "normal": "font-size:12px",
     "small": "font-size:11px",
     "chip": "font-size:12px;font-weight:700;fill:#ffffff",
+    "inside": "font-size:11px;fill:#ffffff",
 }
 
 _SHAPES = {
     "edge": "stroke-width:1.2",
+    "hatch": "stroke-width:2",
     "line": "fill:none;stroke-width:1.8",
     "gradient-line": "stroke-dasharray:5 4",
     "trace": "fill:none;stroke-width:1.8;stroke-linejoin:round",
@@ -229,6 +232,10 @@ _SHAPES = {
     "of-training": "fill-opacity:.66",
     "of-in-flight": "fill-opacity:.42",
     "of-other": "fill-opacity:.22",
+    "forward": "fill:#3b82c4",
+    "backward": "fill:#d9822b",
+    "loss": "fill:#8b5fbf",
+    "optimizer": "fill:#3a9d6e",
 }
 
 
@@ -246,8 +253,29 @@ def style_sheet() -> str:
 
 
 def hue(number: int) -> str:
-    """The class of the hue with that number; they repeat."""
+    """The style class of a hue; the hues repeat."""
     return f"hue-{number % len(HUES)}"
+
+
+def picture(width: float, height: float, title: str, /, *children: str, **attributes: float) -> str:
+    """An SVG picture for a page that has the style sheet."""
+    return element(
+        "svg",
+        element("title", escaped(title)),
+        *children,
+        xmlns="http://www.w3.org/2000/svg",
+        class_="hetero",
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        **attributes,
+    )
+
+
+def picture_file(width: float, height: float, title: str, *children: str, radius: float = 0) -> str:
+    """An SVG picture with its style sheet, background and size, which needs nothing else."""
+    style = element("style", style_sheet())
+    paper = rectangle(0, 0, width, height, "paper", radius)
+    return picture(width, height, title, style, paper, *children, width=width, height=height)
 
 
 _LIBRARY = "resvg_py"
