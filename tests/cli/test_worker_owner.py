@@ -59,7 +59,7 @@ def test_a_worker_lets_its_run_end_and_says_what_it_was() -> None:
             arrival = inbox.get(timeout=PATIENCE_SECONDS)
             assert isinstance(arrival.content.message, kind)  # type: ignore[attr-defined]
         process.send_signal(signal.SIGTERM)
-        wait_for(process, "ends with the run at hand")
+        wait_for(process, "ends after the current run")
         assert process.poll() is None
         channel.close(m.Goodbye())
         out, _ = process.communicate(timeout=PATIENCE_SECONDS)

@@ -380,9 +380,9 @@ def test_the_command_lists_them(
         announced(recogniser.announcement(LOOPBACK, gone), LOOPBACK),
     ):
         cli.main()
-    found, left_out = capsys.readouterr().out.splitlines()
+    found, skipped = capsys.readouterr().out.splitlines()
     assert found.startswith(f"{address} (")
-    assert left_out.startswith(f"left out: No worker answers at 127.0.0.1:{gone}")
+    assert skipped.startswith(f"skipped: No worker answers at 127.0.0.1:{gone}")
     with pytest.raises(SystemExit, match="No worker of this token"):
         cli.main()
 
