@@ -356,7 +356,7 @@ def test_a_report_is_written_beside_the_logs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    assert "has nothing of a run" in str(run(monkeypatch, "report", str(tmp_path)))
+    assert "has no file of a run" in str(run(monkeypatch, "report", str(tmp_path)))
     (tmp_path / "metrics.csv").write_text("step,loss\n0,2.5\n1,2.0\n")
     for output in ([], ["-o", str(tmp_path / "other.html")]):
         monkeypatch.setattr("sys.argv", ["lightning-hetero", "report", str(tmp_path), *output])
