@@ -1,30 +1,25 @@
-"""The command `lightning-hetero`: a file for each of its commands."""
+"""The command `lightning-hetero`, with one module per subcommand.
+
+A new subcommand is a module with a function ``add_to``, and its name in `COMMANDS`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 
 from ..errors import HeteroError
-from . import diagram, doctor, mesh, plan, profile, report, token, top, verify, worker, workers
 
 COMMANDS = (
-    worker,
-    workers,
-    token,
-    mesh,
-    doctor,
-    profile,
-    plan,
-    diagram,
-    verify,
-    top,
-    report,
+    *("worker", "workers", "token", "mesh", "doctor", "profile"),
+    *("plan", "diagram", "verify", "top", "report"),
 )
+"""The modules of the subcommands, in the order of the help text."""
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Entry point of the command line."""
     options = _parser().parse_args()
     try:
         options.run(options)
@@ -39,6 +34,6 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-hetero", description="Train one model on mixed hardware."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
+    for name in COMMANDS:
+        import_module(f".{name}", __package__).add_to(commands)
     return parser

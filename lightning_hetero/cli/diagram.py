@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,7 +13,7 @@ from ..plan import Plan
 from ..planner.profile import Profile
 from ..report.diagram import picture_for
 from ..report.topology import topology_of
-from .options import new_file
+from .options import add_output_option, new_file
 
 if TYPE_CHECKING:
     from .options import Commands
@@ -27,20 +26,15 @@ def add_to(commands: Commands) -> None:
     diagram.add_argument(
         "--profile",
         metavar="FILE",
-        help="measurements, for devices, memory and links; without them there are fewer facts",
+        help="measurements; with them the picture shows devices, memory and links",
     )
-    diagram.add_argument("--title", default="", help="what stands above it, the model for one")
-    diagram.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="a name that ends in .svg, .png or .mmd (Mermaid); what is there is replaced "
-        "(default: a new architecture.svg)",
-    )
+    diagram.add_argument("--title", default="", help="title of the picture, such as the model")
+    text = "the picture, in a file whose name ends in .svg, .png or .mmd (Mermaid)"
+    add_output_option(diagram, text, "a new architecture.svg")
 
 
 def _run(options: argparse.Namespace) -> None:
-    path = new_file("architecture.svg") if options.output is None else Path(options.output)
+    path = options.output or new_file("architecture.svg")
     plan = Plan.from_yaml(options.plan)
     profile = None if options.profile is None else Profile.from_yaml(options.profile)
     content = picture_for(path.name, topology_of(plan, profile, options.title))

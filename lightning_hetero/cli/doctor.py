@@ -1,4 +1,4 @@
-"""`lightning-hetero doctor`: why a worker cannot be used, hop by hop."""
+"""`lightning-hetero doctor`: find out why a worker cannot be used, hop by hop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from ..plan import Plan
 from ..planner.profile import Profile
 from ..transport.address import Address
 from ..transport.tls import Credentials, credentials_of
-from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
+from ..transport.token import find_token_file
+from .options import add_token_option
 
 if TYPE_CHECKING:
     from .options import Commands
@@ -38,34 +39,38 @@ _MARKS: dict[Outcome, tuple[str, str]] = {
 
 
 def add_to(commands: Commands) -> None:
-    doctor = commands.add_parser("doctor", help="why a worker cannot be used, hop by hop")
+    text = "find out why a worker cannot be used, hop by hop"
+    doctor = commands.add_parser("doctor", help=text)
     doctor.set_defaults(run=_run)
     doctor.add_argument(
-        "addresses", nargs="+", type=Address.parse, metavar="HOST:PORT", help="where workers are"
+        "addresses",
+        nargs="+",
+        type=Address.parse,
+        metavar="HOST:PORT",
+        help="addresses of the workers",
+    )
+    add_token_option(doctor, "the token of the workers")
+    doctor.add_argument(
+        "--profile", metavar="FILE", help="measurements of a model whose needs the link must meet"
     )
     doctor.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"the token (default: ${FILE_VARIABLE}, or {DEFAULT_FILE} if it is there)",
+        "--plan", metavar="FILE", help="plan of that model (default: the best plan for the profile)"
     )
     doctor.add_argument(
-        "--profile", metavar="FILE", help="measurements of a model, whose needs the link must meet"
-    )
-    doctor.add_argument(
-        "--plan", metavar="FILE", help="the plan of that model (default: the best for the profile)"
-    )
-    doctor.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="(default: %(default)s)"
+        "--timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="deadline of each step of the connection (default: %(default)s)",
     )
     doctor.add_argument(
         "--seconds",
         type=float,
         default=2.0,
         metavar="SECONDS",
-        help="about how long each link is measured (default: %(default)s)",
+        help="about how long to measure each link (default: %(default)s)",
     )
-    doctor.add_argument("--json", action="store_true", help="print everything as JSON")
+    doctor.add_argument("--json", action="store_true", help="print all findings as JSON")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -92,7 +97,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _credentials(named: Path | None) -> Credentials | TokenError | None:
-    """What shows that we have the token; why it cannot be used, which is for the doctor to say."""
+    """The credentials of the token, or its error, which the doctor reports as a finding."""
     try:
         return credentials_of(find_token_file(named))
     except TokenError as error:
@@ -103,8 +108,8 @@ def _wanted(profile: str | None, plan: str | None) -> Wanted | None:
     if profile is None:
         if plan is not None:
             raise PlanError(
-                f"The plan {plan!r} does not say how many bytes a step sends; name the profile of "
-                "its model too, with --profile."
+                f"The plan {plan!r} does not tell how many bytes a step sends; name the profile of "
+                "its model with --profile."
             )
         return None
     return Wanted(Profile.from_yaml(profile), None if plan is None else Plan.from_yaml(plan))

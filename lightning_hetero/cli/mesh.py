@@ -1,4 +1,4 @@
-"""`lightning-hetero mesh`: a WireGuard network for machines in different places."""
+"""`lightning-hetero mesh`: make a WireGuard network of machines in different places."""
 
 from __future__ import annotations
 
@@ -26,32 +26,36 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    mesh = commands.add_parser("mesh", help="a WireGuard network for machines in different places")
+    text = "make a WireGuard network of machines in different places"
+    mesh = commands.add_parser("mesh", help=text)
     actions = mesh.add_subparsers(required=True, metavar="ACTION")
-    init = _action(actions, "init", _init, "begin a mesh")
+    init = _action(actions, "init", _init, "make an inventory without nodes")
     init.add_argument(
         "--network",
         default=DEFAULT_NETWORK,
         metavar="NETWORK",
-        help="a private network that none of the machines is in (default: %(default)s)",
+        help="a private network that no machine uses (default: %(default)s)",
     )
     init.add_argument(
         "--mtu",
         type=int,
         default=DEFAULT_MTU,
         metavar="BYTES",
-        help="of the tunnels; less where a way carries less than Ethernet (default: %(default)s)",
+        help="MTU of the tunnels; use less if a path carries smaller packets than Ethernet "
+        "(default: %(default)s)",
     )
     add = _action(actions, "add", _add, "add a node, and write the files of all nodes")
-    add.add_argument("name", metavar="NAME", help="what people call the machine")
+    add.add_argument("name", metavar="NAME", help="name of the machine")
     add.add_argument(
         "--endpoint",
         metavar="HOST[:PORT]",
-        help="where the others can send UDP to; leave it out for a machine behind NAT",
+        help="where other machines can send UDP packets; leave it out for a machine behind NAT",
     )
-    _action(actions, "write", _write, "write the files of all nodes, after the inventory changed")
-    show = _action(actions, "show", _show, "show the nodes, or what to do on one of them")
-    show.add_argument("name", nargs="?", metavar="NAME", help="one node")
+    _action(
+        actions, "write", _write, "write the files of all nodes after a change of the inventory"
+    )
+    show = _action(actions, "show", _show, "show all nodes, or what to do on one of them")
+    show.add_argument("name", nargs="?", metavar="NAME", help="name of one node")
 
 
 def _action(actions: Commands, name: str, run: object, text: str) -> argparse.ArgumentParser:
@@ -70,9 +74,9 @@ def _action(actions: Commands, name: str, run: object, text: str) -> argparse.Ar
 def _init(options: argparse.Namespace) -> None:
     create_mesh(options.file, Mesh.new(options.network, options.mtu))
     print(
-        f"Wrote {options.file}, which will hold the keys of all nodes: keep it on this machine. "
-        "Now `lightning-hetero mesh add NAME --endpoint HOST:PORT` for each machine, without "
-        "--endpoint for one behind NAT."
+        f"Wrote {options.file}, which will contain the keys of all nodes: keep it on this machine. "
+        "Next, run `lightning-hetero mesh add NAME --endpoint HOST:PORT` for each machine, without "
+        "--endpoint for a machine behind NAT."
     )
 
 
@@ -94,9 +98,9 @@ def _write_files(inventory: Path, mesh: Mesh) -> None:
     for path in changed:
         print(f"Wrote {path}.")
     if not changed:
-        print(f"The files in {folder} are as they should be.")
+        print(f"The files in {folder} are up to date.")
     for path in forgotten_files(folder, mesh):
-        print(f"{path} is of no node of this mesh; remove it.")
+        print(f"{path} belongs to no node of this mesh; remove it.")
     for remark in mesh.remarks():
         print(remark)
     print("`lightning-hetero mesh show NAME` says what to do on a machine.")
@@ -118,14 +122,14 @@ def _show(options: argparse.Namespace) -> None:
 def _show_node(mesh: Mesh, name: str, folder: Path) -> None:
     node = mesh.node(name)
     print(f"{name} is {node.address} in the mesh.")
-    print("1. Copy its file there, and to no other machine, since it holds its keys:")
+    print("1. Copy its file to it, and to no other machine, because the file holds its keys:")
     print(f"   ssh root@{name} 'umask 077; cat > {INSTALLED}' < {folder / name}.conf")
     if node.endpoint is not None:
-        print(f"   Let UDP to {node.endpoint} through its firewall.")
-    print("2. There, as root, with wireguard-tools installed:")
+        print(f"   Open its firewall for UDP to {node.endpoint}.")
+    print("2. On the machine, as root, with wireguard-tools installed:")
     print(f"   wg-quick up {INTERFACE}      (after a change first: wg-quick down {INTERFACE})")
-    print("   If the kernel has no WireGuard, wg-quick takes wireguard-go where it is installed;")
-    print("   another implementation is named by WG_QUICK_USERSPACE_IMPLEMENTATION.")
+    print("   If the kernel has no WireGuard, wg-quick uses wireguard-go if that is installed;")
+    print("   WG_QUICK_USERSPACE_IMPLEMENTATION names another implementation.")
     print("3. Start its worker, with the token of the run:")
     print(f"   lightning-hetero worker --listen {node.address}:9999")
-    print(f'   and name it to the strategy: workers=["{node.address}:9999"]')
+    print(f'   and name the worker to the strategy: workers=["{node.address}:9999"]')

@@ -1,7 +1,4 @@
-"""A project driven by LightningCLI, for the commands that use its model and train nothing.
-
-What the commands share.
-"""
+"""What the commands share: their common options, and the project of a LightningCLI config."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from ..errors import ModelError, PlanError, ProfileError
 from ..model.layers import DecoderLayer
 from ..strategy.deploy import Site
 from ..strategy.strategy import HeteroPipelineStrategy
+from ..transport.token import DEFAULT_FILE, FILE_VARIABLE
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -127,11 +125,33 @@ def _class_named(name: str, base: type) -> Any:
     return found
 
 
+def add_token_option(command: argparse.ArgumentParser, text: str) -> None:
+    """Add ``--token-file``; the text says what the token is for."""
+    command.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"{text} (default: ${FILE_VARIABLE}, where an empty value stands for no token, or "
+        f"{DEFAULT_FILE} if it exists)",
+    )
+
+
+def add_output_option(command: argparse.ArgumentParser, text: str, default: str) -> None:
+    """Add ``-o`` and ``--output`` for a file that may exist; the text says what is in the file."""
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"{text}; an existing file is replaced (default: {default})",
+    )
+
+
 def new_file(name: str) -> Path:
-    """The path of that name here.
+    """The path of a file in the current folder that does not exist yet.
 
     Raises:
-        PlanError: If something is there already.
+        PlanError: If the file exists.
     """
     path = Path(name)
     if path.exists():

@@ -1,10 +1,9 @@
-"""`lightning-hetero plan`: from measurements, decide who gets which layers."""
+"""`lightning-hetero plan`: decide from measurements which device holds which layers."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
@@ -14,16 +13,17 @@ from ..errors import PlanError
 from ..planner.profile import Profile
 from ..planner.solver import Wishes, parse_memory, parse_pin, solve
 from ..planner.verdict import judge, render
-from .options import new_file
-
-Value = TypeVar("Value")
+from .options import add_output_option, new_file
 
 if TYPE_CHECKING:
     from .options import Commands
 
+Value = TypeVar("Value")
+
 
 def add_to(commands: Commands) -> None:
-    plan = commands.add_parser("plan", help="from measurements, decide who gets which layers")
+    text = "decide from measurements which device holds which layers"
+    plan = commands.add_parser("plan", help=text)
     plan.set_defaults(run=_run)
     plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
     plan.add_argument(
@@ -31,32 +31,34 @@ def add_to(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="WORKER=START:END",
-        help="layers that a worker, or the coordinator, has to hold; repeatable",
+        help="layers that a worker, or the coordinator, must hold; repeatable",
     )
     plan.add_argument(
-        "--exclude", action="append", default=[], metavar="WORKER", help="leave out; repeatable"
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="WORKER",
+        help="a worker that gets no layers; repeatable",
     )
     plan.add_argument(
         "--memory",
         action="append",
         default=[],
         metavar="WORKER=10GiB",
-        help="memory to reckon with in place of the measured one; repeatable",
+        help="memory to plan with instead of the measured memory; repeatable",
     )
     plan.add_argument("--batch-size", type=int, metavar="N", help="samples in a training batch")
     plan.add_argument(
-        "--micro-batches", type=int, metavar="N", help="pieces of a batch (default: chosen)"
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="micro-batches in a batch (default: the planner chooses)",
     )
-    plan.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="where the plan is written, in place of what is there (default: a new plan.yaml)",
-    )
+    add_output_option(plan, "the plan", "a new plan.yaml")
 
 
 def _run(options: argparse.Namespace) -> None:
-    path = new_file("plan.yaml") if options.output is None else Path(options.output)
+    path = options.output or new_file("plan.yaml")
     profile = Profile.from_yaml(options.profile)
     wishes = Wishes(
         pins=_each_once(parse_pin(text) for text in options.pin),

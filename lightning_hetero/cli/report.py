@@ -1,4 +1,4 @@
-"""`lightning-hetero report`: a page on what a run did."""
+"""`lightning-hetero report`: write an HTML page about a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 from ..errors import PictureError
 from ..report.html import report
 from ..report.run_record import read_run
+from .options import add_output_option
 
 if TYPE_CHECKING:
     from .options import Commands
@@ -20,18 +21,15 @@ NAME = "report.html"
 
 
 def add_to(commands: Commands) -> None:
-    command = commands.add_parser("report", help="write a page on what a run did")
+    command = commands.add_parser("report", help="write an HTML page about a run")
     command.set_defaults(run=_run)
     command.add_argument(
-        "folder", type=Path, metavar="RUN_DIR", help="where its logs are, lightning_logs/version_0"
-    )
-    command.add_argument(
-        "-o",
-        "--output",
+        "folder",
         type=Path,
-        metavar="FILE",
-        help=f"what is there is replaced (default: {NAME} in RUN_DIR)",
+        metavar="RUN_DIR",
+        help="folder with the run's logs, such as lightning_logs/version_0",
     )
+    add_output_option(command, "the page", f"{NAME} in RUN_DIR")
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`lightning-hetero token`: the secret that all machines of a run share."""
+"""`lightning-hetero token`: make the secret that all machines of a run share."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def add_to(commands: Commands) -> None:
         type=Path,
         default=DEFAULT_FILE,
         metavar="FILE",
-        help="where to put it; nothing is overwritten (default: %(default)s)",
+        help="file for the token; an existing file is not overwritten (default: %(default)s)",
     )
     token.add_argument(
         "--paste",
         action="store_true",
-        help="ask for the token of another machine, or read it from standard input",
+        help="use the token of another machine: ask for it, or read it from standard input",
     )
 
 
@@ -42,25 +42,25 @@ def _run(options: argparse.Namespace) -> None:
         return
     write_token_file(path, Token.new())
     print(
-        f"Wrote a new token to {path}. Whoever has it may train on your workers, so copy it only "
-        "to machines of the run, for instance with\n\n"
+        f"Wrote a new token to {path}. Everyone who has the token may train on your workers, so "
+        "copy it only to machines of the run, for instance with\n\n"
         f"  ssh MACHINE 'umask 077; mkdir -p {DEFAULT_FILE.parent}; cat > {DEFAULT_FILE}' "
         f"< {shlex.quote(str(path))}\n\n"
         "or by pasting its one line into `lightning-hetero token --paste` there. "
-        "Then `lightning-hetero worker --listen 0.0.0.0:9999` finds it by itself. Elsewhere than "
-        f"in {DEFAULT_FILE} it is named by `--token-file`, by `token_file=` of the strategy, or by "
-        f"the environment variable {FILE_VARIABLE}."
+        "Then `lightning-hetero worker --listen 0.0.0.0:9999` finds it. If the token is not in "
+        f"{DEFAULT_FILE}, name its file with `--token-file`, with `token_file=` of the strategy, "
+        f"or with the environment variable {FILE_VARIABLE}."
     )
 
 
 def _pasted_token() -> Token:
-    """The token that stands on standard input; on a terminal it is asked for and not shown.
+    """The token on standard input; on a terminal the command asks for it and does not show it.
 
     Raises:
-        TokenError: If it is none.
+        TokenError: If the text is not a token.
     """
     text = getpass.getpass("Token: ") if sys.stdin.isatty() else sys.stdin.readline()
     try:
         return Token.from_text(text)
     except ValueError as error:
-        raise TokenError(f"Nothing was written: {error}; copy its whole line.") from None
+        raise TokenError(f"No token was written: {error}; copy its whole line.") from None

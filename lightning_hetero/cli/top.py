@@ -1,4 +1,4 @@
-"""`lightning-hetero top`: what running workers do, as it happens."""
+"""`lightning-hetero top`: show live what workers do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -23,8 +22,9 @@ from ..transport.address import Address
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
-from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
+from ..transport.token import find_token_file
 from ..units import in_bytes, in_percent
+from .options import add_token_option
 
 if TYPE_CHECKING:
     from .options import Commands
@@ -32,38 +32,39 @@ if TYPE_CHECKING:
 COLUMNS = ("worker", "device", "state", "run", "stage", "step", "busy", "memory", "links, MB/s")
 _COLOURS = {"training": "green", "in a run": "yellow", "free": "cyan", "gone": "red"}
 _BAR_CELLS = 8
-# What is cut or broken here says nothing any more; on a narrow screen the others give way.
+# These cells are useless when they wrap; on a narrow screen the other columns wrap.
 _WHOLE = ("worker", "state", "stage", "step", "busy")
 
 
 def add_to(commands: Commands) -> None:
-    top = commands.add_parser("top", help="show what running workers do, as it happens")
+    top = commands.add_parser("top", help="show live what workers do")
     top.set_defaults(run=_run)
-    top.add_argument("workers", nargs="+", type=Address.parse, metavar="HOST:PORT")
     top.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"the token of the workers (default: ${FILE_VARIABLE}, or {DEFAULT_FILE})",
+        "workers",
+        nargs="+",
+        type=Address.parse,
+        metavar="HOST:PORT",
+        help="addresses of the workers",
     )
+    add_token_option(top, "the token of the workers")
     top.add_argument(
         "--interval",
         type=_seconds,
         default=2.0,
         metavar="SECONDS",
-        help="between two looks (default: %(default)s)",
+        help="time between two looks (default: %(default)s)",
     )
     top.add_argument(
         "--patience",
         type=_seconds,
         default=3.0,
         metavar="SECONDS",
-        help="after which a worker that does not answer is shown as gone (default: %(default)s)",
+        help="show a worker as gone after this time without an answer (default: %(default)s)",
     )
     top.add_argument(
         "--once",
         action="store_true",
-        help="show one table and end, with status 1 if a worker did not answer",
+        help="show one table and exit, with status 1 if a worker did not answer",
     )
 
 
@@ -99,7 +100,7 @@ def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerSt
 
 
 def table(sightings: Sequence[Sighting]) -> Table:
-    """A row for each worker."""
+    """The table of all workers, a row for each."""
     columns = (Column(name, no_wrap=name in _WHOLE) for name in COLUMNS)
     shown = Table(*columns, box=box.SIMPLE_HEAD)
     for each in sightings:
@@ -120,7 +121,7 @@ def _cells_of_absent(each: Sighting) -> list[Text]:
 
 def _cells(each: Sighting) -> list[Text]:
     seen = each.seen
-    if seen is None:  # nobody has asked it yet
+    if seen is None:  # before the first answer
         return [Text(each.name)]
     equipment = seen.equipment
     memory = in_bytes(seen.status.used_bytes)
@@ -166,5 +167,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 3600")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
     return seconds

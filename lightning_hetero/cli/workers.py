@@ -1,9 +1,8 @@
-"""`lightning-hetero workers`: who is announced on the local network for a token."""
+"""`lightning-hetero workers`: list the workers that the local network announces for a token."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,8 @@ from ..discovery.find import find_workers
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
-from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, find_token_file
+from ..transport.token import find_token_file
+from .options import add_token_option
 
 if TYPE_CHECKING:
     from .options import Commands
@@ -24,12 +24,7 @@ def add_to(commands: Commands) -> None:
         "workers", help="list the workers that are announced on the local network"
     )
     workers.set_defaults(run=_run)
-    workers.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"the token that they have (default: ${FILE_VARIABLE}, or {DEFAULT_FILE})",
-    )
+    add_token_option(workers, "the token of the workers")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -40,4 +35,4 @@ def _run(options: argparse.Namespace) -> None:
     for worker in search.workers:
         print(worker)
     for sentence in search.left_out:
-        print(f"left out: {sentence}")
+        print(f"skipped: {sentence}")

@@ -1,4 +1,4 @@
-"""Finding workers on the local network: announced for our token, and taking conversations."""
+"""Find the workers of our token on the local network, and greet each of them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from .mdns import (
     own_interfaces,
 )
 
-# One way to a worker of several may lead nowhere, and others are still to be tried.
+# A worker may have several addresses, and an unreachable one must not delay the next.
 _MOST_CONNECT_SECONDS = 3.0
 _MOST_AT_ONCE = 16
 
 NAME_THEM = (
-    "Through a VPN, WireGuard or a router multicast does not pass; name the addresses of workers "
-    'there: workers=["10.88.0.2:9999"].'
+    "Multicast does not pass through a VPN, WireGuard or a router; name the addresses of workers "
+    'behind one: workers=["10.88.0.2:9999"].'
 )
 
 
 @dataclass(frozen=True)
 class FoundWorker:
-    """A worker that has just answered there."""
+    """A worker that answered at this address."""
 
     address: Address
     equipment: m.Equipment
@@ -51,13 +51,13 @@ class FoundWorker:
 
 @dataclass(frozen=True)
 class Search:
-    """What was found.
+    """The result of a search.
 
     Args:
-        workers: By their addresses.
+        workers: The workers that answered, ordered by address.
         left_out: A sentence for each worker of our token that cannot be used.
-        num_others: How many services were announced that are not of our token.
-        seconds: How long was listened.
+        num_others: How many announced services belong to other tokens.
+        seconds: How long the search listened.
     """
 
     workers: tuple[FoundWorker, ...]
@@ -66,10 +66,10 @@ class Search:
     seconds: float
 
     def check_not_empty(self) -> None:
-        """Refuse to go on without workers.
+        """Check that the search found a worker.
 
         Raises:
-            DiscoveryError: With what to do.
+            DiscoveryError: If it found none; the message says what to do.
         """
         if self.workers:
             return
@@ -78,22 +78,22 @@ class Search:
             f"No worker of this token that can be used was found within {self.seconds:g} s"
             f"{others}. {' '.join((*self.left_out, ''))}Start workers with `lightning-hetero "
             "worker --listen 0.0.0.0:9999` and the same token file, in a Python that has the extra "
-            f"`discovery`, and let UDP port 5353 through firewalls. {NAME_THEM}"
+            f"`discovery`, and open UDP port 5353 in the firewalls. {NAME_THEM}"
         )
 
 
 def find_workers(token_file: Path | None, identity: Identity, deadlines: Deadlines) -> Search:
-    """Look for workers and speak with each of them.
+    """Search for workers and greet each of them.
 
     Raises:
-        DiscoveryError: If that cannot be done here.
+        DiscoveryError: If multicast DNS cannot be used here, or there is no token.
         TokenError: If the token cannot be used.
     """
     if token_file is None:
         raise DiscoveryError(
-            "Workers are found by the token that they share with this process, and here is none: "
-            "make one with `lightning-hetero token`, copy it to all machines, and name its file "
-            "with `token_file=`."
+            "A search finds workers by the token that they share with this process, and this "
+            "process has no token; make one with `lightning-hetero token`, copy it to all "
+            "machines, and name its file with `token_file=`."
         )
     own = own_interfaces()
     seconds = deadlines.discovery_seconds
@@ -114,7 +114,8 @@ def speak_with(
     identity: Identity,
     deadlines: Deadlines,
 ) -> list[FoundWorker | str]:
-    """Each worker as it answered, or why it cannot be used."""
+    """Greet the announced workers, each at its likeliest address first. For each one: the worker,
+    or a sentence on why it cannot be used."""
     seconds = min(deadlines.connect_seconds, _MOST_CONNECT_SECONDS)
     quick = replace(deadlines, connect_seconds=seconds)
 
@@ -125,14 +126,14 @@ def speak_with(
                 return FoundWorker(address, _equipment_of(address, quick, identity))
             except WorkerUnreachable as error:
                 reasons.append(str(error))
-        return reasons[0] if reasons else f"A worker announced {announcement.hosts}, no address."
+        return next(iter(reasons), f"A worker announced {announcement.hosts}: no IP address.")
 
     with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
         return list(threads.map(answer, announcements))
 
 
 def _equipment_of(address: Address, deadlines: Deadlines, identity: Identity) -> m.Equipment:
-    """What the worker there runs on; it is free again afterwards."""
+    """The equipment of the worker at an address; the worker is free again afterwards."""
     name = secrets.token_hex(16)
     rules = coordinator_session()
     channel, welcome = dial(address, rules, "coordinator", name, deadlines, identity)

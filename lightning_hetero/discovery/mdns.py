@@ -1,12 +1,10 @@
-"""Announcing a worker on the local network, and hearing those that are announced: multicast DNS.
-
-What a worker tells its local network, and which of such announcements are ours: without I/O.
+"""Announce a worker on the local network by multicast DNS, and hear the announcements of others.
 
     token ── HKDF-SHA256 ──▶ key;  tag = HMAC-SHA256(key, nonce, hosts, port, versions)
 
-Only who has the token can make the tag or recognise it. To others a tag is random, and no two
-workers have the same, so that nobody else sees which workers belong together. The tag decides whom
-to dial, and nothing more: trust comes from TLS.
+A process needs the token to make a tag or to recognise it. For everyone else the tag is random and
+different for each worker, so it does not show which workers belong together. The tag only decides
+which workers to dial; trust comes from TLS.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -43,21 +42,25 @@ _SALT = b"lightning-hetero"
 _PURPOSE = b"recognition of announcements, version 1"
 _KEY_BYTES = 32
 _NONCE_BYTES = 16
-# A machine may have many; each costs a try when it does not answer.
+# A machine may have many addresses, and each one that does not answer costs a try.
 MOST_HOSTS = 8
+# Anyone may fill the network with announcements.
+_MOST_HEARD = 256
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """Where a worker listens, as it says itself.
+    """The addresses at which a worker says it listens.
 
     Args:
         hosts: IP addresses of the machine.
-        port: The same on all of them.
-        protocol: What the worker speaks.
-        version: Of its lightning-hetero.
-        nonce: Makes every tag another one.
-        tag: Shows the worker's token to those who have it.
+        port: The port, the same on all addresses.
+        protocol: The worker's protocol version.
+        version: The worker's version of lightning-hetero.
+        nonce: Makes each tag different.
+        tag: Proves the worker's token to processes with the same token.
     """
 
     hosts: tuple[str, ...]
@@ -69,12 +72,12 @@ class Announcement:
 
     @property
     def instance(self) -> str:
-        """A name that no other worker has, and that says nothing."""
+        """A unique name that tells nothing about the worker."""
         return f"worker-{self.nonce[:16]}"
 
     @property
     def properties(self) -> dict[str, str]:
-        """What stands beside hosts and port."""
+        """The fields that DNS-SD carries beside hosts and port."""
         return {
             "protocol": self.protocol,
             "version": self.version,
@@ -86,7 +89,7 @@ class Announcement:
     def heard(
         cls, hosts: Iterable[str], port: int | None, properties: Mapping[bytes, bytes | None]
     ) -> Announcement | None:
-        """What the network says about a service of our kind; None if that is no announcement."""
+        """The announcement in a service's DNS records; None if a field is missing or wrong."""
         texts = [properties.get(name) for name in (b"protocol", b"version", b"nonce", b"tag")]
         decoded = [text.decode("utf-8", "replace") for text in texts if text]
         if len(decoded) != len(texts) or port is None or not 0 < port <= MOST_PORT:
@@ -95,19 +98,19 @@ class Announcement:
 
 
 class Recogniser:
-    """Makes announcements for a token, and recognises those that were made with it."""
+    """Makes the announcements of a token, and recognises them."""
 
     def __init__(self, token: Token) -> None:
         self._key = HKDF(hashes.SHA256(), _KEY_BYTES, _SALT, _PURPOSE).derive(token.secret)
 
     def announcement(self, hosts: Iterable[str], port: int) -> Announcement:
-        """What this process announces; no other one has the same."""
+        """A new announcement, with a nonce of its own."""
         chosen, nonce = tuple(sorted(list(hosts)[:MOST_HOSTS])), secrets.token_hex(_NONCE_BYTES)
         unmarked = Announcement(chosen, port, str(PROTOCOL_VERSION), __version__, nonce, "")
         return replace(unmarked, tag=self._tag(unmarked))
 
     def recognises(self, announcement: Announcement) -> bool:
-        """Whether it was made with our token, and is as it was made."""
+        """Whether our token made this announcement and no field has changed since."""
         expected = self._tag(announcement).encode()
         return hmac.compare_digest(announcement.tag.encode(), expected)
 
@@ -117,20 +120,21 @@ class Recogniser:
 
 
 def hosts_to_announce(listening: str, own: Sequence[Interface]) -> list[str]:
-    """Where others reach whoever listens on this IP address; the best known ways first."""
+    """The addresses at which others reach a process that listens on this IP address, routable ones
+    first."""
     address = ipaddress.ip_address(listening)
     if not address.is_unspecified:
         return [str(address)]
     found = [one.ip for one in own if one.version == address.version and _is_seen_by_others(one)]
-    # Addresses that machines give themselves work only between neighbors on one cable.
+    # Link-local addresses work only between machines on one cable.
     return [str(ip) for ip in sorted(found, key=lambda ip: ip.is_link_local)]
 
 
 def addresses_to_try(announcement: Announcement, own: Sequence[Interface]) -> list[Address]:
-    """Where to dial a worker, the likeliest way first.
+    """The addresses at which to dial a worker, the likeliest first.
 
-    An address that this machine has too, as that of a bridge for containers, leads to this machine;
-    it is the worker's way only if the worker is on this machine, and has no other addresses.
+    An address that this machine also has, such as that of a container bridge, leads back to this
+    machine. It counts only if the worker announces no other address, and so is on this machine.
     """
     ours = {one.ip for one in own}
     announced = [ip for host in announcement.hosts if (ip := _ip_address(host)) is not None]
@@ -144,12 +148,13 @@ def addresses_to_try(announcement: Announcement, own: Sequence[Interface]) -> li
 
 
 def multicast_hosts(own: Sequence[Interface]) -> list[str]:
-    """The addresses whose interfaces carry announcements, which name IPv6 addresses too."""
+    """The IPv4 addresses whose interfaces carry the announcements. An announcement may still name
+    IPv6 addresses."""
     return [str(one.ip) for one in own if one.version == 4 and _is_seen_by_others(one)]
 
 
 def _is_seen_by_others(interface: Interface) -> bool:
-    # One of the latter kind means something only together with the interface of whoever uses it.
+    # A link-local IPv6 address is valid only together with an interface of the machine that dials.
     is_scoped = interface.version == 6 and interface.ip.is_link_local
     return not interface.ip.is_loopback and not is_scoped
 
@@ -161,44 +166,40 @@ def _ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
         return None
 
 
-logger = logging.getLogger(__name__)
-
-# Somebody may fill the network with announcements.
-_MOST_HEARD = 256
-
-
 @dataclass(frozen=True)
 class Heard:
-    """What was announced: the workers of our token, and how many services were not of it."""
+    """The announcements of our token, and the number of services of other tokens."""
 
     ours: list[Announcement]
     num_others: int
 
 
 def own_interfaces() -> list[Interface]:
-    """The addresses of this machine with their networks.
+    """The IP addresses of this machine with their networks."""
+    addresses = (each for addresses in psutil.net_if_addrs().values() for each in addresses)
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [_interface(each.address, each.netmask) for each in addresses if each.family in families]
 
-    Raises:
-        DiscoveryError: If the extra ``discovery`` is not installed.
-    """
-    found: list[Interface] = []
-    for adapter in _library("ifaddr").get_adapters():
-        for each in adapter.ips:
-            host = each.ip if each.is_IPv4 else each.ip[0]
-            found.append(ipaddress.ip_interface(f"{host}/{each.network_prefix}"))
-    return found
+
+def _interface(address: str, netmask: str | None) -> Interface:
+    # A link-local IPv6 address carries the name of its interface behind a percent sign.
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if netmask is None:
+        return ipaddress.ip_interface(ip)
+    # A network of IPv6 is written with the length of its mask alone.
+    return ipaddress.ip_interface(f"{ip}/{int(ipaddress.ip_address(netmask)).bit_count()}")
 
 
 @contextmanager
 def announced(announcement: Announcement, hosts: Sequence[str]) -> Iterator[None]:
-    """Answer whoever asks for workers, as long as the block lasts.
+    """Answer queries for workers with the announcement until the block ends.
 
     Args:
-        announcement: What is answered.
-        hosts: On which interfaces, each by its IPv4 address.
+        announcement: The answer.
+        hosts: The interfaces to answer on, each by its IPv4 address.
 
     Raises:
-        DiscoveryError: If the network cannot be used for that.
+        DiscoveryError: If multicast DNS cannot be used here.
     """
     name = announcement.instance
     service = _library("zeroconf").ServiceInfo(
@@ -210,21 +211,22 @@ def announced(announcement: Announcement, hosts: Sequence[str]) -> Iterator[None
         addresses=[_packed(host) for host in announcement.hosts],
     )
     with _network(hosts) as network:
-        # Nobody else has the name, so nobody has to be asked, which would take a second.
+        # The name is unique. Asking the network whether it is taken would cost a second.
         network.register_service(service, cooperating_responders=True)
         yield
 
 
 def hear(recogniser: Recogniser, hosts: Sequence[str], seconds: float) -> Heard:
-    """Ask for workers and take in what is answered within so many seconds.
+    """Ask for workers and collect the answers.
 
     Args:
-        recogniser: Knows which are ours.
-        hosts: On which interfaces, each by its IPv4 address.
-        seconds: There is no telling whether everybody has answered, so all of them pass.
+        recogniser: Recognises the announcements of our token.
+        hosts: The interfaces to ask on, each by its IPv4 address.
+        seconds: How long to listen. More answers may come at any time, so the call always lasts
+            this long.
 
     Raises:
-        DiscoveryError: If the network cannot be used for that.
+        DiscoveryError: If multicast DNS cannot be used here.
     """
     library = _library("zeroconf")
     names: set[str] = set()
@@ -234,8 +236,8 @@ def hear(recogniser: Recogniser, hosts: Sequence[str], seconds: float) -> Heard:
             names.add(name)
 
     with _network(hosts) as network:
-        # Answers go to everyone: one that goes to the asker alone comes to any of those who share
-        # the port on this machine, such as a worker.
+        # Ask for multicast answers: a unicast answer may reach another process that shares the
+        # port on this machine, such as a worker.
         everyone = library.DNSQuestionType.QM
         library.ServiceBrowser(network, SERVICE, handlers=[note], question_type=everyone)
         time.sleep(seconds)
@@ -249,15 +251,16 @@ def hear(recogniser: Recogniser, hosts: Sequence[str], seconds: float) -> Heard:
 def announced_worker(
     wanted: bool | None, where: Address, token_file: Path | None
 ) -> Iterator[None]:
-    """Announce a worker that others can reach, as long as the block lasts.
+    """Announce a worker until the block ends.
 
     Args:
-        wanted: None announces where it can be done and else says why not.
-        where: Where the worker listens.
-        token_file: For whom.
+        wanted: True announces or raises. None announces if other machines can reach the worker, and
+            logs the reason if the announcement fails. False does not announce.
+        where: The address at which the worker listens.
+        token_file: The token whose holders recognise the announcement.
 
     Raises:
-        DiscoveryError: If it is wanted, and cannot be done.
+        DiscoveryError: If an announcement is wanted and cannot be made.
     """
     with ExitStack() as stack:
         if wanted or (wanted is None and not where.is_loopback):
@@ -281,12 +284,15 @@ def _announced_at(where: Address, token_file: Path | None) -> Iterator[tuple[str
 def _announcement_of(where: Address, token_file: Path | None) -> Announcement:
     if where.is_loopback or token_file is None:
         raise DiscoveryError(
-            f"A worker on {where} is not announced, since others cannot reach it; listen on "
-            "0.0.0.0 with a token, or name the worker's address to the strategy."
+            f"A worker on {where} is not announced, because other machines cannot reach it; listen "
+            "on 0.0.0.0 with a token, or name the worker's address to the strategy."
         )
     hosts = hosts_to_announce(where.host, own_interfaces())
     if not hosts:
-        raise DiscoveryError(f"This machine has no address by which others would reach {where}.")
+        raise DiscoveryError(
+            f"This machine has no address at which others could reach {where}; connect it to a "
+            "network, or name the worker's address to the strategy."
+        )
     return Recogniser(read_token_file(token_file)).announcement(hosts, where.port)
 
 
@@ -294,12 +300,12 @@ def _announcement_of(where: Address, token_file: Path | None) -> Announcement:
 def _network(hosts: Sequence[str]) -> Iterator[Any]:
     if not hosts:
         raise DiscoveryError(
-            "This machine has no network, or none with IPv4, so workers can neither be announced "
-            "nor found; name their addresses."
+            "This machine has no network, or no IPv4 network, so it can neither announce nor find "
+            "workers; name their addresses."
         )
     library = _library("zeroconf")
     try:
-        # With a loop of its own, as that of a notebook would wait for us.
+        # zeroconf runs an event loop of its own: the loop of a notebook would wait for this call.
         network = library.Zeroconf(
             list(hosts), ip_version=library.IPVersion.V4Only, use_asyncio=False
         )

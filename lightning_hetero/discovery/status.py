@@ -1,7 +1,4 @@
-"""Asking a worker what it does, from outside of its run.
-
-What was seen of running workers, from one look to the next. No socket, no clock.
-"""
+"""Ask workers what they do without disturbing their runs, and compare two looks at a worker."""
 
 from __future__ import annotations
 
@@ -21,17 +18,17 @@ from ..transport.handshake import Identity, dial
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What a worker is, and what it does."""
+    """A worker's equipment, and what it does."""
 
     equipment: m.Equipment
     status: m.Status
 
 
 def ask_status(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerStatus:
-    """What a worker does now. Its run, if it has one, goes on meanwhile.
+    """Ask a worker what it does; its run is not interrupted.
 
     Raises:
-        WorkerUnreachable: If it does not answer, or refuses.
+        WorkerUnreachable: If the worker does not answer, or refuses.
     """
     inbox: Inbox = SimpleQueue()
     rules = watcher_session()
@@ -47,13 +44,13 @@ def ask_status(address: Address, deadlines: Deadlines, identity: Identity) -> Wo
         return WorkerStatus(welcome.equipment, content.message)
     said = content.message if isinstance(content, Frame) else content
     raise WorkerUnreachable(
-        f"The worker at {address} did not say what it does: {said or 'nothing came'}."
+        f"The worker at {address} did not tell its status: {said or 'no answer arrived'}."
     )
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes per second that came and went over a link."""
+    """Bytes per second in both directions of a link."""
 
     peer: str
     received: float
@@ -62,16 +59,16 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sighting:
-    """A worker as it was seen last.
+    """The last look at a worker.
 
     Args:
-        name: Its address.
-        seen: What it said last, if it ever answered.
-        before: What it said the time before, in the same run.
-        problem: Why it did not answer now; empty if it did.
-        num_missed: How often in a row it did not.
-        busy_share: Share of its training time that it computed, since the look before if it has
-            made a step since; None before its first one.
+        name: The worker's address.
+        seen: Its last answer; None if it never answered.
+        before: Its answer before that one, if both are of the same run.
+        problem: Why it did not answer this time; empty if it answered.
+        num_missed: How many looks in a row it has missed.
+        busy_share: The share of its training time that it computed between the last two looks with
+            a step between them; None before its first step.
     """
 
     name: str
@@ -83,19 +80,19 @@ class Sighting:
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """The worker's state in a word."""
         if self.problem:
             return "gone" if self.seen is not None else "not there"
         return "free" if self.stage is None else "training" if self.stage.step else "in a run"
 
     @property
     def stage(self) -> StageStatus | None:
-        """What it serves."""
+        """The stage that the worker serves; None if it serves none."""
         return None if self.seen is None else self.seen.status.stage
 
     @property
     def traffic(self) -> list[Traffic]:
-        """Of each link since the look before; empty at the first look."""
+        """The traffic of each link since the previous look; empty at the first look."""
         if self.stage is None or self.before is None or self.seen is None:
             return []
         seconds = self.seen.status.moment_seconds - self.before.status.moment_seconds
@@ -112,7 +109,7 @@ class Sighting:
 
 
 def seen_again(last: Sighting, answer: WorkerStatus | str) -> Sighting:
-    """The sighting after the next look, with its answer or why there was none."""
+    """The sighting after another look, from the worker's answer or the reason that it gave none."""
     if isinstance(answer, str):
         return Sighting(last.name, last.seen, None, answer, last.num_missed + 1, busy_share=None)
     before = last.seen if not last.problem and _are_of_one_run(last.seen, answer) else None

@@ -1,8 +1,7 @@
-"""The checks in their order, and what each found: values, without I/O.
+"""The checks of the doctor, their order and their rules, without I/O.
 
-What the opening of a conversation says of TLS, the token, the clocks and the versions: rules.
-
-What a plan needs of the link to a worker, against what was measured: arithmetic.
+The greeting of a worker tells about TLS, the token, the clocks and the versions. The measured link
+is compared with the needs of a plan.
 """
 
 from __future__ import annotations
@@ -41,24 +40,31 @@ Check = Literal[
     "plan",
 ]
 CHECKS: tuple[Check, ...] = get_args(Check)
-"""Each hop needs those before it."""
+"""The checks in order; each hop needs the hops before it."""
 
 Outcome = Literal["passed", "warned", "failed", "skipped"]
 
-# A second way to a machine is worth a word if it is so many times as fast.
+# Of two ways to one worker, the advice names the one that is at least this many times as fast.
 _MUCH_FASTER = 1.2
+# Differences below this harm neither logs nor file dates.
+_TOLERABLE_SECONDS = 5.0
+
+_COPY_ITS_FILE = (
+    "make one with `lightning-hetero token`, copy its file to both machines, and name it with "
+    "--token-file where it is not in its usual place"
+)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Args:
-        check: Which one.
-        outcome: Whether the hop works; ``warned`` where it does and somebody should look at it.
-        text: What was found, in a few words.
-        remedy: What to do, where something is to be done.
-        figures: The same for programs; units are in the names.
+        check: The check.
+        outcome: Whether the hop works; ``warned`` if it works but needs attention.
+        text: The result in a few words.
+        remedy: What the user can do; empty if nothing is to do.
+        figures: The result as numbers and names for programs; units are in the keys.
     """
 
     check: Check
@@ -70,12 +76,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found on the way to one worker.
+    """The findings on the way to one worker.
 
     Args:
-        address: Where it should be.
-        findings: One of each check, in their order.
-        machine: Tells the worker's machine from others; empty if it was not reached.
+        address: The address that the user gave.
+        findings: One finding per check, in the order of the checks.
+        machine: The identity of the worker's machine; empty if the worker was not reached.
     """
 
     address: str
@@ -84,42 +90,42 @@ class Report:
 
     @property
     def is_usable(self) -> bool:
-        """Whether nothing failed."""
+        """Whether no check failed."""
         return self.failing is None
 
     @property
     def failing(self) -> Finding | None:
-        """The hop that failed."""
+        """The finding of the hop that failed; None if none failed."""
         return next((one for one in self.findings if one.outcome == "failed"), None)
 
     @property
     def bytes_per_second(self) -> float:
-        """The slower direction's; 0 if it was not measured."""
+        """The bandwidth of the slower direction; 0 if it was not measured."""
         figures = next(one.figures for one in self.findings if one.check == "bandwidth")
         return min((float(value) for value in figures.values()), default=0.0)
 
 
 def completed(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """One finding of each check, up to the first that failed as given; what they leave out is
-    skipped, as are the checks behind a failure."""
+    """One finding per check: the given ones up to the first failure, and ``skipped`` for the
+    others."""
     failed: Check | None = None
     reached = 0
     for finding in findings:
         place = CHECKS.index(finding.check)
         for check in CHECKS[reached:place]:
-            yield Finding(check, "skipped", "it did not come to that")
+            yield Finding(check, "skipped", "not reached")
         yield finding
         reached = place + 1
         if finding.outcome == "failed":
             failed = finding.check
             break
     for check in CHECKS[reached:]:
-        why = "it did not come to that" if failed is None else f"needs {failed}"
+        why = "not reached" if failed is None else f"needs {failed}"
         yield Finding(check, "skipped", why)
 
 
 def advice(reports: Sequence[Report]) -> list[str]:
-    """Where several addresses lead to one worker: which of them to use."""
+    """For each worker that several addresses lead to: a sentence on which address to use."""
     ways: defaultdict[tuple[str, str], list[Report]] = defaultdict(list)
     for report in reports:
         if report.machine and report.is_usable:
@@ -137,25 +143,16 @@ def _choice(alike: Sequence[Report]) -> str:
     return f"{names} are the same worker; use {best.address}, {times:.1f} times as fast."
 
 
-# So far clocks may be apart without anybody noticing it in logs and file dates.
-_TOLERABLE_SECONDS = 5.0
-
-_COPY_ITS_FILE = (
-    "make one with `lightning-hetero token`, copy its file to both machines, and name it with "
-    "--token-file where it is not in its usual place"
-)
-
-
 @dataclass(frozen=True)
 class Greeting:
-    """How a worker answered our Hello.
+    """A worker's answer to our Hello.
 
     Args:
-        is_secured: Whether it was under TLS.
-        answer: What it said.
-        version: The protocol version of the frame that it said it in.
-        sent_at_seconds: Our clock when we said Hello.
-        heard_at_seconds: Our clock when the answer had come.
+        is_secured: Whether the connection uses TLS.
+        answer: The worker's message.
+        version: The protocol version of the message's frame.
+        sent_at_seconds: Our clock when we sent Hello.
+        heard_at_seconds: Our clock when the answer arrived.
     """
 
     is_secured: bool
@@ -166,15 +163,15 @@ class Greeting:
 
 
 def no_token(address: Address) -> Iterator[Finding]:
-    """Nothing is said to another machine without a token."""
-    yield Finding("TLS", "skipped", "there is none without a token")
+    """This end has no token, so it sends nothing to another machine."""
+    yield Finding("TLS", "skipped", "not used without a token")
     text = f"this end has no token, and {address} is on another machine"
     yield Finding("token", "failed", text, _COPY_ITS_FILE)
 
 
 def unusable_token(reason: str) -> Iterator[Finding]:
     """The token file of this end cannot be used."""
-    yield Finding("TLS", "skipped", "there is none without a token")
+    yield Finding("TLS", "skipped", "not used without a token")
     yield Finding("token", "failed", reason)
 
 
@@ -182,9 +179,9 @@ def distrusted(error: TrustError) -> Iterator[Finding]:
     """The two ends do not trust each other."""
     passed: dict[str, list[Finding]] = {
         "TLS": [],
-        "token": [Finding("TLS", "passed", "the peer speaks it")],
+        "token": [Finding("TLS", "passed", "the peer speaks TLS")],
         "clock": [
-            Finding("TLS", "passed", "the peer speaks it"),
+            Finding("TLS", "passed", "the peer speaks TLS"),
             Finding("token", "passed", "the peer has a certificate of some token"),
         ],
     }
@@ -193,23 +190,23 @@ def distrusted(error: TrustError) -> Iterator[Finding]:
 
 
 def broken_off(error: Exception, is_secured: bool) -> Iterator[Finding]:
-    """The peer ended the connection, said nothing, or said something that is no answer."""
+    """The peer ended the connection, sent nothing, or sent something other than an answer."""
     if not is_secured:
         yield from _trust(is_secured)
     check: Check = "TLS" if is_secured else "worker"
     text = f"what listens there did not answer as a worker: {error}".rstrip(".")
-    yield Finding(check, "failed", text, "is it a worker, and what does it log?")
+    yield Finding(check, "failed", text, "check that it is a worker, and read its log")
 
 
 def silent(error: Exception) -> Iterator[Finding]:
-    """TLS was agreed on, and then nothing came."""
+    """The peer agreed on TLS, but then it sent nothing."""
     yield Finding("TLS", "passed", "TLS 1.3")
     text = f"the worker ended the conversation: {error}".rstrip(".")
-    yield Finding("token", "failed", text, "see what the worker logs")
+    yield Finding("token", "failed", text, "read the worker's log")
 
 
 def heard(greeting: Greeting, here: m.Equipment, address: Address) -> Iterator[Finding]:
-    """The peer answered."""
+    """The peer answered our Hello."""
     yield from _trust(greeting.is_secured)
     answer = greeting.answer
     yield _clock(greeting)
@@ -233,16 +230,16 @@ def heard(greeting: Greeting, here: m.Equipment, address: Address) -> Iterator[F
 def _trust(is_secured: bool) -> Iterator[Finding]:
     if is_secured:
         yield Finding("TLS", "passed", "TLS 1.3")
-        yield Finding("token", "passed", "both ends have the same")
+        yield Finding("token", "passed", "both ends have the same token")
     else:
         yield Finding("TLS", "skipped", "not used: neither end has a token")
-        yield Finding("token", "passed", "none, which is enough on one machine")
+        yield Finding("token", "passed", "not needed on one machine")
 
 
 def _clock(greeting: Greeting) -> Finding:
     said = greeting.answer.utc_seconds if isinstance(greeting.answer, m.Welcome) else 0.0
     if not said:
-        return Finding("clock", "skipped", "the worker does not say its time")
+        return Finding("clock", "skipped", "the worker does not tell its time")
     offset_seconds = said - (greeting.sent_at_seconds + greeting.heard_at_seconds) / 2
     figures = {"offset_seconds": offset_seconds}
     if abs(offset_seconds) <= _TOLERABLE_SECONDS:
@@ -265,29 +262,29 @@ def _versions(greeting: Greeting, here: m.Equipment, address: Address) -> Findin
     figures: dict[str, float | str] = {"protocol": protocol, **equipment.versions}
     text = f"protocol {protocol}"
     if others:
-        text += f"; others, which is normal: {', '.join(others)}"
+        text += f"; different versions, which is normal: {', '.join(others)}"
     return Finding("version", "passed", text, "", figures)
 
 
 def _cut(sentences: str) -> tuple[str, str]:
-    """What is wrong, and the remedy behind the last semicolon."""
+    """The fault, and the remedy behind the last semicolon."""
     text, found, remedy = sentences.rstrip(".").rpartition("; ")
     return (text, remedy) if found else (remedy, "")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A model's measurements, and a plan for it; without one the best for them.
-
-    Raises:
-        PlanError: If the plan does not fit.
-    """
+    """A measured model, and the plan to check; None stands for the best plan for the profile."""
 
     profile: Profile
     plan: Plan | None = None
 
     def candidate(self, measured: Sequence[Link]) -> Candidate:
-        """The plan with these links in the place of those that were measured before."""
+        """The plan with the measured links in place of the profile's links.
+
+        Raises:
+            PlanError: If the plan does not fit the profile.
+        """
         ends = [(link.source, link.target) for link in measured]
         kept = [link for link in self.profile.links if (link.source, link.target) not in ends]
         profile = replace(self.profile, links=[*kept, *measured])
@@ -298,7 +295,8 @@ class Wanted:
 def against_plan(wanted: Wanted, worker: str, measured: Sequence[Link]) -> Finding:
     """Whether a worker's link to the coordinator is fast enough for the plan.
 
-    It is too slow where a micro-batch takes it longer than the slowest stage, which then waits.
+    The link is too slow if a micro-batch occupies it longer than the slowest stage, because that
+    stage then waits.
 
     Raises:
         PlanError: If the plan does not fit the profile.
@@ -308,8 +306,8 @@ def against_plan(wanted: Wanted, worker: str, measured: Sequence[Link]) -> Findi
         return Finding("plan", "skipped", f"the plan has no stage on {worker}")
     crossing = _bytes_per_step(candidate, worker)
     if not any(crossing):
-        return Finding("plan", "passed", "the plan sends it nothing from here but small messages")
-    there, back = (f"{in_bytes(amount)}" for amount in crossing)
+        return Finding("plan", "passed", "the plan sends only small messages on this link")
+    there, back = map(in_bytes, crossing)
     media = {f"{link.source} to {link.target}" for link in measured}
     media |= {link.shared for link in measured if link.shared}
     busy_seconds = max(
@@ -323,7 +321,7 @@ def against_plan(wanted: Wanted, worker: str, measured: Sequence[Link]) -> Findi
         "step_seconds": candidate.step_seconds,
     }
     text = (
-        f"a step sends {there} there and {back} back; a micro-batch takes the link "
+        f"a step sends {there} there and {back} back; a micro-batch occupies the link for "
         f"{in_percent(share)} of the slowest stage's time"
     )
     if share <= 1:
@@ -336,7 +334,7 @@ def against_plan(wanted: Wanted, worker: str, measured: Sequence[Link]) -> Findi
 
 
 def _bytes_per_step(candidate: Candidate, worker: str) -> tuple[int, int]:
-    """What a step sends from the coordinator to the worker, and what comes back."""
+    """The bytes that a step sends from the coordinator to the worker, and back."""
     model, batch_size = candidate.costs.profile.model, candidate.costs.batch_size
     activations = model.activation_bytes_per_sample * batch_size
     gradients = model.gradient_bytes_per_sample * batch_size

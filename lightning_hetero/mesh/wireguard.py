@@ -1,14 +1,12 @@
-"""A WireGuard mesh: which nodes there are, and who reaches whom how. Plain data and rules.
+"""A WireGuard mesh: its nodes, how they reach each other, and its files.
 
-gpu ◀──────▶ server      both have an endpoint: each may begin
+gpu ◀──────▶ server      both have an endpoint: either may connect
  ▲ ▲
- │ └─────── laptop       behind NAT: begins, and keeps the way open
-tower                    two behind NAT reach each other through the first that has an endpoint
+ │ └─────── laptop       behind NAT: connects, and keeps the path open
+tower                    two nodes behind NAT reach each other through the first endpoint
 
-The files of a mesh: the inventory with all keys, and what `wg-quick` reads on each node.
-
-mesh.yaml           every key: it stays where the mesh is kept
-mesh/laptop.conf    laptop's own keys: goes to laptop and nowhere else
+mesh.yaml           the inventory with all keys; it stays on one machine
+mesh/laptop.conf    the file for `wg-quick` on laptop, with laptop's keys only
 """
 
 from __future__ import annotations
@@ -33,17 +31,20 @@ from ..errors import MeshError, PlanError
 from ..transport.address import Address
 from ..transport.token import check_private
 
+INTERFACE = "lhmesh"
+INSTALLED = f"/etc/wireguard/{INTERFACE}.conf"
 DEFAULT_NETWORK = "10.88.0.0/24"
 _PRIVATE_NETWORKS = tuple(
     ipaddress.IPv4Network(text) for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
 )
-# What is left of Ethernet's 1500 bytes, also over IPv6.
+# Ethernet's 1500 bytes less the headers of WireGuard over IPv6.
 DEFAULT_MTU = 1420
 DEFAULT_PORT = 51820
-# Less is no IPv6, and more than jumbo frames is nowhere.
+# IPv6 needs at least 1280 bytes; jumbo frames end at 9000.
 _MTUS = range(1280, 9001)
-# NAT forgets a way that is silent; half a minute is what the worst of them remember.
+# NAT drops a silent connection, on the worst routers after half a minute.
 KEEP_ALIVE_SECONDS = 25
+_FIRST_LINE = "# Written by `lightning-hetero mesh`; edit the inventory instead of this file."
 
 _KEY_BYTES = 32
 _SALT = b"lightning-hetero"
@@ -56,11 +57,11 @@ class Node:
     """One machine of the mesh.
 
     Args:
-        name: What people call it; also the name of its file.
-        address: In the mesh.
-        private_key: As WireGuard writes keys.
-        endpoint: ``host:port`` (UDP) by which the others can reach it from where they are; None
-            for a machine behind NAT.
+        name: The machine's name, which is also the name of its file.
+        address: Its IP address in the mesh.
+        private_key: The key in WireGuard's format.
+        endpoint: ``host:port`` (UDP) at which the other nodes reach it; None for a machine behind
+            NAT.
     """
 
     name: str
@@ -70,19 +71,20 @@ class Node:
 
     @property
     def public_key(self) -> str:
-        """What the others know it by."""
+        """The key by which the other nodes identify this node."""
         key = X25519PrivateKey.from_private_bytes(base64.b64decode(self.private_key))
         return base64.b64encode(key.public_key().public_bytes_raw()).decode()
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What one node has to know of another one.
+    """What one node knows of another node.
 
     Args:
-        node: The other one.
-        reaches: Addresses that it is the way to: its own, and those that it passes on to.
-        keeps_alive: Whether the way has to be kept open from here.
+        node: The other node.
+        reaches: The mesh addresses that traffic reaches through it: its own, and those of nodes
+            that it forwards to.
+        keeps_alive: Whether this side must keep the connection open.
     """
 
     node: Node
@@ -95,7 +97,7 @@ class Mesh:
     """All nodes, with all keys.
 
     Args:
-        secret: Where the preshared keys come from, one for each pair.
+        secret: The secret from which the preshared key of each pair is derived.
     """
 
     secret: str = field(repr=False)
@@ -104,16 +106,16 @@ class Mesh:
     nodes: tuple[Node, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work; people edit it.
+        """Check the values, which come from a file that people edit.
 
         Raises:
-            MeshError: With what is wrong.
+            MeshError: If a value cannot work.
         """
         network = _network(self.network)
         _check_key(self.secret, "the secret")
         if self.mtu not in _MTUS:
             raise MeshError(
-                f"The MTU {self.mtu} is none for WireGuard; use {_MTUS[0]} to {_MTUS[-1]}, by "
+                f"WireGuard cannot use the MTU {self.mtu}; use {_MTUS[0]} to {_MTUS[-1]}, by "
                 f"default {DEFAULT_MTU}."
             )
         for node in self.nodes:
@@ -128,14 +130,14 @@ class Mesh:
 
     @classmethod
     def new(cls, network: str = DEFAULT_NETWORK, mtu: int = DEFAULT_MTU) -> Mesh:
-        """A mesh without nodes, whose secret nobody has seen."""
+        """A mesh without nodes and with a new secret."""
         return cls(new_private_key(), network, mtu)
 
     def with_node(self, name: str, endpoint: str | None = None) -> Mesh:
-        """The mesh with one node more, at the first free address, with keys of its own.
+        """The mesh with a new node at the first free address, with new keys.
 
         Raises:
-            MeshError: If there is such a node, no address is left, or something cannot be used.
+            MeshError: If the name is taken, no address is free, or a value cannot be used.
         """
         if any(node.name.lower() == name.lower() for node in self.nodes):
             raise MeshError(
@@ -150,7 +152,7 @@ class Mesh:
         """The node of that name.
 
         Raises:
-            MeshError: If there is none.
+            MeshError: If there is no such node.
         """
         for node in self.nodes:
             if node.name == name:
@@ -160,18 +162,18 @@ class Mesh:
 
     @property
     def hidden(self) -> list[Node]:
-        """Nodes that nobody can reach first."""
+        """The nodes without an endpoint, to which no other node can connect."""
         return [node for node in self.nodes if node.endpoint is None]
 
     @property
     def hub(self) -> Node | None:
-        """The node through which hidden ones reach each other; None where that is not needed, or
-        no node can be reached."""
+        """The node that forwards between hidden nodes; None if fewer than two nodes are hidden, or
+        no node has an endpoint."""
         reachable = [node for node in self.nodes if node.endpoint is not None]
         return reachable[0] if reachable and len(self.hidden) > 1 else None
 
     def peers_of(self, node: Node) -> list[Peer]:
-        """Whom a node speaks with directly, and which way leads to the others."""
+        """The nodes that a node connects with directly, and the addresses behind each of them."""
         is_hidden = node.endpoint is None
         others = [other for other in self.nodes if other.name != node.name]
         far = tuple(o.address for o in others if o.endpoint is None) if is_hidden else ()
@@ -182,23 +184,23 @@ class Mesh:
         ]
 
     def preshared_key(self, one: Node, other: Node) -> str:
-        """The key that only these two share, besides those that they tell each other."""
+        """The additional secret key that only these two nodes share."""
         pair = "".join(sorted((one.public_key, other.public_key))).encode()
         derivation = HKDF(hashes.SHA256(), _KEY_BYTES, _SALT, _PURPOSE + pair)
         return base64.b64encode(derivation.derive(base64.b64decode(self.secret))).decode()
 
     def remarks(self) -> list[str]:
-        """What people should know of who reaches whom."""
+        """Sentences on how hidden nodes reach each other, if that needs the user's attention."""
         hidden = " and ".join(node.name for node in self.hidden)
         if self.hub is not None:
             return [
                 f"{hidden} have no endpoint, so they reach each other through {self.hub.name}, at "
-                "its bandwidth; its firewall has to forward within the mesh."
+                f"its bandwidth; the firewall of {self.hub.name} must forward within the mesh."
             ]
         if len(self.nodes) > 1 and len(self.hidden) == len(self.nodes):
             return [
-                f"{hidden} have no endpoint, so none of them can reach another one; give at least "
-                "one an endpoint, a UDP port that the others can send to."
+                f"{hidden} have no endpoint, so they cannot reach each other; give at least one of "
+                "them an endpoint, a UDP port that the others can send to."
             ]
         return []
 
@@ -208,39 +210,38 @@ class Mesh:
             if str(address) not in taken:
                 return str(address)
         raise MeshError(
-            f"The network {self.network} has no address left for a node more, it has "
-            f"{len(self.nodes)}; edit the inventory to have a wider one, and run "
-            "`lightning-hetero mesh write`."
+            f"The network {self.network} has no free address, it has {len(self.nodes)} nodes; "
+            "write a wider network into the inventory, and run `lightning-hetero mesh write`."
         )
 
 
 def new_private_key() -> str:
-    """A key that nobody has seen, as WireGuard writes them."""
+    """A new random key in WireGuard's format."""
     key = bytearray(secrets.token_bytes(_KEY_BYTES))
-    # The bits that X25519 sets anyway, as `wg genkey` does.
+    # X25519 sets these bits itself; `wg genkey` stores keys with the bits set.
     key[0] &= 0xF8
     key[31] = key[31] & 0x7F | 0x40
     return base64.b64encode(key).decode()
 
 
 def parse_endpoint(text: str) -> str:
-    """Read ``host`` or ``host:port``, an IPv6 host in brackets, as ``host:port``.
+    """Turn ``host`` or ``host:port`` into ``host:port``; an IPv6 host needs brackets.
 
     Raises:
-        MeshError: If others could not send there.
+        MeshError: If other machines cannot send to this endpoint.
     """
     has_port = text.rpartition(":")[2].isdigit() and not text.endswith("]")
     try:
         address = Address.parse(text if has_port else f"{text}:{DEFAULT_PORT}")
     except PlanError:
         raise MeshError(
-            f"{text!r} is no endpoint; write host or host:port, such as gpu.example.org:51820, and "
-            "leave it out for a machine behind NAT."
+            f"{text!r} is not an endpoint; write host or host:port, such as gpu.example.org:51820, "
+            "and leave it out for a machine behind NAT."
         ) from None
     if address.port == 0 or address.is_loopback or _is_unspecified(address.host):
         raise MeshError(
-            f"Nobody else can send to the endpoint {text!r}; name a host and a UDP port that the "
-            "other machines can reach, or leave it out for a machine behind NAT."
+            f"Other machines cannot send to the endpoint {text!r}; name a host and a UDP port that "
+            "they can reach, or leave it out for a machine behind NAT."
         )
     return str(address)
 
@@ -250,12 +251,12 @@ def _network(text: str) -> ipaddress.IPv4Network:
         network = ipaddress.IPv4Network(text)
     except ValueError as error:
         raise MeshError(
-            f"{text!r} is no IPv4 network ({error}); write one such as {DEFAULT_NETWORK}."
+            f"{text!r} is not an IPv4 network ({error}); write one such as {DEFAULT_NETWORK}."
         ) from error
     if not any(network.subnet_of(private) for private in _PRIVATE_NETWORKS):
         raise MeshError(
-            f"{text} is not a private network, so machines of others may be in it; take one in "
-            f"{', '.join(map(str, _PRIVATE_NETWORKS))} that your machines do not use."
+            f"{text} is not a private network, so foreign machines may be in it; choose a network "
+            f"in {', '.join(map(str, _PRIVATE_NETWORKS))} that your machines do not use."
         )
     return network
 
@@ -263,19 +264,25 @@ def _network(text: str) -> ipaddress.IPv4Network:
 def _check_node(node: Node, network: ipaddress.IPv4Network) -> None:
     if not _NAME.fullmatch(node.name):
         raise MeshError(
-            f"{node.name!r} is no name for a node; use letters, digits, '-', '_' and '.', at most "
-            "63, beginning with a letter or a digit."
+            f"{node.name!r} cannot be the name of a node; use letters, digits, '-', '_' and '.', "
+            "at most 63, and begin with a letter or a digit."
         )
     _check_key(node.private_key, f"the private key of {node.name}")
     if node.endpoint is not None and parse_endpoint(node.endpoint) != node.endpoint:
-        raise MeshError(f"The endpoint {node.endpoint!r} of {node.name} lacks its port.")
+        raise MeshError(
+            f"The endpoint {node.endpoint!r} of {node.name} lacks its port; write host:port."
+        )
     try:
         address = ipaddress.IPv4Address(node.address)
     except ValueError as error:
-        raise MeshError(f"The address of {node.name} is none: {error}.") from error
+        raise MeshError(
+            f"The address {node.address!r} of {node.name} is not an IPv4 address: {error}."
+        ) from error
     ends = (network.network_address, network.broadcast_address)
     if address not in network or (network.prefixlen < 31 and address in ends):
-        raise MeshError(f"{node.address} of {node.name} is no address for a node in {network}.")
+        raise MeshError(
+            f"The address {node.address} of {node.name} is not an address of a node in {network}."
+        )
 
 
 def _check_key(text: str, what: str) -> None:
@@ -301,16 +308,11 @@ def _is_unspecified(host: str) -> bool:
         return False
 
 
-INTERFACE = "lhmesh"
-INSTALLED = f"/etc/wireguard/{INTERFACE}.conf"
-_FIRST_LINE = "# Written by `lightning-hetero mesh`; edit the inventory instead of this file."
-
-
 def read_mesh(path: Path) -> Mesh:
-    """The mesh of an inventory that nobody but its owner may read.
+    """Read an inventory, which only its owner may read.
 
     Raises:
-        MeshError: If it is missing, open to others, or cannot be used.
+        MeshError: If the file is missing, readable for others, or cannot be used.
     """
     try:
         with path.open("rb") as file:
@@ -319,14 +321,14 @@ def read_mesh(path: Path) -> Mesh:
     except FileNotFoundError:
         raise MeshError(
             f"There is no inventory {str(path)!r}; make one with `lightning-hetero mesh init`, or "
-            "name it with --file."
+            "name an inventory with --file."
         ) from None
     except OSError as error:
         raise MeshError(f"The inventory {str(path)!r} cannot be read: {error}.") from error
     try:
         content = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError):
-        # Without what was read: it may be a key.
+        # The message does not show the content: it may be a key.
         raise MeshError(f"The inventory {str(path)!r} is not YAML.") from None
     try:
         return _mesh_from(content)
@@ -335,24 +337,24 @@ def read_mesh(path: Path) -> Mesh:
 
 
 def create_mesh(path: Path, mesh: Mesh) -> None:
-    """Make an inventory where there is none.
+    """Write a new inventory.
 
     Raises:
-        MeshError: If something is there, or it cannot be written.
+        MeshError: If the file exists, or cannot be written.
     """
     if path.exists():
         raise MeshError(
-            f"{str(path)!r} is there already, and its mesh would be lost; name another file with "
-            "--file, or remove this one first."
+            f"{str(path)!r} exists already, and its mesh would be lost; name another file with "
+            "--file, or remove this file first."
         )
     save_mesh(path, mesh)
 
 
 def save_mesh(path: Path, mesh: Mesh) -> None:
-    """Write the inventory; what was there stays until the new one is whole.
+    """Replace the inventory as a whole or not at all.
 
     Raises:
-        MeshError: If it cannot be written.
+        MeshError: If the file cannot be written.
     """
     content = asdict(mesh)
     content["nodes"] = [
@@ -363,30 +365,30 @@ def save_mesh(path: Path, mesh: Mesh) -> None:
 
 
 def folder_of(path: Path) -> Path:
-    """Where the files of the nodes are, beside the inventory."""
+    """The folder with the files of the nodes, beside the inventory."""
     return path.with_suffix("") if path.suffix else path.with_name(f"{path.name}-nodes")
 
 
 def check_replaceable(folder: Path, mesh: Mesh) -> None:
-    """Refuse to write over files of somebody else.
+    """Check that this command wrote the files that it will replace.
 
     Raises:
-        MeshError: With the file's name.
+        MeshError: If a file has another author.
     """
     for node in mesh.nodes:
         path = folder / f"{node.name}.conf"
         if path.exists() and not _is_ours(path):
             raise MeshError(
-                f"{str(path)!r} was not written by `lightning-hetero mesh`, so it is not replaced; "
-                "move it away."
+                f"{str(path)!r} was not written by `lightning-hetero mesh`, which therefore does "
+                "not replace it; move the file away."
             )
 
 
 def write_nodes(folder: Path, mesh: Mesh) -> list[Path]:
-    """Write the file of each node that has changed; the paths of those.
+    """Write the files of all nodes that have changed, and return their paths.
 
     Raises:
-        MeshError: If one cannot be written, or is somebody else's.
+        MeshError: If a file cannot be written, or has another author.
     """
     check_replaceable(folder, mesh)
     changed = []
@@ -399,14 +401,14 @@ def write_nodes(folder: Path, mesh: Mesh) -> list[Path]:
 
 
 def forgotten_files(folder: Path, mesh: Mesh) -> list[Path]:
-    """Files of nodes that are not in the mesh any more."""
+    """The files of nodes that are no longer in the mesh."""
     names = {f"{node.name}.conf" for node in mesh.nodes}
     found = [path for path in sorted(folder.glob("*.conf")) if path.name not in names]
     return [path for path in found if _is_ours(path)]
 
 
 def wg_quick_file(mesh: Mesh, node: Node) -> str:
-    """What `wg-quick` has to know on a node."""
+    """The content of a node's file for `wg-quick`."""
     prefix = mesh.network.rpartition("/")[2]
     lines = [
         _FIRST_LINE,
@@ -421,7 +423,7 @@ def wg_quick_file(mesh: Mesh, node: Node) -> str:
     if node.endpoint is not None:
         lines.append(f"ListenPort = {Address.parse(node.endpoint).port}")
     if node == mesh.hub:
-        # On this interface only, as the machine is no router of anything else.
+        # Forward on this interface only: the machine is no router for other networks.
         lines.append("PostUp = sysctl -q -w net.ipv4.conf.%i.forwarding=1")
     for peer in mesh.peers_of(node):
         lines += ["", *_peer_lines(mesh, node, peer)]
@@ -449,7 +451,7 @@ def _is_ours(path: Path) -> bool:
 
 def _mesh_from(content: Any) -> Mesh:
     if not isinstance(content, dict):
-        raise MeshError("It is no mapping of network, mtu, secret and nodes.")
+        raise MeshError("Its content is not a mapping of network, mtu, secret and nodes.")
     nodes = content.get("nodes")
     _check_keys(content, Mesh, "the inventory")
     for number, node in enumerate(nodes if isinstance(nodes, list) else [], start=1):
@@ -469,7 +471,7 @@ def _check_keys(content: Any, kind: type, what: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Put a file in place at once, for its owner only."""
+    """Write a file that only its owner may read, as a whole or not at all."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(path, mode=0o600) as file:

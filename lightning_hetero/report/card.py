@@ -1,4 +1,4 @@
-"""The card of one place: its name, its device, its layers, its memory, what is special."""
+"""The card of one place in the diagram: its name, device, layers, memory and marks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LEAST_CELL = 6.0
 
 @dataclass(frozen=True)
 class CardGrid:
-    """What all cards of a picture have room for, so that their rows are level.
+    """The layout that all cards of a picture share, so that their rows are level.
 
     Args:
-        width: Of a card.
-        device_lines: The most that a device's name takes.
-        has_memory: Whether there is any memory bar.
-        mark_rows: The most rows of marks.
+        width: The width of a card.
+        device_lines: The number of lines of the longest device name.
+        has_memory: Whether any card has a memory bar.
+        mark_rows: The largest number of rows of marks.
     """
 
     width: float
@@ -36,7 +36,7 @@ class CardGrid:
 
     @classmethod
     def around(cls, places: Sequence[Place], width: float) -> CardGrid:
-        """The grid for these places."""
+        """The layout with room for all these places."""
         inner = width - 2 * PADDING
         return cls(
             width,
@@ -47,7 +47,7 @@ class CardGrid:
 
     @property
     def height(self) -> float:
-        """Of a card."""
+        """The height of a card."""
         return (
             PADDING
             + HEADER_HEIGHT
@@ -59,7 +59,7 @@ class CardGrid:
 
 
 def card(place: Place, number: int, num_layers: int, machine: int, grid: CardGrid) -> str:
-    """A worker's card with its upper left corner at the origin."""
+    """The card of a worker, with its upper left corner at the origin."""
     inner = grid.width - 2 * PADDING
     parts = [
         rectangle(0, 0, grid.width, grid.height, "card edge", radius=12),
@@ -81,7 +81,7 @@ def card(place: Place, number: int, num_layers: int, machine: int, grid: CardGri
 
 
 def header(place: Place, number: str, machine: int, width: float) -> str:
-    """The number in its machine's colour, and the name."""
+    """The number of the place in its machine's colour, and its name."""
     host, port = split_address(place.name)
     aside = port or place.host
     room = width - 34
@@ -91,7 +91,7 @@ def header(place: Place, number: str, machine: int, width: float) -> str:
     name = elided(host, room - aside_width, 14, is_bold=True)
     parts = [element("tspan", escaped(name), class_="name ink")]
     if aside:
-        # A space of the font, which a screen reader hears too.
+        # A space character, not only a gap, so that screen readers separate the two words.
         said = aside if port else f" {aside}"
         parts.append(element("tspan", escaped(said), class_="normal soft", dx=1))
     return "".join(
@@ -104,7 +104,7 @@ def header(place: Place, number: str, machine: int, width: float) -> str:
 
 
 def layers_row(place: Place, num_layers: int, machine: int, width: float) -> str:
-    """Which layers, and where they are in the model."""
+    """The layers of a place, and their position in the model."""
     count = f"{place.num_layers} of {num_layers}"
     return "".join(
         [
@@ -118,7 +118,7 @@ def layers_row(place: Place, num_layers: int, machine: int, width: float) -> str
 def layer_map(
     layers: tuple[int, int], num_layers: int, machine: int, width: float, height: float = 10
 ) -> str:
-    """All layers of the model in a row, with those held here in colour."""
+    """All layers of the model in a row; the place's own layers are coloured."""
     first, end = layers
     cell = width / max(num_layers, 1)
     if cell >= _LEAST_CELL:
@@ -141,7 +141,7 @@ def layer_map(
 
 
 def memory_row(memory: Memory, machine: int, width: float) -> str:
-    """How much of the memory is taken by what."""
+    """The memory of a place as text and as a bar."""
     parts = [
         text(0, 8, _name_of_bar(memory), "small soft"),
         text(width, 8, memory_as_text(memory), "small soft", "end"),
@@ -152,7 +152,7 @@ def memory_row(memory: Memory, machine: int, width: float) -> str:
 
 
 def memory_bar(memory: Memory, machine: int, width: float, height: float = 8) -> str:
-    """The bar, cut off at the device's memory."""
+    """The bar of the memory's parts; it ends at the device's memory."""
     parts = [rectangle(0, 0, width, height, "track", radius=3)]
     start = 0.0
     for name in MEMORY_PARTS:
@@ -167,12 +167,12 @@ def memory_bar(memory: Memory, machine: int, width: float, height: float = 8) ->
 
 
 def memory_class(name: str) -> str:
-    """The class of a part of the bar."""
+    """The style class of a part of the memory bar."""
     return f"of-{name.replace(' ', '-')}"
 
 
 def mark_rows(marks: Sequence[str], width: float) -> list[list[str]]:
-    """The marks in rows that are not wider."""
+    """The marks in rows of at most this width."""
     rows: list[list[str]] = []
     for mark in marks:
         if rows and marks_width([*rows[-1], mark]) <= width:
@@ -183,12 +183,12 @@ def mark_rows(marks: Sequence[str], width: float) -> list[list[str]]:
 
 
 def marks_width(marks: Sequence[str]) -> float:
-    """Pixels of a row of marks."""
+    """The width of a row of marks in pixels."""
     return sum(_pill_width(mark) + 6 for mark in marks) - 6
 
 
 def marks_row(marks: Sequence[str]) -> str:
-    """Pills beside each other."""
+    """A row of marks, each in a rounded box."""
     parts, x = [], 0.0
     for mark in marks:
         width = _pill_width(mark)
@@ -207,5 +207,5 @@ def _device_lines(place: Place, width: float) -> list[str]:
 
 
 def _name_of_bar(memory: Memory) -> str:
-    """Where only the weights are known, the bar is theirs."""
+    """The bar is named after the weights if only their memory is known."""
     return "weights" if list(memory.used_bytes) == ["weights"] else "memory"

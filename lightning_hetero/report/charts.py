@@ -1,25 +1,33 @@
-"""Charts as SVG: lines over steps, and shares of the time over steps.
-
-A step as a picture: a row for each stage, as it happened and as it was predicted.
-
-Where a row is hatched the stage computes nothing: the bubble.
-"""
+"""Charts as SVG: curves over steps, shares of the time over steps, and the stages of one step."""
 
 from __future__ import annotations
 
-import html
 import math
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..protocol.fields import SpanKind
-from ..telemetry.chrome_trace import first_action_seconds
 from ..telemetry.prediction import Prediction
 from ..telemetry.step import RecordedStep, StageSpans
-from .svg import HUES, Point, element, elided, escaped, hue, rectangle, text, width_of
+from .svg import (
+    HUES,
+    Point,
+    element,
+    elided,
+    hue,
+    moved,
+    picture,
+    picture_file,
+    rectangle,
+    text,
+    titled,
+    width_of,
+)
 
 Curve = Sequence[tuple[float, float]]
-"""Steps with their values, in the order of the steps."""
+"""Pairs of a step and its value, ordered by step."""
 
 WIDTH = 880.0
 MOST_POINTS = 400
@@ -30,13 +38,13 @@ _TOP = 34.0
 _FOOT = 28.0
 _BAND = 44.0
 _LABEL = 190.0
-# What floating point may be off by without a further tick.
+# Rounding errors below this add no tick.
 _HAIR = 1e-9
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where values are on the paper."""
+    """Maps steps and values to points of the picture."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -55,7 +63,8 @@ class _Frame:
 def line_chart(
     curves: Mapping[str, Curve], label: str, height: float = 250.0, from_zero: bool = False
 ) -> str:
-    """A line for each curve, over its steps; values that are no numbers are left out."""
+    """A line for each curve over its steps. Values that are not finite are skipped. The chart is
+    empty if no value is finite."""
     finite = {name: _finite(curve) for name, curve in curves.items() if _finite(curve)}
     points = [point for curve in finite.values() for point in curve]
     if not points:
@@ -70,20 +79,19 @@ def line_chart(
     parts = [*_grid(frame, ticks), *_step_axis(frame)]
     for number, curve in enumerate(finite.values()):
         parts.append(_line(frame, curve, number))
-    return _chart(
-        height, label, _legend({name: hue(number) for number, name in enumerate(finite)}), *parts
-    )
+    legend = _legend({name: hue(number) for number, name in enumerate(finite)})
+    return picture(WIDTH, height, label, legend, *parts)
 
 
 def shares_chart(
     rows: Mapping[str, Mapping[str, Curve]], colours: Mapping[str, str], label: str
 ) -> str:
-    """A band for each row: its kinds of shares upon each other over the steps.
+    """A band for each row, in which the shares of all kinds are stacked over the steps.
 
     Args:
-        rows: For each row, the share of each kind at the steps.
-        colours: The class of each kind, from below.
-        label: What the chart is of.
+        rows: For each row, the curve of each kind.
+        colours: The style class of each kind, from the bottom of the stack.
+        label: The chart's title.
     """
     steps = [step for kinds_of in rows.values() for curve in kinds_of.values() for step, _ in curve]
     if not steps:
@@ -100,12 +108,14 @@ def shares_chart(
         )
         y += _BAND
     end = _Frame(reach, (0, 1), _LABEL, WIDTH - _LABEL - _RIGHT - 56, y - _BAND, _BAND - 12)
-    return _chart(y + _FOOT - 12, label, _legend(colours), *parts, *_step_axis(end))
+    height = y + _FOOT - 12
+    return picture(WIDTH, height, label, _legend(colours), *parts, *_step_axis(end))
 
 
 def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
-    """Round values around all of these, evenly apart."""
-    if most <= least:
+    """Evenly spaced round values that enclose ``least`` and ``most``."""
+    # A difference so small that it has no logarithm counts as none.
+    if most - least < sys.float_info.min * count:
         room = abs(least) * 0.1 or 1.0
         least, most = least - room, most + room
     rough = (most - least) / count
@@ -118,7 +128,7 @@ def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """At most so many points, with the extremes of what is left out."""
+    """The curve with at most ``most`` points; each run of points keeps its extremes."""
     if len(curve) <= most:
         return curve
     size = math.ceil(len(curve) / (most // 2))
@@ -128,18 +138,6 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
         ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
         found += sorted(ends)
     return found
-
-
-def _chart(height: float, label: str, *parts: str) -> str:
-    return element(
-        "svg",
-        element("title", escaped(label)),
-        *parts,
-        xmlns="http://www.w3.org/2000/svg",
-        class_="hetero",
-        viewBox=f"0 0 {WIDTH:g} {height:g}",
-        role="img",
-    )
 
 
 def _legend(colours: Mapping[str, str]) -> str:
@@ -156,7 +154,7 @@ def _legend(colours: Mapping[str, str]) -> str:
 
 def _grid(frame: _Frame, ticks: Sequence[float]) -> Iterator[str]:
     apart = ticks[1] - ticks[0]
-    # As few as tell the ticks apart: one for 0.5, two for 0.25.
+    # The fewest digits that write every tick exactly: one for 0.5, two for 0.25.
     digits = next((n for n in range(6) if abs(round(apart, n) - apart) < 1e-6 * apart), 6)
     for tick in ticks:
         _, y = frame.place(frame.x[0], tick)
@@ -183,12 +181,12 @@ def _line(frame: _Frame, curve: Curve, number: int) -> str:
 
 
 def _bands(frame: _Frame, curves: Mapping[str, Curve], colours: Mapping[str, str]) -> Iterator[str]:
-    """Areas upon each other; a kind without a value at a step has none there."""
+    """Stacked areas; a kind without a value at a step has height zero there."""
     yield rectangle(frame.left, frame.top, frame.width, frame.height, "track", radius=3)
     steps = sorted({step for curve in curves.values() for step, _ in _finite(curve)})
     steps = steps[:: math.ceil(len(steps) / MOST_POINTS)] if steps else []
     below = [0.0] * len(steps)
-    # One step alone is shown as if it had lasted.
+    # A single step is drawn over the whole width.
     shown = [frame.x[0], frame.x[1]] if len(steps) == 1 else steps
     for kind, colour in colours.items():
         values = dict(_finite(curves.get(kind, ())))
@@ -218,7 +216,7 @@ def _stretched(values: Sequence[float], steps: Sequence[float]) -> Sequence[floa
 
 
 def _last(curves: Mapping[str, Curve], kind: str) -> str:
-    """The present share of a kind."""
+    """The last share of a kind."""
     curve = _finite(curves.get(kind, ()))
     return f"{100 * curve[-1][1]:.0f} %" if curve else ""
 
@@ -236,57 +234,56 @@ def _share(value: float, least: float, most: float) -> float:
     return (value - least) / (most - least) if most > least else 0.5
 
 
-_WIDTH = 1200
-_LABELS = 190
-_SHARES = 70
-_MARGIN = 24
-_ROW = 34
-_BAR = 24
-_TITLE = 30
-_AXIS = 26
-_LEGEND = 34
-_TEXT_SIZE, _NUMBER_SIZE = 12, 11
-# Pixels of a bar that its number leaves free.
+# The step chart, in pixels.
+_STEP_WIDTH = 1200.0
+_STEP_LABEL = 190.0
+_STEP_SHARE = 70.0
+_MARGIN = 24.0
+_ROW = 34.0
+_BAR = 24.0
+_TITLE = 30.0
+_AXIS = 26.0
+_LEGEND = 34.0
+# Free pixels of a bar around its number.
 _AROUND = 3
 
-_COLORS: dict[SpanKind, str] = {
-    "forward": "#3b82c4",
-    "backward": "#d9822b",
-    "loss": "#8b5fbf",
-    "optimizer": "#3a9d6e",
-}
-_NAMES: dict[SpanKind, str] = {
+_ACTIONS: dict[str, str] = {
     "forward": "forward",
     "backward": "backward",
-    "loss": "head, loss and its backward",
+    "head, loss and its backward": "loss",
     "optimizer": "optimizer",
+    "bubble": "bubble",
 }
-_STYLE = (
-    "text{font-family:'DejaVu Sans',Verdana,sans-serif;fill:#1f2733}"
-    f"text{{font-size:{_TEXT_SIZE}px}}.inside,.axis{{font-size:{_NUMBER_SIZE}px}}"
-    ".title{font-size:14px;font-weight:bold}.inside{fill:#fff;text-anchor:middle}"
-    ".axis{fill:#667085;text-anchor:middle}.share{text-anchor:end}"
-    ".line{stroke:#d0d5dd;stroke-width:1}"
-)
 _HATCH = (
-    '<defs><pattern id="bubble" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><rect width="6" height="6" fill="#f2f4f7"/>'
-    '<line x1="0" y1="0" x2="0" y2="6" stroke="#c4cad4" stroke-width="2"/></pattern></defs>'
+    '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><path d="M0 0V6" class="hatch"/></pattern></defs>'
+    "<style>.hetero .bubble{fill:url(#hatch)}</style>"
 )
 
 
 @dataclass(frozen=True)
 class _Bar:
+    """An action; seconds count from the first action."""
+
     kind: SpanKind
-    title: str
-    number: str
+    name: str
     start_seconds: float
     end_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.start_seconds
+
+    @property
+    def number(self) -> str:
+        """The micro-batch in names such as ``2F0``; empty for others."""
+        found = re.match(r"\d+[A-Z](\d+)", self.name)
+        return found[1] if found else ""
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """Rows under one title, from the first action on."""
+    """The rows under one title: for each stage its label, its busy share and its actions."""
 
     title: str
     seconds: float
@@ -298,137 +295,95 @@ class _Panel:
 
 
 def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
-    """The picture as SVG; it needs nothing else."""
+    """A step as an SVG file: a row for each stage, as recorded and as predicted.
+
+    A stage computes nothing where its row is hatched: the bubble.
+    """
     panels = [_measured(step)]
     if prediction is not None:
         panels.append(_predicted(step, prediction))
     longest = max(panel.seconds for panel in panels) or 1e-9
-    height = 2 * _MARGIN + sum(panel.height for panel in panels) + _AXIS + _LEGEND
-    scale = (_WIDTH - 2 * _MARGIN - _LABELS - _SHARES) / longest
+    left = _MARGIN + _STEP_LABEL
+    scale = (_STEP_WIDTH - left - _STEP_SHARE - _MARGIN) / longest
     parts: list[str] = []
-    top = float(_MARGIN)
+    top = _MARGIN
     for panel in panels:
-        parts += _drawn(panel, top, scale)
+        parts.append(moved(0, top, *_drawn(panel, left, scale)))
         top += panel.height
-    parts += _axis(longest, top, scale)
-    parts += _step_legend(top + _AXIS)
-    body = "".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
-        f'width="{_WIDTH}" height="{height:.0f}" role="img"><style>{_STYLE}</style>{_HATCH}'
-        f'<rect width="{_WIDTH}" height="{height:.0f}" fill="#fff"/>{body}</svg>\n'
-    )
+    parts.append(moved(left, top, *_seconds_axis(longest, scale)))
+    parts.append(moved(left, top + _AXIS + 4, _legend(_ACTIONS)))
+    height = top + _AXIS + _LEGEND + _MARGIN
+    return picture_file(_STEP_WIDTH, height, f"Step {step.step}", _HATCH, *parts) + "\n"
 
 
 def _measured(step: RecordedStep) -> _Panel:
-    zero = first_action_seconds(step)
-    rows = [
-        (_label(stage), _busy_share(stage.computing_seconds, step.seconds), _bars(stage, zero))
-        for stage in step.stages
-    ]
-    title = f"Step {step.step} as it was: {_milliseconds(step.seconds)}, bubble {step.bubble:.0%}"
+    zero = step.first_action_seconds
+    rows = []
+    for stage in step.stages:
+        bars = [
+            _Bar(s.kind, stage.name_of(s), s.start_seconds - zero, s.end_seconds - zero)
+            for s in stage.actions
+        ]
+        rows.append((_label(stage), _busy_share(stage.computing_seconds, step.seconds), bars))
+    title = f"Step {step.step} as it was: {_duration(step.seconds)}, bubble {step.bubble:.0%}"
     return _Panel(title, step.end_seconds - zero, rows)
-
-
-def _bars(stage: StageSpans, zero: float) -> list[_Bar]:
-    return [
-        _Bar(
-            span.kind,
-            stage.name_of(span),
-            "" if span.microbatch is None else str(span.microbatch),
-            span.start_seconds - zero,
-            span.end_seconds - zero,
-        )
-        for span in stage.actions
-    ]
 
 
 def _predicted(step: RecordedStep, prediction: Prediction) -> _Panel:
     rows = []
     for stage in step.stages:
-        own = [span for span in prediction.spans if span.stage == stage.stage]
         bars = [
-            _Bar(s.kind, s.name, _number_in(s.name), s.start_seconds, s.end_seconds) for s in own
+            _Bar(s.kind, s.name, s.start_seconds, s.end_seconds)
+            for s in prediction.spans
+            if s.stage == stage.stage
         ]
-        busy = sum(bar.end_seconds - bar.start_seconds for bar in bars)
+        busy = sum(bar.seconds for bar in bars)
         rows.append((_label(stage), _busy_share(busy, prediction.seconds), bars))
-    sources = {"profile": "by what was measured before", "this step's own times": "by its means"}
+    sources = {"profile": "from the profile", "this step's own times": "from its mean times"}
     title = (
-        f"Simulated {sources[prediction.source]}: {_milliseconds(prediction.seconds)}, "
+        f"Simulated {sources[prediction.source]}: {_duration(prediction.seconds)}, "
         f"bubble {prediction.bubble:.0%}"
     )
     return _Panel(title, prediction.seconds, rows)
 
 
-def _drawn(panel: _Panel, top: float, scale: float) -> Iterator[str]:
-    left = _MARGIN + _LABELS
-    yield _text(_MARGIN, top + 16, panel.title, "title")
+def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
+    yield text(_MARGIN, 16, panel.title, "name ink")
     for index, (label, share, bars) in enumerate(panel.rows):
-        y = top + _TITLE + index * _ROW
-        yield _text(_MARGIN, y + 16, elided(label, _LABELS - 8, _TEXT_SIZE), "label")
-        size = f'width="{panel.seconds * scale:.2f}" height="{_BAR}"'
-        yield f'<rect x="{left}" y="{y:.1f}" {size} fill="url(#bubble)"/>'
+        y = _TITLE + index * _ROW
+        yield text(_MARGIN, y + 16, elided(label, _STEP_LABEL - 8, 12), "normal ink")
+        yield rectangle(left, y, panel.seconds * scale, _BAR, "bubble")
         for bar in bars:
-            yield from _bar(bar, left, y, scale)
-        yield _text(_WIDTH - _MARGIN, y + 16, f"{share:.0%} busy", "share")
+            yield from _action(bar, left, y, scale)
+        yield text(_STEP_WIDTH - _MARGIN, y + 16, f"{share:.0%} busy", "normal ink", "end")
 
 
-def _bar(bar: _Bar, left: float, y: float, scale: float) -> Iterator[str]:
-    x = left + bar.start_seconds * scale
-    width = (bar.end_seconds - bar.start_seconds) * scale
-    title = f"{bar.title}: {_milliseconds(bar.end_seconds - bar.start_seconds)}"
-    # A hair's breadth apart, so that neighbours are told from each other.
-    shown = max(0.4, width - 0.6)
-    yield (
-        f'<rect class="{bar.kind}" x="{x:.2f}" y="{y:.1f}" width="{shown:.2f}" height="{_BAR}" '
-        f'fill="{_COLORS[bar.kind]}"><title>{html.escape(title)}</title></rect>'
-    )
-    if bar.number and width >= width_of(bar.number, _NUMBER_SIZE) + _AROUND:
-        yield _text(x + width / 2, y + 16, bar.number, "inside")
+def _action(bar: _Bar, left: float, y: float, scale: float) -> Iterator[str]:
+    x, width = left + bar.start_seconds * scale, bar.seconds * scale
+    # A narrow gap separates neighbouring bars.
+    shown = rectangle(x, y, max(0.4, width - 0.6), _BAR, bar.kind)
+    yield titled(f"{bar.name}: {_duration(bar.seconds)}", shown)
+    if bar.number and width >= width_of(bar.number, 11) + _AROUND:
+        yield text(x + width / 2, y + 16, bar.number, "inside", "middle")
 
 
-def _axis(longest: float, top: float, scale: float) -> Iterator[str]:
-    left = _MARGIN + _LABELS
-    every = _round_number(longest / 8)
-    for index in range(int(longest / every) + 1):
-        x = left + index * every * scale
-        yield f'<line class="line" x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{top + 6:.1f}"/>'
-        yield _text(x, top + 20, _milliseconds(index * every), "axis")
-
-
-def _step_legend(top: float) -> Iterator[str]:
-    x = float(_MARGIN + _LABELS)
-    shown = [(_COLORS[kind], name) for kind, name in _NAMES.items()]
-    for fill, name in [*shown, ("url(#bubble)", "bubble")]:
-        yield f'<rect x="{x:.1f}" y="{top + 8:.1f}" width="14" height="14" fill="{fill}"/>'
-        yield _text(x + 20, top + 19, name, "legend")
-        x += 20 + width_of(name, _TEXT_SIZE) + 30
-
-
-def _text(x: float, y: float, content: str, kind: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{html.escape(content)}</text>'
+def _seconds_axis(longest: float, scale: float) -> Iterator[str]:
+    for tick in nice_ticks(0.0, longest, 8):
+        if tick <= longest:
+            yield element("path", d=f"M{tick * scale:.1f} 0V6", class_="grid")
+            yield text(tick * scale, 20, _duration(tick), "small soft", "middle")
 
 
 def _label(stage: StageSpans) -> str:
     return stage.worker if stage.stage == 0 else f"stage {stage.stage}: {stage.worker}"
 
 
-def _number_in(name: str) -> str:
-    return name.lstrip("0123456789")[1:] if name[0].isdigit() else ""
-
-
 def _busy_share(busy: float, seconds: float) -> float:
     return busy / seconds if seconds > 0 else 0.0
 
 
-def _milliseconds(seconds: float) -> str:
-    # Whatever is rounded to a thousand would be shown with an exponent.
+def _duration(seconds: float) -> str:
+    # The format "g" writes a value that rounds to a thousand with an exponent.
     if seconds < 0.9995:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
-
-
-def _round_number(value: float) -> float:
-    """1, 2 or 5 times a power of ten, not below the value."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(n * power for n in (1, 2, 5, 10) if n * power >= value * (1 - 1e-9))

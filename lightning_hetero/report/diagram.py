@@ -1,17 +1,13 @@
-"""The topology as an SVG picture.
+"""The diagram of a topology as SVG, as PNG, or as Mermaid text.
 
-┌ coordinator ────────────────────────┐
-│ data ▸ embedding ▸ layers  head ▸ loss │
-└────────────┬───────────────▲────────┘
-       ┌─────▼───┐     ┌─────┴───┐
-       │ stage 1 ├────▶│ stage 2 │      at most three in a row
-       └─────────┘     └─────────┘
+    ┌ coordinator ───────────────────────────┐
+    │ data ▸ embedding ▸ layers  head ▸ loss │
+    └────────────┬───────────────▲───────────┘
+           ┌─────▼───┐     ┌─────┴───┐
+           │ stage 1 ├────▶│ stage 2 │      at most three in a row
+           └─────────┘     └─────────┘
 
-The lines between places: activations one way, gradients beside them the other way.
-
-The topology as Mermaid text, which GitHub, GitLab and many editors draw.
-
-Pictures of a topology as files, by the endings of their names.
+Each link is two lines: activations go one way, gradients go back beside them.
 """
 
 from __future__ import annotations
@@ -42,10 +38,10 @@ from .svg import (
     elided,
     escaped,
     moved,
+    picture_file,
     png,
     rectangle,
     rounded_line,
-    style_sheet,
     text,
     titled,
     towards,
@@ -76,14 +72,15 @@ _GRADIENTS = "small gradient-head"
 
 @dataclass(frozen=True)
 class Label:
-    """A fact of a link, in the colour of its direction."""
+    """A text beside a link, with the style class of its direction."""
 
     content: str
     class_: str
 
 
 def both_ways(points: Sequence[Point], link: Link) -> str:
-    """Activations along the points, gradients back; on a link of one way token ids alone."""
+    """The two lines of a link: activations along the points, gradients back. A one-way link carries
+    only token ids."""
     there = beside(points, 0 if link.is_one_way else APART)
     back = list(reversed(beside(points, -APART)))
     lines = _arrow(there, "activation")
@@ -94,7 +91,7 @@ def both_ways(points: Sequence[Point], link: Link) -> str:
 
 
 def labels(link: Link) -> tuple[list[Label], list[Label]]:
-    """What to write at the activations' side and at the gradients' side, from the line on."""
+    """The labels on the activations' side and on the gradients' side, from the line outwards."""
     forward, backward = link.forward, link.backward
     above = [Label(link.activation_dtype, _ACTIVATIONS)] if link.activation_dtype else []
     below = [Label(link.gradient_dtype, _GRADIENTS)] if link.gradient_dtype else []
@@ -109,7 +106,7 @@ def labels(link: Link) -> tuple[list[Label], list[Label]]:
 
 
 def label_across(x: float, y: float, link: Link) -> str:
-    """Above and below a level line whose middle is there, a fact to a line."""
+    """Labels above and below the middle of a horizontal link, one per line."""
     above, below = labels(link)
     rows = [(y - 11 - number * LABEL_HEIGHT, one) for number, one in enumerate(above)]
     rows += [(y + 20 + number * LABEL_HEIGHT, one) for number, one in enumerate(below)]
@@ -117,13 +114,13 @@ def label_across(x: float, y: float, link: Link) -> str:
 
 
 def label_along(x: float, y: float, link: Link) -> str:
-    """Above a level line that goes back to the left, in a line."""
+    """Labels in one line above a horizontal link that goes back to the left."""
     both = [one for side in labels(link) for one in side]
     return _in_a_line(x, y - 12, both, "middle") if both else ""
 
 
 def label_beside(x: float, y: float, link: Link, anchor: str) -> str:
-    """Beside an upright line whose middle is there: lines of each direction, two facts each."""
+    """Labels beside the middle of a vertical link, two per line and direction."""
     lines = [side[i : i + 2] for side in labels(link) for i in range(0, len(side), 2)]
     top = y - (len(lines) - 1) * LABEL_HEIGHT / 2 + 4
     return "".join(
@@ -145,7 +142,7 @@ def _are_alike(one: Speed, other: Speed) -> bool:
 
 
 def _arrow(points: Sequence[Point], name: str) -> str:
-    """From the first point to the last one, clear of what is there."""
+    """An arrow from the first point to the last one, with a gap at both ends."""
     *_, before, end = points
     tip = towards(end, before, _CLEAR)
     neck = towards(end, before, _CLEAR + _HEAD - 1)
@@ -170,7 +167,7 @@ _LEGEND_ROW = 22
 
 
 def diagram(topology: Topology) -> str:
-    """The picture, as the text of an SVG file that needs nothing else."""
+    """The picture as the text of a self-contained SVG file."""
     return _Diagram(topology).svg()
 
 
@@ -195,7 +192,7 @@ class _Box:
 
 
 class _Diagram:
-    """Where everything is. Coordinates are pixels from the upper left corner."""
+    """The layout of the picture. Coordinates are pixels from the upper left corner."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -209,25 +206,16 @@ class _Diagram:
         self._grid = CardGrid.around(topology.stages, self._card_width)
 
     def svg(self) -> str:
-        body = [
-            element("title", escaped(f"Topology: {self._topology.title or self._size}")),
-            element("style", style_sheet()),
-            rectangle(0, 0, self._width, self._height, "paper", radius=14),
+        return picture_file(
+            self._width,
+            self._height,
+            f"Topology: {self._topology.title or self._size}",
             self._heading(),
             self._band_content(),
             *(self._card(index) for index in range(len(self._topology.stages))),
             *(self._wire(index) for index in range(len(self._topology.links))),
             self._legend(),
-        ]
-        return element(
-            "svg",
-            *body,
-            xmlns="http://www.w3.org/2000/svg",
-            class_="hetero",
-            viewBox=f"0 0 {self._width:g} {self._height:g}",
-            width=self._width,
-            height=self._height,
-            role="img",
+            radius=14,
         )
 
     # places
@@ -240,7 +228,7 @@ class _Diagram:
 
     @cached_property
     def _boxes(self) -> list[_Box]:
-        """Of the cards."""
+        """The boxes of the workers' cards."""
         top = self._band.bottom + GUTTER
         return [
             _Box(
@@ -265,7 +253,7 @@ class _Diagram:
     @cached_property
     def _fact_lines(self) -> list[str]:
         facts = [*([self._size] if self._topology.title else []), *self._topology.facts]
-        # Lines end between facts, where they can.
+        # Non-breaking spaces make lines end between facts where possible.
         whole = (fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts)
         lines = wrapped(" · ".join(whole), self._inner, 12, most_lines=4)
         return [line.removesuffix(" ·") for line in lines]
@@ -316,7 +304,7 @@ class _Diagram:
 
     @cached_property
     def _pill_boxes(self) -> dict[str, _Box]:
-        """The coordinator's own parts, from the left and from the right edge."""
+        """The boxes of the coordinator's own parts, aligned to the left and to the right edge."""
         band = self._band
         y = band.bottom - _BAND_PADDING - _PILL_HEIGHT
         boxes: dict[str, _Box] = {}
@@ -382,7 +370,7 @@ class _Diagram:
         if index == 0:
             points = self._way_out()
             (x, _), is_straight = points[0], len(points) == 2
-            # What starts at the left edge has no room there.
+            # A line that starts at the left edge has no room for labels on its left.
             is_left = is_straight and not link.is_one_way
             anchor, shift = ("end", -14) if is_left else ("start", 14)
             label = label_beside(x + shift, self._band.bottom + GUTTER / 2, link, anchor)
@@ -402,7 +390,7 @@ class _Diagram:
         return both_ways(points, link) + label
 
     def _way_out(self) -> list[Point]:
-        """From the coordinator's last part before the stages down to the first one."""
+        """The line from the coordinator's last part before the stages to the first stage."""
         boxes, first = self._pill_boxes, self._boxes[0]
         start = boxes[self._topology.own_parts[0][-1]]
         x = start.middle[0]
@@ -412,7 +400,7 @@ class _Diagram:
         return [(x, start.bottom), (x, level), (target, level), (target, first.y)]
 
     def _way_home(self) -> list[Point]:
-        """From the last stage to the coordinator's first part behind the stages."""
+        """The line from the last stage to the coordinator's first part after the stages."""
         first, last = self._pill_boxes[self._topology.own_parts[1][0]], self._boxes[-1]
         x = first.middle[0]
         if not self._is_wrapped and last.x + 20 <= x <= last.right - 20:
@@ -426,7 +414,7 @@ class _Diagram:
         return [(last.right, y), (rail, y), (rail, level), (x, level), (x, first.bottom)]
 
     def _next_row(self, index: int) -> list[Point]:
-        """From the end of a row to the start of the next one."""
+        """The line from the end of a row of cards to the start of the next row."""
         before, after = self._boxes[index - 1], self._boxes[index]
         right, left = before.right + RAIL - 6, after.x - RAIL + 2
         level = before.bottom + GUTTER / 2
@@ -456,7 +444,7 @@ class _Diagram:
         return rows
 
     def _legend_items(self) -> list[tuple[str, str]]:
-        """What to draw, and what to say."""
+        """The kind of each item and its words."""
         items = []
         if self._topology.links:
             items += [("activation", "activations"), ("gradient", "gradients")]
@@ -498,7 +486,7 @@ def _small_arrow(before: _Box, after: _Box) -> str:
 
 
 def mermaid(topology: Topology) -> str:
-    """The text of a flowchart."""
+    """The topology as a Mermaid flowchart, which GitHub, GitLab and many editors draw."""
     return "\n".join(_lines(topology)) + "\n"
 
 
@@ -539,16 +527,16 @@ def _mermaid_arrow(link: Link) -> str:
 
 
 def _said(text: str) -> str:
-    """Text inside of quotes, with what Mermaid or HTML would take for its own written as codes."""
+    """Text for a quoted string, with codes for the characters of Mermaid's and HTML's syntax."""
     codes = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "&": "#amp;", "`": "#96;"}
     return "".join(codes.get(character, character) for character in text if character.isprintable())
 
 
 PICTURE_NAME = "architecture"
-"""What a run's picture is called, without the ending."""
+"""The file name of a run's picture, without its suffix."""
 
 PLAN_NAME = "plan.yaml"
-"""What a run's plan is called."""
+"""The file name of a run's plan."""
 
 FORMATS: dict[str, Callable[[Topology], bytes]] = {
     ".svg": lambda topology: diagram(topology).encode(),
@@ -558,14 +546,14 @@ FORMATS: dict[str, Callable[[Topology], bytes]] = {
 
 
 def picture_for(name: str, topology: Topology) -> bytes:
-    """The content of a file of that name.
+    """The picture in the format of a file name's suffix.
 
     Raises:
-        PictureError: If there is no such format, or it cannot be made here.
+        PictureError: If the format is unknown, or cannot be made on this machine.
     """
     suffix = PurePath(name).suffix.lower()
     if suffix not in FORMATS:
         raise PictureError(
-            f"There is no picture for {name!r}; its name has to end in {', '.join(FORMATS)}."
+            f"{name!r} names no format of a picture; it must end in {', '.join(FORMATS)}."
         )
     return FORMATS[suffix](topology)

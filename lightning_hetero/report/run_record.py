@@ -1,7 +1,4 @@
-"""What a run has left in its folder.
-
-What stands out in a run, in words and with a remedy. Rules over a record, nothing else.
-"""
+"""The record of a run: the files in its folder, and the findings that follow from them by rules."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ Found = TypeVar("Found")
 
 
 class PredictedStep(msgspec.Struct, frozen=True):
-    """What a step should have been."""
+    """The prediction of a recorded step."""
 
     seconds: float
     bubble_share: float
@@ -39,7 +36,7 @@ class PredictedStep(msgspec.Struct, frozen=True):
 
 
 class RecordedStep(msgspec.Struct, frozen=True):
-    """A step of the timeline."""
+    """A step in the timeline."""
 
     step: int
     start_us: float
@@ -49,41 +46,41 @@ class RecordedStep(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration of the step."""
         return (self.end_us - self.start_us) / 1e6
 
 
 class RecordedStage(msgspec.Struct, frozen=True):
-    """A stage of the timeline, as it was in its last step."""
+    """A stage in the timeline, as of its last step."""
 
     stage: int
     layers: tuple[int, int]
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """What a timeline tells besides its spans."""
+    """The summary in a timeline, without its spans."""
 
     steps: list[RecordedStep] = []
     stages: list[RecordedStage] = []
 
 
 class _Timeline(msgspec.Struct, frozen=True):
-    # The spans themselves are passed over.
+    # The decoder skips all other keys, so also the spans.
     other: Recorded = msgspec.field(name="otherData", default_factory=Recorded)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's folder.
+    """The content of a run's folder.
 
     Args:
-        name: Of the folder.
-        metrics: Every column of the metrics, with the steps at which it has a value.
-        plan: As it was deployed last.
-        topology: The picture's markup.
-        timeline: The picture's markup.
-        recorded: Of which steps and stages the timeline is.
-        problems: Files that are there and cannot be read, each in a sentence.
+        name: The name of the folder.
+        metrics: Each column of the metrics as a curve.
+        plan: The plan that was deployed last.
+        topology: The markup of the topology's picture.
+        timeline: The markup of the timeline's picture.
+        recorded: The steps and stages in the timeline.
+        problems: A sentence for each file that cannot be read.
     """
 
     name: str
@@ -105,7 +102,7 @@ class RunRecord:
 
     @property
     def stage_numbers(self) -> list[int]:
-        """The stages of which there are metrics."""
+        """The numbers of the stages with metrics."""
         parts = (name.split("/") for name in self.metrics)
         return sorted(
             {
@@ -116,16 +113,16 @@ class RunRecord:
         )
 
     def stage_metric(self, number: int, name: str) -> Curve:
-        """A metric of a stage; empty where there is none."""
+        """A metric of a stage; empty if the run has no such metric."""
         return self.metrics.get(f"stage/{number}/{name}", ())
 
     def last(self, name: str) -> float | None:
-        """A metric's last value, if it has one that is a number."""
+        """The last finite value of a metric; None if it has none."""
         finite = [value for _, value in self.metrics.get(name, ()) if math.isfinite(value)]
         return finite[-1] if finite else None
 
     def worker_of(self, number: int) -> str:
-        """Who serves a stage, as far as the plan says."""
+        """The worker of a stage, or the stage's number if the plan does not tell the worker."""
         if number == 0:
             return "coordinator"
         remote = [] if self.plan is None else self.plan.remote_stages
@@ -133,15 +130,15 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Everything that can be read.
+    """Read a run's folder, as far as its files can be read.
 
     Raises:
-        PictureError: If there is nothing of a run.
+        PictureError: If the folder has no file of a run.
     """
     if not folder.is_dir():
-        raise PictureError(f"There is no folder {str(folder)!r}; name that of a run's logs.")
+        raise PictureError(f"There is no folder {str(folder)!r}; name a folder with a run's logs.")
     if not any((folder / name).is_file() for name in FILES):
-        raise PictureError(f"The folder {str(folder)!r} has nothing of a run. {_remedy(folder)}")
+        raise PictureError(f"The folder {str(folder)!r} has no file of a run. {_remedy(folder)}")
     problems: list[str] = []
 
     def read(name: str, reader: Callable[[Path], Found]) -> Found | None:
@@ -164,7 +161,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _remedy(folder: Path) -> str:
-    # As far down as lightning_logs/version_0 is, and not through a whole disk.
+    # Two levels reach lightning_logs/version_0 without a search of the whole disk.
     below = [
         path.parent
         for name in FILES
@@ -173,10 +170,10 @@ def _remedy(folder: Path) -> str:
     ]
     if below:
         latest = max(below, key=lambda path: path.stat().st_mtime)
-        return f"Below it is {str(latest)!r}."
+        return f"The latest run below it is in {str(latest)!r}; name that folder."
     return (
         f"Name the folder with {METRICS}, such as lightning_logs/version_0: a fit with a logger "
-        f"leaves {TOPOLOGY} and {PLAN_NAME} there, CSVLogger the metrics."
+        f"writes {TOPOLOGY} and {PLAN_NAME} there, and CSVLogger writes the metrics."
     )
 
 
@@ -213,13 +210,13 @@ def _number(cell: str | None) -> float | None:
 
 
 UNEVEN = 0.15
-"""Share of the step by which the busiest stage exceeds the others before that is said."""
+"""A finding names the busiest stage if it exceeds the others by this share of the step."""
 
 LARGE_BUBBLE = 0.25
 MUCH_TRANSFER = 0.15
 MUCH_SENDING = 0.6
 OFF = 0.15
-"""Share by which a step differs from the prediction before that is said."""
+"""A finding names a step that differs from its prediction by this share."""
 
 _FASTER_LINKS = (
     "A faster link, or activation_dtype and gradient_dtype in the plan (bfloat16 halves what is "
@@ -228,7 +225,7 @@ _FASTER_LINKS = (
 
 
 def findings(record: RunRecord) -> list[str]:
-    """Sentences; one that says so where nothing stands out."""
+    """Sentences on what stands out in a run; a single sentence if nothing does."""
     found = [
         *_of_loss(record),
         *_of_balance(record),
@@ -249,7 +246,7 @@ def _of_loss(record: RunRecord) -> Iterator[str]:
     for name, curve in record.metrics.items():
         if "loss" in name and "/" not in name and curve and not math.isfinite(curve[-1][1]):
             yield (
-                f"{name} is no number any more at step {curve[-1][0]:.0f}; lower the learning "
+                f"{name} is not a finite number at step {curve[-1][0]:.0f}; lower the learning "
                 "rate, clip gradients, or compute in float32."
             )
 
@@ -276,7 +273,7 @@ def _of_bubble(record: RunRecord) -> Iterator[str]:
     if pieces < 4 * stages:
         yield (
             f"The devices idle {in_percent(bubble)} of the time. A batch is cut into {pieces} "
-            f"micro-batches for {stages} stages; more of them fill the pipeline better, where "
+            f"micro-batches for {stages} stages; more micro-batches fill the pipeline better, if "
             "the batch allows it."
         )
 
@@ -285,11 +282,11 @@ def _of_links(record: RunRecord) -> Iterator[str]:
     packing = _medians(record, "transferring_share")
     for number, share in packing.items():
         if share > MUCH_TRANSFER:
-            what = f"{_said(record, number)} spends {in_percent(share)} on what comes and goes."
+            what = f"{_said(record, number)} spends {in_percent(share)} of the step on transfers."
             yield f"{what} {_FASTER_LINKS}"
     for number, share in _medians(record, "sending_share").items():
         if share > MUCH_SENDING and packing.get(number, 0.0) <= MUCH_TRANSFER:
-            what = f"{_said(record, number)} is sending {in_percent(share)} of the time."
+            what = f"{_said(record, number)} sends during {in_percent(share)} of the time."
             yield f"{what} {_FASTER_LINKS}"
 
 
@@ -302,13 +299,13 @@ def _of_prediction(record: RunRecord) -> Iterator[str]:
         word = "slower" if ratio > 1 else "faster"
         yield (
             f"Step {step.step} took {step.seconds:.3g} s, {ratio:.2g} times the predicted "
-            f"{step.predicted.seconds:.3g} s. If the devices have become {word} for good, measure "
-            "them again with PipelineProfiler(force=True)."
+            f"{step.predicted.seconds:.3g} s. If the devices have become {word} permanently, "
+            "measure them again with PipelineProfiler(force=True)."
         )
 
 
 def _medians(record: RunRecord, name: str) -> dict[int, float]:
-    """For each stage that has the metric, its median over the last half of the run."""
+    """The median of a metric over the last half of the run, for each stage with this metric."""
     found = {}
     for number in record.stage_numbers:
         curve = record.stage_metric(number, name)

@@ -1,10 +1,7 @@
-"""Elements of SVG as text. Everything that comes from elsewhere is escaped here.
+"""SVG as text: elements, the width of text, the style sheet of all pictures, and PNG.
 
-How much room text takes. The fonts of whoever looks are not known, so it is reckoned wide.
-
-Colours and type of all pictures, for light and dark.
-
-SVG pictures as PNG, where the optional library for it is installed.
+All text and all attributes are escaped here. The reader's fonts are unknown, so widths of text are
+estimated for a wide font.
 """
 
 from __future__ import annotations
@@ -20,13 +17,16 @@ from ..errors import PictureError
 
 Point = tuple[float, float]
 
-# What XML 1.0 cannot hold, escaped or not.
+# Characters that XML 1.0 cannot contain, escaped or not.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def element(name: str, *children: str, **attributes: str | float | None) -> str:
-    """An element around its children, which are markup. ``text_anchor=`` is ``text-anchor``, and
-    ``class_=`` is ``class``; what is None is left out."""
+    """An element around its children, which are markup.
+
+    ``text_anchor=`` writes ``text-anchor``, and ``class_=`` writes ``class``. An attribute that is
+    None is omitted.
+    """
     shown = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escaped(_number(value))}"'
         for key, value in attributes.items()
@@ -38,33 +38,38 @@ def element(name: str, *children: str, **attributes: str | float | None) -> str:
 
 def escaped(text: str) -> str:
     """Text as markup."""
-    return html.escape(_FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text))
+    return html.escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """The text with a replacement character for each character that XML cannot contain."""
+    return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def text(x: float, y: float, content: str, class_: str, anchor: str | None = None) -> str:
-    """A line of text; ``y`` is its base line."""
+    """A line of text; ``y`` is its baseline."""
     return element("text", escaped(content), x=x, y=y, class_=class_, text_anchor=anchor)
 
 
 def rectangle(
     x: float, y: float, width: float, height: float, class_: str, radius: float = 0
 ) -> str:
-    """A rectangle with round corners."""
+    """A rectangle, with round corners if the radius is above 0."""
     return element("rect", x=x, y=y, width=width, height=height, rx=radius or None, class_=class_)
 
 
 def moved(x: float, y: float, *children: str) -> str:
-    """A group with its origin elsewhere."""
+    """A group whose origin is at this point."""
     return element("g", *children, transform=f"translate({_number(x)} {_number(y)})")
 
 
 def titled(title: str, *children: str, class_: str | None = None) -> str:
-    """A group that says more when pointed at."""
+    """A group with a tooltip."""
     return element("g", element("title", escaped(title)), *children, class_=class_)
 
 
 def rounded_line(points: Sequence[Point], class_: str, radius: float = 10) -> str:
-    """A line through points whose corners are right angles, and round."""
+    """A line through points, with right angles that are drawn as round corners."""
     (x, y), *_ = points
     path = [f"M{_number(x)} {_number(y)}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
@@ -76,7 +81,7 @@ def rounded_line(points: Sequence[Point], class_: str, radius: float = 10) -> st
 
 
 def arrow_head(tip: Point, origin: Point, class_: str, size: float = 8) -> str:
-    """A head that points from ``origin`` to its tip."""
+    """An arrow head at ``tip`` that points away from ``origin``."""
     back = towards(tip, origin, size)
     dx, dy = (back[0] - tip[0]) / 2, (back[1] - tip[1]) / 2
     corners = [tip, (back[0] + dy, back[1] - dx), (back[0] - dy, back[1] + dx)]
@@ -84,13 +89,14 @@ def arrow_head(tip: Point, origin: Point, class_: str, size: float = 8) -> str:
 
 
 def towards(start: Point, end: Point, reach: float) -> Point:
-    """The point so far from ``start`` on the way to ``end``."""
+    """The point at this distance from ``start`` on the way to ``end``."""
     share = reach / (_distance(start, end) or 1)
     return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
 
 
 def beside(points: Sequence[Point], distance: float) -> list[Point]:
-    """The line so far to the left of one with right angles; to the right, if negative."""
+    """The parallel of a line with right angles, at this distance to its left, or to its right if
+    the distance is negative."""
     normals = [_normal(start, end) for start, end in zip(points, points[1:], strict=False)]
     shifts = [normals[0]]
     for before, after in zip(normals, normals[1:], strict=False):
@@ -142,13 +148,13 @@ _BOLD = 1.14
 
 
 def width_of(text: str, size: float, is_bold: bool = False) -> float:
-    """Pixels that a line of text takes at most."""
+    """The width of a line of text in pixels, at most."""
     ems = sum(_WIDTHS.get(character) or _other_width(character) for character in text)
     return ems * size * (_BOLD if is_bold else 1.0)
 
 
 def elided(text: str, width: float, size: float, is_bold: bool = False) -> str:
-    """The text, with its middle left out where it is wider than ``width``."""
+    """The text, with an ellipsis in place of its middle if it is wider than ``width``."""
     if width_of(text, size, is_bold) <= width:
         return text
     kept = len(text) - 1
@@ -162,7 +168,7 @@ def elided(text: str, width: float, size: float, is_bold: bool = False) -> str:
 
 
 def wrapped(text: str, width: float, size: float, most_lines: int = 2) -> list[str]:
-    """The text in lines of at most ``width``; what does not fit the last one is left out of it."""
+    """The text in lines of at most ``width``; the last line is elided if the rest is too long."""
     lines: list[str] = []
     words = [word for word in text.split(" ") if word]
     while words and len(lines) < most_lines - 1:
@@ -188,7 +194,7 @@ def _other_width(character: str) -> float:
 FONTS = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
 HUES = ("#2f6fde", "#0f9d76", "#d4772a", "#8b5cd6", "#cf4a6f", "#1795b8", "#7d8a22", "#a9633a")
-"""One for each machine or series; readable on white and on slate."""
+"""The colours of machines and curves; they are readable on a light and on a dark background."""
 
 # Class: (property, light, dark).
 _COLOURS = {
@@ -200,6 +206,7 @@ _COLOURS = {
     "track": ("fill", "#e3e8f0", "#2c394b"),
     "pill": ("fill", "#e9eef6", "#27344a"),
     "grid": ("stroke", "#e3e8f0", "#2c394b"),
+    "hatch": ("stroke", "#c4cad4", "#46566c"),
     "activation-line": ("stroke", "#2563c9", "#6ea3ff"),
     "activation-head": ("fill", "#2563c9", "#6ea3ff"),
     "gradient-line": ("stroke", "#b4540f", "#f0a062"),
@@ -213,10 +220,12 @@ _TYPE = {
     "normal": "font-size:12px",
     "small": "font-size:11px",
     "chip": "font-size:12px;font-weight:700;fill:#ffffff",
+    "inside": "font-size:11px;fill:#ffffff",
 }
 
 _SHAPES = {
     "edge": "stroke-width:1.2",
+    "hatch": "stroke-width:2",
     "line": "fill:none;stroke-width:1.8",
     "gradient-line": "stroke-dasharray:5 4",
     "trace": "fill:none;stroke-width:1.8;stroke-linejoin:round",
@@ -224,11 +233,15 @@ _SHAPES = {
     "of-training": "fill-opacity:.66",
     "of-in-flight": "fill-opacity:.42",
     "of-other": "fill-opacity:.22",
+    "forward": "fill:#3b82c4",
+    "backward": "fill:#d9822b",
+    "loss": "fill:#8b5fbf",
+    "optimizer": "fill:#3a9d6e",
 }
 
 
 def style_sheet() -> str:
-    """The rules for everything inside an element of class ``hetero``."""
+    """The CSS rules for elements of class ``hetero``, with a dark mode."""
     rules = {**_TYPE, **_SHAPES}
     light = [f".hetero text{{font-family:{FONTS}}}"]
     light += [f".hetero .{name}{{{rule}}}" for name, rule in rules.items()]
@@ -241,14 +254,35 @@ def style_sheet() -> str:
 
 
 def hue(number: int) -> str:
-    """The class of the hue with that number; they repeat."""
+    """The style class of a hue; the hues repeat."""
     return f"hue-{number % len(HUES)}"
+
+
+def picture(width: float, height: float, title: str, /, *children: str, **attributes: float) -> str:
+    """An SVG picture for a page that has the style sheet."""
+    return element(
+        "svg",
+        element("title", escaped(title)),
+        *children,
+        xmlns="http://www.w3.org/2000/svg",
+        class_="hetero",
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        **attributes,
+    )
+
+
+def picture_file(width: float, height: float, title: str, *children: str, radius: float = 0) -> str:
+    """An SVG picture with its style sheet, background and size, which needs nothing else."""
+    style = element("style", style_sheet())
+    paper = rectangle(0, 0, width, height, "paper", radius)
+    return picture(width, height, title, style, paper, *children, width=width, height=height)
 
 
 _LIBRARY = "resvg_py"
 
 INSTALL = "pip install 'lightning-hetero[pictures]'"
-"""What makes PNGs possible."""
+"""The command that installs the library for PNG files."""
 
 _TEXT = (
     '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">'
@@ -257,20 +291,19 @@ _TEXT = (
 
 
 def png(svg: str, scale: float = 2.0) -> bytes:
-    """The picture, so many times as large.
+    """The picture as PNG, enlarged by ``scale``.
 
     Raises:
-        PictureError: If the library or any font is missing.
+        PictureError: If the library or a font is missing.
     """
     if importlib.util.find_spec(_LIBRARY) is None:
         raise PictureError(f"PNGs need a library: {INSTALL}.")
-    # Optional, so it is looked for when a picture is drawn.
     library = importlib.import_module(_LIBRARY)
 
     def draw(markup: str) -> bytes:
         return bytes(library.svg_to_bytes(markup, zoom=scale, sans_serif_family="DejaVu Sans"))
 
-    # Without a font it would leave all text out and say nothing.
+    # Without a font the library omits all text and reports no error.
     if draw(_TEXT) == draw(_TEXT.replace(">M<", "> <")):
         raise PictureError(
             "PNGs need a font, and this machine has none; install one such as DejaVu Sans."

@@ -1,8 +1,6 @@
-"""The facts of a topology: who holds what, on which device, over which links.
+"""The topology of a plan: which process holds which layers, on which device, over which links.
 
-Whatever is not known is None or empty, and is left out of the picture.
-
-The topology that a plan describes, with what a profile knows of it.
+A profile adds devices, memory and links. Unknown facts are None or empty, and pictures omit them.
 """
 
 from __future__ import annotations
@@ -23,18 +21,19 @@ from ..units import in_bytes_per_second, in_percent, in_seconds, in_short_bytes
 MEMORY_PARTS = ("weights", "training", "in flight", "other")
 """Kinds of memory in the order of the bar: ``training`` is gradients and optimizer state."""
 
-
 EMBEDDING = "embedding"
-"""The mark of a place that has the input embedding, and its name where it stands alone."""
+"""The mark of a place that holds the input embedding, and the name of the coordinator's part."""
+
+THIS_MACHINE = "this machine"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What is taken of a device's memory.
+    """The memory of a device and how much of it is used.
 
     Args:
-        total_bytes: All of it; 0 where the device does not say.
-        used_bytes: By each of `MEMORY_PARTS`, as far as it is known.
+        total_bytes: The device's memory; 0 if it is unknown.
+        used_bytes: The used memory by `MEMORY_PARTS`, without unknown parts.
     """
 
     total_bytes: float
@@ -42,7 +41,7 @@ class Memory:
 
     @property
     def sum_bytes(self) -> float:
-        """All that is taken."""
+        """The sum of all used memory."""
         return math.fsum(self.used_bytes.values())
 
 
@@ -51,13 +50,13 @@ class Place:
     """A process with its layers.
 
     Args:
-        name: As plans call it.
-        host: The machine, where the name does not say it.
-        device: What it computes on.
+        name: The name in the plan.
+        host: The machine, if the name does not contain it.
+        device: The name of the device that computes.
         layers: Half-open range.
-        memory: Its bar.
-        marks: What is special: ``embedding`` (it is here), ``4-bit``, ``frozen``, ``recomputed``,
-            ``float16``.
+        memory: The memory of the device.
+        marks: What is special: ``embedding`` (the place holds it), ``4-bit``, ``frozen``,
+            ``recomputed``, ``float16``.
     """
 
     name: str
@@ -69,12 +68,12 @@ class Place:
 
     @property
     def num_layers(self) -> int:
-        """How many layers it holds."""
+        """The number of its layers."""
         return self.layers[1] - self.layers[0]
 
     @property
     def machine(self) -> str:
-        """The machine that it is on, as far as is known."""
+        """The machine of the process: its host, or the host in its name."""
         return self.host or split_address(self.name)[0]
 
 
@@ -88,14 +87,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Link:
-    """The way between two places, both directions.
+    """The link between two places, in both directions.
 
     Args:
-        forward: What activations travel at.
-        backward: What gradients travel at.
-        activation_dtype: What activations are rounded to on it.
-        gradient_dtype: The same of gradients.
-        is_one_way: Only token ids travel on it, and no gradient comes back.
+        forward: The speed of activations.
+        backward: The speed of gradients.
+        activation_dtype: The dtype to which activations are rounded on this link.
+        gradient_dtype: The dtype to which gradients are rounded on this link.
+        is_one_way: Whether only token ids cross the link, and no gradient comes back.
     """
 
     forward: Speed | None = None
@@ -107,17 +106,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """A run, as it is laid out.
+    """The processes of a run and the links between them.
 
     Args:
-        title: What is trained.
-        num_layers: Of the whole model.
-        coordinator: With the head, the loss, any first or last layers, and the embedding where the
-            first stage has not got it.
-        stages: The workers in the order of the layers.
-        links: From the coordinator to the first stage, on to each next one, and from the last back
-            to the coordinator; one more than stages, or none where there are no stages.
-        facts: Short sentences about the whole.
+        title: The name of the model.
+        num_layers: The number of layers of the whole model.
+        coordinator: The place with the head, the loss, its own first or last layers, and the
+            embedding unless the first stage holds it.
+        stages: The workers in the order of their layers.
+        links: The links from the coordinator through all stages and back to the coordinator: one
+            more than stages, or none if there are no stages.
+        facts: Short phrases about the whole run.
         frozen_ends: Which of ``embedding`` and ``head`` do not train.
     """
 
@@ -136,7 +135,7 @@ class Topology:
 
     @property
     def own_parts(self) -> tuple[list[str], list[str]]:
-        """What the coordinator has before the stages, and behind them."""
+        """The coordinator's own parts before the stages, and after the stages."""
         place = self.coordinator
         before, behind = ["data", EMBEDDING], ["head", "loss"]
         if self.stages and EMBEDDING in self.stages[0].marks:
@@ -149,18 +148,18 @@ class Topology:
 
     @property
     def machines(self) -> list[str]:
-        """The machines, each once, in the order in which they come."""
+        """The machines without repetition, in the order of the places."""
         return list(dict.fromkeys(place.machine for place in self.places))
 
 
 def split_address(name: str) -> tuple[str, str]:
-    """The host and the ``:port`` of a name that is an address; else the name and nothing."""
+    """The host and the ``:port`` of an address; for another name, the name and an empty string."""
     host, colon, port = name.rpartition(":")
     return (host.strip("[]"), f":{port}") if colon and port.isdigit() else (name, "")
 
 
 def layers_as_text(layers: tuple[int, int]) -> str:
-    """As ``layers 2–4``, the last one included."""
+    """A range of layers such as ``layers 2–4``, where layer 4 is the last one."""
     first, end = layers
     if first >= end:
         return "no layers"
@@ -184,28 +183,25 @@ def memory_as_text(memory: Memory) -> str:
     return f"{number if whole.endswith(unit) else part} of {whole}"
 
 
-THIS_MACHINE = "this machine"
-
-
 def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> Topology:
-    """The facts of a plan; without a profile there are fewer.
+    """The topology of a plan, with the facts of a profile if there is one.
 
     Raises:
-        PlanError: If it is no plan that could run, or the profile is of something else.
+        PlanError: If the plan cannot run, or the profile does not fit it.
     """
     num_layers = plan.stages[-1].layers[1] if plan.stages else 0
     if num_layers < 1:
-        raise PlanError("The plan has no layers, so there is nothing to draw; give it stages.")
+        raise PlanError("The plan has no layers to draw; give it stages.")
     plan.check(num_layers, [stage.worker for stage in plan.remote_stages])
     bare = _bare(plan, title)
     return bare if profile is None else with_profile(bare, plan, profile)
 
 
 def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
-    """The same with what was measured: devices, memory, links, the predicted step.
+    """A topology with the facts of a profile added: devices, memory, links, the predicted step.
 
     Raises:
-        PlanError: If the plan and the profile do not go together.
+        PlanError: If the profile does not fit the plan.
     """
     plan.check(len(profile.model.layers), profile.workers)
     candidate = candidate_of(plan, profile)
@@ -222,7 +218,7 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
         stages=[known[place.name] for place in bare.stages],
         links=_measured_links(bare, profile),
         facts=[*bare.facts, _prediction(candidate)],
-        # A head that is the embedding has no parameters of its own.
+        # A head that shares the embedding's weight has no parameters of its own.
         frozen_ends=bare.frozen_ends | (frozen_ends if len(frozen_ends) == len(ENDS) else set()),
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from ..protocol.fields import ACTIONS, Span
@@ -12,19 +12,17 @@ from .step import RecordedStep, StageSpans
 
 FORMAT = "lightning-hetero timeline 1"
 PREDICTED = 1000
-"""Added to a stage's number, the process under which its predicted actions are shown."""
+"""Add this to a stage's number to get the process id that shows its predicted actions."""
 
 _COMPUTES, _HANDLES, _SENDS = 1, 2, 3
 _TRACKS = {_COMPUTES: "computes", _HANDLES: "waits, takes, packs", _SENDS: "sends"}
-# A hundredth of this is what the clocks of two machines may be wrong by.
-_TOLERANCE_MICROSECONDS = 1.0
 
 Event = dict[str, Any]
 StepAndPrediction = tuple[RecordedStep, Prediction | None]
 
 
 def trace_of(steps: Sequence[StepAndPrediction]) -> dict[str, Any]:
-    """The trace as what JSON holds; moments are in microseconds since the first step's begin."""
+    """The trace as a JSON object. Times are microseconds since the first step started."""
     if not steps:
         return {"displayTimeUnit": "ms", "traceEvents": [], "otherData": {"format": FORMAT}}
     writer = _Writer(steps[0][0].start_seconds)
@@ -42,7 +40,7 @@ def trace_of(steps: Sequence[StepAndPrediction]) -> dict[str, Any]:
 
 
 class _Writer:
-    """Writes moments as microseconds since one of them."""
+    """Turns steps into events whose times are microseconds since a given moment."""
 
     def __init__(self, zero_seconds: float) -> None:
         self._zero = zero_seconds
@@ -57,7 +55,7 @@ class _Writer:
                 yield from self._flow(step, stage, span)
 
     def predicted(self, step: RecordedStep, prediction: Prediction) -> Iterator[Event]:
-        start = first_action_seconds(step)
+        start = step.first_action_seconds
         for span in prediction.spans:
             yield {
                 "ph": "X",
@@ -112,7 +110,7 @@ class _Writer:
         }
 
     def _flow(self, step: RecordedStep, stage: StageSpans, span: Span) -> Iterator[Event]:
-        """An arrow from what was sent to the action that it made possible."""
+        """An arrow from a sent tensor to the action that used it."""
         target = _receiving_action(step, span)
         if target is None:
             return
@@ -125,56 +123,6 @@ class _Writer:
 
     def _micro(self, seconds: float) -> float:
         return 1e6 * (seconds - self._zero)
-
-
-def first_action_seconds(step: RecordedStep) -> float:
-    """When anybody first computed something."""
-    starts = [span.start_seconds for stage in step.stages for span in stage.actions]
-    return min(starts, default=step.start_seconds)
-
-
-def faults_of(trace: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a trace, in sentences; empty where every beginning has its end, no action
-    overlaps another on its stage, and forwards come before their backwards."""
-    events: Sequence[Event] = trace["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    faults = [
-        f"{event['name']} of stage {event['pid']} ends before it begins."
-        for event in slices
-        if event["dur"] < 0
-    ]
-    begun = [event["id"] for event in events if event["ph"] == "s"]
-    ended = [event["id"] for event in events if event["ph"] == "f"]
-    if sorted(begun) != sorted(ended) or len(set(begun)) != len(begun):
-        faults.append(f"{len(begun)} arrows begin and {len(ended)} end.")
-    for stage in sorted({event["pid"] for event in slices}):
-        actions = [e for e in slices if e["pid"] == stage and e["cat"] in ("action", "predicted")]
-        faults += _overlaps(sorted(actions, key=lambda event: float(event["ts"])))
-        faults += _wrong_order([event for event in actions if event["cat"] == "action"])
-    return faults
-
-
-def _overlaps(actions: Sequence[Event]) -> Iterator[str]:
-    for one, other in pairwise(actions):
-        end = one["ts"] + one["dur"]
-        if other["ts"] < end - _TOLERANCE_MICROSECONDS:
-            yield (
-                f"{other['name']} of stage {one['pid']} begins {end - other['ts']:.0f} us before "
-                f"{one['name']} has ended."
-            )
-
-
-def _wrong_order(actions: Sequence[Event]) -> Iterator[str]:
-    ends: dict[tuple[Any, ...], float] = {}
-    for event in sorted(actions, key=lambda event: float(event["ts"])):
-        args = event["args"]
-        if "microbatch" not in args:
-            continue
-        key = args["step"], args["microbatch"], args["visit"]
-        if args["kind"] == "forward":
-            ends[key] = event["ts"] + event["dur"]
-        elif event["ts"] < ends.get(key, float("inf")) - _TOLERANCE_MICROSECONDS:
-            yield f"{event['name']} of step {key[0]} has no forward before it."
 
 
 def _shown(stage: StageSpans, span: Span) -> tuple[str, int, str]:
@@ -190,7 +138,7 @@ def _shown(stage: StageSpans, span: Span) -> tuple[str, int, str]:
 
 
 def _awaited(stage: StageSpans, wait: Span) -> str:
-    """The action that waiting was for."""
+    """The name of the first action after the wait."""
     after = (s for s in stage.actions if s.start_seconds >= wait.end_seconds)
     following = next(after, None)
     return "the next step" if following is None else stage.name_of(following)

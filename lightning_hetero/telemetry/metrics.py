@@ -1,10 +1,9 @@
-"""What totals of all stages come to: the metrics of `StageMonitor`.
-
-How many floating-point operations a token of training takes, by the model's own matrices.
-"""
+"""The metrics of `StageMonitor`, computed from the totals of all stages, and the floating-point
+operations that the model's matrices need per token."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,11 +15,11 @@ from ..protocol.fields import ACTIONS, SpanKind, Totals
 
 @dataclass(frozen=True)
 class Window:
-    """What stages did between two moments, by their numbers; 0 is the coordinator.
+    """What all stages did between two moments.
 
     Args:
-        totals: All stages'.
-        wall_seconds: From one moment to the other, with all that is between steps.
+        totals: The totals by stage number; 0 is the coordinator.
+        wall_seconds: The time from one moment to the other, including the time between steps.
     """
 
     totals: Mapping[int, Totals]
@@ -28,42 +27,42 @@ class Window:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps; with several optimizers, those of all of them."""
+        """Optimizer steps, summed over all optimizers."""
         return max(totals.num_steps for totals in self.totals.values())
 
     @property
     def num_tokens(self) -> int:
-        """Positions of the hidden states that went through the stages."""
+        """Tokens: positions of the hidden states that passed through the stages."""
         return self.totals[0].num_tokens
 
     @property
     def step_seconds(self) -> float:
-        """All steps together, each until the last stage had ended it."""
+        """The time of all steps together; each step ends when its last stage ends."""
         return max(totals.step_seconds for totals in self.totals.values())
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was trained."""
+        """Whether no training happened."""
         return self.num_tokens == 0 or self.step_seconds <= 0
 
     def computing_seconds(self, stage: int) -> float:
-        """How long a stage computed."""
+        """The time that a stage spent on its actions."""
         return sum(self.totals[stage].seconds.get(kind, 0.0) for kind in ACTIONS)
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time in which they computed nothing."""
+        """The idle share of all stages' time."""
         busy = sum(map(self.computing_seconds, self.totals))
         return 1 - busy / (len(self.totals) * self.step_seconds)
 
     @property
     def bottleneck(self) -> int:
-        """The stage that computed longest."""
+        """The number of the stage that computed longest."""
         return max(self.totals, key=self.computing_seconds)
 
 
 def difference(after: Totals, before: Totals) -> Totals:
-    """What was added between two moments."""
+    """The totals that were added between two moments."""
     return Totals(
         step_seconds=after.step_seconds - before.step_seconds,
         seconds={k: max(0.0, s - before.seconds.get(k, 0.0)) for k, s in after.seconds.items()},
@@ -80,11 +79,11 @@ def difference(after: Totals, before: Totals) -> Totals:
 
 
 def stage_metrics(window: Window, stage: int) -> dict[str, float]:
-    """One stage's metrics, by their names without the stage.
+    """The metrics of one stage; their names do not contain the stage.
 
-    Computing, transferring and waiting add up to the step. A stage whose optimizer has stepped
-    before those of others waits for them; what a worker's loop does between two messages counts
-    as transferring, and what Lightning does around the micro-batches as ``other_share``.
+    Computing, transferring and waiting add up to the step. A stage whose optimizer steps first
+    waits for the other stages. The time between two messages counts as transferring on a worker,
+    and as ``other_share`` on the coordinator, where Lightning uses it around the micro-batches.
     """
     totals, whole = window.totals[stage], window.step_seconds
     busy = window.computing_seconds(stage)
@@ -109,7 +108,7 @@ def stage_metrics(window: Window, stage: int) -> dict[str, float]:
 
 
 def _of_one(totals: Totals, num_steps: int) -> dict[str, float]:
-    """What is of one micro-batch or of one step."""
+    """The metrics per micro-batch and per step."""
     found = {}
     kinds: tuple[SpanKind, ...] = ("forward", "backward", "loss")
     for kind in kinds:
@@ -124,7 +123,7 @@ def _of_one(totals: Totals, num_steps: int) -> dict[str, float]:
 
 
 def pipeline_metrics(window: Window) -> dict[str, float]:
-    """The metrics of all stages together, by their names."""
+    """The metrics of all stages together."""
     found = {
         "tokens_per_second": window.num_tokens / window.wall_seconds,
         "bubble_share": window.bubble,
@@ -136,12 +135,15 @@ def pipeline_metrics(window: Window) -> dict[str, float]:
 
 
 def flops_per_token(root: nn.Module) -> float:
-    """Forward and backward of one token: 2 N for the forward, 2 N for the gradients of what goes
-    between the layers, and 2 N' for those of the N' values that train. With all trained that is
-    the 6 N of Kaplan et al. (2020), "Scaling Laws for Neural Language Models", section 2.1.
+    """Operations of the forward and backward of one token.
 
-    N counts the values of matrices that multiply: no embeddings and, of a mixture's experts, the
-    share that a token goes to. Left out, as there, is what attention does with the context.
+    The forward takes 2 N, the gradients of the activations take 2 N, and the gradients of the N'
+    values that train take 2 N'. If all values train, the sum is the 6 N of Kaplan et al. (2020),
+    "Scaling Laws for Neural Language Models", section 2.1.
+
+    N counts the values of all matrices that multiply. Embeddings do not count, and the experts of
+    a mixture count by the share of them that a token uses. As in the paper, the part of attention
+    that grows with the context does not count.
     """
     share = _share_of_experts(root)
     total = trained = 0.0
@@ -153,29 +155,22 @@ def flops_per_token(root: nn.Module) -> float:
 
 
 def _matrices(root: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Each matrix with its name, how many values it has, and whether they train. One that a head
-    shares with an embedding multiplies in the head."""
+    """For each matrix: its name, its number of values, and whether it trains. A matrix that the
+    head shares with the embedding counts once, in the head."""
     for prefix, module in root.named_modules():
         if isinstance(module, nn.Embedding):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             count = parameter.numel()
             if is_four_bit(module, leaf):
-                count = _product(describe_parameter(module, leaf).shape)
+                count = math.prod(describe_parameter(module, leaf).shape)
             elif parameter.ndim < 2:
                 continue
             yield f"{prefix}.{leaf}", count, parameter.requires_grad
 
 
-def _product(shape: list[int]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
-
-
 def _share_of_experts(root: nn.Module) -> float:
-    """Which share of the experts computes for a token, by the model's config."""
+    """The share of the experts that one token uses, read from the model's config."""
     for module in root.modules():
         config = getattr(module, "config", None)
         chosen = getattr(config, "num_experts_per_tok", None)

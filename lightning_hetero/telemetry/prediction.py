@@ -1,4 +1,4 @@
-"""What the simulator says of a step that was recorded."""
+"""The simulator's prediction of a recorded step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Source = Literal["profile", "this step's own times"]
 
 @dataclass(frozen=True)
 class PredictedSpan:
-    """An action as it was predicted; seconds are since the first one's start."""
+    """A predicted action. Seconds count from the start of the first action."""
 
     stage: int
     kind: SpanKind
@@ -43,14 +43,15 @@ class PredictedSpan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step as it should have been.
+    """A step as the simulator predicts it.
 
     Args:
-        source: What the simulator was given: what was measured before the run or, where nothing
-            was, the mean times of this very step, which leaves out what made them differ.
-        seconds: The step.
-        bubble: As `Simulation.bubble`.
-        spans: All actions, the optimizer's steps too.
+        source: The times that the simulator used: the profile that was measured before the run,
+            or, without a profile, the mean times of the recorded step itself. Means do not show
+            why the times of one step differ.
+        seconds: The duration of the step.
+        bubble: The idle share of all stages' time.
+        spans: All actions, including the optimizer's steps.
     """
 
     source: Source
@@ -60,8 +61,11 @@ class Prediction:
 
 
 def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Prediction | None:
-    """What was to be expected; None where the simulator knows no such step: several visits of one
-    micro-batch to the stages, or whole batches that are cut at the boundary only."""
+    """The prediction of a step.
+
+    It is None for steps that the simulator does not know: a micro-batch passes through the stages
+    several times, or the batch is cut at the boundary only.
+    """
     if profile is not None:
         try:
             candidate = candidate_of(plan, profile)
@@ -76,7 +80,7 @@ def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Pr
 
 
 def bound_seconds(plan: Plan, profile: Profile) -> float:
-    """What the step would take at the sum of all measured devices' speeds."""
+    """The duration of the step if the speeds of all measured devices added up."""
     costs = Costs(profile, {})
     speeds = speeds_of(costs, profile.workers, plan.micro_batches)
     endless = [Speed(speed.layer_seconds, speed.fixed_seconds) for speed in speeds]
@@ -84,7 +88,7 @@ def bound_seconds(plan: Plan, profile: Profile) -> float:
 
 
 def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
-    """The pipeline whose times are the means of this step."""
+    """The pipeline whose times are the mean times of the step; None if it cannot be simulated."""
     first = step.stages[0]
     count = _count(first, "forward")
     is_plain = all(not span.visit for stage in step.stages for span in stage.actions)

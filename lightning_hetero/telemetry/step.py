@@ -1,11 +1,10 @@
-"""One training step as it happened: what every stage did when, on the coordinator's clock.
+"""A recorded training step: what every stage did and when, on the coordinator's clock.
 
-Two clocks become one: the midpoint of the ping with the least round trip, from time to time.
-
-A peer that is asked at ``asked`` and heard at ``heard`` has told its time somewhere between; that
-it was the midpoint is wrong by half the round trip at most. Clocks drift against each other, by
-some milliseconds a minute, so each stretch of time has its own best ping, and between two of them
-the offset goes straight.
+Pings put the workers' times on that clock. The coordinator asks at ``asked`` and hears the answer
+at ``heard``; the peer read its clock somewhere between. The midpoint is wrong by at most half the
+round trip. Clocks drift against each other by some milliseconds a minute, so each second has its
+own best ping (the one with the shortest round trip), and the offset between two of them is
+interpolated linearly.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ..protocol.fields import ACTIONS, Span, SpanKind
 from ..transport.clocks import ClockSample
 
 WINDOW_SECONDS = 1.0
-"""Pings of so short a time are of one offset: clocks of bad machines drift by 0.1 ms in it."""
+"""Pings within this time share one offset: even a bad clock drifts by only 0.1 ms in it."""
 
 
 @dataclass(frozen=True)
 class Knot:
-    """What one ping says: at this moment of the peer's clock, how much it is ahead of ours."""
+    """One ping: the peer's clock at ``moment_seconds`` is ``offset_seconds`` ahead of ours."""
 
     moment_seconds: float
     offset_seconds: float
@@ -36,7 +35,7 @@ class Knot:
 
     @classmethod
     def of(cls, sample: ClockSample) -> Knot:
-        """The midpoint, and how wrong it can be."""
+        """The knot at the midpoint of a ping, with its largest possible error."""
         middle = (sample.asked_seconds + sample.heard_seconds) / 2
         error = (sample.heard_seconds - sample.asked_seconds) / 2
         return cls(sample.told_seconds, sample.told_seconds - middle, error)
@@ -44,7 +43,7 @@ class Knot:
 
 @dataclass(frozen=True)
 class ClockMap:
-    """Turns a peer's moments into ours."""
+    """Converts times of a peer's clock to our clock."""
 
     knots: Sequence[Knot]
 
@@ -53,7 +52,7 @@ class ClockMap:
         return moment_seconds - self.offset_at(moment_seconds)
 
     def offset_at(self, moment_seconds: float) -> float:
-        """How much the peer's clock is ahead of ours when it shows this."""
+        """How far the peer's clock is ahead of ours when it shows this moment."""
         behind = bisect(self.knots, moment_seconds, key=lambda knot: knot.moment_seconds)
         if behind == 0 or behind == len(self.knots):
             return self.knots[max(0, behind - 1)].offset_seconds
@@ -65,7 +64,7 @@ class ClockMap:
 
     @property
     def error_seconds(self) -> float:
-        """How wrong the worst of its pings can be."""
+        """The largest possible error of any of its pings."""
         return max(knot.error_seconds for knot in self.knots)
 
 
@@ -73,10 +72,10 @@ SAME_CLOCK = ClockMap([Knot(0.0, 0.0, 0.0)])
 
 
 def align(samples: Iterable[ClockSample], window_seconds: float = WINDOW_SECONDS) -> ClockMap:
-    """The map that pings give.
+    """The clock map that the pings of one peer give.
 
     Raises:
-        ChannelError: If there are none.
+        ChannelError: If there are no pings.
     """
     groups: list[list[Knot]] = []
     for knot in sorted(map(Knot.of, samples), key=lambda knot: knot.moment_seconds):
@@ -85,8 +84,8 @@ def align(samples: Iterable[ClockSample], window_seconds: float = WINDOW_SECONDS
         groups[-1].append(knot)
     if not groups:
         raise ChannelError(
-            "A worker has not told what its clock shows, so its times cannot be put beside those "
-            "of others; is its connection alive?"
+            "A worker has answered no ping, so its times cannot be compared with the others' "
+            "times; check whether its connection is alive."
         )
     return ClockMap([min(group, key=lambda knot: knot.error_seconds) for group in groups])
 
@@ -99,11 +98,11 @@ class StageSpans:
     """What one stage did in a step.
 
     Args:
-        stage: Its number; 0 is the coordinator.
-        worker: Who serves it.
+        stage: The stage's number; 0 is the coordinator.
+        worker: The worker that serves the stage.
         layers: Half-open range.
-        spans: In the order of their starts.
-        clock: What has put them on the coordinator's clock.
+        spans: The spans, ordered by their starts.
+        clock: The map that converted their times to the coordinator's clock.
     """
 
     stage: int
@@ -114,11 +113,11 @@ class StageSpans:
 
     @property
     def actions(self) -> list[Span]:
-        """What it computed."""
+        """The spans in which the stage computed."""
         return [span for span in self.spans if span.kind in ACTIONS]
 
     def seconds(self, *kinds: SpanKind) -> float:
-        """All spans of these kinds together, what is inside others counted once."""
+        """The time of all spans of these kinds; time in which spans overlap counts once."""
         total, free = 0.0, float("-inf")
         for span in self.spans:
             if span.kind in kinds:
@@ -128,14 +127,14 @@ class StageSpans:
 
     @property
     def computing_seconds(self) -> float:
-        """Its actions, without what they waited for and packed on the way."""
+        """The time of its actions, without the waiting and packing inside them."""
         inside = (span for span in self.spans if span.kind in ("wait", "pack"))
         actions = self.actions
         lost = sum(_seconds(span) for span in inside if any(_is_in(span, a) for a in actions))
         return self.seconds(*ACTIONS) - lost
 
     def name_of(self, span: Span) -> str:
-        """As plans of work call it: ``2F0`` is the forward of stage 2 on micro-batch 0."""
+        """The short name of an action: ``2F0`` is the forward of stage 2 on micro-batch 0."""
         if span.microbatch is None or span.kind not in _LETTERS:
             return span.message or span.kind
         visit = f".{span.visit}" if span.visit else ""
@@ -144,13 +143,13 @@ class StageSpans:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step.
+    """A recorded step.
 
     Args:
-        step: Optimizer steps before it.
-        start_seconds: When Lightning began with its first batch.
-        stages: The coordinator first.
-        num_dropped: Spans that were too many to be kept.
+        step: The number of optimizer steps before it.
+        start_seconds: When Lightning started its first batch.
+        stages: The coordinator, then the workers' stages.
+        num_dropped: How many spans the recorders dropped because their memory was full.
     """
 
     step: int
@@ -158,20 +157,26 @@ class RecordedStep:
     stages: Sequence[StageSpans]
     num_dropped: int = 0
 
+    @property
+    def first_action_seconds(self) -> float:
+        """When the first action of any stage started."""
+        starts = [span.start_seconds for stage in self.stages for span in stage.actions]
+        return min(starts, default=self.start_seconds)
+
     @cached_property
     def end_seconds(self) -> float:
-        """When the last stage's optimizer had stepped."""
+        """When the last action of any stage ended."""
         ends = [span.end_seconds for stage in self.stages for span in stage.actions]
         return max(ends, default=self.start_seconds)
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration of the step."""
         return self.end_seconds - self.start_seconds
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time in which they computed nothing."""
+        """The idle share of all stages' time."""
         busy = sum(stage.computing_seconds for stage in self.stages)
         return 1 - busy / (len(self.stages) * self.seconds) if self.seconds > 0 else 0.0
 
@@ -184,11 +189,11 @@ def recorded_step(
     clocks: Mapping[int, ClockMap],
     num_dropped: int = 0,
 ) -> RecordedStep:
-    """A step from what the stages said, each on its own clock.
+    """A step from the spans of its stages, each on its stage's own clock.
 
     Args:
-        spans: By the stages' numbers; what is before or behind the step is left out.
-        clocks: Of the workers, by the same numbers.
+        spans: The spans by stage number; spans outside the step are dropped.
+        clocks: The workers' clocks by stage number.
     """
     local = next((stage for stage in plan.stages if stage.is_local), None)
     stages = [StageSpans(0, COORDINATOR, local.layers if local else (0, 0), [*spans[0]])]
@@ -212,7 +217,7 @@ def _on_our_clock(span: Span, clock: ClockMap) -> Span:
 
 
 def _within(stage: StageSpans, start: float, end: float) -> StageSpans:
-    """Waiting that began before the step, or ends behind it, counts as far as it is in it."""
+    """The stage with its spans cut to the step; a wait may start before the step or end after."""
     cut = [
         replace(
             span,

@@ -237,12 +237,29 @@ def _connect(address: Address, deadlines: Deadlines) -> SocketConnection:
     return SocketConnection(connected)
 
 
+def greet(
+    connection: Connection,
+    session: Session,
+    hello: m.Hello,
+    patience_seconds: float,
+    reader: OpeningReader | None = None,
+) -> m.Message:
+    """Say Hello and return the first message of the peer.
+
+    Raises:
+        ChannelError: If no answer comes in time, or the peer ends the connection.
+        TrustError: If one end speaks TLS and the other has no token.
+        RemoteProtocolError: If the peer says something else.
+    """
+    session.sent(hello)
+    send_buffers(connection, encode_frame(Frame(hello)), patience_seconds)
+    return receive_opening(connection, patience_seconds, reader)
+
+
 def _ask_to_talk(
     connection: Connection, session: Session, hello: m.Hello, address: Address, seconds: float
 ) -> m.Welcome:
-    session.sent(hello)
-    send_buffers(connection, encode_frame(Frame(hello)), seconds)
-    answer = receive_opening(connection, seconds)
+    answer = greet(connection, session, hello, seconds)
     if not isinstance(answer, m.Welcome):
         reason = answer.reason if isinstance(answer, m.Failure) else str(answer)
         raise WorkerUnreachable(f"The worker at {address} refused: {reason}")

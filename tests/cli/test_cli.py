@@ -33,6 +33,11 @@ def test_help_lists_the_commands(
     assert "worker" in capsys.readouterr().out
 
 
+def test_every_module_with_a_command_is_in_the_list() -> None:
+    files = Path(cli.__file__).parent.glob("*.py")
+    assert {file.stem for file in files if "\ndef add_to(" in file.read_text()} == {*cli.COMMANDS}
+
+
 def test_without_a_command_the_usage_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,7 +355,7 @@ def test_a_pasted_token_is_the_same_token(
     monkeypatch.setattr("sys.stdin", io.StringIO(token.to_text()[:-3]))
     other = tmp_path / "other"
     said = str(run(monkeypatch, "token", "--paste", str(other)))
-    assert "Nothing was written: the token there is damaged" in said
+    assert "No token was written: the token there is damaged" in said
     assert not other.exists()
 
 
@@ -376,7 +381,7 @@ def test_a_report_is_written_beside_the_logs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    assert "has nothing of a run" in str(run(monkeypatch, "report", str(tmp_path)))
+    assert "has no file of a run" in str(run(monkeypatch, "report", str(tmp_path)))
     (tmp_path / "metrics.csv").write_text("step,loss\n0,2.5\n1,2.0\n")
     for output in ([], ["-o", str(tmp_path / "other.html")]):
         monkeypatch.setattr("sys.argv", ["lightning-hetero", "report", str(tmp_path), *output])

@@ -59,7 +59,7 @@ def test_a_worker_lets_its_run_end_and_says_what_it_was() -> None:
             arrival = inbox.get(timeout=PATIENCE_SECONDS)
             assert isinstance(arrival.content.message, kind)  # type: ignore[attr-defined]
         process.send_signal(signal.SIGTERM)
-        wait_for(process, "ends with the run at hand")
+        wait_for(process, "ends after the current run")
         assert process.poll() is None
         channel.close(m.Goodbye())
         out, _ = process.communicate(timeout=PATIENCE_SECONDS)
@@ -135,6 +135,16 @@ def test_a_property_list_has_the_same(
     found = plistlib.loads(text.encode())
     assert found["Label"] == "lightning-hetero-worker-0-0-0-0-9998"
     assert found["ProgramArguments"][1:] == ["-m", "lightning_hetero", "worker", *OPTIONS]
+
+
+def test_a_property_list_keeps_every_character() -> None:
+    command = [sys.executable, "--allow", "a <b>", "100%", "$HOME", "quote\"'d", "back\\slash"]
+    environment = {"LIGHTNING_HETERO_TOKEN_FILE": "/a & b/token"}
+    found = plistlib.loads(unit_text("launchd", command, "/a b", environment, "[::1]:1").encode())
+    assert found["ProgramArguments"] == command
+    assert found["EnvironmentVariables"] == environment
+    assert found["WorkingDirectory"] == "/a b"
+    assert found["KeepAlive"] == {"SuccessfulExit": False}
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")

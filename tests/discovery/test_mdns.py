@@ -49,7 +49,7 @@ def heard(announcement: Announcement, **changed: str) -> Announcement | None:
     return Announcement.heard(reversed(announcement.hosts), announcement.port, encoded)
 
 
-def test_who_has_the_token_recognises_it_and_nobody_else() -> None:
+def test_only_the_token_recognises_an_announcement() -> None:
     token = Token.new()
     announcement = heard(Recogniser(token).announcement(HOSTS, 9999))
     assert announcement is not None
@@ -72,13 +72,13 @@ def test_who_has_the_token_recognises_it_and_nobody_else() -> None:
     ],
     ids=str,
 )
-def test_what_was_changed_on_the_way_is_not_ours(change: dict[str, object]) -> None:
+def test_a_changed_announcement_is_not_ours(change: dict[str, object]) -> None:
     recogniser = Recogniser(Token.new())
     announcement = recogniser.announcement(HOSTS, 9999)
     assert not recogniser.recognises(replace(announcement, **change))
 
 
-def test_nothing_of_the_token_is_said_and_workers_of_one_token_look_unlike() -> None:
+def test_announcements_hide_the_token_and_which_workers_share_it() -> None:
     token = Token.new()
     one, other = (Recogniser(token).announcement(HOSTS, 9999) for _ in range(2))
     said = " ".join([one.instance, *one.properties.values()])
@@ -90,7 +90,7 @@ def test_nothing_of_the_token_is_said_and_workers_of_one_token_look_unlike() -> 
 
 
 @pytest.mark.parametrize("missing", ["protocol", "version", "nonce", "tag"])
-def test_what_lacks_something_is_no_announcement(missing: str) -> None:
+def test_an_announcement_needs_every_field(missing: str) -> None:
     announcement = Recogniser(Token.new()).announcement(HOSTS, 9999)
     assert heard(announcement, **{missing: ""}) is None
     assert heard(replace(announcement, port=0)) is None
@@ -135,7 +135,7 @@ OWN = [
         ("fd00:0::7", ["fd00::7"]),
     ],
 )
-def test_what_is_announced_of_where_a_worker_listens(listening: str, expected: list[str]) -> None:
+def test_a_worker_announces_reachable_addresses(listening: str, expected: list[str]) -> None:
     assert hosts_to_announce(listening, OWN) == expected
 
 
@@ -198,7 +198,7 @@ def closed_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_what_is_announced_is_heard_and_told_from_that_of_another_token(token: Token) -> None:
+def test_announcements_of_our_token_are_heard_and_others_are_counted(token: Token) -> None:
     ours, theirs = Recogniser(token), Recogniser(Token.new())
     mine, other = ours.announcement(LOOPBACK, 1111), theirs.announcement(LOOPBACK, 2222)
     with announced(mine, LOOPBACK), announced(other, LOOPBACK):
@@ -209,7 +209,7 @@ def test_what_is_announced_is_heard_and_told_from_that_of_another_token(token: T
 
 
 @pytest.mark.usefixtures("only_loopback")
-def test_workers_that_answer_are_found_and_others_left_out_with_a_line(
+def test_workers_that_answer_are_found_and_others_get_a_sentence(
     token: Token, token_file: Path
 ) -> None:
     """Besides a worker: one that is gone, and one of another token at a place that was ours."""
@@ -232,7 +232,7 @@ def test_workers_that_answer_are_found_and_others_left_out_with_a_line(
     search.check_not_empty()
 
 
-def test_an_address_that_leads_nowhere_does_not_hide_one_that_does(token: Token) -> None:
+def test_an_unreachable_address_does_not_hide_a_reachable_one(token: Token) -> None:
     credentials = Credentials(token)
     with worker_thread(credentials) as address:
         announcement = Recogniser(token).announcement(["127.0.0.1", "127.0.0.99"], address.port)
@@ -246,7 +246,7 @@ def test_an_address_that_leads_nowhere_does_not_hide_one_that_does(token: Token)
 
 
 @pytest.mark.usefixtures("only_loopback")
-def test_nobody_found_says_what_to_do(token: Token, token_file: Path) -> None:
+def test_an_empty_search_says_what_to_do(token: Token, token_file: Path) -> None:
     identity = Identity(credentials=Credentials(token))
     stranger = Recogniser(Token.new()).announcement(LOOPBACK, 9999)
     with announced(stranger, LOOPBACK):
@@ -258,8 +258,8 @@ def test_nobody_found_says_what_to_do(token: Token, token_file: Path) -> None:
         assert part in text
 
 
-def test_without_a_token_nobody_is_looked_for() -> None:
-    with pytest.raises(DiscoveryError, match="here is none: make one"):
+def test_a_search_needs_a_token() -> None:
+    with pytest.raises(DiscoveryError, match="this process has no token; make one"):
         find_workers(None, Identity(), SOON)
     with pytest.raises(TokenError, match="no token file"):
         Fleet("auto", "/nowhere/token").find(torch.device("cpu"), SOON)
@@ -279,10 +279,10 @@ def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     ("lack", "expected"),
     [
         (without_zeroconf, r"zeroconf is not installed .* pip install 'lightning-hetero\[disc"),
-        (without_network, "no network, or none with IPv4"),
+        (without_network, "no network, or no IPv4 network"),
     ],
 )
-def test_looking_says_what_is_lacking(
+def test_a_search_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
     token_file: Path,
     lack: Callable[[pytest.MonkeyPatch], None],
@@ -311,7 +311,7 @@ def test_a_worker_that_cannot_be_announced_says_so_and_works(
 
 
 @pytest.mark.parametrize("wanted", [None, False])
-def test_a_worker_on_loopback_or_one_that_is_told_so_is_silent(
+def test_a_worker_on_loopback_or_with_no_announce_is_silent(
     monkeypatch: pytest.MonkeyPatch,
     token_file: Path,
     caplog: pytest.LogCaptureFixture,
@@ -328,10 +328,10 @@ def test_a_worker_on_loopback_or_one_that_is_told_so_is_silent(
 
 def test_announcing_on_loopback_is_refused(token_file: Path) -> None:
     with (
-        pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:9999 is not announced, since others"),
+        pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:9999 is not announced, because other"),
         announced_worker(True, Address("127.0.0.1", 9999), token_file),
     ):
-        pytest.fail("nobody could reach it")
+        pytest.fail("other machines could not reach it")
 
 
 @pytest.mark.usefixtures("only_loopback")
@@ -380,9 +380,9 @@ def test_the_command_lists_them(
         announced(recogniser.announcement(LOOPBACK, gone), LOOPBACK),
     ):
         cli.main()
-    found, left_out = capsys.readouterr().out.splitlines()
+    found, skipped = capsys.readouterr().out.splitlines()
     assert found.startswith(f"{address} (")
-    assert left_out.startswith(f"left out: No worker answers at 127.0.0.1:{gone}")
+    assert skipped.startswith(f"skipped: No worker answers at 127.0.0.1:{gone}")
     with pytest.raises(SystemExit, match="No worker of this token"):
         cli.main()
 

@@ -1,4 +1,4 @@
-"""Watching workers: a second connection that is answered while a run goes on, and disturbs none."""
+"""Watching workers over a second connection, which does not disturb their runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_hetero.transport.token import Token
 from ..transport.pairs import QUICK, worker_thread
 
 
-def test_a_free_worker_says_so_and_what_it_runs_on() -> None:
+def test_a_free_worker_tells_its_state_and_equipment() -> None:
     with worker_thread() as address:
         found = ask_status(address, QUICK, Identity())
     assert found.status.stage is None
@@ -50,7 +50,7 @@ def test_a_busy_worker_answers_and_its_run_goes_on() -> None:
     assert second.status.moment_seconds >= first.status.moment_seconds
 
 
-def test_only_who_has_the_token_is_told() -> None:
+def test_status_needs_the_token() -> None:
     credentials = Credentials(Token.new())
     with worker_thread(credentials) as address:
         assert ask_status(address, QUICK, Identity(credentials=credentials)).status.stage is None
@@ -76,7 +76,7 @@ def test_a_worker_may_go_and_come_back_on_its_address() -> None:
     assert f"No worker answers at {address}" in gone.problem
 
 
-def test_nobody_there_is_said_with_the_address() -> None:
+def test_an_absent_worker_is_named_by_its_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(WorkerUnreachable, match=f"No worker answers at 127.0.0.1:{port}"):

@@ -1,7 +1,4 @@
-"""What a plan needs of a link.
-
-The rules of the doctor, without a socket.
-"""
+"""The rules of the doctor, without a socket."""
 
 from __future__ import annotations
 
@@ -135,7 +132,7 @@ def test_of_two_ways_to_one_worker_the_faster_one_is_named() -> None:
     [
         (1000.1, "passed", "+0.000 s there"),
         (1090.1, "warned", "+90 s there"),
-        (0.0, "skipped", "does not say"),
+        (0.0, "skipped", "does not tell"),
     ],
 )
 def test_the_clock_is_held_against_the_middle_of_the_round_trip(
@@ -149,8 +146,8 @@ def test_the_clock_is_held_against_the_middle_of_the_round_trip(
 def test_versions_that_differ_are_listed_and_those_that_matter_fail() -> None:
     equipment = m.Equipment({"torch": "2.8"}, "cpu", "some CPU")
     *_, version, worker = said(m.Welcome(m.PROTOCOL_VERSION, equipment))
-    same = f"protocol {m.PROTOCOL_VERSION}; others, which is normal: torch 2.8 (2.9 here)"
-    assert version.text == same
+    different = "different versions, which is normal: torch 2.8 (2.9 here)"
+    assert version.text == f"protocol {m.PROTOCOL_VERSION}; {different}"
     assert worker.text == "free, computes on cpu (some CPU)"
     old = said(m.Welcome(0, equipment))[-1]
     assert (old.check, old.outcome) == ("version", "failed")

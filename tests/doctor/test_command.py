@@ -75,4 +75,4 @@ def test_a_plan_needs_its_profile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _ = doctor(monkeypatch, capsys, "127.0.0.1:1", "--plan", "plan.yaml")
-    assert "name the profile of its model too" in str(code)
+    assert "name the profile of its model" in str(code)

@@ -107,7 +107,7 @@ def test_a_healthy_worker_passes_and_serves_on(credentials: Credentials | None) 
 def test_the_name() -> None:
     found = failure(seen(Address("no-such-machine.invalid", 9999)))
     assert found.check == "name"
-    assert "nobody knows 'no-such-machine.invalid'" in found.text
+    assert "the name 'no-such-machine.invalid' has no address" in found.text
 
 
 def test_the_route() -> None:

@@ -61,7 +61,7 @@ def deploy(coordinator: Coordinator, model: nn.Module, first: int = 0) -> list[s
     modules = {number: layer.module for number, layer in found}
     contents = partial(named_contents, modules)
     stage = RemoteStage(write_recipe(model, found), modules, contents, False, 0)
-    return list(coordinator.deploy([stage]))
+    return list(coordinator.layers.deploy([stage]))
 
 
 @contextmanager

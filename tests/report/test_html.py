@@ -95,7 +95,7 @@ def test_a_whole_run_has_every_section(run: Path) -> None:
     assert "is the bottleneck" in " ".join(page.words)
 
 
-def test_a_timeline_of_the_plan_before_is_said_to_be_that(run: Path) -> None:
+def test_a_timeline_from_before_a_move_says_so(run: Path) -> None:
     said = "before layers moved"
     assert said not in report(read_run(run))
     stages = [StagePlan(["coordinator"], (0, 2)), StagePlan(["strix.local:9999"], (2, 8))]
@@ -120,7 +120,7 @@ def test_the_page_needs_no_network_and_runs_nothing(run: Path) -> None:
         ("timeline.svg", "No timeline.svg"),
     ],
 )
-def test_what_is_missing_is_said(run: Path, name: str, sentence: str) -> None:
+def test_a_missing_file_is_named(run: Path, name: str, sentence: str) -> None:
     (run / name).unlink()
     assert sentence in " ".join(Reader(report(read_run(run))).words)
 
@@ -143,7 +143,7 @@ def test_without_the_picture_the_plan_is_drawn(run: Path) -> None:
         ("architecture.svg", b"\xff"),
     ],
 )
-def test_what_cannot_be_read_is_said_and_the_rest_is_there(
+def test_an_unreadable_file_is_named_and_the_rest_is_shown(
     run: Path, name: str, content: bytes
 ) -> None:
     (run / name).write_bytes(content)
@@ -152,7 +152,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_there(
     assert f"{name} cannot be read" in " ".join(Reader(report(record)).words)
 
 
-def test_whatever_names_say_is_only_text(run: Path) -> None:
+def test_names_are_shown_as_text(run: Path) -> None:
     text = metrics().replace("train_loss", "<script>alert(1)</script>_loss")
     (run / "metrics.csv").write_text(text)
     (run / "architecture.svg").write_text("<svg onload='alert(1)'><script>x</script></svg>")
@@ -165,7 +165,7 @@ def test_cells_that_are_no_numbers_are_passed_over(run: Path) -> None:
 
 
 def test_an_empty_folder_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(PictureError, match="has nothing of a run.*lightning_logs/version_0"):
+    with pytest.raises(PictureError, match="has no file of a run.*lightning_logs/version_0"):
         read_run(tmp_path)
     with pytest.raises(PictureError, match="There is no folder"):
         read_run(tmp_path / "nowhere")
@@ -190,12 +190,15 @@ def record(shares: dict[int, float], **others: Any) -> RunRecord:
         (record({0: 0.9, 1: 0.4}), "The coordinator is the bottleneck"),
         (record({0: 0.8, 1: 0.8}), "Nothing stands out"),
         (record({}), "add the callback StageMonitor"),
-        (record({}, metrics={"loss": [(7.0, float("nan"))]}), "no number any more at step 7"),
-        (record({}, metrics={"stage/1/transferring_share": [(0.0, 0.3)]}), "spends 30 %"),
-        (record({}, metrics={"stage/1/sending_share": [(0.0, 0.9)]}), "is sending 90 %"),
+        (record({}, metrics={"loss": [(7.0, float("nan"))]}), "is not a finite number at step 7"),
+        (
+            record({}, metrics={"stage/1/transferring_share": [(0.0, 0.3)]}),
+            "spends 30 % of the step on transfers",
+        ),
+        (record({}, metrics={"stage/1/sending_share": [(0.0, 0.9)]}), "sends during 90 %"),
     ],
 )
-def test_what_stands_out_is_said(of: RunRecord, said: str) -> None:
+def test_findings_name_what_stands_out(of: RunRecord, said: str) -> None:
     assert said in " ".join(findings(of))
 
 
@@ -207,7 +210,7 @@ def test_a_bubble_is_blamed_on_few_pieces() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(2.0, "slower"), (0.5, "faster"), (1.1, None)])
-def test_a_step_off_its_prediction_is_said(seconds: float, said: str | None) -> None:
+def test_a_finding_names_a_step_off_its_prediction(seconds: float, said: str | None) -> None:
     step = RecordedStep(3, 0.0, 1e6 * seconds, 0.1, PredictedStep(1.0, 0.1))
     found = " ".join(findings(record({}, recorded=Recorded([step]))))
     assert ("the predicted 1 s" in found) == (said is not None)
