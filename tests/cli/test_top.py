@@ -12,9 +12,9 @@ from lightning_hetero.cli.top import table
 from lightning_hetero.discovery.status import Sighting, seen_again
 
 from ..conftest import worker_process
-from ..discovery.test_status import answer
+from ..discovery.answers import answer
 from ..models import TinyModule, loader, trainer
-from .test_cli import run
+from .command import run
 
 
 @pytest.fixture(autouse=True)

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
 
-from ..families import tiny_model
+from ..families import BATCH_SIZE, FamilyModule, assert_equal_runs, plan_over, tiny_model
 from ..models import loader, trainer
-from .test_families import BATCH_SIZE, FamilyModule, assert_equal_runs, in_four_bits, plan_over
+from ..qlora import in_four_bits
 
 ATTENTION = ["q_proj", "v_proj"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -21,12 +20,10 @@ from transformers import (
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
+from ..equality import TOLERANCE, assert_close, weights_of
 from ..models import VOCABULARY, TinyModule, loader, trainer
+from .ten_steps import NUM_LAYERS, NUM_STEPS, plain_run, ten_steps
 
-NUM_LAYERS = 5
-BATCH_SIZE = 12
-NUM_STEPS = 10
-TOLERANCE = 1e-5
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -46,46 +43,6 @@ def plan_over(workers: list[str], num_stages: int, on_coordinator: int, pieces: 
     starts = [on_coordinator, *ends[:-1]]
     stages += [StagePlan([w], (s, e)) for w, s, e in zip(used, starts, ends, strict=True)]
     return Plan(stages, micro_batches=pieces)
-
-
-def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Every tensor is within the tolerance, relative to its norm."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        error = float((found[name] - tensor).norm() / tensor.norm())
-        assert error <= TOLERANCE, f"{name} is off by {error:.1e}"
-
-
-@cache
-def plain_run(accumulate: int, clip: tuple[str, float] | None, padded: bool) -> TinyModule:
-    """The same training by Lightning alone."""
-    module = TinyModule(NUM_LAYERS)
-    fit(module, "auto", accumulate, clip, padded)
-    return module
-
-
-def fit(
-    module: TinyModule,
-    strategy: Any,
-    accumulate: int = 1,
-    clip: tuple[str, float] | None = None,
-    padded: bool = True,
-    **options: Any,
-) -> None:
-    algorithm, value = clip or (None, None)
-    run = trainer(
-        strategy,
-        max_steps=NUM_STEPS,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=value,
-        gradient_clip_algorithm=algorithm,
-        **options,
-    )
-    run.fit(module, loader(BATCH_SIZE * NUM_STEPS * accumulate, BATCH_SIZE, padded))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
@@ -140,8 +97,8 @@ def test_losses_and_weights_equal_one_device(
     on_coordinator = {2: 2, 3: 0, 4: 1}[num_stages]
     module = TinyModule(NUM_LAYERS)
     plan = plan_over(workers, num_stages, on_coordinator, pieces)
-    fit(module, HeteroPipelineStrategy(workers, plan), accumulate, clip)
-    plain = plain_run(accumulate, clip, padded=True)
+    ten_steps(module, HeteroPipelineStrategy(workers, plan), accumulate, clip)
+    plain = plain_run(accumulate, clip)
     torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
     assert_close(weights_of(module), weights_of(plain))
 
@@ -153,8 +110,8 @@ def test_cutting_at_the_boundary_equals_one_device(
 ) -> None:
     module = TinyModule(NUM_LAYERS)
     plan = plan_over(workers, num_stages, 1, 4)
-    fit(module, HeteroPipelineStrategy(workers, plan, micro_batching="boundary"), 3, clip)
-    plain = plain_run(3, clip, padded=True)
+    ten_steps(module, HeteroPipelineStrategy(workers, plan, micro_batching="boundary"), 3, clip)
+    plain = plain_run(3, clip)
     torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
     assert_close(weights_of(module), weights_of(plain))
 
@@ -165,8 +122,8 @@ def test_recomputing_stages_equal_one_device(workers: list[str]) -> None:
         StagePlan(["coordinator"], (0, 2), recompute=True),
         StagePlan([workers[0]], (2, NUM_LAYERS), recompute=True),
     ]
-    fit(module, HeteroPipelineStrategy(workers, Plan(stages, micro_batches=3)))
-    assert_close(weights_of(module), weights_of(plain_run(1, None, padded=True)))
+    ten_steps(module, HeteroPipelineStrategy(workers, Plan(stages, micro_batches=3)))
+    assert_close(weights_of(module), weights_of(plain_run()))
 
 
 @pytest.mark.parametrize("frozen", ["embed_tokens", "layers.0", "layers.3", "layers", "lm_head"])
@@ -177,8 +134,8 @@ def test_frozen_parts_equal_one_device(workers: list[str], frozen: str) -> None:
         return module
 
     plain, piped = freeze(TinyModule(NUM_LAYERS)), freeze(TinyModule(NUM_LAYERS))
-    fit(plain, "auto")
-    fit(piped, HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 4)))
+    ten_steps(plain, "auto")
+    ten_steps(piped, HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 4)))
     assert_close(weights_of(piped), weights_of(plain))
 
 
@@ -198,10 +155,10 @@ def test_a_model_that_is_called_several_times_equals_one_device(
     workers: list[str], micro_batching: Any
 ) -> None:
     plain, piped = TwiceModule(NUM_LAYERS), TwiceModule(NUM_LAYERS)
-    fit(plain, "auto", padded=False)
+    ten_steps(plain, "auto", padded=False)
     plan = plan_over(workers, 3, 1, 4)
     strategy = HeteroPipelineStrategy(workers, plan, micro_batching=micro_batching)
-    fit(piped, strategy, padded=False)
+    ten_steps(piped, strategy, padded=False)
     assert_close(weights_of(piped), weights_of(plain))
 
 
@@ -222,8 +179,8 @@ def test_optimizers_equal_one_device(workers: list[str], name: str) -> None:
             return OPTIMIZERS[name](self.parameters())
 
     plain, piped = Module(NUM_LAYERS), Module(NUM_LAYERS)
-    fit(plain, "auto")
-    fit(piped, HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 4)))
+    ten_steps(plain, "auto")
+    ten_steps(piped, HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 4)))
     assert_close(weights_of(piped), weights_of(plain))
 
 
@@ -254,6 +211,6 @@ def test_families_equal_one_device(workers: list[str], family: str) -> None:
         return made
 
     plain, piped = module(), module()
-    fit(plain, "auto")
-    fit(piped, HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 4)))
+    ten_steps(plain, "auto")
+    ten_steps(piped, HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 4)))
     torch.testing.assert_close(weights_of(piped), weights_of(plain), rtol=TOLERANCE, atol=1e-6)

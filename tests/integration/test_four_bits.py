@@ -19,9 +19,8 @@ from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.four_bit import keep_layout
 
 from ..conftest import worker_process
-from ..families import NUM_LAYERS, tiny_model
+from ..families import NUM_LAYERS, plan_over, tiny_model
 from ..models import loader, trainer
-from .test_families import plan_over
 
 BATCH_SIZE = 6
 # What bitsandbytes repacks must have rows and columns in multiples of its blocks.

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
 
-from ..families import CONFIGS, MIXTURES, tiny_model
-from ..models import VOCABULARY, TinyModule, loader, tiny_llama, trainer
-from .test_evaluation import strategy
-from .test_families import in_four_bits, plan_over, with_lora
+from ..families import CONFIGS, MIXTURES, plan_over, tiny_model
+from ..models import TinyModule, loader, tiny_llama, trainer
+from ..plans import strategy_of
+from ..qlora import in_four_bits, with_lora
+from .generation import Generating, generate, prompts
 
-NUM_NEW = 6
 GREEDY: dict[str, Any] = {"do_sample": False}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
@@ -28,44 +28,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "do_sample": False},
     "sampled beams": {"num_beams": 2, "do_sample": True},
 }
-
-
-def prompts() -> dict[str, Tensor]:
-    """Four prompts of different lengths, padded on the left."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(3, VOCABULARY, (4, 7), generator=generator)
-    padding = torch.tensor([0, 3, 1, 0])
-    mask = (torch.arange(7) >= padding[:, None]).long()
-    return {"input_ids": tokens * mask, "attention_mask": mask}
-
-
-def generate(model: nn.Module, **options: Any) -> Tensor:
-    """Tokens with the scores behind each, as one tensor."""
-    torch.manual_seed(5)
-    out = model.generate(  # type: ignore[operator]
-        **prompts(),
-        max_new_tokens=NUM_NEW,
-        pad_token_id=0,
-        eos_token_id=None,
-        output_scores=True,
-        return_dict_in_generate=True,
-        **options,
-    )
-    assert len(out.scores) == NUM_NEW
-    everything = [out.sequences, *out.scores]
-    return torch.cat([tensor.double().flatten() for tensor in everything])
-
-
-class Generating(pl.LightningModule):
-    """Generates in `predict_step`."""
-
-    def __init__(self, model: nn.Module, *ways: dict[str, Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.ways = ways
-
-    def predict_step(self, batch: Any, batch_idx: int) -> list[Tensor]:
-        return [generate(self.model, **way) for way in self.ways]
 
 
 def assert_predicts_the_same(model: nn.Module, workers: list[str], *ways: dict[str, Any]) -> None:
@@ -123,7 +85,7 @@ def fit(module: TinyModule, use: Any) -> TinyModule:
 def test_generation_within_fit_has_the_bits_of_one_device_and_leaves_training_alone(
     workers: list[str],
 ) -> None:
-    silent, talking = (fit(Talking(talks), strategy(workers)) for talks in (False, True))
+    silent, talking = (fit(Talking(talks), strategy_of(workers)) for talks in (False, True))
     plain = fit(Talking(talks=True), "auto")
     assert len(talking.said) == 6
     for mine, its in zip(talking.said, talking.expected, strict=True):
@@ -138,7 +100,7 @@ def test_generation_within_fit_has_the_bits_of_one_device_and_leaves_training_al
 
 def test_generation_in_validate(workers: list[str]) -> None:
     module = Talking(talks=True)
-    trainer(strategy(workers)).validate(module, loader(8, 4), verbose=False)
+    trainer(strategy_of(workers)).validate(module, loader(8, 4), verbose=False)
     for mine, its in zip(module.said, module.expected, strict=True):
         assert torch.equal(mine, its)
 
@@ -158,7 +120,7 @@ def test_what_is_generated_within_training_step_is_that_of_one_device(workers: l
             return loss
 
     found, expected = Sampling(), Sampling()
-    trainer(strategy(workers), max_steps=4).fit(found, loader(48, 12))
+    trainer(strategy_of(workers), max_steps=4).fit(found, loader(48, 12))
     # One device over the same micro-batches.
     trainer(max_steps=4, accumulate_grad_batches=3).fit(expected, loader(48, 4))
     assert len(found.said) == len(expected.said) == 12
@@ -224,6 +186,6 @@ def test_what_does_not_work_says_what_to_do_and_ends_nothing(workers: list[str])
                     self.model.generate(tokens, max_new_tokens=4, pad_token_id=0, **options)
             return generate(self.model, **GREEDY)
 
-    found = trainer(strategy(workers)).predict(Trying(), loader(1, 1))
+    found = trainer(strategy_of(workers)).predict(Trying(), loader(1, 1))
     assert found is not None
     assert torch.equal(found[0], generate(tiny_llama(5).eval(), **GREEDY))

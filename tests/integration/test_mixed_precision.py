@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, loader, scaled_precision, trainer
 
 NUM_LAYERS = 5
 BATCH_SIZE = 8
@@ -38,12 +37,6 @@ def fit(workers: list[str] | None, *dtypes: Any, num_steps: int = 4, **options: 
     run = trainer(strategy, max_steps=num_steps, max_epochs=1, **options)
     run.fit(module, loader(BATCH_SIZE * num_steps, BATCH_SIZE, padded=True))
     return module
-
-
-def scaled_precision(init_scale: float = 2.0**12) -> MixedPrecision:
-    """'16-mixed' on a CPU, where Lightning gives no such plugin by itself."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
-    return MixedPrecision("16-mixed", "cpu", scaler)
 
 
 def relative_change(found: TinyModule, start: TinyModule) -> dict[str, float]:

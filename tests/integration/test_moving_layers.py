@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, Plan
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.errors import ModelError, PlanError, WorkerLost
 from lightning_hetero.strategy import strategy
@@ -22,38 +21,14 @@ from lightning_hetero.strategy.replan import bring_home
 
 from ..conftest import worker_process
 from ..models import TinyModule, loader, sequences, trainer
+from ..plans import plan_of
+from .moves import Moves
 
 NUM_LAYERS = 6
 NUM_STEPS = 6
 # Layers of the coordinator, of the first worker and of the second one.
 START = (1, 2, 3)
 MOVES = {"to the left": (2, 3, 1), "to the right": (0, 1, 5), "of the workers": (1, 4, 1)}
-
-
-def plan_of(workers: list[str], shares: tuple[int, ...], **options: Any) -> Plan:
-    stages, first = [], 0
-    for name, count in zip(["coordinator", *workers], shares, strict=False):
-        if count or name != "coordinator":
-            stages.append(StagePlan([name], (first, first + count), **options))
-        first += count
-    return Plan(stages, micro_batches=2)
-
-
-class Moves(Callback):
-    """Moves layers before the batches of these numbers."""
-
-    def __init__(self, plans: Mapping[int, Plan]) -> None:
-        self.plans = plans
-        self.moved: list[int] = []
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx in self.plans:
-            mover = trainer.strategy
-            assert isinstance(mover, HeteroPipelineStrategy)
-            mover.move_layers(self.plans[batch_idx])
-            self.moved.append(batch_idx)
 
 
 def train(

@@ -10,16 +10,16 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..families import NUM_LAYERS
-from ..models import TinyModule, loader, trainer
-from .test_mixed_precision import scaled_precision
-from .test_moving_layers import Moves, plan_of
-from .test_pretrained import (
+from ..models import TinyModule, loader, scaled_precision, trainer
+from ..plans import plan_of
+from ..pretrained import (
     BATCH_SIZE,
     PretrainedModule,
     build_from_checkpoint,
     build_whole,
     save_tiny,
 )
+from .moves import Moves
 
 NUM_STEPS = 5
 

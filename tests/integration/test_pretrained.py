@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
-import lightning.pytorch as pl
 import pytest
 import torch
-from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lightning_hetero
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
@@ -22,77 +19,18 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.transport import channel
 
-from ..families import MIXTURES, NUM_LAYERS, tiny_model
+from ..families import NUM_LAYERS, plan_over
 from ..models import VOCABULARY, loader, trainer
+from ..pretrained import (
+    BATCH_SIZE,
+    LORA,
+    PretrainedModule,
+    build_from_checkpoint,
+    build_whole,
+    save_tiny,
+)
 
-BATCH_SIZE = 6
 NUM_STEPS = 3
-NF4 = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_compute_dtype": torch.float32,
-}
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-
-
-def build_whole(folder: Path, quantize: bool, lora: bool) -> Any:
-    """The ordinary way, all weights in this process."""
-    config = BitsAndBytesConfig(**NF4) if quantize else None
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
-    for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False  # plain Lightning has nobody to do it
-        if quantize and hasattr(module, "experts"):
-            for name in ("gate_up_proj", "down_proj"):
-                replace_parameter_4bit(module.experts, name, compress_statistics=True)
-    if not lora:
-        return model
-    torch.manual_seed(3)
-    return get_peft_model(model, LoraConfig(**LORA))
-
-
-def build_from_checkpoint(folder: Path, quantize: bool, lora: bool, **options: Any) -> Any:
-    """The same on `meta`."""
-    torch.manual_seed(3)
-    return lightning_hetero.from_pretrained(
-        folder,
-        quantization_config=BitsAndBytesConfig(**NF4) if quantize else None,
-        peft_config=LoraConfig(**LORA) if lora else None,
-        **options,
-    )
-
-
-class PretrainedModule(pl.LightningModule):
-    """Builds its model where Lightning wants it to."""
-
-    def __init__(self, build: Any) -> None:
-        super().__init__()
-        self.build = build
-        self.losses: list[float] = []
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            self.model = self.build()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
-def plan_over(workers: list[str]) -> Plan:
-    stages = [
-        StagePlan(["coordinator"], (0, 1)),
-        StagePlan([workers[0]], (1, 2)),
-        StagePlan([workers[1]], (2, NUM_LAYERS)),
-    ]
-    return Plan(stages, micro_batches=3)
 
 
 def fit(build: Any, strategy: Any, **options: Any) -> PretrainedModule:
@@ -100,13 +38,6 @@ def fit(build: Any, strategy: Any, **options: Any) -> PretrainedModule:
     run = trainer(strategy, max_steps=NUM_STEPS, max_epochs=1, **options)
     run.fit(module, loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True))
     return module
-
-
-def save_tiny(family: str, folder: Path, **options: Any) -> Path:
-    if family in MIXTURES:
-        options["output_router_logits"] = False
-    tiny_model(family, **options).save_pretrained(folder / "model")
-    return folder / "model"
 
 
 @pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])

@@ -19,10 +19,11 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader
 
 from ..conftest import worker_process
+from ..equality import assert_same
 from ..families import NUM_LAYERS, tiny_model
 from ..models import TinyModule, loader, trainer
-from .test_checkpoints import assert_same, strategy
-from .test_families import in_four_bits
+from ..plans import strategy_of
+from ..qlora import in_four_bits
 
 BATCH_SIZE = 6
 NUM_BATCHES = 5
@@ -91,7 +92,7 @@ def test_a_run_resumed_in_mid_epoch_is_lightnings_own(
         return whole, run_in_mid_epoch(made(), data(), ckpt_path=path)
 
     whole, plain = resumed("plain", lambda: "auto")
-    ours_whole, ours = resumed("ours", lambda: strategy(workers, 1, 3, 5))
+    ours_whole, ours = resumed("ours", lambda: strategy_of(workers))
     assert ours.seen == plain.seen
     torch.testing.assert_close(ours.losses, plain.losses, rtol=1e-5, atol=0)
     assert_same(dict(ours.state_dict()), dict(plain.state_dict()))
@@ -275,9 +276,7 @@ def test_best_last_and_weights_alone(workers: list[str], tmp_path: Path) -> None
         every_n_train_steps=1,
     )
     module = TinyModule()
-    run = trainer(
-        strategy(workers, 1, 3, 5), max_steps=4, callbacks=[saver], enable_checkpointing=True
-    )
+    run = trainer(strategy_of(workers), max_steps=4, callbacks=[saver], enable_checkpointing=True)
     batches = loader(BATCH_SIZE * 4, BATCH_SIZE)
     run.fit(module, batches)
     trained = {name: tensor.clone() for name, tensor in module.state_dict().items()}
