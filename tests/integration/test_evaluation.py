@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_hetero.errors import ModelError
 
 from ..families import NUM_LAYERS, tiny_model
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader, trainer
 from ..plans import strategy_of
 
 
@@ -41,13 +41,14 @@ def test_predict_gives_the_outputs_of_one_device(workers: list[str]) -> None:
 
 
 def test_validation_inside_fit_leaves_training_as_it_is(workers: list[str]) -> None:
-    def fit(module: TinyModule, use: object) -> TinyModule:
-        run = trainer(use, max_steps=6, val_check_interval=1, accumulate_grad_batches=3)
-        run.fit(module, loader(18 * 12, 12), loader(8, 4))
-        module.losses.append(float(run.callback_metrics["val_loss"]))
+    def train(strategy: Any) -> TinyModule:
+        data = loader(18 * 12, 12), loader(8, 4)
+        options = {"val_check_interval": 1, "accumulate_grad_batches": 3}
+        module = fit(TinyModule(), strategy, *data, **options)
+        module.losses.append(float(module.trainer.callback_metrics["val_loss"]))
         return module
 
-    plain, piped = fit(TinyModule(), "auto"), fit(TinyModule(), strategy_of(workers))
+    plain, piped = train("auto"), train(strategy_of(workers))
     torch.testing.assert_close(piped.losses, plain.losses, rtol=1e-5, atol=0)
 
 

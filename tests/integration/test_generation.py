@@ -15,7 +15,7 @@ from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
 
 from ..families import CONFIGS, MIXTURES, plan_over, tiny_model
-from ..models import TinyModule, loader, tiny_llama, trainer
+from ..models import TinyModule, fit, loader, tiny_llama, trainer
 from ..plans import strategy_of
 from ..qlora import in_four_bits, with_lora
 from .generation import Generating, generate, prompts
@@ -76,17 +76,16 @@ class Talking(TinyModule):
             self.expected += [generate(plain, **way) for way in (GREEDY, WAYS["sampling"])]
 
 
-def fit(module: TinyModule, use: Any) -> TinyModule:
-    run = trainer(use, max_steps=6, val_check_interval=2)
-    run.fit(module, loader(72, 12, padded=True), loader(8, 4, padded=True))
-    return module
+def train(module: Talking, strategy: Any) -> Talking:
+    data = [loader(72, 12, padded=True), loader(8, 4, padded=True)]
+    return fit(module, strategy, *data, val_check_interval=2)
 
 
 def test_generation_within_fit_has_the_bits_of_one_device_and_leaves_training_alone(
     workers: list[str],
 ) -> None:
-    silent, talking = (fit(Talking(talks), strategy_of(workers)) for talks in (False, True))
-    plain = fit(Talking(talks=True), "auto")
+    silent, talking = (train(Talking(talks), strategy_of(workers)) for talks in (False, True))
+    plain = train(Talking(talks=True), "auto")
     assert len(talking.said) == 6
     for mine, its in zip(talking.said, talking.expected, strict=True):
         assert torch.equal(mine, its)

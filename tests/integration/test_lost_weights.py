@@ -68,14 +68,8 @@ HOOKS = [
 LATE = ("on_fit_end", "teardown")
 
 
-def fit(workers: list[str], folder: Path, *callbacks: Callback) -> TinyModule:
-    """Two epochs with a sanity check, validation and checkpoints."""
-    module = TinyModule(NUM_LAYERS)
-    run(workers, folder, *callbacks).fit(module, loader(16, 8), loader(8, 8))
-    return module
-
-
 def run(workers: list[str], folder: Path, *callbacks: Callback) -> pl.Trainer:
+    """A Trainer of two epochs with a sanity check, validation and checkpoints."""
     checkpoint = ModelCheckpoint(folder, save_on_exception=True)
     return trainer(
         even(workers),
@@ -100,7 +94,9 @@ def undisturbed(
 ) -> Undisturbed:
     watcher = AtHook()
     workers = [worker.address for worker in worker_processes[:2]]
-    module = fit(workers, tmp_path_factory.mktemp("undisturbed"), watcher)
+    module = TinyModule(NUM_LAYERS)
+    made = run(workers, tmp_path_factory.mktemp("undisturbed"), watcher)
+    made.fit(module, loader(16, 8), loader(8, 8))
     assert watcher.calls.keys() == set(HOOKS)
     return Undisturbed(module.state_dict(), watcher.calls)
 

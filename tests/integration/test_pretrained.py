@@ -20,7 +20,7 @@ from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.transport import channel
 
 from ..families import NUM_LAYERS, plan_over
-from ..models import VOCABULARY, loader, trainer
+from ..models import VOCABULARY, fit, loader, trainer
 from ..pretrained import (
     BATCH_SIZE,
     LORA,
@@ -33,11 +33,9 @@ from ..pretrained import (
 NUM_STEPS = 3
 
 
-def fit(build: Any, strategy: Any, **options: Any) -> PretrainedModule:
-    module = PretrainedModule(build)
-    run = trainer(strategy, max_steps=NUM_STEPS, max_epochs=1, **options)
-    run.fit(module, loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True))
-    return module
+def train(build: Any, strategy: Any = "auto") -> PretrainedModule:
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True)
+    return fit(PretrainedModule(build), strategy, data)
 
 
 @pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
@@ -46,9 +44,9 @@ def test_lora_on_a_model_that_stays_on_disk(
     family: str, quantize: bool, workers: list[str], tmp_path: Path
 ) -> None:
     folder = save_tiny(family, tmp_path)
-    expected = fit(lambda: build_whole(folder, quantize, lora=True), "auto")
+    expected = train(lambda: build_whole(folder, quantize, lora=True), "auto")
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    found = fit(lambda: build_from_checkpoint(folder, quantize, lora=True), strategy)
+    found = train(lambda: build_from_checkpoint(folder, quantize, lora=True), strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     # What trains came back; what does not is still on disk.
     wanted = {n: p for n, p in expected.named_parameters() if p.requires_grad}
@@ -64,9 +62,9 @@ def test_lora_on_a_model_that_stays_on_disk(
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_all_weights_train_and_come_back(family: str, workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny(family, tmp_path)
-    expected = fit(lambda: build_whole(folder, quantize=False, lora=False), "auto")
+    expected = train(lambda: build_whole(folder, quantize=False, lora=False), "auto")
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    found = fit(lambda: build_from_checkpoint(folder, quantize=False, lora=False), strategy)
+    found = train(lambda: build_from_checkpoint(folder, quantize=False, lora=False), strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert not [name for name, p in found.named_parameters() if p.is_meta]
 
@@ -74,7 +72,7 @@ def test_all_weights_train_and_come_back(family: str, workers: list[str], tmp_pa
 def test_packing_on_the_worker_gives_the_same_bits(workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     runs = [
-        fit(
+        train(
             lambda where=where: build_from_checkpoint(folder, True, True, quantize_on=where),
             HeteroPipelineStrategy(workers[:2], plan_over(workers)),
         )
@@ -87,20 +85,20 @@ def test_a_checkpoint_that_is_stored_in_four_bits(workers: list[str], tmp_path: 
     folder = save_tiny("llama", tmp_path)
     whole = build_whole(folder, quantize=True, lora=False)
     whole.save_pretrained(tmp_path / "nf4")
-    expected = fit(lambda: build_whole(folder, quantize=True, lora=True), "auto")
+    expected = train(lambda: build_whole(folder, quantize=True, lora=True), "auto")
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    found = fit(lambda: build_from_checkpoint(tmp_path / "nf4", False, lora=True), strategy)
+    found = train(lambda: build_from_checkpoint(tmp_path / "nf4", False, lora=True), strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 def test_the_saved_adapter_is_whole(workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    found = fit(lambda: build_from_checkpoint(folder, False, lora=True), strategy)
+    found = train(lambda: build_from_checkpoint(folder, False, lora=True), strategy)
     found.model.save_pretrained(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(folder)
     reloaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    expected = fit(lambda: build_whole(folder, False, lora=True), "auto").model.eval()
+    expected = train(lambda: build_whole(folder, False, lora=True), "auto").model.eval()
     (batch,) = loader(BATCH_SIZE, BATCH_SIZE)
     with torch.no_grad():
         torch.testing.assert_close(
@@ -281,11 +279,11 @@ def test_without_workers_everything_is_read_here(
     family: str, quantize: bool, tmp_path: Path
 ) -> None:
     folder = save_tiny(family, tmp_path)
-    expected = fit(lambda: build_whole(folder, quantize, lora=True), "auto")
+    expected = train(lambda: build_whole(folder, quantize, lora=True), "auto")
     alone = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=3)
     strategy = HeteroPipelineStrategy([], alone)
     with pytest.warns(UserWarning, match="the model runs here alone"):
-        found = fit(lambda: build_from_checkpoint(folder, quantize, lora=True), strategy)
+        found = train(lambda: build_from_checkpoint(folder, quantize, lora=True), strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert not [name for name, p in found.named_parameters() if p.is_meta]
 
@@ -303,7 +301,7 @@ def test_biases_of_the_checkpoint_can_train(workers: list[str], tmp_path: Path) 
         return lightning_hetero.from_pretrained(folder, peft_config=config)
 
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    expected, found = fit(whole, "auto"), fit(on_disk, strategy)
+    expected, found = train(whole, "auto"), train(on_disk, strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     biases = {n: p for n, p in expected.named_parameters() if n.endswith("q_proj.base_layer.bias")}
     assert len(biases) == NUM_LAYERS
@@ -315,7 +313,7 @@ def test_biases_of_the_checkpoint_can_train(workers: list[str], tmp_path: Path) 
 def test_plain_lightning_is_told_that_weights_are_missing(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     with pytest.raises(ModelError, match="HeteroPipelineStrategy"):
-        fit(lambda: build_from_checkpoint(folder, False, lora=True), "auto")
+        train(lambda: build_from_checkpoint(folder, False, lora=True), "auto")
 
 
 def test_after_training_the_model_says_that_it_is_not_here(
@@ -323,7 +321,7 @@ def test_after_training_the_model_says_that_it_is_not_here(
 ) -> None:
     folder = save_tiny("llama", tmp_path)
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    found = fit(lambda: build_from_checkpoint(folder, False, lora=True), strategy)
+    found = train(lambda: build_from_checkpoint(folder, False, lora=True), strategy)
     (batch,) = loader(BATCH_SIZE, BATCH_SIZE)
     with pytest.raises(ModelError, match=r"layers\.1\..* is still in the checkpoint"):
         found.model(**batch)
@@ -343,7 +341,7 @@ def test_an_interrupted_stream_of_weights_leaves_workers_free(
     monkeypatch.setattr(Checkpoint, "read", interrupted)
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(lambda: build_from_checkpoint(folder, True, lora=True), strategy)
+        train(lambda: build_from_checkpoint(folder, True, lora=True), strategy)
     monkeypatch.undo()
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    fit(lambda: build_from_checkpoint(folder, True, lora=True), strategy)
+    train(lambda: build_from_checkpoint(folder, True, lora=True), strategy)
