@@ -1,5 +1,7 @@
-"""Workers forked from a process that has imported everything already: starting one by its command
-takes seconds of a core."""
+"""Workers forked from a process that has already imported everything.
+
+A worker that is started by its command spends seconds of a core on its imports.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from lightning_hetero import cli
 
 # Elsewhere libraries of the system do not stand forking.
 CAN_FORK = sys.platform == "linux"
+# What a worker imports when it gets its first layers: their class, adapters, four bits.
+NEEDED_BY_LAYERS = ("transformers.models.llama.modeling_llama", "peft", "bitsandbytes")
 
 
 class Process(Protocol):
@@ -61,10 +65,7 @@ def forked_worker(
 ) -> Iterator[tuple[Forked, IO[str]]]:
     """`lightning-hetero worker` with these options, and what it says; it ends with the block."""
     context = multiprocessing.get_context("forkserver")
-    # The layers' classes too, which a worker imports when it gets its first layers.
-    context.set_forkserver_preload(
-        ["lightning_hetero.cli", "transformers.models.llama.modeling_llama"]
-    )
+    context.set_forkserver_preload(["lightning_hetero.cli", *NEEDED_BY_LAYERS])
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = context.Process(
         target=_serve, args=(theirs, list(options), before, dict(environment)), daemon=True

@@ -191,8 +191,8 @@ def test_the_instructions_are_many_distinct_and_not_about_what_was_read(
 
 def test_every_question_is_answered_by_the_documentation(example: SimpleNamespace) -> None:
     source = 'class Box:\n def put(self, thing, /, *rest, at=0, **how):\n  "Put it in. Now."'
-    (put,) = example.documentation._walk(ast.parse(source), "boxes", "module")
-    answers = {row["output"] for row in example.instructions._rows(put, "Put it in.")}
+    (put,) = example.documentation.walk(ast.parse(source), "boxes", "module")
+    answers = {row["output"] for row in example.instructions.rows_about(put, "Put it in.")}
     assert answers == {
         "Put it in.",
         "boxes.Box.put",
@@ -246,7 +246,7 @@ def test_a_checkpoint_in_4_bits_keeps_its_own_quantisation(
     example: SimpleNamespace, miniature: Path, tmp_path: Path
 ) -> None:
     choice = example.loading.ModelChoice(str(miniature))
-    example.loading._load_base(choice, torch.device("cpu")).save_pretrained(tmp_path)
+    example.loading.load_base(choice, torch.device("cpu")).save_pretrained(tmp_path)
 
     quantized = example.loading.ModelChoice(str(tmp_path))
     assert choice.quantization_config is not None

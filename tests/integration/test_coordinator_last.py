@@ -20,7 +20,7 @@ from ..equality import TOLERANCE, assert_close, weights_of
 from ..models import VOCABULARY, TinyModule, loader, trainer
 from .generation import Generating, generate
 from .moves import Moves
-from .ten_steps import BATCH_SIZE, NUM_LAYERS, plain_run, ten_steps
+from .yardstick import BATCH_SIZE, NUM_LAYERS, plain_run, train
 
 NUM_STEPS = 4
 
@@ -77,8 +77,8 @@ def test_losses_and_weights_equal_one_device(
     clip = ("norm", 0.05)
     module, plan = TinyModule(NUM_LAYERS), plan_over(workers, **options)
     strategy = HeteroPipelineStrategy(workers[:2], plan, micro_batching=micro_batching)
-    ten_steps(module, strategy, 3, clip)
-    plain = plain_run(3, clip)
+    train(module, strategy, 2, clip)
+    plain = plain_run(2, clip)
     torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
     assert_close(weights_of(module), weights_of(plain))
 
@@ -100,7 +100,7 @@ def test_a_frozen_embedding_stays_as_it_was(workers: list[str]) -> None:
 def test_narrow_boundaries_leave_token_ids_alone(workers: list[str]) -> None:
     narrow = {"activation_dtype": "bfloat16", "gradient_dtype": "bfloat16"}
     module, plan = TinyModule(NUM_LAYERS), plan_over(workers, **narrow)
-    ten_steps(module, HeteroPipelineStrategy(workers[:2], plan))
+    train(module, HeteroPipelineStrategy(workers[:2], plan))
     plain = plain_run()
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-2, atol=0)
 

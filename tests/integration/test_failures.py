@@ -288,12 +288,12 @@ def test_a_worker_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> N
 COORDINATOR = """
 import sys, torch
 from lightning_hetero import HeteroPipelineStrategy
+from tests.local_workers import local_workers
 from tests.models import TinyModule, loader, trainer
 
 class Module(TinyModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        processes = [w.process.pid for w in self.trainer.strategy._fleet._local]
-        print(*processes, flush=True)
+        print(*[worker.pid for worker in local_workers()], flush=True)
         sys.stdin.readline()
 
 trainer(HeteroPipelineStrategy(workers=2, plan="even"), max_steps=2).fit(Module(), loader(24, 12))

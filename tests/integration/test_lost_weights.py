@@ -293,13 +293,14 @@ def test_what_is_still_in_its_checkpoint_is_not_lost(
 SCRIPT = """
 import os, signal, torch
 from lightning_hetero import HeteroPipelineStrategy
+from tests.local_workers import local_workers
 from tests.models import TinyModule, loader, trainer
 
 class Module(TinyModule):
     def on_train_end(self):
-        local = self.trainer.strategy._fleet._local[1].process
-        local.kill()
-        local.wait()
+        victim = local_workers()[1]
+        victim.kill()
+        victim.wait()
 
 torch.set_num_threads(1)
 strategy = HeteroPipelineStrategy(workers=2, plan="even", micro_batches=2)

@@ -179,16 +179,16 @@ class SavingAt(Callback):
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
         self.num_bytes = 0
-        finish = FrameReader._finish_frame
+        advance = FrameReader.advance
         self.is_saving = False
 
-        def counting(reader: FrameReader, header: Any) -> Frame:
-            frame = finish(reader, header)
-            if self.is_saving and isinstance(frame.message, m.TensorContent):
+        def counting(reader: FrameReader, num_bytes: int) -> Frame | None:
+            frame = advance(reader, num_bytes)
+            if frame and self.is_saving and isinstance(frame.message, m.TensorContent):
                 self.num_bytes += sum(tensor.nbytes for tensor in frame.tensors)
             return frame
 
-        monkeypatch.setattr(FrameReader, "_finish_frame", counting)
+        monkeypatch.setattr(FrameReader, "advance", counting)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 1:

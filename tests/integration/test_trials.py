@@ -36,7 +36,7 @@ class Trying(LayeredModule):
         self.tried: list[torch.Tensor] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        deployment = self.trainer.strategy._deployment
+        deployment = self.trainer.strategy.deployment
         for _ in range(self.num_trials):
             with (
                 torch.no_grad(),
