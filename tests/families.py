@@ -90,7 +90,7 @@ MIXTURES = ("mixtral", "qwen3_moe")
 def tiny_model(family: str, **options: Any) -> PreTrainedModel:
     """The family's model, with the same random weights at every call.
 
-    They are larger than usual, so that every part of a layer has a say in the loss.
+    The weights are larger than usual, so that every part of a layer affects the loss.
     """
     torch.manual_seed(0)
     config = CONFIGS[family]()
@@ -105,9 +105,9 @@ def tiny_model(family: str, **options: Any) -> PreTrainedModel:
 
 
 class FamilyModule(pl.LightningModule):
-    """Trains whatever requires a gradient; ``gradients`` are those of the first step.
+    """Trains all parameters that require a gradient; ``gradients`` are those of the first step.
 
-    Momentum starts as the gradient, so the optimizer's state shows it wherever it was computed.
+    The first momentum is the gradient, so the optimizer's state shows also those of workers.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -147,7 +147,10 @@ def fit_family(model: PreTrainedModel, strategy: Any = "auto", padded: bool = Tr
 
 
 def fit_by_hand(model: PreTrainedModel) -> FamilyModule:
-    """One device, over the same micro-batches: for losses that are no mean over the samples."""
+    """Train on one device over the same micro-batches.
+
+    The reference for losses that are not a mean over the samples.
+    """
     module = FamilyModule(model)
     optimizer = module.configure_optimizers()
     for step, batch in enumerate(loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE)):

@@ -17,14 +17,14 @@ from typing import IO, Protocol
 
 from lightning_hetero import cli
 
-# Elsewhere libraries of the system do not stand forking.
+# On other systems some libraries do not survive a fork.
 CAN_FORK = sys.platform == "linux"
 # What a worker imports when it gets its first layers: their class, adapters, four bits.
 NEEDED_BY_LAYERS = ("transformers.models.llama.modeling_llama", "peft", "bitsandbytes")
 
 
 class Process(Protocol):
-    """What tests want of a worker's process; `subprocess.Popen` has it too."""
+    """What tests need of a worker's process: the part of `subprocess.Popen` that `Forked` has."""
 
     @property
     def pid(self) -> int: ...
@@ -37,7 +37,7 @@ class Process(Protocol):
 
 
 class Forked:
-    """A process of multiprocessing, with the words of `subprocess`."""
+    """A process of `multiprocessing` with the interface of `subprocess.Popen`."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
@@ -63,7 +63,10 @@ class Forked:
 def forked_worker(
     options: Sequence[str], before: str, environment: Mapping[str, str]
 ) -> Iterator[tuple[Forked, IO[str]]]:
-    """`lightning-hetero worker` with these options, and what it says; it ends with the block."""
+    """Run `lightning-hetero worker` with these options; yield its process and its log lines.
+
+    The end of the block ends the process.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning_hetero.cli", *NEEDED_BY_LAYERS])
     ours, theirs = multiprocessing.Pipe(duplex=False)
@@ -72,7 +75,7 @@ def forked_worker(
     )
     process.start()
     theirs.close()
-    # Not closed here: somebody may still be reading the last of it.
+    # Left open: a thread may still read the last lines.
     said = open(os.dup(ours.fileno()), encoding="utf-8")  # noqa: SIM115
     ours.close()
     try:

@@ -11,8 +11,10 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 def plan_of(
     workers: Sequence[str], layers: Sequence[int], micro_batches: int = 2, **options: Any
 ) -> Plan:
-    """A line of stages: the first of these numbers of layers is the coordinator's, each other one
-    a worker's. The coordinator has no stage if its number is 0. Every stage has the options."""
+    """Make a line of stages from the number of layers of the coordinator and of each worker.
+
+    The coordinator has no stage if its number is 0. The options are those of every stage.
+    """
     stages, first = [], 0
     for name, count in zip(["coordinator", *workers], layers, strict=False):
         if count or name != "coordinator":
@@ -27,6 +29,6 @@ def strategy_of(
     micro_batches: int = 3,
     **options: Any,
 ) -> HeteroPipelineStrategy:
-    """The strategy with this line of stages; the options are its own."""
+    """Make a strategy with a line of stages; the options are those of the strategy."""
     plan = plan_of(workers, layers, micro_batches)
     return HeteroPipelineStrategy(workers[: len(layers) - 1], plan, **options)

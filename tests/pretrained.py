@@ -32,12 +32,12 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"
 
 
 def build_whole(folder: Path, quantize: bool, lora: bool) -> Any:
-    """The ordinary way, all weights in this process."""
+    """Load all weights into this process, as transformers does."""
     config = BitsAndBytesConfig(**NF4) if quantize else None
     model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False  # plain Lightning has nobody to do it
+            module.support_avx512bf16_for_cpu = False  # plain Lightning does not do it
         if quantize and hasattr(module, "experts"):
             for name in ("gate_up_proj", "down_proj"):
                 replace_parameter_4bit(module.experts, name, compress_statistics=True)
@@ -59,7 +59,7 @@ def build_from_checkpoint(folder: Path, quantize: bool, lora: bool, **options: A
 
 
 class PretrainedModule(pl.LightningModule):
-    """Builds its model where Lightning wants it to."""
+    """Builds its model in `configure_model`."""
 
     def __init__(self, build: Any) -> None:
         super().__init__()

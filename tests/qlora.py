@@ -26,7 +26,7 @@ LORA_TARGETS = {
 
 
 def with_lora(model: PreTrainedModel, family: str, **options: Any) -> PeftModel:
-    """The model with adapters whose every part has a say in the loss from the start."""
+    """Add adapters with random weights, so that each of their parts affects the first loss."""
     targets = LORA_TARGETS.get(family, ["q_proj", "k_proj", "v_proj", "o_proj"])
     config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **options)
     adapted = get_peft_model(model, config)
@@ -39,7 +39,7 @@ def with_lora(model: PreTrainedModel, family: str, **options: Any) -> PeftModel:
 
 
 def in_four_bits(family: str, folder: Path, **options: Any) -> PreTrainedModel:
-    """The family's model, quantised as a user does it."""
+    """Save the family's model and load it in 4 bits, as a user does."""
     tiny_model(family, **options).save_pretrained(folder)
     config = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -52,7 +52,7 @@ def in_four_bits(family: str, folder: Path, **options: Any) -> PreTrainedModel:
     )
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False  # plain Lightning has nobody to do it
+            module.support_avx512bf16_for_cpu = False  # plain Lightning does not do it
         experts = getattr(module, "experts", None)
         if experts is not None:
             for name in ("gate_up_proj", "down_proj"):

@@ -62,7 +62,7 @@ def tokenizer(miniature: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(miniature)
 
 
-def test_the_template_names_the_input_only_where_there_is_one(example: SimpleNamespace) -> None:
+def test_the_template_names_the_input_only_if_there_is_one(example: SimpleNamespace) -> None:
     assert example.data.Pair("Add.", "1, 2", "3").prompt == (
         "Below is an instruction that describes a task, paired with an input that provides "
         "further context. Write a response that appropriately completes the request.\n\n"
@@ -169,7 +169,7 @@ def test_the_input_may_be_left_out(example: SimpleNamespace, tmp_path: Path) -> 
     assert example.data.load_pairs(str(path)) == [example.data.Pair("Greet.", "", "Hello.")]
 
 
-def test_the_instructions_are_many_distinct_and_not_about_what_was_read(
+def test_the_instructions_are_distinct_and_about_other_modules_than_the_corpus(
     example: SimpleNamespace, tmp_path: Path
 ) -> None:
     to_read, to_ask_about = example.documentation.halve(example.documentation.read_documentation())

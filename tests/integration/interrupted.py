@@ -1,8 +1,8 @@
 """A training script that a test interrupts, with a folder and workers for its arguments.
 
-It trains on one device and then over workers. Inside the second batch of each run, while Lightning
-shuts it down, and when the first one has ended, it says so and goes on with the next line of its
-standard input.
+It trains on one device and then over workers. It prints a line inside the second batch of each run,
+while Lightning shuts the run down, and when the first run has ended. After each line it waits for a
+line of its standard input.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ def say(text: str) -> None:
 
 
 class ShuttingDown(Callback):
-    """Waits where Lightning ignores a second Ctrl-C; before it and after it a signal would end
-    something else."""
+    """Waits while Lightning shuts the run down and ignores a second Ctrl-C."""
 
     def on_exception(self, *_: Any) -> None:
         say("shutting down")
 
 
 class Waiting(TinyModule):
-    """Waits in its second batch; over workers they are then busy with the first micro-batch."""
+    """Waits in its second batch, while workers are busy with the first micro-batch."""
 
     def __init__(self, num_calls: int) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def train(model: Any, workers: list[str] | None, module: Any = None) -> FamilyMo
 
 
 def shaken(model: Any) -> Any:
-    """The model with adapters whose every part has a say in the loss from the start."""
+    """Change the adapters at random, so that each of their parts affects the first loss."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -149,7 +149,7 @@ def test_adapters_that_change_while_training_are_refused(workers: list[str]) -> 
 
 
 class DisablesInStep(FamilyModule):
-    """As preference losses do, for the answers of the model before training."""
+    """Disables the adapters for a part of the step, as preference losses do."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with self.model.disable_adapter():
@@ -193,14 +193,14 @@ class FreezesLate(FamilyModule):
         return super().configure_optimizers()
 
 
-def test_what_is_frozen_when_layers_are_away_stays_as_it_is(workers: list[str]) -> None:
+def test_freezing_during_the_run_equals_one_device(workers: list[str]) -> None:
     models = [get_peft_model(tiny_model("llama"), lora()) for _ in range(2)]
     found = train(models[0], workers, module=FreezesLate(models[0]))
     assert_equal_runs(found, train(models[1], None, module=FreezesLate(models[1])))
 
 
 class ChangesAtTheEnd(FamilyModule):
-    """Does something with the adapters when training is over, and the layers still away."""
+    """Changes the adapters after training, while the layers are still on workers."""
 
     def __init__(self, model: Any, change: Callable[[Any], Any]) -> None:
         super().__init__(model)
@@ -211,7 +211,7 @@ class ChangesAtTheEnd(FamilyModule):
 
 
 def assert_layers_are_trained(found: FamilyModule) -> None:
-    """Whatever else happened, what the workers trained came back."""
+    """The weights that the workers trained came back."""
     expected = train(shaken(get_peft_model(tiny_model("llama"), lora())), None)
     parameters = dict(found.named_parameters())
     for name, parameter in expected.named_parameters():

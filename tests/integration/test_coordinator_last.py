@@ -192,20 +192,20 @@ def test_tied_embeddings_stay_together(workers: list[str]) -> None:
 
 
 class Lonely(TinyModule):
-    """Reads the embedding by itself."""
+    """Calls the embedding outside the model."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.model.get_input_embeddings()(batch["input_ids"]).mean())
 
 
-def test_an_embedding_that_is_called_by_itself_is_refused(workers: list[str]) -> None:
+def test_an_embedding_called_outside_the_model_is_refused(workers: list[str]) -> None:
     run = trainer(HeteroPipelineStrategy(workers[:2], plan_over(workers)))
     with pytest.raises(ModelError, match="`mean` wants what comes from the input embedding"):
         run.validate(Lonely(NUM_LAYERS), loader(4, 4), verbose=False)
 
 
 class Beyond(TinyModule):
-    """Has a token that the model does not know."""
+    """Has a token id outside the vocabulary."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         batch["input_ids"][0, 0] = VOCABULARY

@@ -17,7 +17,7 @@ from .yardstick import NUM_LAYERS, NUM_STEPS, plain_run, train
 
 
 def plan_over(workers: list[str], num_stages: int, on_coordinator: int, pieces: int) -> Plan:
-    """Some layers on the coordinator, the others in nearly equal shares on its workers."""
+    """Some layers on the coordinator, the others in nearly equal shares on workers."""
     used = workers[: num_stages - 1]
     stages = [StagePlan(["coordinator"], (0, on_coordinator))] if on_coordinator else []
     left = NUM_LAYERS - on_coordinator
@@ -50,7 +50,7 @@ def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
 @pytest.mark.parametrize("workers_wanted", [2, ["127.0.0.1:1"]], ids=["local", "listed"])
-def test_a_plan_without_workers_cuts_batches_and_needs_none_of_them(
+def test_a_plan_without_workers_cuts_batches_and_starts_no_worker(
     workers_wanted: int | list[str],
 ) -> None:
     pieces, size = 4, 3

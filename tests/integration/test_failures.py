@@ -1,4 +1,4 @@
-"""What goes wrong is said clearly, and the workers stay free for the next run."""
+"""A failure is reported clearly, and the workers stay free for the next run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def connect(address: str) -> socket.socket:
 
 
 def answer(connection: socket.socket) -> m.Message:
-    """The next thing that the worker says, or an assertion that it says nothing more."""
+    """The next message of the worker; it fails if the worker has closed the connection."""
     reader = FrameReader()
     while True:
         count = connection.recv_into(reader.buffer())
@@ -119,7 +119,7 @@ def test_another_torch_trains_and_is_told_once(
     assert caplog.text.count(expected) == 1
 
 
-def test_a_truncated_frame_harms_nobody(workers: list[str]) -> None:
+def test_a_worker_survives_a_truncated_frame(workers: list[str]) -> None:
     for length in (1, 10, len(GREETING) - 1):
         with connect(workers[0]) as connection:
             connection.sendall(GREETING[:length])

@@ -35,7 +35,7 @@ QUICK = Deadlines(
 def warmed_up(
     worker_processes: list[WorkerProcess], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The first layers that a process builds take imports, which can keep it from speaking."""
+    """Train once: the imports for its first layers can keep a worker from answering."""
     patient = Scene(tmp_path_factory.mktemp("patient"))
     assert patient.serves([worker.address for worker in worker_processes[:2]])
 
@@ -47,7 +47,7 @@ def scene(tmp_path: Path) -> Scene:
 
 @pytest.fixture
 def victim(worker_processes: list[WorkerProcess]) -> Iterator[Victim]:
-    """One that is not killed, but frozen, stalled and cut off again and again."""
+    """A worker that faults freeze, stall and cut off, but do not kill."""
     with relay_to(worker_processes[1].address) as relay:
         yield Victim(worker_processes[1], relay)
 
@@ -87,7 +87,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "place", "stage"), CASES)
-def test_who_was_lost_is_named_and_the_other_is_free(
+def test_the_lost_worker_is_named_and_the_other_is_free(
     name: str, place: str, stage: int, scene: Scene, victim: Victim, workers: list[str]
 ) -> None:
     fault = FAULTS[name]
@@ -148,8 +148,7 @@ IMPATIENT_AND_SLOW = (
 
 
 class Holding(TinyModule):
-    """Lets no other thread of the coordinator run for a while, as user code does that reads a large
-    file in one go."""
+    """Holds the interpreter for a while, as user code does that reads a large file at once."""
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         if batch_idx == 1:

@@ -1,4 +1,4 @@
-"""The first-batch check changes nothing; what is wrong is stopped, or said where it is little."""
+"""The first-batch check changes no number; it stops a wrong run, and warns of small differences."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Memory:
 
 
 class Busy(Learner):
-    """Keeps, counts, draws and measures whatever a ``training_step`` may."""
+    """Has every kind of state that a ``training_step`` may change."""
 
     layer = DroppingBlock
 
@@ -148,7 +148,7 @@ class Busy(Learner):
 def outcome_of(
     strategy: Any, module: Busy, folder: Path, checkpoint: Path | None = None
 ) -> dict[str, Any]:
-    """What a run leaves; it has one epoch, or goes on from a checkpoint with another one."""
+    """The state after a run of one epoch, or after a second epoch from the checkpoint."""
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(3)
     options: dict[str, Any] = {"max_epochs": 1 if checkpoint is None else 2}

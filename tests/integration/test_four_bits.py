@@ -128,7 +128,7 @@ def test_validating_between_steps_changes_no_gradient(
 
 
 @pytest.mark.skipif(not has_avx512bf16(), reason="this CPU repacks nothing")
-def test_a_model_that_was_evaluated_before_trains_as_its_weights_now_are(
+def test_a_model_evaluated_before_the_run_trains_from_its_present_weights(
     folder: Path, workers: list[str]
 ) -> None:
     def evaluated() -> FourBitModule:

@@ -57,8 +57,10 @@ def test_lora_on_four_bits_generates_the_bits_of_one_device(
 
 
 class Talking(TinyModule):
-    """Trains, and generates after each validation; what one device with the same weights says is
-    asked for in the same place."""
+    """Trains, and generates after each validation.
+
+    ``expected`` is what one device with the same weights generates at that time.
+    """
 
     def __init__(self, talks: bool) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ def train(module: Talking, strategy: Any) -> Talking:
     return fit(module, strategy, *data, val_check_interval=2)
 
 
-def test_generation_within_fit_has_the_bits_of_one_device_and_leaves_training_alone(
+def test_generation_within_fit_has_the_bits_of_one_device(
     workers: list[str],
 ) -> None:
     silent, talking = (train(Talking(talks), strategy_of(workers)) for talks in (False, True))
@@ -104,7 +106,7 @@ def test_generation_in_validate(workers: list[str]) -> None:
         assert torch.equal(mine, its)
 
 
-def test_what_is_generated_within_training_step_is_that_of_one_device(workers: list[str]) -> None:
+def test_generation_in_training_step_equals_one_device(workers: list[str]) -> None:
     class Sampling(TinyModule):
         """Each micro-batch generates, in its turn, and trains on what it has generated."""
 
@@ -136,9 +138,9 @@ def sorted_by_prompt(batches: list[Tensor]) -> list[Tensor]:
     return sorted(batches, key=lambda tokens: tokens.flatten().tolist())
 
 
-def test_loops_of_ones_own_may_take_turns(workers: list[str]) -> None:
+def test_own_decoding_loops_may_take_turns(workers: list[str]) -> None:
     def loops(model: PreTrainedModel) -> Tensor:
-        """Two decodings with a batch of their own each, a token of one, a token of the other."""
+        """Decode two batches in turns, one token of each."""
         inputs = [tokens.clone() for tokens in prompts()["input_ids"].split([1, 3])]
         caches: list[Any] = [None, None]
         found = []
@@ -172,7 +174,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_what_does_not_work_says_what_to_do_and_ends_nothing(workers: list[str]) -> None:
+def test_unsupported_generation_is_refused_with_a_remedy_and_the_run_goes_on(
+    workers: list[str],
+) -> None:
     class Trying(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()

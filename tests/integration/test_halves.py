@@ -36,8 +36,8 @@ Ends = tuple[int, ...]
 
 
 def piped(workers: list[str], ends: Ends, last: bool, **options: Any) -> HeteroPipelineStrategy:
-    """The halves up to each end on one process after the other; the coordinator is the last one, or
-    else the first."""
+    """Give each process the halves up to its end. The coordinator is the last process, or the
+    first."""
     used = workers[: len(ends)]
     names = [*used, "coordinator"] if last else ["coordinator", *used]
     ranges = zip((0, *ends), (*ends, 2 * NUM_LAYERS), strict=True)

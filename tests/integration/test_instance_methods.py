@@ -1,4 +1,4 @@
-"""What a user has set on an instance is called as on one device, and is still there afterwards."""
+"""Methods that a user has set on an instance are called as on one device, and stay set."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_zero_grad_of_a_module_and_of_an_optimizer(workers: list[str]) -> None:
 
 
 class KeepsOn(ByHand):
-    """Wraps in the run what the run has put in place, and keeps it."""
+    """Wraps `zero_grad` after the run has set its own, and keeps the wrapper."""
 
     def on_train_start(self) -> None:
         self.zero_grad = Mock(wraps=self.zero_grad)  # type: ignore[method-assign]
 
 
-def test_what_is_wrapped_during_the_run_works_after_it(workers: list[str]) -> None:
+def test_a_method_wrapped_during_the_run_works_after_it(workers: list[str]) -> None:
     module = KeepsOn()
     train(module, over(workers))
     (loss,) = [p.sum() for p in [next(module.parameters())]]
@@ -103,7 +103,7 @@ def test_log_gets_each_name_once_per_batch(way: str, workers: list[str]) -> None
     assert [value for _, value in seen[1]] == pytest.approx([value for _, value in seen[0]])
 
 
-def test_the_forward_of_a_layer_here_that_is_recomputed(workers: list[str]) -> None:
+def test_the_users_forward_of_a_recomputed_layer_here_is_called(workers: list[str]) -> None:
     module = TinyModule()
     layer = module.model.model.layers[0]
     own = Mock(wraps=layer.forward)

@@ -95,7 +95,7 @@ def test_state_in_an_attribute_is_refused_before_a_prediction_is_returned(
         trainer(pipeline(allowing, 1)).predict(LayeredModule(Counting), loader(8, 4))
 
 
-def test_what_a_forward_puts_back_is_no_state(allowing: list[str]) -> None:
+def test_an_attribute_restored_by_the_forward_is_no_state(allowing: list[str]) -> None:
     found = train(LayeredModule(Restoring), pipeline(allowing, 1))
     assert_equal(found, train(LayeredModule(Restoring)), rtol=0)
 
@@ -121,7 +121,7 @@ class Annealing(pl.Callback):
     ("micro_batches", "micro_batching", "rtol"),
     [(1, "step", 0), (1, "boundary", 0), (2, "step", 1e-5), (2, "boundary", 1e-5)],
 )
-def test_what_a_callback_changes_reaches_the_worker(
+def test_a_callbacks_change_reaches_the_worker(
     allowing: list[str], micro_batches: int, micro_batching: str, rtol: float
 ) -> None:
     strategy = pipeline(allowing, micro_batches, micro_batching=micro_batching)
@@ -163,7 +163,7 @@ def test_a_change_in_the_middle_of_a_step_is_refused_by_name(allowing: list[str]
         train(Cooling(differs=True), pipeline(allowing, 2))
 
 
-def test_what_a_prediction_changes_reaches_the_worker(allowing: list[str]) -> None:
+def test_a_change_made_during_prediction_reaches_the_worker(allowing: list[str]) -> None:
     found, expected = (
         trainer(strategy).predict(Cooling(differs=True), loader(12, 4))
         for strategy in (pipeline(allowing, 1), "auto")
@@ -195,7 +195,7 @@ class Setting(pl.Callback):
         ("line", 1, r"blocks\.2\.line was changed .* it is the name of a tensor or of a child"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_by_name(
+def test_an_attribute_that_cannot_be_sent_is_refused_by_name(
     allowing: list[str], name: str, value: Any, sentence: str
 ) -> None:
     with pytest.raises(ModelError, match=sentence):
@@ -220,7 +220,7 @@ def test_a_buffer_that_a_recomputed_forward_updates_is_named(allowing: list[str]
         train(LayeredModule(Averaging), pipeline(allowing, 1, recompute=True))
 
 
-def test_a_buffer_of_whole_batches_is_right_and_nothing_is_said(allowing: list[str]) -> None:
+def test_a_buffer_is_right_without_a_warning_if_batches_are_whole(allowing: list[str]) -> None:
     """Our own warnings are failures."""
     found = train(LayeredModule(Averaging), pipeline(allowing, 1))
     assert_equal(found, train(LayeredModule(Averaging)), rtol=0)
@@ -253,7 +253,7 @@ def hugging_face(workers: list[str], **options: Any) -> HeteroPipelineStrategy:
     return pipeline(workers, 1, layers="model.model.layers", **options)
 
 
-def test_what_is_changed_in_a_hugging_face_model_reaches_the_worker(allowing: list[str]) -> None:
+def test_a_change_of_a_hugging_face_model_reaches_the_worker(allowing: list[str]) -> None:
     found = train(Llama(), hugging_face(allowing), Widening())
     assert_equal(found, train(Llama(), "auto", Widening()), rtol=0)
 
@@ -264,11 +264,11 @@ def scaled_llama() -> Llama:
     return module
 
 
-def test_what_was_changed_before_the_run_reaches_the_worker(allowing: list[str]) -> None:
+def test_a_change_before_the_run_reaches_the_worker(allowing: list[str]) -> None:
     assert_equal(train(scaled_llama(), hugging_face(allowing)), train(scaled_llama()), rtol=0)
 
 
-def test_halves_follow_what_is_changed(allowing: list[str]) -> None:
+def test_halves_follow_a_change(allowing: list[str]) -> None:
     plan = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(allowing, (1, 6))], 1)
     strategy = HeteroPipelineStrategy(allowing, plan, cut_layers=True)
     found = train(Llama(), strategy, Widening())
@@ -286,5 +286,5 @@ class Toggling(Llama):
         return loss + again
 
 
-def test_what_no_layer_reads_may_change_at_any_time(allowing: list[str]) -> None:
+def test_an_attribute_that_no_layer_reads_may_change_at_any_time(allowing: list[str]) -> None:
     assert_equal(train(Toggling(), hugging_face(allowing)), train(Toggling()), rtol=0)

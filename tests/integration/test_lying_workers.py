@@ -84,7 +84,9 @@ def test_a_wrong_answer_in_a_step_ends_the_run(name: str, liar: Liar) -> None:
 
 
 @pytest.mark.parametrize("name", [*CONTENT, *STATE])
-def test_a_wrong_answer_at_the_end_loses_what_it_is_about(name: str, liar: Liar) -> None:
+def test_a_wrong_answer_at_the_end_loses_only_the_weights_that_it_concerns(
+    name: str, liar: Liar
+) -> None:
     lie = {**CONTENT, **STATE}[name]
     liar.tell(f"c: {name}")
     module = TinyModule(2)
@@ -106,9 +108,7 @@ def test_a_wrong_answer_goes_into_no_checkpoint(name: str, liar: Liar, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_after_optimizer_state_is_lost_weights_can_be_saved_and_nothing_else(
-    liar: Liar, tmp_path: Path
-) -> None:
+def test_without_optimizer_state_only_weights_can_be_saved(liar: Liar, tmp_path: Path) -> None:
     liar.tell("c: state twice")
     module = TinyModule(2)
     strategy = HeteroPipelineStrategy([liar.address], "even", micro_batches=2)
@@ -122,7 +122,7 @@ def test_after_optimizer_state_is_lost_weights_can_be_saved_and_nothing_else(
 
 
 @pytest.mark.parametrize("name", TO_NEIGHBOR)
-def test_what_a_neighbor_sends_is_held_against_what_it_got(
+def test_a_neighbors_gradients_must_match_the_activations_it_got(
     name: str, liar: Liar, workers: list[str]
 ) -> None:
     lie = TO_NEIGHBOR[name]

@@ -90,7 +90,7 @@ def test_an_overflow_of_one_stage_alone_skips_the_step_everywhere(workers: list[
     assert set(relative_change(found, start).values()) == {0.0}
 
 
-def test_stages_train_under_loss_scaling_where_nothing_trains_on_the_coordinator(
+def test_loss_scaling_works_when_only_stages_train(
     workers: list[str],
 ) -> None:
     module, start = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
@@ -101,7 +101,7 @@ def test_stages_train_under_loss_scaling_where_nothing_trains_on_the_coordinator
     assert moved == {name for name in changed if ".layers.4." in name}
 
 
-def test_an_optimizer_that_takes_the_scale_off_by_itself_is_refused(workers: list[str]) -> None:
+def test_an_optimizer_that_unscales_gradients_itself_is_refused(workers: list[str]) -> None:
     """It would step here and never on the stages."""
 
     class Fused(TinyModule):

@@ -102,7 +102,7 @@ def test_layers_move_under_tied_embeddings_and_recomputation(workers: list[str])
     assert_same(train(workers, plans, make), train(workers, make=make))
 
 
-def test_what_was_set_on_layers_holds_where_they_move(workers: list[str]) -> None:
+def test_attributes_set_on_layers_move_with_them(workers: list[str]) -> None:
     class Scaling(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
             if trainer.global_step == 1:
@@ -156,7 +156,7 @@ def test_a_run_resumes_from_a_checkpoint_after_the_move(workers: list[str], tmp_
         pytest.param((1, 2, 2), "covers 5 layers", id="a layer left out"),
     ],
 )
-def test_a_plan_that_does_not_do_changes_nothing(
+def test_an_impossible_plan_is_refused(
     workers: list[str], shares: tuple[int, ...], expected: str
 ) -> None:
     plan = plan_of(workers[: len(shares) - 1], shares)
@@ -197,7 +197,7 @@ def test_a_layer_with_a_hook_does_not_leave_the_coordinator(workers: list[str]) 
         train(workers, {2: plan_of(workers, MOVES["to the right"])}, make)
 
 
-def test_a_worker_that_dies_in_the_middle_of_a_move_is_named_and_nothing_is_lost(
+def test_a_worker_that_dies_during_a_move_is_named_and_no_weight_is_lost(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=99, save_on_exception=True)

@@ -31,7 +31,7 @@ def train(module: Any, strategy: Any, moves: dict[int, Plan], **options: Any) ->
 
 
 @pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
-def test_what_does_not_train_is_read_from_its_checkpoint_again(
+def test_frozen_weights_that_move_are_read_from_their_checkpoint_again(
     quantize: bool, workers: list[str], tmp_path: Path
 ) -> None:
     folder = save_tiny("llama", tmp_path)

@@ -80,7 +80,7 @@ def test_losses_over_mutual_tls_are_those_on_loopback(
     assert hosts.worker.received_bytes("direct") > MANY_BYTES
 
 
-def test_the_worker_is_found_by_itself(
+def test_the_worker_is_discovered(
     hosts: Hosts, token_file: Path, on_loopback: TinyModule, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of its two addresses one is in a network of the coordinator's."""

@@ -107,7 +107,7 @@ def test_a_module_shared_inside_one_stage_equals_one_device(allowing: list[str])
 # What is refused.
 
 
-def test_a_worker_that_allowed_nothing_says_what_to_do(workers: list[str]) -> None:
+def test_a_worker_that_allows_no_import_names_the_remedy(workers: list[str]) -> None:
     with pytest.raises(
         StageFailed,
         match=r"The layer class tests\.own_layers\.Block is outside of what this worker may import "
@@ -133,7 +133,7 @@ def test_a_module_shared_across_stages_is_refused_by_name(allowing: list[str]) -
         train(module, pipeline(allowing))
 
 
-def test_an_attribute_that_is_not_plain_is_refused_before_a_process_is_started(
+def test_an_attribute_that_cannot_be_sent_is_refused_before_a_process_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lightning_hetero.coordinator.workers.start_local_workers", pytest.fail)

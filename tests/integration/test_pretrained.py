@@ -81,7 +81,7 @@ def test_packing_on_the_worker_gives_the_same_bits(workers: list[str], tmp_path:
     assert runs[0].losses == runs[1].losses
 
 
-def test_a_checkpoint_that_is_stored_in_four_bits(workers: list[str], tmp_path: Path) -> None:
+def test_a_four_bit_checkpoint_trains_as_on_one_device(workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     whole = build_whole(folder, quantize=True, lora=False)
     whole.save_pretrained(tmp_path / "nf4")
@@ -107,7 +107,7 @@ def test_the_saved_adapter_is_whole(workers: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["all", "trainable"])
-def test_a_lightning_checkpoint_holds_what_trains_and_resumes(
+def test_a_lightning_checkpoint_holds_the_trained_weights_and_resumes(
     workers: list[str], tmp_path: Path, weights: Any
 ) -> None:
     folder = save_tiny("llama", tmp_path)
@@ -171,7 +171,7 @@ def test_a_run_that_trains_all_weights_resumes(workers: list[str], tmp_path: Pat
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-6)
 
 
-def test_what_was_trained_once_is_kept_when_it_is_frozen(
+def test_weights_that_are_frozen_after_training_are_kept(
     workers: list[str], tmp_path: Path
 ) -> None:
     folder = save_tiny("llama", tmp_path)

@@ -198,7 +198,7 @@ class SavingAt(Callback):
 
 
 @pytest.mark.parametrize("weights", ["all", "trainable"])
-def test_what_does_not_train_does_not_travel_for_a_checkpoint(
+def test_frozen_weights_are_not_sent_for_a_checkpoint(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
     saving = SavingAt(tmp_path / "first.ckpt", monkeypatch)
@@ -209,7 +209,7 @@ def test_what_does_not_train_does_not_travel_for_a_checkpoint(
     assert saving.num_bytes == expected > 0
 
 
-def test_only_a_missing_trained_weight_and_an_unknown_one_are_refused(
+def test_loading_refuses_only_missing_trained_weights_and_unknown_names(
     workers: list[str], tmp_path: Path
 ) -> None:
     module = Adapted()
@@ -251,7 +251,7 @@ class Normed(TinyModule):
 
 
 @pytest.mark.filterwarnings("ignore:.*has BatchNorm")
-def test_statistics_of_what_is_frozen_are_kept(workers: list[str], tmp_path: Path) -> None:
+def test_statistics_of_frozen_layers_are_kept(workers: list[str], tmp_path: Path) -> None:
     module = Normed()
     run = trainer(adapters_only(workers, 1, 3, 5), max_steps=2)
     run.fit(module, loader(BATCH_SIZE * 2, BATCH_SIZE))

@@ -227,8 +227,10 @@ class CountedLabelsSkipped(TinyModule):
         assert not outputs
 
 
-def test_a_batch_whose_counted_micro_batches_are_skipped_is_skipped(workers: list[str]) -> None:
-    """What is left has no labels, and its loss is not a number."""
+def test_a_batch_without_labels_in_its_remaining_micro_batches_is_skipped(
+    workers: list[str],
+) -> None:
+    """The labels are all in a micro-batch that is skipped; the loss of the other is NaN."""
     (batch,) = loader(4, 4)
     batch["labels"][:2] = -100
     module, before = CountedLabelsSkipped(), TinyModule().state_dict()

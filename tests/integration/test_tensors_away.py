@@ -60,7 +60,7 @@ REFUSED: dict[str, Callable[[Averaging], object]] = {
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_what_would_have_no_effect_is_refused(way: str, workers: list[str]) -> None:
+def test_an_operation_without_effect_is_refused(way: str, workers: list[str]) -> None:
     with pytest.raises(ModelError, match=r"layer that lives on a worker.*state_dict\(\)`"):
         fit(Averaging(REFUSED[way]), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
 
@@ -79,7 +79,7 @@ GOES_ON: dict[str, Callable[[Averaging], object]] = {
 
 
 @pytest.mark.parametrize("way", GOES_ON)
-def test_what_has_an_effect_equals_one_device(way: str, workers: list[str]) -> None:
+def test_an_operation_with_effect_equals_one_device(way: str, workers: list[str]) -> None:
     expected = fit(Averaging(GOES_ON[way]), data=loader(8, 4))
     strategy = HeteroPipelineStrategy(workers[:1], "even")
     found = fit(Averaging(GOES_ON[way]), strategy, loader(8, 4))
