@@ -19,7 +19,7 @@ from lightning_hetero.transport.token import FILE_VARIABLE
 
 from .forked import CAN_FORK, Process, forked_worker
 
-# A token of whoever runs the tests must not change them; workers inherit this.
+# The user's own token must not change the tests; workers inherit this variable.
 os.environ[FILE_VARIABLE] = ""
 
 # How long an example takes depends on what else the machine does.
@@ -43,10 +43,17 @@ def worker_process(
     by_command: bool = False,
     **environment: str,
 ) -> Iterator[WorkerProcess]:
-    """A worker on a free loopback port; it ends with the block.
+    """A worker on a free loopback port; the end of the block ends it.
 
-    ``before`` is code that its process runs first, and ``prefix`` what goes before its command.
-    With a prefix, or where it must, it is started by its command.
+    Its process is forked if that is possible. It is started by the command if ``by_command`` is
+    true or a ``prefix`` is given.
+
+    Args:
+        options: Options of the command.
+        before: Code that the process runs before the worker.
+        prefix: Words in front of the command, such as a program that limits the memory.
+        by_command: Start the worker by its command.
+        environment: Variables of the process.
     """
     options = ("--listen", "127.0.0.1:0", "--threads", "1", "--device", "cpu", *options)
     environment = {**os.environ, **environment}
@@ -61,7 +68,7 @@ def worker_process(
         for line in said:
             lines.append(line)
             if "listening on" in line:
-                # Somebody has to read on: with a full pipe the worker would wait for ever.
+                # The pipe is read on: a worker blocks when the pipe is full.
                 reader = threading.Thread(target=said.read, daemon=True)
                 reader.start()
                 yield WorkerProcess(line.split("listening on ")[1].split(",")[0], process)
@@ -91,7 +98,7 @@ def _commanded(
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a test measures stays with the tests."""
+    """A cache folder of this session, so that tests leave the user's profiles alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -99,7 +106,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Sums come in the same order everywhere, and two cores are enough for all processes."""
+    """One thread adds in the same order in every process, and leaves cores to the others."""
     torch.set_num_threads(1)
 
 
@@ -112,6 +119,6 @@ def worker_processes() -> Iterator[list[WorkerProcess]]:
 
 @pytest.fixture
 def workers(worker_processes: list[WorkerProcess]) -> list[str]:
-    """Their addresses; all of them must be alive."""
+    """The addresses of the shared workers, which must all be alive."""
     assert all(worker.process.poll() is None for worker in worker_processes)
     return [worker.address for worker in worker_processes]

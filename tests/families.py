@@ -1,17 +1,28 @@
-"""Tiny models with random weights, one for each family of decoders that the package speaks of."""
+"""Tiny models with random weights, one for each family of decoders, and their training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
+import pytest
 import torch
 import transformers as hf
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from .models import VOCABULARY
+from lightning_hetero import Plan
+
+from .equality import TOLERANCE, assert_close
+from .models import VOCABULARY, fit, loader
+from .plans import plan_of
 
 NUM_LAYERS = 4
+BATCH_SIZE = 6
+NUM_STEPS = 5
+NUM_MICROBATCHES = 3
+FLOOR = 1e-2
 # Gemma and Mistral alternate or limit their windows below the tests' sequence length.
 WINDOW = 4
 SIZES: dict[str, Any] = {
@@ -79,7 +90,7 @@ MIXTURES = ("mixtral", "qwen3_moe")
 def tiny_model(family: str, **options: Any) -> PreTrainedModel:
     """The family's model, with the same random weights at every call.
 
-    They are larger than usual, so that every part of a layer has a say in the loss.
+    The weights are larger than usual, so that every part of a layer affects the loss.
     """
     torch.manual_seed(0)
     config = CONFIGS[family]()
@@ -91,3 +102,76 @@ def tiny_model(family: str, **options: Any) -> PreTrainedModel:
             if parameter.ndim > 1:
                 parameter.normal_(std=0.2)
     return model
+
+
+class FamilyModule(pl.LightningModule):
+    """Trains all parameters that require a gradient; ``gradients`` are those of the first step.
+
+    The first momentum is the gradient, so the optimizer's state shows also those of workers.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.losses: list[float] = []
+        self.gradients: dict[str, Tensor] = {}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if batch_idx == 0:
+            state = self.trainer.optimizers[0].state_dict()["state"]
+            names = [name for name, p in self.named_parameters() if p.requires_grad]
+            self.gradients = {
+                names[index]: entry["momentum_buffer"].clone()
+                for index, entry in state.items()
+                if entry.get("momentum_buffer") is not None
+            }
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trainable, lr=0.05, momentum=0.9)
+
+
+def plan_over(workers: Sequence[str], micro_batches: int = NUM_MICROBATCHES) -> Plan:
+    """One layer on the coordinator, one on the first worker, the others on the second."""
+    return plan_of(workers, (1, 1, NUM_LAYERS - 2), micro_batches)
+
+
+def fit_family(model: PreTrainedModel, strategy: Any = "auto", padded: bool = True) -> FamilyModule:
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded)
+    return fit(FamilyModule(model), strategy, data)
+
+
+def fit_by_hand(model: PreTrainedModel) -> FamilyModule:
+    """Train on one device over the same micro-batches.
+
+    The reference for losses that are not a mean over the samples.
+    """
+    module = FamilyModule(model)
+    optimizer = module.configure_optimizers()
+    for step, batch in enumerate(loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE)):
+        optimizer.zero_grad()
+        losses = []
+        for start in range(0, BATCH_SIZE, BATCH_SIZE // NUM_MICROBATCHES):
+            end = start + BATCH_SIZE // NUM_MICROBATCHES
+            piece = {name: tensor[start:end] for name, tensor in batch.items()}
+            loss = model(**piece).loss / NUM_MICROBATCHES
+            loss.backward()
+            losses.append(float(loss.detach()))
+        if step == 0:
+            module.gradients = {
+                name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+            }
+        optimizer.step()
+        module.losses.append(sum(losses))
+    return module
+
+
+def assert_equal_runs(found: FamilyModule, expected: FamilyModule) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert_close(found.gradients, expected.gradients, FLOOR)
+    assert_close(found.state_dict(), expected.state_dict(), FLOOR)

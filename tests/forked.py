@@ -1,5 +1,7 @@
-"""Workers forked from a process that has imported everything already: starting one by its command
-takes seconds of a core."""
+"""Workers forked from a process that has already imported everything.
+
+A worker that is started by its command spends seconds of a core on its imports.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from typing import IO, Protocol
 
 from lightning_hetero import cli
 
-# Elsewhere libraries of the system do not stand forking.
+# On other systems some libraries do not survive a fork.
 CAN_FORK = sys.platform == "linux"
+# What a worker imports when it gets its first layers: their class, adapters, four bits.
+NEEDED_BY_LAYERS = ("transformers.models.llama.modeling_llama", "peft", "bitsandbytes")
 
 
 class Process(Protocol):
-    """What tests want of a worker's process; `subprocess.Popen` has it too."""
+    """What tests need of a worker's process: the part of `subprocess.Popen` that `Forked` has."""
 
     @property
     def pid(self) -> int: ...
@@ -33,7 +37,7 @@ class Process(Protocol):
 
 
 class Forked:
-    """A process of multiprocessing, with the words of `subprocess`."""
+    """A process of `multiprocessing` with the interface of `subprocess.Popen`."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
@@ -59,19 +63,19 @@ class Forked:
 def forked_worker(
     options: Sequence[str], before: str, environment: Mapping[str, str]
 ) -> Iterator[tuple[Forked, IO[str]]]:
-    """`lightning-hetero worker` with these options, and what it says; it ends with the block."""
+    """Run `lightning-hetero worker` with these options; yield its process and its log lines.
+
+    The end of the block ends the process.
+    """
     context = multiprocessing.get_context("forkserver")
-    # The layers' classes too, which a worker imports when it gets its first layers.
-    context.set_forkserver_preload(
-        ["lightning_hetero.cli", "transformers.models.llama.modeling_llama"]
-    )
+    context.set_forkserver_preload(["lightning_hetero.cli", *NEEDED_BY_LAYERS])
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = context.Process(
         target=_serve, args=(theirs, list(options), before, dict(environment)), daemon=True
     )
     process.start()
     theirs.close()
-    # Not closed here: somebody may still be reading the last of it.
+    # Left open: a thread may still read the last lines.
     said = open(os.dup(ours.fileno()), encoding="utf-8")  # noqa: SIM115
     ours.close()
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -101,3 +103,30 @@ def trainer(strategy: Any = "auto", **options: Any) -> pl.Trainer:
         "num_sanity_val_steps": 0,
     }
     return pl.Trainer(strategy=strategy, **{**quiet, **options})
+
+
+Module = TypeVar("Module", bound=pl.LightningModule)
+
+
+def fit(
+    module: Module,
+    strategy: Any = "auto",
+    data: Any = None,
+    validation: Any = None,
+    ckpt_path: str | Path | None = None,
+    **options: Any,
+) -> Module:
+    """Train the module, by default for one epoch of three batches, and return it.
+
+    The options are those of the Trainer.
+    """
+    run = trainer(strategy, **{"max_epochs": 1, **options})
+    data = loader(36, 12) if data is None else data
+    run.fit(module, data, validation, ckpt_path=ckpt_path)
+    return module
+
+
+def scaled_precision(init_scale: float = 2.0**12) -> MixedPrecision:
+    """'16-mixed' on a CPU, where Lightning gives no such plugin by itself."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
+    return MixedPrecision("16-mixed", "cpu", scaler)

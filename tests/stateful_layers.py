@@ -32,7 +32,7 @@ class Running(nn.Module):
 
 
 class Keeping(nn.Module):
-    """A linear layer; what it keeps between forwards, others say."""
+    """A linear layer; subclasses say what it keeps between forwards."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def test_rates() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bound_of_fill_and_drain_is_what_the_rule_reaches(case: object) -> None:
+def test_the_rule_reaches_the_bound_of_fill_and_drain(case: object) -> None:
     """Two ways to the same number: a formula, and the planner's simulation of the rule."""
     stages = stage_times(case, unit_seconds=1.0)
     assert bound_seconds(stages, 32) == pytest.approx(predicted_seconds(case, stages, 32, 8))

@@ -128,7 +128,7 @@ def test_a_stage_knows_its_layers_its_worker_and_its_place() -> None:
         ([HERE, THERE], 3, 3),
     ],
 )
-def test_micro_batches_in_flight_are_bounded_by_the_number_of_stages_unless_said(
+def test_by_default_the_number_of_stages_bounds_the_micro_batches_in_flight(
     stages: list[StagePlan], in_flight: int | None, expected: int
 ) -> None:
     assert Plan(stages, in_flight=in_flight).max_in_flight == expected
@@ -158,7 +158,7 @@ def test_half_more_may_have_begun_where_only_token_ids_go_out(
         ),
     ],
 )
-def test_a_file_that_is_no_plan_is_refused_by_name_and_reason(
+def test_a_file_without_a_plan_is_refused_with_its_name_and_the_reason(
     tmp_path: Path, text: str | bytes, fragments: list[str]
 ) -> None:
     path = written(tmp_path, text)
@@ -304,7 +304,7 @@ def test_the_narrower_wish_of_two_neighbors_holds_at_their_boundary() -> None:
     assert plan.stage_narrowings == [Narrowing("int8", "int8"), Narrowing("int8", "int8")]
 
 
-def test_by_default_nothing_is_narrowed() -> None:
+def test_by_default_no_boundary_is_narrowed() -> None:
     plan = Plan([StagePlan(["a"], (0, 2)), StagePlan(["b"], (2, 3))])
     assert plan.narrowings == [Narrowing()] * 3
 

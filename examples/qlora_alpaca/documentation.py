@@ -62,7 +62,7 @@ class Documented:
 
 def read_documentation() -> list[Documented]:
     """Return everything documented in the modules that are installed as source."""
-    return [thing for name, tree in _modules() for thing in _walk(tree, name, "module")]
+    return [thing for name, tree in _modules() for thing in walk(tree, name, "module")]
 
 
 def halve(things: Iterable[Documented]) -> tuple[list[Documented], list[Documented]]:
@@ -93,7 +93,7 @@ def _parse(path: Path) -> ast.Module:
         return ast.Module(body=[], type_ignores=[])
 
 
-def _walk(node: Node, name: str, kind: str) -> Iterator[Documented]:
+def walk(node: Node, name: str, kind: str) -> Iterator[Documented]:
     """Yield this node, if it is documented, and the definitions inside it."""
     docstring = ast.get_docstring(node)
     if docstring:
@@ -102,10 +102,10 @@ def _walk(node: Node, name: str, kind: str) -> Iterator[Documented]:
         return
     for child in node.body:
         if isinstance(child, ast.ClassDef):
-            yield from _walk(child, f"{name}.{child.name}", "class")
+            yield from walk(child, f"{name}.{child.name}", "class")
         elif isinstance(child, Function):
             inner_kind = "function" if isinstance(node, ast.Module) else "method"
-            yield from _walk(child, f"{name}.{child.name}", inner_kind)
+            yield from walk(child, f"{name}.{child.name}", inner_kind)
 
 
 def _documented(node: Node, name: str, kind: str, docstring: str) -> Documented:

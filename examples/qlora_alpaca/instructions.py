@@ -40,7 +40,7 @@ def make_pairs(things: Iterable[Documented]) -> list[Row]:
     for thing in sorted(things, key=lambda thing: thing.name):
         sentence = first_sentence(thing.opening)
         if sentence and thing.is_public and len(thing.written) <= MAX_SIGNATURE_CHARACTERS:
-            rows.setdefault(sentence, _choose(list(_rows(thing, sentence)), thing.name))
+            rows.setdefault(sentence, _choose(list(rows_about(thing, sentence)), thing.name))
     return list(rows.values())
 
 
@@ -57,7 +57,7 @@ def _choose(rows: Sequence[Row], name: str) -> Row:
     return rows[zlib.crc32(name.encode()) // 2 % len(rows)]
 
 
-def _rows(thing: Documented, sentence: str) -> Iterator[Row]:
+def rows_about(thing: Documented, sentence: str) -> Iterator[Row]:
     """Yield every question that the documentation of a thing answers."""
     yield _row(DESCRIBE[thing.kind], thing.written, sentence)
     yield _row(

@@ -53,7 +53,7 @@ class ModelChoice:
 
 def load_here(choice: ModelChoice, device: torch.device) -> PeftModel:
     """Load the whole model on this device, with a new adapter."""
-    return get_peft_model(_load_base(choice, device), choice.lora_config).train()
+    return get_peft_model(load_base(choice, device), choice.lora_config).train()
 
 
 def load_hollow(choice: ModelChoice) -> PeftModel:
@@ -71,10 +71,11 @@ def load_hollow(choice: ModelChoice) -> PeftModel:
 
 def load_trained(choice: ModelChoice, adapter: Path, device: torch.device) -> PeftModel:
     """Load the base model anew, with a saved adapter."""
-    return PeftModel.from_pretrained(_load_base(choice, device), str(adapter)).eval()
+    return PeftModel.from_pretrained(load_base(choice, device), str(adapter)).eval()
 
 
-def _load_base(choice: ModelChoice, device: torch.device) -> PreTrainedModel:
+def load_base(choice: ModelChoice, device: torch.device) -> PreTrainedModel:
+    """Load the model without adapters, in 4 bits if the choice asks for it."""
     quantization_config = choice.quantization_config
     # An argument of None would override the configuration that a quantised checkpoint has.
     options = {"quantization_config": quantization_config} if quantization_config else {}

@@ -16,14 +16,7 @@ from lightning_hetero.transport.token import FILE_VARIABLE, Token, read_token_fi
 from lightning_hetero.worker.worker import Worker
 
 from ..planner.profiles import device, profile
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
-    """What the command exits with."""
-    monkeypatch.setattr("sys.argv", ["lightning-hetero", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return ended.value.code
+from .command import run
 
 
 def test_help_lists_the_commands(

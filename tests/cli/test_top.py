@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from io import StringIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -10,11 +11,12 @@ from rich.console import Console
 from lightning_hetero import HeteroPipelineStrategy, cli
 from lightning_hetero.cli.top import table
 from lightning_hetero.discovery.status import Sighting, seen_again
+from lightning_hetero.errors import WorkerUnreachable
 
 from ..conftest import worker_process
-from ..discovery.test_status import answer
+from ..discovery.answers import answer
 from ..models import TinyModule, loader, trainer
-from .test_cli import run
+from .command import run
 
 
 @pytest.fixture(autouse=True)
@@ -87,11 +89,12 @@ def test_it_goes_on_until_it_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: list[str]
 ) -> None:
     """Three looks: the worker is there, gone, and there again."""
-    seen = [answer(1.0, 1.0, 2.0, sent=10**6), "No worker answers.", answer(3.0, 1.0, 2.0)]
-    monkeypatch.setattr("lightning_hetero.cli.top._ask", lambda *_: seen.pop(0))
+    gone = WorkerUnreachable("No worker answers.")
+    seen = Mock(side_effect=[answer(1.0, 1.0, 2.0, sent=10**6), gone, answer(3.0, 1.0, 2.0)])
+    monkeypatch.setattr("lightning_hetero.cli.top.ask_status", seen)
 
     def sleep(_: float) -> None:
-        if not seen:
+        if seen.call_count == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_hetero.cli.top.time.sleep", sleep)

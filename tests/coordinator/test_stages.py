@@ -20,14 +20,12 @@ from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import StageFailed, WorkerError, WorkerLost
 from lightning_hetero.model.four_bit import State
-from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents, named_tensors
 from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.deadlines import Deadlines
@@ -36,8 +34,7 @@ from lightning_hetero.worker.optimizer import TrainedSide
 
 from ..models import tiny_llama
 from ..transport.pairs import worker_thread
-
-NUM_LAYERS = 4
+from .decoder import NUM_LAYERS, run_here, surroundings
 
 
 @pytest.fixture
@@ -106,21 +103,6 @@ def test_a_worker_that_lacks_something_is_refused_before_anything_is_sent(
         expected = r"stage 1 on strix .* cannot hold its layers.* not compute in float32.*`dtype`"
         with pytest.raises(WorkerError, match=expected):
             list(made.layers.deploy([stage]))
-
-
-def surroundings(grad_enabled: bool = True) -> Surroundings:
-    rope = (torch.ones(1, 5, 8), torch.zeros(1, 5, 8))
-    calls = [
-        LayerCall(i, True, (), {"position_embeddings": rope, "attention_mask": None})
-        for i in range(NUM_LAYERS)
-    ]
-    return Surroundings(grad_enabled, None, calls)
-
-
-def run_here(layers: dict[int, nn.Module], hidden: Tensor) -> Tensor:
-    for call in surroundings().calls:
-        hidden = layers[call.layer_index](hidden, **call.kwargs)
-    return hidden
 
 
 def test_weights_arrive_and_come_back(

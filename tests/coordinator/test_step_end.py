@@ -15,7 +15,7 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.channel import Channel
 
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader
 from ..transport.pairs import worker_thread
 
 NUM_STEPS = 3
@@ -49,7 +49,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def fit(**options: Any) -> None:
+def train(**options: Any) -> None:
     with ExitStack() as stack:
         addresses = [str(stack.enter_context(worker_thread())) for _ in range(2)]
         layers = [StagePlan(["coordinator"], (0, 1))]
@@ -59,7 +59,7 @@ def fit(**options: Any) -> None:
             addresses, Plan(layers, NUM_MICROBATCHES), check_first_batch="off"
         )
         data = loader(4 * NUM_STEPS, 4)
-        trainer(strategy, max_epochs=1, **options).fit(TinyModule(), data)
+        fit(TinyModule(), strategy, data, **options)
 
 
 def step_ends(events: list[str]) -> list[list[str]]:
@@ -73,7 +73,7 @@ def step_ends(events: list[str]) -> list[list[str]]:
 
 
 def test_without_clipping_nothing_is_waited_for(events: list[str]) -> None:
-    fit()
+    train()
     ends = step_ends(events)
     assert ends == [["says ApplyOptimizer"] * 2] * (NUM_STEPS - 1)
     steps = events[events.index("says BeginStep") : -1 - events[::-1].index("says ApplyOptimizer")]
@@ -83,13 +83,13 @@ def test_without_clipping_nothing_is_waited_for(events: list[str]) -> None:
 
 
 def test_clipping_by_norm_is_one_question_to_all(events: list[str]) -> None:
-    fit(gradient_clip_val=1e-3)
+    train(gradient_clip_val=1e-3)
     expected = ["says MeasureNorms"] * 2 + ["waited for Norms"] * 2
     expected += ["says ClipGradients"] * 2 + ["says ApplyOptimizer"] * 2
     assert step_ends(events) == [expected] * (NUM_STEPS - 1)
 
 
 def test_clipping_by_value_is_no_question(events: list[str]) -> None:
-    fit(gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+    train(gradient_clip_val=1e-3, gradient_clip_algorithm="value")
     expected = ["says ClipGradients"] * 2 + ["says ApplyOptimizer"] * 2
     assert step_ends(events) == [expected] * (NUM_STEPS - 1)

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from lightning_hetero.discovery.status import Sighting, WorkerStatus, ask_status, seen_again
+from lightning_hetero.discovery.status import Sighting, ask_status, seen_again
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import coordinator_session
@@ -18,6 +18,7 @@ from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
 
 from ..transport.pairs import QUICK, worker_thread
+from .answers import answer
 
 
 def test_a_free_worker_tells_its_state_and_equipment() -> None:
@@ -81,14 +82,6 @@ def test_an_absent_worker_is_named_by_its_address() -> None:
         port = listener.getsockname()[1]
     with pytest.raises(WorkerUnreachable, match=f"No worker answers at 127.0.0.1:{port}"):
         ask_status(Address("127.0.0.1", port), QUICK, Identity())
-
-
-def answer(
-    moment: float, busy: float, training: float, run: str = "a", sent: int = 0
-) -> WorkerStatus:
-    links = [m.LinkStatus("coordinator", sent, 2 * sent)]
-    stage = m.StageStatus(run, "127.0.0.1:5", 1, 0, 2, 3, training, busy, links)
-    return WorkerStatus(m.Equipment(), m.Status(moment, 2**20, stage))
 
 
 def test_the_first_look_averages_over_the_run_and_the_next_over_the_time_between() -> None:

@@ -12,8 +12,7 @@ from lightning_hetero.doctor.checks import CHECKS
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token, write_token_file
 
-from ..transport.pairs import worker_thread
-from ..transport.test_handshake import closed_address
+from ..transport.pairs import closed_address, worker_thread
 
 
 def doctor(

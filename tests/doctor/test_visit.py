@@ -24,9 +24,8 @@ from lightning_hetero.transport.tls import Credentials, _load_certificate, utc_n
 from lightning_hetero.transport.token import Authority, Token
 
 from ..planner.profiles import device, profile
-from ..transport.pairs import PATIENCE_SECONDS, QUICK, worker_thread
-from ..transport.test_handshake import closed_address
-from ..transport.test_tls import OURS, THEIRS, TOKEN, at
+from ..transport.credentials import OURS, THEIRS, TOKEN, at
+from ..transport.pairs import PATIENCE_SECONDS, QUICK, closed_address, worker_thread
 
 Answer = Callable[[socket.socket], None]
 

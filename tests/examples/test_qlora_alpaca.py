@@ -62,7 +62,7 @@ def tokenizer(miniature: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(miniature)
 
 
-def test_the_template_names_the_input_only_where_there_is_one(example: SimpleNamespace) -> None:
+def test_the_template_names_the_input_only_if_there_is_one(example: SimpleNamespace) -> None:
     assert example.data.Pair("Add.", "1, 2", "3").prompt == (
         "Below is an instruction that describes a task, paired with an input that provides "
         "further context. Write a response that appropriately completes the request.\n\n"
@@ -169,7 +169,7 @@ def test_the_input_may_be_left_out(example: SimpleNamespace, tmp_path: Path) -> 
     assert example.data.load_pairs(str(path)) == [example.data.Pair("Greet.", "", "Hello.")]
 
 
-def test_the_instructions_are_many_distinct_and_not_about_what_was_read(
+def test_the_instructions_are_distinct_and_about_other_modules_than_the_corpus(
     example: SimpleNamespace, tmp_path: Path
 ) -> None:
     to_read, to_ask_about = example.documentation.halve(example.documentation.read_documentation())
@@ -191,8 +191,8 @@ def test_the_instructions_are_many_distinct_and_not_about_what_was_read(
 
 def test_every_question_is_answered_by_the_documentation(example: SimpleNamespace) -> None:
     source = 'class Box:\n def put(self, thing, /, *rest, at=0, **how):\n  "Put it in. Now."'
-    (put,) = example.documentation._walk(ast.parse(source), "boxes", "module")
-    answers = {row["output"] for row in example.instructions._rows(put, "Put it in.")}
+    (put,) = example.documentation.walk(ast.parse(source), "boxes", "module")
+    answers = {row["output"] for row in example.instructions.rows_about(put, "Put it in.")}
     assert answers == {
         "Put it in.",
         "boxes.Box.put",
@@ -246,7 +246,7 @@ def test_a_checkpoint_in_4_bits_keeps_its_own_quantisation(
     example: SimpleNamespace, miniature: Path, tmp_path: Path
 ) -> None:
     choice = example.loading.ModelChoice(str(miniature))
-    example.loading._load_base(choice, torch.device("cpu")).save_pretrained(tmp_path)
+    example.loading.load_base(choice, torch.device("cpu")).save_pretrained(tmp_path)
 
     quantized = example.loading.ModelChoice(str(tmp_path))
     assert choice.quantization_config is not None

@@ -16,11 +16,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from ..conftest import WorkerProcess, worker_process
+from ..local_workers import local_workers
 from ..models import TinyModule, loader, trainer
 from .namespace import HERE, Cable, cable
 from .scene import FAULTS, PLACES, Outcome, Scene, Victim, Watcher, be_quiet
@@ -118,17 +120,17 @@ def try_slow(report: Report) -> None:
 def try_frozen_local(report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene(Path(folder))
-        strategy, processes = scene.strategy(2), []
+        processes: list[psutil.Process] = []
 
         def freeze() -> None:
-            processes.extend(worker.process for worker in strategy._fleet._local)
+            processes.extend(local_workers())
             FAULTS["SIGSTOP"].strike(Victim(WorkerProcess("", processes[0]), None))  # type: ignore[arg-type]
 
-        outcome = scene.run_with_fault(strategy, Watcher(freeze, PLACES["backward"]))
+        outcome = scene.run_with_fault(scene.strategy(2), Watcher(freeze, PLACES["backward"]))
         seconds = outcome.seconds
         outcome.seconds -= scene.deadlines.stop_seconds  # until the process is killed
         wrong = check(outcome, "backward", "stage 1 on local-1", FAULTS["SIGSTOP"].says)
-        if any(process.returncode is None for process in processes):
+        if any(process.is_running() for process in processes):
             wrong.append("a process is left")
     row = ["SIGSTOP, local", "backward", f"{seconds:.1f} s", outcome.sentence, "of step 1", "-"]
     report.add(row, wrong)

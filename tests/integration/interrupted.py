@@ -1,8 +1,8 @@
 """A training script that a test interrupts, with a folder and workers for its arguments.
 
-It trains on one device and then over workers. Inside the second batch of each run, while Lightning
-shuts it down, and when the first one has ended, it says so and goes on with the next line of its
-standard input.
+It trains on one device and then over workers. It prints a line inside the second batch of each run,
+while Lightning shuts the run down, and when the first run has ended. After each line it waits for a
+line of its standard input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hetero import HeteroPipelineStrategy
 
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader
 
 
 def say(text: str) -> None:
@@ -28,15 +28,14 @@ def say(text: str) -> None:
 
 
 class ShuttingDown(Callback):
-    """Waits where Lightning ignores a second Ctrl-C; before it and after it a signal would end
-    something else."""
+    """Waits while Lightning shuts the run down and ignores a second Ctrl-C."""
 
     def on_exception(self, *_: Any) -> None:
         say("shutting down")
 
 
 class Waiting(TinyModule):
-    """Waits in its second batch; over workers they are then busy with the first micro-batch."""
+    """Waits in its second batch, while workers are busy with the first micro-batch."""
 
     def __init__(self, num_calls: int) -> None:
         super().__init__()
@@ -49,11 +48,10 @@ class Waiting(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
-def fit(strategy: Any, folder: str, num_calls: int) -> None:
+def train(strategy: Any, folder: str, num_calls: int) -> None:
     checkpoint = ModelCheckpoint(folder, filename="interrupted", save_on_exception=True)
-    callbacks = [ShuttingDown(), checkpoint]
-    run = trainer(strategy, max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
-    run.fit(Waiting(num_calls), loader(60, 12))
+    options: dict[str, Any] = {"callbacks": [ShuttingDown(), checkpoint]}
+    fit(Waiting(num_calls), strategy, loader(60, 12), enable_checkpointing=True, **options)
 
 
 def main(folder: str, *workers: str) -> None:
@@ -61,12 +59,12 @@ def main(folder: str, *workers: str) -> None:
     # A shell's background job inherits that SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        fit("auto", f"{folder}/plain", num_calls=1)
+        train("auto", f"{folder}/plain", num_calls=1)
     except SystemExit as end:
         say(f"ended {end.code or 0}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     strategy = HeteroPipelineStrategy(list(workers), "even", micro_batches=3)
-    fit(strategy, f"{folder}/cut", num_calls=2)
+    train(strategy, f"{folder}/cut", num_calls=2)
 
 
 if __name__ == "__main__":

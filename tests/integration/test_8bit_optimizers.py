@@ -10,10 +10,11 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import Plan
 
 from ..models import TinyModule, loader, trainer
-from .test_moving_layers import Moves, plan_of
+from ..plans import plan_of, strategy_of
+from .moves import Moves
 
 BATCH_SIZE = 8
 
@@ -25,19 +26,12 @@ class EightBitModule(TinyModule):
         return bnb.optim.AdamW8bit(self.parameters(), lr=1e-3, min_8bit_size=16)
 
 
-def strategy(workers: list[str], cut: int = 3) -> HeteroPipelineStrategy:
-    stages = [
-        StagePlan(["coordinator"], (0, 1)),
-        StagePlan([workers[0]], (1, cut)),
-        StagePlan([workers[1]], (cut, 5)),
-    ]
-    return HeteroPipelineStrategy(workers[:2], Plan(stages, micro_batches=4))
-
-
 def test_training_is_that_of_one_device(workers: list[str]) -> None:
     expected, found = EightBitModule(), EightBitModule()
     trainer("auto", max_epochs=1).fit(expected, loader(5 * BATCH_SIZE, BATCH_SIZE))
-    trainer(strategy(workers), max_epochs=1).fit(found, loader(5 * BATCH_SIZE, BATCH_SIZE))
+    trainer(strategy_of(workers, micro_batches=4), max_epochs=1).fit(
+        found, loader(5 * BATCH_SIZE, BATCH_SIZE)
+    )
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert found.losses[0] != found.losses[-1]
 
@@ -46,9 +40,14 @@ def test_the_state_is_eight_bits_and_resumes_under_another_split(
     workers: list[str], tmp_path: Path
 ) -> None:
     whole = EightBitModule()
-    trainer(strategy(workers), max_epochs=2).fit(whole, loader(2 * BATCH_SIZE, BATCH_SIZE))
+    trainer(strategy_of(workers, micro_batches=4), max_epochs=2).fit(
+        whole, loader(2 * BATCH_SIZE, BATCH_SIZE)
+    )
     run = trainer(
-        strategy(workers), max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path
+        strategy_of(workers, micro_batches=4),
+        max_epochs=1,
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
     )
     run.fit(EightBitModule(), loader(2 * BATCH_SIZE, BATCH_SIZE))
     path = run.checkpoint_callback.best_model_path  # type: ignore[union-attr]
@@ -56,7 +55,7 @@ def test_the_state_is_eight_bits_and_resumes_under_another_split(
     states = [entry["__bnb_optimizer_quant_state__"] for entry in optimizer["state"].values()]
     assert len(states) == len(list(whole.parameters()))
     assert {state["state1"].dtype for state in states} == {torch.uint8}
-    for again in (strategy(workers, cut=4), "auto"):
+    for again in (strategy_of(workers, (1, 3, 1), 4), "auto"):
         resumed = EightBitModule()
         trainer(again, max_epochs=2).fit(
             resumed, loader(2 * BATCH_SIZE, BATCH_SIZE), ckpt_path=path
@@ -67,7 +66,7 @@ def test_the_state_is_eight_bits_and_resumes_under_another_split(
 def test_the_state_moves_with_its_layers(workers: list[str]) -> None:
     def run(moves: dict[int, Plan]) -> list[float]:
         module = EightBitModule()
-        end = trainer(strategy(workers), max_epochs=1, callbacks=[Moves(moves)])
+        end = trainer(strategy_of(workers, micro_batches=4), max_epochs=1, callbacks=[Moves(moves)])
         end.fit(module, loader(6 * BATCH_SIZE, BATCH_SIZE))
         return module.losses
 

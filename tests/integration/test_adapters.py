@@ -19,33 +19,29 @@ from peft import (
     get_peft_model,
     inject_adapter_in_model,
 )
-from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
 
-from ..families import tiny_model
-from ..models import loader, trainer
-from .test_families import BATCH_SIZE, FamilyModule, assert_equal_runs, in_four_bits, plan_over
+from ..families import BATCH_SIZE, FamilyModule, assert_equal_runs, plan_over, tiny_model
+from ..models import fit, loader
+from ..qlora import in_four_bits
 
 ATTENTION = ["q_proj", "v_proj"]
 
 
-def fit(model: nn.Module, workers: list[str] | None, **options: Any) -> FamilyModule:
+def train(model: Any, workers: list[str] | None, module: Any = None) -> FamilyModule:
     """Two steps, by Lightning alone where there are no workers."""
     strategy: Any = "auto"
     if workers is not None:
         strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    module = options.pop("module", None) or FamilyModule(model)  # type: ignore[arg-type]
-    trainer(strategy, max_steps=2, max_epochs=1, **options).fit(
-        module, loader(BATCH_SIZE * 2, BATCH_SIZE, padded=True)
-    )
-    return module
+    data = loader(BATCH_SIZE * 2, BATCH_SIZE, padded=True)
+    return fit(module or FamilyModule(model), strategy, data)
 
 
 def shaken(model: Any) -> Any:
-    """The model with adapters whose every part has a say in the loss from the start."""
+    """Change the adapters at random, so that each of their parts affects the first loss."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -89,7 +85,7 @@ def test_every_kind_of_adapter_equals_one_device(name: str, workers: list[str]) 
         torch.manual_seed(1)
         return shaken(get_peft_model(tiny_model("qwen2"), CONFIGS[name]()))
 
-    assert_equal_runs(fit(model(), workers), fit(model(), None))
+    assert_equal_runs(train(model(), workers), train(model(), None))
 
 
 @pytest.mark.parametrize("name", ["rslora", "dora", "all-linear", "ia3"])
@@ -99,7 +95,7 @@ def test_every_kind_of_adapter_on_four_bits(name: str, workers: list[str], tmp_p
         torch.manual_seed(1)
         return shaken(get_peft_model(quantized, CONFIGS[name]()))
 
-    assert_equal_runs(fit(model(), workers), fit(model(), None))
+    assert_equal_runs(train(model(), workers), train(model(), None))
 
 
 def two_adapters(active: str) -> PeftModel:
@@ -128,13 +124,13 @@ def added() -> PreTrainedModel:
     ids=["first of two", "second of two", "injected", "add_adapter"],
 )
 def test_however_adapters_came_into_the_model(build: Any, workers: list[str]) -> None:
-    assert_equal_runs(fit(build(), workers), fit(build(), None))
+    assert_equal_runs(train(build(), workers), train(build(), None))
 
 
 def test_dropout_in_an_adapter_trains(workers: list[str]) -> None:
     model = shaken(get_peft_model(tiny_model("llama"), lora(lora_dropout=0.3)))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    fit(model, workers)
+    train(model, workers)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if "lora_" in name}
 
@@ -143,17 +139,17 @@ def test_merged_adapters_are_refused(workers: list[str]) -> None:
     model = get_peft_model(tiny_model("llama"), lora())
     model.merge_adapter()
     with pytest.raises(ModelError, match="unmerge_adapter"):
-        fit(model, workers)
+        train(model, workers)
 
 
 def test_adapters_that_change_while_training_are_refused(workers: list[str]) -> None:
     config = AdaLoraConfig(total_step=10, target_modules=ATTENTION, task_type="CAUSAL_LM")
     with pytest.raises(ModelError, match="'ADALORA' cannot live on workers; use one of"):
-        fit(get_peft_model(tiny_model("llama"), config), workers)
+        train(get_peft_model(tiny_model("llama"), config), workers)
 
 
 class DisablesInStep(FamilyModule):
-    """As preference losses do, for the answers of the model before training."""
+    """Disables the adapters for a part of the step, as preference losses do."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with self.model.disable_adapter():
@@ -164,7 +160,7 @@ class DisablesInStep(FamilyModule):
 def test_switching_adapters_off_for_a_forward_is_refused(workers: list[str]) -> None:
     model = shaken(get_peft_model(tiny_model("llama"), lora()))
     with pytest.raises(ModelError, match="switched, scaled or merged .* `disable_adapter"):
-        fit(model, workers, module=DisablesInStep(model))
+        train(model, workers, module=DisablesInStep(model))
 
 
 def test_a_scale_set_by_hand_goes_with_the_layer(workers: list[str]) -> None:
@@ -175,7 +171,7 @@ def test_a_scale_set_by_hand_goes_with_the_layer(workers: list[str]) -> None:
                 module.set_scale("default", 3.0)
         return made
 
-    assert_equal_runs(fit(model(), workers), fit(model(), None))
+    assert_equal_runs(train(model(), workers), train(model(), None))
 
 
 def test_adapters_that_are_switched_off_stay_so(workers: list[str]) -> None:
@@ -187,7 +183,7 @@ def test_adapters_that_are_switched_off_stay_so(workers: list[str]) -> None:
         made.base_model.model.model.norm.weight.requires_grad_(True)
         return made
 
-    assert_equal_runs(fit(model(), workers), fit(model(), None))
+    assert_equal_runs(train(model(), workers), train(model(), None))
 
 
 class FreezesLate(FamilyModule):
@@ -197,14 +193,14 @@ class FreezesLate(FamilyModule):
         return super().configure_optimizers()
 
 
-def test_what_is_frozen_when_layers_are_away_stays_as_it_is(workers: list[str]) -> None:
+def test_freezing_during_the_run_equals_one_device(workers: list[str]) -> None:
     models = [get_peft_model(tiny_model("llama"), lora()) for _ in range(2)]
-    found = fit(models[0], workers, module=FreezesLate(models[0]))
-    assert_equal_runs(found, fit(models[1], None, module=FreezesLate(models[1])))
+    found = train(models[0], workers, module=FreezesLate(models[0]))
+    assert_equal_runs(found, train(models[1], None, module=FreezesLate(models[1])))
 
 
 class ChangesAtTheEnd(FamilyModule):
-    """Does something with the adapters when training is over, and the layers still away."""
+    """Changes the adapters after training, while the layers are still on workers."""
 
     def __init__(self, model: Any, change: Callable[[Any], Any]) -> None:
         super().__init__(model)
@@ -215,8 +211,8 @@ class ChangesAtTheEnd(FamilyModule):
 
 
 def assert_layers_are_trained(found: FamilyModule) -> None:
-    """Whatever else happened, what the workers trained came back."""
-    expected = fit(shaken(get_peft_model(tiny_model("llama"), lora())), None)
+    """The weights that the workers trained came back."""
+    expected = train(shaken(get_peft_model(tiny_model("llama"), lora())), None)
     parameters = dict(found.named_parameters())
     for name, parameter in expected.named_parameters():
         if any(f".layers.{number}." in name for number in (1, 2, 3)):
@@ -228,11 +224,11 @@ def test_merging_into_layers_that_are_away_is_refused(method: str, workers: list
     model = shaken(get_peft_model(tiny_model("llama"), lora()))
     module = ChangesAtTheEnd(model, lambda model: getattr(model, method)())
     with pytest.raises(ModelError, match="merge them after the run"):
-        fit(model, workers, module=module)
+        train(model, workers, module=module)
     assert_layers_are_trained(module)
 
 
 def test_an_adapter_that_comes_when_layers_are_away_harms_no_other(workers: list[str]) -> None:
     model = shaken(get_peft_model(tiny_model("llama"), lora()))
     module = ChangesAtTheEnd(model, lambda model: model.add_adapter("late", lora()))
-    assert_layers_are_trained(fit(model, workers, module=module))
+    assert_layers_are_trained(train(model, workers, module=module))

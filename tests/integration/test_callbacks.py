@@ -65,7 +65,7 @@ CALLBACKS: dict[str, Callable[[Path], c.Callback]] = {
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_a_callback_changes_nothing_that_it_does_not_change_on_one_device(
+def test_a_callback_has_the_effect_that_it_has_on_one_device(
     name: str, workers: list[str], tmp_path: Path
 ) -> None:
     runs = []

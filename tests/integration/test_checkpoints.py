@@ -10,27 +10,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import LlamaForCausalLM
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-
-from ..models import TinyModule, loader, trainer
+from ..equality import assert_same
+from ..models import TinyModule, fit, loader, trainer
+from ..plans import strategy_of
 
 BATCH_SIZE = 12
 
 
-def strategy(workers: list[str], *ends: int) -> HeteroPipelineStrategy:
-    """Layers up to the first end on the coordinator, up to the second on the first worker, …"""
-    names = ["coordinator", *workers]
-    starts = [0, *ends]
-    stages = [StagePlan([n], (s, e)) for n, s, e in zip(names, starts, ends, strict=False)]
-    return HeteroPipelineStrategy(workers, Plan(stages, micro_batches=3))
-
-
-def fit(strategy: Any, epochs: int, ckpt_path: Path | None = None, **options: Any) -> TinyModule:
-    """Ten steps per epoch."""
-    module = TinyModule()
-    run = trainer(strategy, max_epochs=epochs, **options)
-    run.fit(module, loader(BATCH_SIZE * 10, BATCH_SIZE, padded=True), ckpt_path=ckpt_path)
-    return module
+def epochs(count: int, strategy: Any = "auto", **options: Any) -> TinyModule:
+    """A run over so many epochs of ten steps."""
+    data = loader(BATCH_SIZE * 10, BATCH_SIZE, padded=True)
+    return fit(TinyModule(), strategy, data, max_epochs=count, **options)
 
 
 def saver(folder: Path) -> dict[str, Any]:
@@ -45,30 +35,14 @@ def saver(folder: Path) -> dict[str, Any]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModule, dict[str, Any]]:
     """Lightning alone: the module after the run and its checkpoint of step 10."""
     folder = tmp_path_factory.mktemp("plain")
-    module = fit("auto", 2, **saver(folder))
+    module = epochs(2, **saver(folder))
     return module, torch.load(folder / "step=10.ckpt", weights_only=True)
-
-
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    """Equal structure; tensors and numbers equal within the tolerance."""
-    if isinstance(expected, dict):
-        assert list(found) == list(expected), where
-        for key in expected:
-            assert_same(found[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), where
-        for index, item in enumerate(expected):
-            assert_same(found[index], item, f"{where}[{index}]")
-    elif isinstance(expected, (torch.Tensor, float)):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=where)
-    else:
-        assert found == expected, where
 
 
 def test_a_checkpoint_has_the_weights_and_optimizer_state_of_a_plain_one(
     workers: list[str], plain: tuple[TinyModule, dict[str, Any]], tmp_path: Path
 ) -> None:
-    fit(strategy(workers, 1, 3, 5), 1, **saver(tmp_path))
+    epochs(1, strategy_of(workers), **saver(tmp_path))
     written = torch.load(tmp_path / "step=10.ckpt", weights_only=True)
     _, expected = plain
     assert written.keys() == expected.keys()
@@ -80,9 +54,9 @@ def test_a_checkpoint_has_the_weights_and_optimizer_state_of_a_plain_one(
 def test_a_resumed_run_continues_on_the_same_curve(
     workers: list[str], plain: tuple[TinyModule, dict[str, Any]], tmp_path: Path, resume_on: str
 ) -> None:
-    fit(strategy(workers, 1, 3, 5), 1, **saver(tmp_path))
-    resumed_strategy = strategy(workers, 2, 5) if resume_on == "another split" else "auto"
-    resumed = fit(resumed_strategy, 2, ckpt_path=tmp_path / "step=10.ckpt")
+    epochs(1, strategy_of(workers), **saver(tmp_path))
+    strategy = strategy_of(workers, (2, 3)) if resume_on == "another split" else "auto"
+    resumed = epochs(2, strategy, ckpt_path=tmp_path / "step=10.ckpt")
     module, _ = plain
     torch.testing.assert_close(resumed.losses, module.losses[10:], rtol=1e-5, atol=0)
     assert_same(dict(resumed.state_dict()), dict(module.state_dict()))
@@ -91,8 +65,8 @@ def test_a_resumed_run_continues_on_the_same_curve(
 def test_a_plain_checkpoint_resumes_over_workers(
     workers: list[str], plain: tuple[TinyModule, dict[str, Any]], tmp_path: Path
 ) -> None:
-    fit("auto", 1, **saver(tmp_path))
-    resumed = fit(strategy(workers, 0, 2, 5), 2, ckpt_path=tmp_path / "step=10.ckpt")
+    epochs(1, **saver(tmp_path))
+    resumed = epochs(2, strategy_of(workers, (0, 2, 3)), ckpt_path=tmp_path / "step=10.ckpt")
     module, _ = plain
     torch.testing.assert_close(resumed.losses, module.losses[10:], rtol=1e-5, atol=0)
 
@@ -100,7 +74,7 @@ def test_a_plain_checkpoint_resumes_over_workers(
 def test_after_fit_the_module_is_an_ordinary_one(workers: list[str], tmp_path: Path) -> None:
     module = TinyModule()
     parameters = dict(module.named_parameters())
-    run = trainer(strategy(workers, 1, 3, 5), max_steps=5)
+    run = trainer(strategy_of(workers), max_steps=5)
     run.fit(module, loader(60, BATCH_SIZE))
     assert dict(module.named_parameters()) == parameters
     assert not any(tensor.is_meta for tensor in module.state_dict().values())
@@ -123,9 +97,7 @@ def test_state_dict_during_training_holds_the_present_weights(workers: list[str]
             super().on_train_batch_end(outputs, batch, batch_idx)
             seen.append({k: v.clone() for k, v in self.state_dict().items()})
 
-    module = Module()
-    run = trainer(strategy(workers, 1, 3, 5), max_steps=3)
-    run.fit(module, loader(36, BATCH_SIZE))
+    module = fit(Module(), strategy_of(workers))
     assert_same(seen[-1], dict(module.state_dict()))
     name = "model.model.layers.4.mlp.up_proj.weight"
     assert not torch.equal(seen[0][name], seen[1][name])

@@ -64,7 +64,7 @@ def test_compiled_layers_here_and_on_a_worker_train_as_on_one_device(workers: li
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["coordinator", "worker"])
-def test_who_cannot_compile_is_named(
+def test_a_process_that_cannot_compile_is_named(
     workers: list[str], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = [

@@ -16,18 +16,11 @@ from lightning_hetero.callbacks import StageMonitor
 from lightning_hetero.errors import ModelError, StageFailed
 
 from .. import families
+from ..equality import TOLERANCE, assert_close, weights_of
 from ..models import VOCABULARY, TinyModule, loader, trainer
-from .test_exactness import (
-    BATCH_SIZE,
-    NUM_LAYERS,
-    TOLERANCE,
-    assert_close,
-    fit,
-    plain_run,
-    weights_of,
-)
-from .test_generation import Generating, generate
-from .test_moving_layers import Moves
+from .generation import Generating, generate
+from .moves import Moves
+from .yardstick import BATCH_SIZE, NUM_LAYERS, plain_run, train
 
 NUM_STEPS = 4
 
@@ -83,8 +76,9 @@ def test_losses_and_weights_equal_one_device(
 ) -> None:
     clip = ("norm", 0.05)
     module, plan = TinyModule(NUM_LAYERS), plan_over(workers, **options)
-    fit(module, HeteroPipelineStrategy(workers[:2], plan, micro_batching=micro_batching), 3, clip)
-    plain = plain_run(3, clip, padded=True)
+    strategy = HeteroPipelineStrategy(workers[:2], plan, micro_batching=micro_batching)
+    train(module, strategy, 2, clip)
+    plain = plain_run(2, clip)
     torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
     assert_close(weights_of(module), weights_of(plain))
 
@@ -106,8 +100,8 @@ def test_a_frozen_embedding_stays_as_it_was(workers: list[str]) -> None:
 def test_narrow_boundaries_leave_token_ids_alone(workers: list[str]) -> None:
     narrow = {"activation_dtype": "bfloat16", "gradient_dtype": "bfloat16"}
     module, plan = TinyModule(NUM_LAYERS), plan_over(workers, **narrow)
-    fit(module, HeteroPipelineStrategy(workers[:2], plan))
-    plain = plain_run(1, None, padded=True)
+    train(module, HeteroPipelineStrategy(workers[:2], plan))
+    plain = plain_run()
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-2, atol=0)
 
 
@@ -198,20 +192,20 @@ def test_tied_embeddings_stay_together(workers: list[str]) -> None:
 
 
 class Lonely(TinyModule):
-    """Reads the embedding by itself."""
+    """Calls the embedding outside the model."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.model.get_input_embeddings()(batch["input_ids"]).mean())
 
 
-def test_an_embedding_that_is_called_by_itself_is_refused(workers: list[str]) -> None:
+def test_an_embedding_called_outside_the_model_is_refused(workers: list[str]) -> None:
     run = trainer(HeteroPipelineStrategy(workers[:2], plan_over(workers)))
     with pytest.raises(ModelError, match="`mean` wants what comes from the input embedding"):
         run.validate(Lonely(NUM_LAYERS), loader(4, 4), verbose=False)
 
 
 class Beyond(TinyModule):
-    """Has a token that the model does not know."""
+    """Has a token id outside the vocabulary."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         batch["input_ids"][0, 0] = VOCABULARY

@@ -9,26 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 
 from ..families import NUM_LAYERS, tiny_model
-from ..models import TinyModule, loader, trainer
-
-
-def strategy(workers: list[str], pieces: int = 3) -> HeteroPipelineStrategy:
-    stages = [
-        StagePlan(["coordinator"], (0, 1)),
-        StagePlan([workers[0]], (1, 3)),
-        StagePlan([workers[1]], (3, 5)),
-    ]
-    return HeteroPipelineStrategy(workers, Plan(stages, micro_batches=pieces))
+from ..models import TinyModule, fit, loader, trainer
+from ..plans import strategy_of
 
 
 def test_validate_and_test_give_the_metrics_of_one_device(workers: list[str]) -> None:
     data = loader(20, 8, padded=True)
     module = TinyModule()
-    plain, piped = trainer(), trainer(strategy(workers))
+    plain, piped = trainer(), trainer(strategy_of(workers))
     expected = plain.validate(module, data, verbose=False) + plain.test(module, data, verbose=False)
     found = piped.validate(module, data, verbose=False) + piped.test(module, data, verbose=False)
     assert len(found) == 2
@@ -42,7 +33,7 @@ def test_predict_gives_the_outputs_of_one_device(workers: list[str]) -> None:
     data = loader(20, 8, padded=True)
     module = TinyModule()
     expected = trainer().predict(module, data)
-    found = trainer(strategy(workers)).predict(module, data)
+    found = trainer(strategy_of(workers)).predict(module, data)
     assert found is not None
     assert expected is not None
     for mine, theirs in zip(found, expected, strict=True):
@@ -50,19 +41,20 @@ def test_predict_gives_the_outputs_of_one_device(workers: list[str]) -> None:
 
 
 def test_validation_inside_fit_leaves_training_as_it_is(workers: list[str]) -> None:
-    def fit(module: TinyModule, use: object) -> TinyModule:
-        run = trainer(use, max_steps=6, val_check_interval=1, accumulate_grad_batches=3)
-        run.fit(module, loader(18 * 12, 12), loader(8, 4))
-        module.losses.append(float(run.callback_metrics["val_loss"]))
+    def train(strategy: Any) -> TinyModule:
+        data = loader(18 * 12, 12), loader(8, 4)
+        options = {"val_check_interval": 1, "accumulate_grad_batches": 3}
+        module = fit(TinyModule(), strategy, *data, **options)
+        module.losses.append(float(module.trainer.callback_metrics["val_loss"]))
         return module
 
-    plain, piped = fit(TinyModule(), "auto"), fit(TinyModule(), strategy(workers))
+    plain, piped = train("auto"), train(strategy_of(workers))
     torch.testing.assert_close(piped.losses, plain.losses, rtol=1e-5, atol=0)
 
 
 def test_fit_then_validate_then_predict_on_one_trainer(workers: list[str]) -> None:
     module = TinyModule()
-    run = trainer(strategy(workers), max_steps=4)
+    run = trainer(strategy_of(workers), max_steps=4)
     run.fit(module, loader(48, 12))
     [metrics] = run.validate(module, loader(8, 4), verbose=False)
     [expected] = trainer().validate(module, loader(8, 4), verbose=False)
@@ -72,11 +64,14 @@ def test_fit_then_validate_then_predict_on_one_trainer(workers: list[str]) -> No
 
 def test_a_batch_that_does_not_divide_runs_in_uneven_pieces(workers: list[str]) -> None:
     module = TinyModule()
-    found = trainer(strategy(workers, pieces=4)).predict(module, loader(5, 5))
+    found = trainer(strategy_of(workers, micro_batches=4)).predict(module, loader(5, 5))
     expected = trainer().predict(module, loader(5, 5))
     assert found is not None
     assert expected is not None
     torch.testing.assert_close(found[0], expected[0])
+
+
+FAMILY_LAYERS = (1, 1, NUM_LAYERS - 2)
 
 
 def outputs_of(family: str, use: Any, **wanted: Any) -> dict[str, Any]:
@@ -104,7 +99,7 @@ def test_hidden_states_and_attentions_are_those_of_one_device(
 ) -> None:
     wanted = {"output_hidden_states": True, "output_attentions": True}
     expected = outputs_of(family, "auto", **wanted)
-    found = outputs_of(family, family_strategy(workers, pieces), **wanted)
+    found = outputs_of(family, strategy_of(workers, FAMILY_LAYERS, pieces), **wanted)
     kinds = ["hidden_states", "attentions"]
     kinds += ["router_logits"] if family == "mixtral" else []
     for kind in kinds:
@@ -114,20 +109,11 @@ def test_hidden_states_and_attentions_are_those_of_one_device(
             torch.testing.assert_close(mine, its, **({"rtol": 0, "atol": 0} if pieces == 1 else {}))
 
 
-def family_strategy(workers: list[str], pieces: int) -> HeteroPipelineStrategy:
-    stages = [
-        StagePlan(["coordinator"], (0, 1)),
-        StagePlan([workers[0]], (1, 2)),
-        StagePlan([workers[1]], (2, NUM_LAYERS)),
-    ]
-    return HeteroPipelineStrategy(workers[:2], Plan(stages, micro_batches=pieces))
-
-
 def test_the_hidden_states_of_some_layers_are_refused(workers: list[str]) -> None:
     with pytest.raises(ModelError, match="output_hidden_states=True for all of them"):
-        outputs_of("llama", family_strategy(workers, 3), output_hidden_states=[1])
+        outputs_of("llama", strategy_of(workers, FAMILY_LAYERS), output_hidden_states=[1])
 
 
 def test_hidden_states_that_a_model_gathers_by_itself_are_refused(workers: list[str]) -> None:
     with pytest.raises(ModelError, match="FalconModel gathers the hidden states"):
-        outputs_of("falcon", family_strategy(workers, 3), output_hidden_states=True)
+        outputs_of("falcon", strategy_of(workers, FAMILY_LAYERS), output_hidden_states=True)

@@ -1,4 +1,4 @@
-"""What goes wrong is said clearly, and the workers stay free for the next run."""
+"""A failure is reported clearly, and the workers stay free for the next run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 
 from ..conftest import worker_process
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader
 
 DEADLINE_SECONDS = 20.0
 
@@ -36,15 +36,9 @@ def even(workers: list[str]) -> HeteroPipelineStrategy:
     return HeteroPipelineStrategy(workers, "even", micro_batches=4)
 
 
-def fit(strategy: HeteroPipelineStrategy, module: TinyModule | None = None) -> TinyModule:
-    module = module or TinyModule()
-    trainer(strategy, max_steps=3).fit(module, loader(36, 12))
-    return module
-
-
 def assert_serves(workers: list[str]) -> None:
     """The worker takes the next coordinator and trains."""
-    assert len(fit(even(workers)).losses) == 3
+    assert len(fit(TinyModule(), even(workers)).losses) == 3
 
 
 def connect(address: str) -> socket.socket:
@@ -55,7 +49,7 @@ def connect(address: str) -> socket.socket:
 
 
 def answer(connection: socket.socket) -> m.Message:
-    """The next thing that the worker says, or an assertion that it says nothing more."""
+    """The next message of the worker; it fails if the worker has closed the connection."""
     reader = FrameReader()
     while True:
         count = connection.recv_into(reader.buffer())
@@ -125,7 +119,7 @@ def test_another_torch_trains_and_is_told_once(
     assert caplog.text.count(expected) == 1
 
 
-def test_a_truncated_frame_harms_nobody(workers: list[str]) -> None:
+def test_a_worker_survives_a_truncated_frame(workers: list[str]) -> None:
     for length in (1, 10, len(GREETING) - 1):
         with connect(workers[0]) as connection:
             connection.sendall(GREETING[:length])
@@ -170,7 +164,7 @@ def test_a_plan_that_leaves_layers_out_is_an_error_before_anything_is_sent(
 ) -> None:
     plan = Plan([StagePlan(["coordinator"], (0, 2)), StagePlan([workers[0]], (2, 4))])
     with pytest.raises(PlanError, match="covers 4 layers and the model has 5"):
-        fit(HeteroPipelineStrategy(workers, plan))
+        fit(TinyModule(), HeteroPipelineStrategy(workers, plan))
     assert_serves(workers[:1])
 
 
@@ -178,7 +172,7 @@ def test_an_unreachable_worker_is_named_with_the_remedy(workers: list[str]) -> N
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(WorkerUnreachable, match=f"{free}.*--listen"):
-        fit(even([workers[0], free]))
+        fit(TinyModule(), even([workers[0], free]))
     assert_serves(workers[:1])
 
 
@@ -187,7 +181,7 @@ def test_a_listener_that_never_answers_is_given_up(workers: list[str]) -> None:
         strategy = even([workers[0], f"127.0.0.1:{silent.getsockname()[1]}"])
         strategy.deadlines = Deadlines(connect_seconds=0.3)
         with pytest.raises(WorkerUnreachable, match="Nothing came within"):
-            fit(strategy)
+            fit(TinyModule(), strategy)
     assert_serves(workers[:1])
 
 
@@ -196,7 +190,7 @@ def test_a_busy_worker_says_so(workers: list[str]) -> None:
         connection.sendall(GREETING)
         assert isinstance(answer(connection), m.Welcome)
         with pytest.raises(WorkerUnreachable, match="busy with another coordinator"):
-            fit(even(workers[:1]))
+            fit(TinyModule(), even(workers[:1]))
     assert_serves(workers[:1])
 
 
@@ -222,7 +216,7 @@ def test_the_users_exception_arrives_with_its_own_traceback(
         workers, "even", micro_batches=4, micro_batching=micro_batching
     )
     with pytest.raises(ZeroDivisionError, match="own mistake") as caught:
-        fit(strategy, module)
+        fit(module, strategy)
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert frames[-1].filename == __file__
     assert threading.active_count() == threads
@@ -239,7 +233,7 @@ def test_a_workers_own_failure_arrives_with_its_traceback(workers: list[str]) ->
             return self.model(inputs_embeds=embedded, attention_mask=wrong).logits.mean()
 
     with pytest.raises(StageFailed, match=r"stage 1 on .* failed in step 1(.|\n)*traceback"):
-        fit(HeteroPipelineStrategy(workers, zero_on_coordinator(workers[:1])), Module())
+        fit(Module(), HeteroPipelineStrategy(workers, zero_on_coordinator(workers[:1])))
     assert_serves(workers[:1])
 
 
@@ -262,7 +256,7 @@ def test_a_worker_that_dies_in_mid_step_is_named(which: int) -> None:
         module = Module()
         expected = f"stage {which + 1} on {victim.address} was lost in step 2"
         with pytest.raises(WorkerLost, match=expected):
-            fit(even([first.address, second.address]), module)
+            fit(module, even([first.address, second.address]))
         # What is lost says so instead of giving something else.
         with pytest.raises(WorkerLost):
             module.state_dict()
@@ -282,7 +276,7 @@ def test_a_worker_that_falls_silent_is_given_up() -> None:
         strategy = even([worker.address])
         strategy.deadlines = Deadlines(heartbeat_seconds=0.1, silence_seconds=0.5, stop_seconds=0.5)
         with pytest.raises(WorkerLost, match="No sign of life"):
-            fit(strategy, Module())
+            fit(Module(), strategy)
 
 
 def test_a_worker_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,12 +288,12 @@ def test_a_worker_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> N
 COORDINATOR = """
 import sys, torch
 from lightning_hetero import HeteroPipelineStrategy
+from tests.local_workers import local_workers
 from tests.models import TinyModule, loader, trainer
 
 class Module(TinyModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        processes = [w.process.pid for w in self.trainer.strategy._fleet._local]
-        print(*processes, flush=True)
+        print(*[worker.pid for worker in local_workers()], flush=True)
         sys.stdin.readline()
 
 trainer(HeteroPipelineStrategy(workers=2, plan="even"), max_steps=2).fit(Module(), loader(24, 12))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -21,6 +21,7 @@ from ..conftest import WorkerProcess, worker_process
 from ..faults.relay import relay_to
 from ..faults.scene import FAULTS, PLACES, Scene, Victim, Watcher
 from ..faults.slow_worker import hold_interpreter
+from ..local_workers import local_workers
 from ..models import TinyModule, loader, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ QUICK = Deadlines(
 def warmed_up(
     worker_processes: list[WorkerProcess], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The first layers that a process builds take imports, which can keep it from speaking."""
+    """Train once: the imports for its first layers can keep a worker from answering."""
     patient = Scene(tmp_path_factory.mktemp("patient"))
     assert patient.serves([worker.address for worker in worker_processes[:2]])
 
@@ -46,7 +47,7 @@ def scene(tmp_path: Path) -> Scene:
 
 @pytest.fixture
 def victim(worker_processes: list[WorkerProcess]) -> Iterator[Victim]:
-    """One that is not killed, but frozen, stalled and cut off again and again."""
+    """A worker that faults freeze, stall and cut off, but do not kill."""
     with relay_to(worker_processes[1].address) as relay:
         yield Victim(worker_processes[1], relay)
 
@@ -86,7 +87,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "place", "stage"), CASES)
-def test_who_was_lost_is_named_and_the_other_is_free(
+def test_the_lost_worker_is_named_and_the_other_is_free(
     name: str, place: str, stage: int, scene: Scene, victim: Victim, workers: list[str]
 ) -> None:
     fault = FAULTS[name]
@@ -128,15 +129,15 @@ def test_a_broken_link_between_two_that_live_costs_no_weights(
 
 def test_a_frozen_local_worker_is_named_and_ended(scene: Scene) -> None:
     patient = replace(scene, deadlines=Deadlines(stop_seconds=0.5))
-    strategy, ended = patient.strategy(2), []
+    frozen: list[psutil.Process] = []
 
     def freeze() -> None:
-        ended.extend(worker.process for worker in strategy._fleet._local)
-        ended[1].send_signal(signal.SIGSTOP)
+        frozen.extend(local_workers())
+        frozen[1].suspend()
 
-    outcome = scene.run_with_fault(strategy, Watcher(freeze, PLACES["forward"]))
+    outcome = scene.run_with_fault(patient.strategy(2), Watcher(freeze, PLACES["forward"]))
     assert outcome.sentence.startswith("stage 2 on local-2 (127.0.0.1:")
-    assert all(process.returncode is not None for process in ended)
+    assert not any(process.is_running() for process in frozen)
 
 
 IMPATIENT_AND_SLOW = (
@@ -147,8 +148,7 @@ IMPATIENT_AND_SLOW = (
 
 
 class Holding(TinyModule):
-    """Lets no other thread of the coordinator run for a while, as user code does that reads a large
-    file in one go."""
+    """Holds the interpreter for a while, as user code does that reads a large file at once."""
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         if batch_idx == 1:

@@ -1,4 +1,4 @@
-"""The first-batch check changes nothing; what is wrong is stopped, or said where it is little."""
+"""The first-batch check changes no number; it stops a wrong run, and warns of small differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from ..conftest import worker_process
-from ..models import trainer
+from ..models import fit
 from ..patterns import PATTERNS, Pattern, run
 from ..patterns.learner import BATCH_SIZE, CLASSES, WIDTH, Block, Learner, cross_entropy, samples
 
@@ -54,7 +54,7 @@ class Memory:
 
 
 class Busy(Learner):
-    """Keeps, counts, draws and measures whatever a ``training_step`` may."""
+    """Has every kind of state that a ``training_step`` may change."""
 
     layer = DroppingBlock
 
@@ -145,19 +145,18 @@ class Busy(Learner):
         }
 
 
-def fit(
+def outcome_of(
     strategy: Any, module: Busy, folder: Path, checkpoint: Path | None = None
 ) -> dict[str, Any]:
-    """What a run leaves; it has one epoch, or goes on from a checkpoint with another one."""
+    """The state after a run of one epoch, or after a second epoch from the checkpoint."""
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(3)
     options: dict[str, Any] = {"max_epochs": 1 if checkpoint is None else 2}
     if module.automatic_optimization:
         options["accumulate_grad_batches"] = 2
-    run_of = trainer(strategy, num_sanity_val_steps=1, **options)
-    run_of.fit(module, samples(), samples(), ckpt_path=checkpoint)
-    run_of.save_checkpoint(folder / "last.ckpt")
-    return {**module.state(), "logged": dict(run_of.callback_metrics)}
+    fit(module, strategy, samples(), samples(), checkpoint, num_sanity_val_steps=1, **options)
+    module.trainer.save_checkpoint(folder / "last.ckpt")
+    return {**module.state(), "logged": dict(module.trainer.callback_metrics)}
 
 
 MODES = ["step", "boundary", "manual"]
@@ -180,9 +179,9 @@ def test_the_check_changes_no_bit(
     for chosen in (check, "off"):
         settings = {"micro_batching": micro_batching, "check_first_batch": chosen}
         (folder := tmp_path / chosen).mkdir()
-        first = fit(strategy(allowing, settings), Busy(mode, noise, has_norm), folder)
+        first = outcome_of(strategy(allowing, settings), Busy(mode, noise, has_norm), folder)
         again = Busy(mode, noise, has_norm)
-        resumed = fit(strategy(allowing, settings), again, folder, folder / "last.ckpt")
+        resumed = outcome_of(strategy(allowing, settings), again, folder, folder / "last.ckpt")
         found.append([first, resumed])
     assert_same(found[0], found[1])
 

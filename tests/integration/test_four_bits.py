@@ -19,9 +19,8 @@ from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.four_bit import keep_layout
 
 from ..conftest import worker_process
-from ..families import NUM_LAYERS, tiny_model
-from ..models import loader, trainer
-from .test_families import plan_over
+from ..families import NUM_LAYERS, plan_over, tiny_model
+from ..models import fit, loader
 
 BATCH_SIZE = 6
 # What bitsandbytes repacks must have rows and columns in multiples of its blocks.
@@ -90,18 +89,15 @@ class FourBitModule(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def fit(module: FourBitModule, workers: list[str] | None, **options: Any) -> FourBitModule:
-    """Two steps an epoch."""
-    plan = options.pop("plan", None)
-    ckpt_path = options.pop("ckpt_path", None)
-    validated = {"val_dataloaders": loader(BATCH_SIZE, BATCH_SIZE)}
-    validated = validated if options.pop("validates", False) else {}
+def train(
+    module: FourBitModule, workers: list[str] | None, plan: Plan | None = None, **options: Any
+) -> FourBitModule:
+    """Two steps an epoch, by default for two epochs."""
     strategy: Any = "auto"
     if workers is not None:
         strategy = HeteroPipelineStrategy(workers[:2], plan or plan_over(workers))
-    run = trainer(strategy, **{"max_epochs": 2, **options})
-    run.fit(module, loader(BATCH_SIZE * 2, BATCH_SIZE), **validated, ckpt_path=ckpt_path)
-    return module
+    data = loader(BATCH_SIZE * 2, BATCH_SIZE)
+    return fit(module, strategy, data, **{"max_epochs": 2, **options})
 
 
 def trained(module: FourBitModule) -> dict[str, Tensor]:
@@ -121,9 +117,10 @@ def trained(module: FourBitModule) -> dict[str, Tensor]:
 def test_validating_between_steps_changes_no_gradient(
     repacks: bool, folder: Path, workers: list[str]
 ) -> None:
-    alone = fit(FourBitModule(folder), None)
-    found = fit(FourBitModule(folder, repacks), workers)
-    validated = fit(FourBitModule(folder, repacks), workers, validates=True, num_sanity_val_steps=1)
+    alone = train(FourBitModule(folder), None)
+    found = train(FourBitModule(folder, repacks), workers)
+    data, module = loader(BATCH_SIZE, BATCH_SIZE), FourBitModule(folder, repacks)
+    validated = train(module, workers, validation=data, num_sanity_val_steps=1)
     assert validated.losses == found.losses
     for name, parameter in trained(found).items():
         assert torch.equal(trained(validated)[name], parameter), name
@@ -131,7 +128,7 @@ def test_validating_between_steps_changes_no_gradient(
 
 
 @pytest.mark.skipif(not has_avx512bf16(), reason="this CPU repacks nothing")
-def test_a_model_that_was_evaluated_before_trains_as_its_weights_now_are(
+def test_a_model_evaluated_before_the_run_trains_from_its_present_weights(
     folder: Path, workers: list[str]
 ) -> None:
     def evaluated() -> FourBitModule:
@@ -146,8 +143,8 @@ def test_a_model_that_was_evaluated_before_trains_as_its_weights_now_are(
 
     expected = evaluated()
     keep_layout(expected)
-    fit(expected, None)
-    assert fit(evaluated(), workers).losses == pytest.approx(expected.losses, rel=1e-5)
+    train(expected, None)
+    assert train(evaluated(), workers).losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
@@ -155,29 +152,29 @@ def test_a_model_that_was_evaluated_before_trains_as_its_weights_now_are(
 def test_a_checkpoint_with_four_bits_resumes(
     resume_on: str, folder: Path, workers: list[str], tmp_path: Path
 ) -> None:
-    whole = fit(FourBitModule(folder), None)
+    whole = train(FourBitModule(folder), None)
     saved = FourBitModule(folder)
-    fit(saved, workers, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
+    train(saved, workers, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
     path = saved.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     ends = (3, NUM_LAYERS) if resume_on == "another split" else (NUM_LAYERS,)
     stages = [StagePlan(["coordinator"], (0, ends[0]))]
     stages += [StagePlan([workers[0]], ends)] if len(ends) > 1 else []
     resumed = FourBitModule(folder)
-    fit(resumed, workers, ckpt_path=path, plan=Plan(stages, micro_batches=3))
+    train(resumed, workers, ckpt_path=path, plan=Plan(stages, micro_batches=3))
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-5)
 
 
 def test_a_checkpoint_with_four_bits_resumes_on_one_device(
     folder: Path, workers: list[str], tmp_path: Path
 ) -> None:
-    whole = fit(FourBitModule(folder), None)
+    whole = train(FourBitModule(folder), None)
     saved = FourBitModule(folder)
-    fit(saved, workers, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
+    train(saved, workers, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
     path = saved.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     resumed = FourBitModule(folder)
     # Without this, Lightning calls the states unexpected keys, whoever has written them.
     resumed.strict_loading = False
-    assert fit(resumed, None, ckpt_path=path).losses == pytest.approx(whole.losses[2:], rel=1e-5)
+    assert train(resumed, None, ckpt_path=path).losses == pytest.approx(whole.losses[2:], rel=1e-5)
 
 
 class SavesInStep(FourBitModule):
@@ -196,7 +193,7 @@ def test_an_adapter_saved_in_the_run_and_after_it_is_the_trained_one(
     folder: Path, workers: list[str], tmp_path: Path
 ) -> None:
     module = SavesInStep(folder, tmp_path)
-    fit(module, workers)
+    train(module, workers)
     module.model.save_pretrained(tmp_path / "after it")
     (batch,) = loader(BATCH_SIZE, BATCH_SIZE)
     with torch.no_grad():
@@ -218,7 +215,7 @@ def test_a_worker_without_the_library_says_so_and_lives_on(library: str, folder:
         plan = Plan([StagePlan([worker.address], (0, NUM_LAYERS))], micro_batches=2)
         for _ in range(2):
             with pytest.raises(StageFailed, match=rf"{library} is not installed.*pip install"):
-                fit(FourBitModule(folder), [worker.address], plan=plan)
+                train(FourBitModule(folder), [worker.address], plan=plan)
         assert worker.process.poll() is None
 
 
@@ -230,9 +227,9 @@ class GivesAllToTheOptimizer(FourBitModule):
 def test_an_optimizer_of_parameters_that_do_not_train(
     folder: Path, workers: list[str], tmp_path: Path
 ) -> None:
-    whole = fit(GivesAllToTheOptimizer(folder), None)
+    whole = train(GivesAllToTheOptimizer(folder), None)
     saved = GivesAllToTheOptimizer(folder)
-    fit(saved, workers, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
+    train(saved, workers, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
     path = saved.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-    resumed = fit(GivesAllToTheOptimizer(folder), workers, ckpt_path=path)
+    resumed = train(GivesAllToTheOptimizer(folder), workers, ckpt_path=path)
     assert [*saved.losses, *resumed.losses] == pytest.approx(whole.losses, rel=1e-5)

@@ -59,7 +59,7 @@ def test_phases_equal_one_device(micro_batching: str, recompute: bool, workers: 
         assert (tensor - others[name]).norm() <= 1e-5 * others[name].norm(), name
 
 
-def test_what_is_kept_in_a_narrow_dtype_cannot_be_unfrozen(workers: list[str]) -> None:
+def test_weights_in_a_narrow_dtype_cannot_be_unfrozen(workers: list[str]) -> None:
     with pytest.raises(ModelError, match="of layer 1 was unfrozen .* float16"):
         train(over(workers, "step", dtype="float16"))
 

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
 
-from ..families import CONFIGS, MIXTURES, tiny_model
-from ..models import VOCABULARY, TinyModule, loader, tiny_llama, trainer
-from .test_evaluation import strategy
-from .test_families import in_four_bits, plan_over, with_lora
+from ..families import CONFIGS, MIXTURES, plan_over, tiny_model
+from ..models import TinyModule, fit, loader, tiny_llama, trainer
+from ..plans import strategy_of
+from ..qlora import in_four_bits, with_lora
+from .generation import Generating, generate, prompts
 
-NUM_NEW = 6
 GREEDY: dict[str, Any] = {"do_sample": False}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
@@ -28,44 +28,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "do_sample": False},
     "sampled beams": {"num_beams": 2, "do_sample": True},
 }
-
-
-def prompts() -> dict[str, Tensor]:
-    """Four prompts of different lengths, padded on the left."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(3, VOCABULARY, (4, 7), generator=generator)
-    padding = torch.tensor([0, 3, 1, 0])
-    mask = (torch.arange(7) >= padding[:, None]).long()
-    return {"input_ids": tokens * mask, "attention_mask": mask}
-
-
-def generate(model: nn.Module, **options: Any) -> Tensor:
-    """Tokens with the scores behind each, as one tensor."""
-    torch.manual_seed(5)
-    out = model.generate(  # type: ignore[operator]
-        **prompts(),
-        max_new_tokens=NUM_NEW,
-        pad_token_id=0,
-        eos_token_id=None,
-        output_scores=True,
-        return_dict_in_generate=True,
-        **options,
-    )
-    assert len(out.scores) == NUM_NEW
-    everything = [out.sequences, *out.scores]
-    return torch.cat([tensor.double().flatten() for tensor in everything])
-
-
-class Generating(pl.LightningModule):
-    """Generates in `predict_step`."""
-
-    def __init__(self, model: nn.Module, *ways: dict[str, Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.ways = ways
-
-    def predict_step(self, batch: Any, batch_idx: int) -> list[Tensor]:
-        return [generate(self.model, **way) for way in self.ways]
 
 
 def assert_predicts_the_same(model: nn.Module, workers: list[str], *ways: dict[str, Any]) -> None:
@@ -95,8 +57,10 @@ def test_lora_on_four_bits_generates_the_bits_of_one_device(
 
 
 class Talking(TinyModule):
-    """Trains, and generates after each validation; what one device with the same weights says is
-    asked for in the same place."""
+    """Trains, and generates after each validation.
+
+    ``expected`` is what one device with the same weights generates at that time.
+    """
 
     def __init__(self, talks: bool) -> None:
         super().__init__()
@@ -114,17 +78,16 @@ class Talking(TinyModule):
             self.expected += [generate(plain, **way) for way in (GREEDY, WAYS["sampling"])]
 
 
-def fit(module: TinyModule, use: Any) -> TinyModule:
-    run = trainer(use, max_steps=6, val_check_interval=2)
-    run.fit(module, loader(72, 12, padded=True), loader(8, 4, padded=True))
-    return module
+def train(module: Talking, strategy: Any) -> Talking:
+    data = [loader(72, 12, padded=True), loader(8, 4, padded=True)]
+    return fit(module, strategy, *data, val_check_interval=2)
 
 
-def test_generation_within_fit_has_the_bits_of_one_device_and_leaves_training_alone(
+def test_generation_within_fit_has_the_bits_of_one_device(
     workers: list[str],
 ) -> None:
-    silent, talking = (fit(Talking(talks), strategy(workers)) for talks in (False, True))
-    plain = fit(Talking(talks=True), "auto")
+    silent, talking = (train(Talking(talks), strategy_of(workers)) for talks in (False, True))
+    plain = train(Talking(talks=True), "auto")
     assert len(talking.said) == 6
     for mine, its in zip(talking.said, talking.expected, strict=True):
         assert torch.equal(mine, its)
@@ -138,12 +101,12 @@ def test_generation_within_fit_has_the_bits_of_one_device_and_leaves_training_al
 
 def test_generation_in_validate(workers: list[str]) -> None:
     module = Talking(talks=True)
-    trainer(strategy(workers)).validate(module, loader(8, 4), verbose=False)
+    trainer(strategy_of(workers)).validate(module, loader(8, 4), verbose=False)
     for mine, its in zip(module.said, module.expected, strict=True):
         assert torch.equal(mine, its)
 
 
-def test_what_is_generated_within_training_step_is_that_of_one_device(workers: list[str]) -> None:
+def test_generation_in_training_step_equals_one_device(workers: list[str]) -> None:
     class Sampling(TinyModule):
         """Each micro-batch generates, in its turn, and trains on what it has generated."""
 
@@ -158,7 +121,7 @@ def test_what_is_generated_within_training_step_is_that_of_one_device(workers: l
             return loss
 
     found, expected = Sampling(), Sampling()
-    trainer(strategy(workers), max_steps=4).fit(found, loader(48, 12))
+    trainer(strategy_of(workers), max_steps=4).fit(found, loader(48, 12))
     # One device over the same micro-batches.
     trainer(max_steps=4, accumulate_grad_batches=3).fit(expected, loader(48, 4))
     assert len(found.said) == len(expected.said) == 12
@@ -175,9 +138,9 @@ def sorted_by_prompt(batches: list[Tensor]) -> list[Tensor]:
     return sorted(batches, key=lambda tokens: tokens.flatten().tolist())
 
 
-def test_loops_of_ones_own_may_take_turns(workers: list[str]) -> None:
+def test_own_decoding_loops_may_take_turns(workers: list[str]) -> None:
     def loops(model: PreTrainedModel) -> Tensor:
-        """Two decodings with a batch of their own each, a token of one, a token of the other."""
+        """Decode two batches in turns, one token of each."""
         inputs = [tokens.clone() for tokens in prompts()["input_ids"].split([1, 3])]
         caches: list[Any] = [None, None]
         found = []
@@ -211,7 +174,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_what_does_not_work_says_what_to_do_and_ends_nothing(workers: list[str]) -> None:
+def test_unsupported_generation_is_refused_with_a_remedy_and_the_run_goes_on(
+    workers: list[str],
+) -> None:
     class Trying(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -224,6 +189,6 @@ def test_what_does_not_work_says_what_to_do_and_ends_nothing(workers: list[str])
                     self.model.generate(tokens, max_new_tokens=4, pad_token_id=0, **options)
             return generate(self.model, **GREEDY)
 
-    found = trainer(strategy(workers)).predict(Trying(), loader(1, 1))
+    found = trainer(strategy_of(workers)).predict(Trying(), loader(1, 1))
     assert found is not None
     assert torch.equal(found[0], generate(tiny_llama(5).eval(), **GREEDY))

@@ -15,12 +15,19 @@ from torch import Tensor
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 
-from ..families import CONFIGS, MIXTURES, NUM_LAYERS, tiny_model
+from ..equality import assert_close, weights_of
+from ..families import (
+    CONFIGS,
+    MIXTURES,
+    NUM_LAYERS,
+    assert_equal_runs,
+    fit_by_hand,
+    fit_family,
+    tiny_model,
+)
 from ..models import TinyModule, loader, trainer
-from . import test_families as families
-from .test_exactness import assert_close, weights_of
-from .test_generation import Generating, generate
-from .test_moving_layers import Moves
+from .generation import Generating, generate
+from .moves import Moves
 
 UNCUT = ("phi", "gpt_neox", "falcon", "falcon-alibi")
 """Families whose attention and perceptron both read what comes into the layer."""
@@ -29,8 +36,8 @@ Ends = tuple[int, ...]
 
 
 def piped(workers: list[str], ends: Ends, last: bool, **options: Any) -> HeteroPipelineStrategy:
-    """The halves up to each end on one process after the other; the coordinator is the last one, or
-    else the first."""
+    """Give each process the halves up to its end. The coordinator is the last process, or the
+    first."""
     used = workers[: len(ends)]
     names = [*used, "coordinator"] if last else ["coordinator", *used]
     ranges = zip((0, *ends), (*ends, 2 * NUM_LAYERS), strict=True)
@@ -42,9 +49,9 @@ def piped(workers: list[str], ends: Ends, last: bool, **options: Any) -> HeteroP
 @pytest.mark.parametrize("last", [False, True], ids=["coordinator first", "coordinator last"])
 @pytest.mark.parametrize("family", [f for f in CONFIGS if f not in (*UNCUT, *MIXTURES)])
 def test_a_family_in_halves_equals_one_device(family: str, last: bool, workers: list[str]) -> None:
-    expected = families.fit(tiny_model(family), "auto")
-    found = families.fit(tiny_model(family), piped(workers, (3, 6), last))
-    families.assert_equal_runs(found, expected)
+    expected = fit_family(tiny_model(family))
+    found = fit_family(tiny_model(family), piped(workers, (3, 6), last))
+    assert_equal_runs(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -117,18 +124,18 @@ def test_adapters_in_halves_equal_one_device(workers: list[str]) -> None:
         targets = ["q_proj", "down_proj"]
         return get_peft_model(tiny_model("llama"), LoraConfig(target_modules=targets))
 
-    expected = families.fit(adapted(), "auto")
-    found = families.fit(adapted(), piped(workers, (3, 6), last=True))
-    families.assert_equal_runs(found, expected)
+    expected = fit_family(adapted())
+    found = fit_family(adapted(), piped(workers, (3, 6), last=True))
+    assert_equal_runs(found, expected)
 
 
 # The router's loss of a micro-batch is not that of the batch, which the first-batch check says.
 @pytest.mark.filterwarnings("ignore:The loss of the first batch")
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_mixture_in_halves_has_its_router_loss(family: str, workers: list[str]) -> None:
-    expected = families.fit_by_hand(tiny_model(family))
-    found = families.fit(tiny_model(family), piped(workers, (3, 6), last=True), padded=False)
-    families.assert_equal_runs(found, expected)
+    expected = fit_by_hand(tiny_model(family))
+    found = fit_family(tiny_model(family), piped(workers, (3, 6), last=True), padded=False)
+    assert_equal_runs(found, expected)
 
 
 class Collecting(TinyModule):
@@ -144,7 +151,7 @@ def test_hidden_states_between_halves_are_refused(workers: list[str]) -> None:
 @pytest.mark.parametrize("family", UNCUT)
 def test_a_layer_that_cannot_be_cut_is_refused(workers: list[str], family: str) -> None:
     with pytest.raises(ModelError, match="cannot be cut behind its attention"):
-        families.fit(tiny_model(family), piped(workers, (3,), last=False))
+        fit_family(tiny_model(family), piped(workers, (3,), last=False))
 
 
 def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What a user has set on an instance is called as on one device, and is still there afterwards."""
+"""Methods that a user has set on an instance are called as on one device, and stay set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.profiler.ends import PassingLayers
 
-from ..models import TinyModule, loader, tiny_llama, trainer
+from ..models import TinyModule, fit, loader, tiny_llama
 
 NUM_STEPS = 3
 
@@ -50,10 +50,8 @@ class ByHand(TinyModule):
         return optimizer
 
 
-def fit(module: TinyModule, strategy: Any, **options: Any) -> pl.Trainer:
-    run = trainer(strategy, max_epochs=1, **options)
-    run.fit(module, loader(4 * NUM_STEPS, 4))
-    return run
+def train(module: TinyModule, strategy: Any, **options: Any) -> TinyModule:
+    return fit(module, strategy, loader(4 * NUM_STEPS, 4), **options)
 
 
 def test_zero_grad_of_a_module_and_of_an_optimizer(workers: list[str]) -> None:
@@ -62,7 +60,7 @@ def test_zero_grad_of_a_module_and_of_an_optimizer(workers: list[str]) -> None:
         module = ByHand()
         own = Mock(wraps=module.zero_grad)
         module.zero_grad = own  # type: ignore[method-assign]
-        fit(module, strategy)
+        train(module, strategy)
         assert vars(module)["zero_grad"] is own
         optimizer: Any = module.optimizers(use_pl_optimizer=False)
         assert vars(optimizer)["zero_grad"] is module.recorded
@@ -75,15 +73,15 @@ def test_zero_grad_of_a_module_and_of_an_optimizer(workers: list[str]) -> None:
 
 
 class KeepsOn(ByHand):
-    """Wraps in the run what the run has put in place, and keeps it."""
+    """Wraps `zero_grad` after the run has set its own, and keeps the wrapper."""
 
     def on_train_start(self) -> None:
         self.zero_grad = Mock(wraps=self.zero_grad)  # type: ignore[method-assign]
 
 
-def test_what_is_wrapped_during_the_run_works_after_it(workers: list[str]) -> None:
+def test_a_method_wrapped_during_the_run_works_after_it(workers: list[str]) -> None:
     module = KeepsOn()
-    fit(module, over(workers))
+    train(module, over(workers))
     (loss,) = [p.sum() for p in [next(module.parameters())]]
     loss.backward()
     module.zero_grad()
@@ -97,7 +95,7 @@ def test_log_gets_each_name_once_per_batch(way: str, workers: list[str]) -> None
         module = TinyModule()
         own = Mock(wraps=module.log)
         module.log = own  # type: ignore[method-assign]
-        fit(module, strategy)
+        train(module, strategy)
         assert vars(module)["log"] is own
         seen.append([(call.args[0], float(call.args[1])) for call in own.call_args_list])
     assert len(seen[0]) == NUM_STEPS
@@ -105,7 +103,7 @@ def test_log_gets_each_name_once_per_batch(way: str, workers: list[str]) -> None
     assert [value for _, value in seen[1]] == pytest.approx([value for _, value in seen[0]])
 
 
-def test_the_forward_of_a_layer_here_that_is_recomputed(workers: list[str]) -> None:
+def test_the_users_forward_of_a_recomputed_layer_here_is_called(workers: list[str]) -> None:
     module = TinyModule()
     layer = module.model.model.layers[0]
     own = Mock(wraps=layer.forward)
@@ -115,7 +113,7 @@ def test_the_forward_of_a_layer_here_that_is_recomputed(workers: list[str]) -> N
         StagePlan([workers[0]], (1, 5)),
     ]
     plan = Plan(stages, micro_batches=2)
-    fit(module, HeteroPipelineStrategy(workers[:1], plan, check_first_batch="off"))
+    train(module, HeteroPipelineStrategy(workers[:1], plan, check_first_batch="off"))
     assert vars(layer)["forward"] is own
     assert own.call_count == 2 * 2 * NUM_STEPS
 
@@ -143,11 +141,12 @@ class Copying(pl.Callback):
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_callbacks_can_be_copied_during_a_run(bar: type[ProgressBar], workers: list[str]) -> None:
     callback, shown = Copying(), bar()
-    run = fit(TinyModule(), over(workers), callbacks=[shown, callback], enable_progress_bar=True)
+    callbacks = [shown, callback]
+    module = train(TinyModule(), over(workers), callbacks=callbacks, enable_progress_bar=True)
     copied = callback.copies[0]
     assert isinstance(copied, bar)
     assert copied is not shown
-    assert "tok/s" not in copied.get_metrics(run, run.lightning_module)
+    assert "tok/s" not in copied.get_metrics(module.trainer, module)
     assert not {"__deepcopy__", "get_metrics"} & vars(shown).keys()
 
 
@@ -163,4 +162,4 @@ def test_a_copy_of_the_model_in_a_step_is_refused_with_a_sentence(
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(ModelError, match="so the module cannot be copied or pickled; do it before"):
-        fit(CopyingItself(), over(workers), enable_progress_bar=bar)
+        train(CopyingItself(), over(workers), enable_progress_bar=bar)

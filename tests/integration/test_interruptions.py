@@ -1,5 +1,7 @@
-"""A run that is interrupted ends as on one device, leaves the checkpoint that it would leave there
-or none, and frees its workers."""
+"""An interrupted run ends as it does on one device, and frees its workers.
+
+It leaves the checkpoint that a run on one device leaves, or none.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ DEADLINE_SECONDS = 60.0
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """Lightning ignores Ctrl-C from the first one on."""
+    """Restore the handler of Ctrl-C, which Lightning replaces at the first one."""
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
@@ -122,7 +124,7 @@ class Raising(Callback):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
 @pytest.mark.parametrize("kind", ["save_on_exception", "OnExceptionCheckpoint"])
-def test_what_is_left_of_an_exception_is_what_one_device_leaves(
+def test_an_exception_leaves_the_checkpoint_that_one_device_leaves(
     kind: str, hook: str, error: type[BaseException], workers: list[str], tmp_path: Path
 ) -> None:
     for strategy in ("auto", even(workers[:2])):
@@ -236,7 +238,7 @@ def assert_serves(workers: list[str]) -> None:
     assert len(module.losses) == 1
 
 
-def test_a_lost_worker_is_what_is_reported_and_the_others_are_freed(
+def test_a_lost_worker_is_reported_and_the_others_are_freed(
     workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not that the checkpoint of the exception could not be written without it."""
@@ -270,7 +272,7 @@ def test_a_lost_worker_is_what_is_reported_and_the_others_are_freed(
     assert_serves(workers[:1])
 
 
-def test_the_users_error_is_what_is_reported_when_a_worker_has_died_too(
+def test_the_users_error_is_reported_even_if_a_worker_died_too(
     workers: list[str], tmp_path: Path
 ) -> None:
     with worker_process() as victim:

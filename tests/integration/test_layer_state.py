@@ -14,7 +14,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError, StageFailed
 
 from ..conftest import worker_process
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader, trainer
 from ..stateful_layers import (
     Averaging,
     Caching,
@@ -44,10 +44,9 @@ def pipeline(workers: list[str], micro_batches: int, **options: Any) -> HeteroPi
     return HeteroPipelineStrategy(workers, plan, **{"layers": "model.blocks", **options})
 
 
-def fit(module: TinyModule, strategy: Any = "auto", *callbacks: pl.Callback) -> TinyModule:
-    options: dict[str, Any] = {"max_epochs": 2, "callbacks": list(callbacks)}
-    trainer(strategy, **options).fit(module, loader(4 * NUM_STEPS // 2, 4))
-    return module
+def train(module: TinyModule, strategy: Any = "auto", *callbacks: pl.Callback) -> TinyModule:
+    data = loader(4 * NUM_STEPS // 2, 4)
+    return fit(module, strategy, data, max_epochs=2, callbacks=list(callbacks))
 
 
 def assert_equal(module: nn.Module, plain: nn.Module, rtol: float) -> None:
@@ -77,7 +76,7 @@ def test_state_in_an_attribute_is_refused_by_name(
         match=rf"forward of layer 0 \({kind.__name__}\) changed its attribute '{KEEPING[kind]}'.*"  # type: ignore[index, attr-defined]
         r"must be a buffer or come as an argument; or keep the layer with the coordinator\.",
     ):
-        fit(LayeredModule(kind), pipeline(allowing, 1))
+        train(LayeredModule(kind), pipeline(allowing, 1))
 
 
 @pytest.mark.parametrize("micro_batching", ["step", "boundary"])
@@ -86,7 +85,7 @@ def test_state_in_an_attribute_is_refused_in_every_mode(
 ) -> None:
     strategy = pipeline(allowing, 2, micro_batching=micro_batching)
     with pytest.raises(StageFailed, match="changed its attribute 'cache'"):
-        fit(LayeredModule(Caching), strategy)
+        train(LayeredModule(Caching), strategy)
 
 
 def test_state_in_an_attribute_is_refused_before_a_prediction_is_returned(
@@ -96,9 +95,9 @@ def test_state_in_an_attribute_is_refused_before_a_prediction_is_returned(
         trainer(pipeline(allowing, 1)).predict(LayeredModule(Counting), loader(8, 4))
 
 
-def test_what_a_forward_puts_back_is_no_state(allowing: list[str]) -> None:
-    found = fit(LayeredModule(Restoring), pipeline(allowing, 1))
-    assert_equal(found, fit(LayeredModule(Restoring)), rtol=0)
+def test_an_attribute_restored_by_the_forward_is_no_state(allowing: list[str]) -> None:
+    found = train(LayeredModule(Restoring), pipeline(allowing, 1))
+    assert_equal(found, train(LayeredModule(Restoring)), rtol=0)
 
 
 # What the user changes here.
@@ -122,12 +121,12 @@ class Annealing(pl.Callback):
     ("micro_batches", "micro_batching", "rtol"),
     [(1, "step", 0), (1, "boundary", 0), (2, "step", 1e-5), (2, "boundary", 1e-5)],
 )
-def test_what_a_callback_changes_reaches_the_worker(
+def test_a_callbacks_change_reaches_the_worker(
     allowing: list[str], micro_batches: int, micro_batching: str, rtol: float
 ) -> None:
     strategy = pipeline(allowing, micro_batches, micro_batching=micro_batching)
-    found = fit(LayeredModule(Scaled), strategy, Annealing())
-    assert_equal(found, fit(LayeredModule(Scaled), "auto", Annealing()), rtol)
+    found = train(LayeredModule(Scaled), strategy, Annealing())
+    assert_equal(found, train(LayeredModule(Scaled), "auto", Annealing()), rtol)
 
 
 class Cooling(LayeredModule):
@@ -152,7 +151,7 @@ class Cooling(LayeredModule):
 
 
 def test_every_micro_batch_may_set_the_same(allowing: list[str]) -> None:
-    assert_equal(fit(Cooling(), pipeline(allowing, 2)), fit(Cooling()), rtol=1e-5)
+    assert_equal(train(Cooling(), pipeline(allowing, 2)), train(Cooling()), rtol=1e-5)
 
 
 def test_a_change_in_the_middle_of_a_step_is_refused_by_name(allowing: list[str]) -> None:
@@ -161,10 +160,10 @@ def test_a_change_in_the_middle_of_a_step_is_refused_by_name(allowing: list[str]
         match=r"model\.blocks\.1\.temperature was changed in the middle of step 1: .* worker of "
         r"layer 1 before it\. Change it in `on_train_batch_start`",
     ):
-        fit(Cooling(differs=True), pipeline(allowing, 2))
+        train(Cooling(differs=True), pipeline(allowing, 2))
 
 
-def test_what_a_prediction_changes_reaches_the_worker(allowing: list[str]) -> None:
+def test_a_change_made_during_prediction_reaches_the_worker(allowing: list[str]) -> None:
     found, expected = (
         trainer(strategy).predict(Cooling(differs=True), loader(12, 4))
         for strategy in (pipeline(allowing, 1), "auto")
@@ -196,11 +195,11 @@ class Setting(pl.Callback):
         ("line", 1, r"blocks\.2\.line was changed .* it is the name of a tensor or of a child"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_by_name(
+def test_an_attribute_that_cannot_be_sent_is_refused_by_name(
     allowing: list[str], name: str, value: Any, sentence: str
 ) -> None:
     with pytest.raises(ModelError, match=sentence):
-        fit(LayeredModule(Scaled), pipeline(allowing, 1), Setting(name, value))
+        train(LayeredModule(Scaled), pipeline(allowing, 1), Setting(name, value))
 
 
 # Buffers.
@@ -210,7 +209,7 @@ def test_a_buffer_that_each_micro_batch_updates_is_named(allowing: list[str]) ->
     names = r"model\.blocks\.0\.mean, model\.blocks\.1\.mean, model\.blocks\.2\.mean"
     sentence = rf"keep in {names} is updated once for each micro-batch.*`micro_batches=1`"
     with pytest.warns(UserWarning, match=sentence) as said:
-        fit(LayeredModule(Averaging), pipeline(allowing, 2))
+        train(LayeredModule(Averaging), pipeline(allowing, 2))
     assert sum("keep in" in str(warning.message) for warning in said) == 1
     with pytest.warns(UserWarning, match=sentence):
         trainer(pipeline(allowing, 2)).predict(LayeredModule(Averaging), loader(4, 4))
@@ -218,13 +217,13 @@ def test_a_buffer_that_each_micro_batch_updates_is_named(allowing: list[str]) ->
 
 def test_a_buffer_that_a_recomputed_forward_updates_is_named(allowing: list[str]) -> None:
     with pytest.warns(UserWarning, match=r"once more where a forward runs again.*`recompute`"):
-        fit(LayeredModule(Averaging), pipeline(allowing, 1, recompute=True))
+        train(LayeredModule(Averaging), pipeline(allowing, 1, recompute=True))
 
 
-def test_a_buffer_of_whole_batches_is_right_and_nothing_is_said(allowing: list[str]) -> None:
+def test_a_buffer_is_right_without_a_warning_if_batches_are_whole(allowing: list[str]) -> None:
     """Our own warnings are failures."""
-    found = fit(LayeredModule(Averaging), pipeline(allowing, 1))
-    assert_equal(found, fit(LayeredModule(Averaging)), rtol=0)
+    found = train(LayeredModule(Averaging), pipeline(allowing, 1))
+    assert_equal(found, train(LayeredModule(Averaging)), rtol=0)
 
 
 # Hugging Face models.
@@ -254,9 +253,9 @@ def hugging_face(workers: list[str], **options: Any) -> HeteroPipelineStrategy:
     return pipeline(workers, 1, layers="model.model.layers", **options)
 
 
-def test_what_is_changed_in_a_hugging_face_model_reaches_the_worker(allowing: list[str]) -> None:
-    found = fit(Llama(), hugging_face(allowing), Widening())
-    assert_equal(found, fit(Llama(), "auto", Widening()), rtol=0)
+def test_a_change_of_a_hugging_face_model_reaches_the_worker(allowing: list[str]) -> None:
+    found = train(Llama(), hugging_face(allowing), Widening())
+    assert_equal(found, train(Llama(), "auto", Widening()), rtol=0)
 
 
 def scaled_llama() -> Llama:
@@ -265,15 +264,15 @@ def scaled_llama() -> Llama:
     return module
 
 
-def test_what_was_changed_before_the_run_reaches_the_worker(allowing: list[str]) -> None:
-    assert_equal(fit(scaled_llama(), hugging_face(allowing)), fit(scaled_llama()), rtol=0)
+def test_a_change_before_the_run_reaches_the_worker(allowing: list[str]) -> None:
+    assert_equal(train(scaled_llama(), hugging_face(allowing)), train(scaled_llama()), rtol=0)
 
 
-def test_halves_follow_what_is_changed(allowing: list[str]) -> None:
+def test_halves_follow_a_change(allowing: list[str]) -> None:
     plan = Plan([StagePlan(["coordinator"], (0, 1)), StagePlan(allowing, (1, 6))], 1)
     strategy = HeteroPipelineStrategy(allowing, plan, cut_layers=True)
-    found = fit(Llama(), strategy, Widening())
-    assert_equal(found, fit(Llama(), "auto", Widening()), rtol=0)
+    found = train(Llama(), strategy, Widening())
+    assert_equal(found, train(Llama(), "auto", Widening()), rtol=0)
 
 
 class Toggling(Llama):
@@ -287,5 +286,5 @@ class Toggling(Llama):
         return loss + again
 
 
-def test_what_no_layer_reads_may_change_at_any_time(allowing: list[str]) -> None:
-    assert_equal(fit(Toggling(), hugging_face(allowing)), fit(Toggling()), rtol=0)
+def test_an_attribute_that_no_layer_reads_may_change_at_any_time(allowing: list[str]) -> None:
+    assert_equal(train(Toggling(), hugging_face(allowing)), train(Toggling()), rtol=0)

@@ -35,7 +35,7 @@ def even(workers: list[str]) -> HeteroPipelineStrategy:
 
 @dataclass
 class AtHook(Callback):
-    """Does something when a hook is called for that many times; counts the calls of all hooks."""
+    """Acts at a certain call of one hook, and counts the calls of all hooks."""
 
     hook: str = ""
     call: int = 1
@@ -68,14 +68,8 @@ HOOKS = [
 LATE = ("on_fit_end", "teardown")
 
 
-def fit(workers: list[str], folder: Path, *callbacks: Callback) -> TinyModule:
-    """Two epochs with a sanity check, validation and checkpoints."""
-    module = TinyModule(NUM_LAYERS)
-    run(workers, folder, *callbacks).fit(module, loader(16, 8), loader(8, 8))
-    return module
-
-
 def run(workers: list[str], folder: Path, *callbacks: Callback) -> pl.Trainer:
+    """A Trainer of two epochs with a sanity check, validation and checkpoints."""
     checkpoint = ModelCheckpoint(folder, save_on_exception=True)
     return trainer(
         even(workers),
@@ -100,7 +94,9 @@ def undisturbed(
 ) -> Undisturbed:
     watcher = AtHook()
     workers = [worker.address for worker in worker_processes[:2]]
-    module = fit(workers, tmp_path_factory.mktemp("undisturbed"), watcher)
+    module = TinyModule(NUM_LAYERS)
+    made = run(workers, tmp_path_factory.mktemp("undisturbed"), watcher)
+    made.fit(module, loader(16, 8), loader(8, 8))
     assert watcher.calls.keys() == set(HOOKS)
     return Undisturbed(module.state_dict(), watcher.calls)
 
@@ -181,7 +177,7 @@ def lose(
     return caught.value, module
 
 
-def test_the_last_checkpoint_that_is_still_there_is_named(
+def test_the_last_existing_checkpoint_is_named(
     workers: list[str], victim: WorkerProcess, tmp_path: Path
 ) -> None:
     """Callbacks remove older ones, and one that took a place for a while."""
@@ -242,7 +238,7 @@ class Failing(TinyModule):
         raise ZeroDivisionError("the user's own")
 
 
-def test_the_first_exception_is_what_the_user_sees(
+def test_the_user_sees_the_first_exception(
     workers: list[str], victim: WorkerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Failing(NUM_LAYERS)
@@ -273,7 +269,7 @@ def test_weights_that_were_only_lent_are_lost_as_well(
         module.state_dict()
 
 
-def test_what_is_still_in_its_checkpoint_is_not_lost(
+def test_weights_that_a_checkpoint_holds_are_not_lost(
     workers: list[str], victim: WorkerProcess, tmp_path: Path
 ) -> None:
     class Frozen(TinyModule):
@@ -297,13 +293,14 @@ def test_what_is_still_in_its_checkpoint_is_not_lost(
 SCRIPT = """
 import os, signal, torch
 from lightning_hetero import HeteroPipelineStrategy
+from tests.local_workers import local_workers
 from tests.models import TinyModule, loader, trainer
 
 class Module(TinyModule):
     def on_train_end(self):
-        local = self.trainer.strategy._fleet._local[1].process
-        local.kill()
-        local.wait()
+        victim = local_workers()[1]
+        victim.kill()
+        victim.wait()
 
 torch.set_num_threads(1)
 strategy = HeteroPipelineStrategy(workers=2, plan="even", micro_batches=2)
@@ -312,7 +309,7 @@ print("returned")
 """
 
 
-def test_a_script_whose_weights_are_lost_does_not_end_well() -> None:
+def test_a_script_whose_weights_are_lost_ends_with_an_error() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -24,7 +24,7 @@ from ..faults.lying_worker import (
     TO_NEIGHBOR,
     Lie,
 )
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader, trainer
 
 LYING = "import tests.faults.lying_worker"
 
@@ -54,23 +54,22 @@ def liar(lying_process: Liar) -> Iterator[Liar]:
     lying_process.tell("")
 
 
-def fit(workers: list[str], module: pl.LightningModule, *checkpoints: ModelCheckpoint) -> None:
-    strategy = HeteroPipelineStrategy(workers, "even", micro_batches=2)
-    made = trainer(
-        strategy,
-        max_steps=2,
+def train(workers: list[str], module: pl.LightningModule, *checkpoints: ModelCheckpoint) -> None:
+    fit(
+        module,
+        HeteroPipelineStrategy(workers, "even", micro_batches=2),
+        loader(12, 6),
         gradient_clip_val=0.5,
         callbacks=[*checkpoints],
         enable_checkpointing=bool(checkpoints),
     )
-    made.fit(module, loader(12, 6))
 
 
 def assert_tells_truth(liar: Liar) -> None:
     """It serves the next run, which nothing is wrong with."""
     liar.tell("")
     module = TinyModule(2)
-    fit([liar.address], module)
+    train([liar.address], module)
     assert len(module.losses) == 2
 
 
@@ -80,18 +79,20 @@ def test_a_wrong_answer_in_a_step_ends_the_run(name: str, liar: Liar) -> None:
     liar.tell(f"c: {name}")
     expected = rf"stage 1 on {liar.address} broke the rules in step 1: .*{lie.says}"
     with pytest.raises(WorkerLost, match=expected):
-        fit([liar.address], TinyModule(2))
+        train([liar.address], TinyModule(2))
     assert_tells_truth(liar)
 
 
 @pytest.mark.parametrize("name", [*CONTENT, *STATE])
-def test_a_wrong_answer_at_the_end_loses_what_it_is_about(name: str, liar: Liar) -> None:
+def test_a_wrong_answer_at_the_end_loses_only_the_weights_that_it_concerns(
+    name: str, liar: Liar
+) -> None:
     lie = {**CONTENT, **STATE}[name]
     liar.tell(f"c: {name}")
     module = TinyModule(2)
     expected = rf"stage 1 on {liar.address} broke the rules in step 2: .*{lie.says}"
     with pytest.raises(WeightsLost, match=expected) as caught:
-        fit([liar.address], module)
+        train([liar.address], module)
     assert caught.value.are_weights_whole == (name in STATE)
     if name in STATE:
         assert not any(tensor.is_meta for tensor in module.state_dict().values())
@@ -103,13 +104,11 @@ def test_a_wrong_answer_goes_into_no_checkpoint(name: str, liar: Liar, tmp_path:
     lie: Lie = {**CONTENT, **STATE}[name]
     liar.tell(f"c: {name}")
     with pytest.raises(WorkerLost, match=f"broke the rules in step 1: .*{lie.says}"):
-        fit([liar.address], TinyModule(2), ModelCheckpoint(tmp_path, every_n_train_steps=1))
+        train([liar.address], TinyModule(2), ModelCheckpoint(tmp_path, every_n_train_steps=1))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_after_optimizer_state_is_lost_weights_can_be_saved_and_nothing_else(
-    liar: Liar, tmp_path: Path
-) -> None:
+def test_without_optimizer_state_only_weights_can_be_saved(liar: Liar, tmp_path: Path) -> None:
     liar.tell("c: state twice")
     module = TinyModule(2)
     strategy = HeteroPipelineStrategy([liar.address], "even", micro_batches=2)
@@ -123,7 +122,7 @@ def test_after_optimizer_state_is_lost_weights_can_be_saved_and_nothing_else(
 
 
 @pytest.mark.parametrize("name", TO_NEIGHBOR)
-def test_what_a_neighbor_sends_is_held_against_what_it_got(
+def test_a_neighbors_gradients_must_match_the_activations_it_got(
     name: str, liar: Liar, workers: list[str]
 ) -> None:
     lie = TO_NEIGHBOR[name]
@@ -132,5 +131,5 @@ def test_what_a_neighbor_sends_is_held_against_what_it_got(
     chain = [liar.address, workers[0]] if is_upstream else [workers[0], liar.address]
     hears = f"stage {2 if is_upstream else 1} on {workers[0]} failed in step 1"
     with pytest.raises(StageFailed, match=rf"{hears}: RemoteProtocolError: .*{lie.says}"):
-        fit(chain, TinyModule(3))
+        train(chain, TinyModule(3))
     assert_tells_truth(liar)

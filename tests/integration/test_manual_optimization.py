@@ -240,7 +240,7 @@ def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("act", WAYS)
-def test_what_is_done_by_hand_is_done_on_the_stages(
+def test_manual_optimization_equals_one_device(
     act: Any, recompute: bool, workers: list[str]
 ) -> None:
     expected, plain_metrics = train(act, "auto")
@@ -323,7 +323,7 @@ def test_clipping_by_hand_is_refused(workers: list[str]) -> None:
         train(clip_by_hand, over(workers))
 
 
-def test_nothing_of_it_stays_behind(workers: list[str]) -> None:
+def test_the_run_leaves_no_hooks_on_optimizers(workers: list[str]) -> None:
     module, _ = train(both_step, over(workers))
     assert not [name for name, part in module.named_modules() if "zero_grad" in vars(part)]
     for optimizer in module.optimizers(use_pl_optimizer=False):  # type: ignore[union-attr]

@@ -103,7 +103,7 @@ def train(folder: Path, workers: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
-def test_three_processes_train_what_one_cannot_hold(folder: Path) -> None:
+def test_three_processes_train_a_model_that_one_cannot_hold(folder: Path) -> None:
     with ExitStack() as stack:
         workers = [stack.enter_context(limited_worker()) for _ in range(2)]
         together = train(folder, workers)

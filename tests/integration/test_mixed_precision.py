@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader, scaled_precision, trainer
 
 NUM_LAYERS = 5
 BATCH_SIZE = 8
@@ -29,21 +28,15 @@ def plan_over(workers: list[str], *dtypes: Any) -> Plan:
     return Plan(stages, micro_batches=4)
 
 
-def fit(workers: list[str] | None, *dtypes: Any, num_steps: int = 4, **options: Any) -> TinyModule:
+def train(
+    workers: list[str] | None, *dtypes: Any, num_steps: int = 4, module: Any = None, **options: Any
+) -> TinyModule:
     """Train on workers, or by Lightning alone where there are none."""
-    module = options.pop("module", None) or TinyModule(NUM_LAYERS)
     strategy: Any = "auto"
     if workers is not None:
         strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers, *dtypes))
-    run = trainer(strategy, max_steps=num_steps, max_epochs=1, **options)
-    run.fit(module, loader(BATCH_SIZE * num_steps, BATCH_SIZE, padded=True))
-    return module
-
-
-def scaled_precision(init_scale: float = 2.0**12) -> MixedPrecision:
-    """'16-mixed' on a CPU, where Lightning gives no such plugin by itself."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
-    return MixedPrecision("16-mixed", "cpu", scaler)
+    data = loader(BATCH_SIZE * num_steps, BATCH_SIZE, padded=True)
+    return fit(module or TinyModule(NUM_LAYERS), strategy, data, **options)
 
 
 def relative_change(found: TinyModule, start: TinyModule) -> dict[str, float]:
@@ -60,8 +53,8 @@ def relative_change(found: TinyModule, start: TinyModule) -> dict[str, float]:
 def test_precision_over_stages_is_that_of_one_device(
     precision: str, tolerance: float, workers: list[str]
 ) -> None:
-    expected = fit(None, precision=precision)
-    found = fit(workers, precision=precision)
+    expected = train(None, precision=precision)
+    found = train(workers, precision=precision)
     assert found.losses == pytest.approx(expected.losses, rel=tolerance)
     dtypes = {name: tensor.dtype for name, tensor in found.state_dict().items()}
     assert dtypes == {name: tensor.dtype for name, tensor in expected.state_dict().items()}
@@ -70,8 +63,8 @@ def test_precision_over_stages_is_that_of_one_device(
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_loss_scaling_is_that_of_one_device(clip: float | None, workers: list[str]) -> None:
     alone, over_stages = scaled_precision(), scaled_precision()
-    expected = fit(None, plugins=[alone], gradient_clip_val=clip)
-    found = fit(workers, plugins=[over_stages], gradient_clip_val=clip)
+    expected = train(None, plugins=[alone], gradient_clip_val=clip)
+    found = train(workers, plugins=[over_stages], gradient_clip_val=clip)
     assert found.losses == pytest.approx(expected.losses, rel=1e-3)
     # It has grown after three steps without an overflow.
     assert over_stages.state_dict() == alone.state_dict()
@@ -81,7 +74,7 @@ def test_loss_scaling_is_that_of_one_device(clip: float | None, workers: list[st
 def test_an_overflow_skips_the_step_everywhere(workers: list[str]) -> None:
     """The scale is so large that the gradients on the stages overflow float16."""
     start, precision = TinyModule(NUM_LAYERS), scaled_precision(2.0**40)
-    found = fit(workers, plugins=[precision], num_steps=1)
+    found = train(workers, plugins=[precision], num_steps=1)
     assert precision.state_dict()["scale"] == 2.0**39
     assert set(relative_change(found, start).values()) == {0.0}
 
@@ -92,23 +85,23 @@ def test_an_overflow_of_one_stage_alone_skips_the_step_everywhere(workers: list[
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(".layers.4." in name)
     precision = scaled_precision(2.0**40)
-    found = fit(workers, plugins=[precision], num_steps=1, module=module)
+    found = train(workers, plugins=[precision], num_steps=1, module=module)
     assert precision.state_dict()["scale"] == 2.0**39
     assert set(relative_change(found, start).values()) == {0.0}
 
 
-def test_stages_train_under_loss_scaling_where_nothing_trains_on_the_coordinator(
+def test_loss_scaling_works_when_only_stages_train(
     workers: list[str],
 ) -> None:
     module, start = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(".layers.4." in name)
-    changed = relative_change(fit(workers, plugins=[scaled_precision()], module=module), start)
+    changed = relative_change(train(workers, plugins=[scaled_precision()], module=module), start)
     moved = {name for name, change in changed.items() if change > 0}
     assert moved == {name for name in changed if ".layers.4." in name}
 
 
-def test_an_optimizer_that_takes_the_scale_off_by_itself_is_refused(workers: list[str]) -> None:
+def test_an_optimizer_that_unscales_gradients_itself_is_refused(workers: list[str]) -> None:
     """It would step here and never on the stages."""
 
     class Fused(TinyModule):
@@ -116,13 +109,13 @@ def test_an_optimizer_that_takes_the_scale_off_by_itself_is_refused(workers: lis
             return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
     with pytest.raises(MisconfigurationException, match="fused=False"):
-        fit(workers, plugins=[scaled_precision()], module=Fused(NUM_LAYERS))
+        train(workers, plugins=[scaled_precision()], module=Fused(NUM_LAYERS))
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", None), (None, "float16"), ("bfloat16", "float16")])
 def test_a_stage_computes_in_its_own_dtype(dtypes: tuple[Any, Any], workers: list[str]) -> None:
-    expected = fit(None)
-    found = fit(workers, *dtypes)
+    expected = train(None)
+    found = train(workers, *dtypes)
     assert found.losses == pytest.approx(expected.losses, rel=2e-2)
     assert found.losses != expected.losses
     assert {tensor.dtype for tensor in found.state_dict().values()} == {torch.float32}
@@ -136,7 +129,7 @@ def test_frozen_weights_of_a_stage_are_kept_in_its_dtype(dtype: Any, workers: li
             parameter.requires_grad_("q_proj" in name or "embed" in name)
         return module
 
-    expected, found = fit(None, module=frozen()), fit(workers, dtype, dtype, module=frozen())
+    expected, found = train(None, module=frozen()), train(workers, dtype, dtype, module=frozen())
     assert found.losses == pytest.approx(expected.losses, rel=2e-2)
     assert found.losses != expected.losses
     changed = relative_change(found, frozen())
@@ -146,18 +139,18 @@ def test_frozen_weights_of_a_stage_are_kept_in_its_dtype(dtype: Any, workers: li
 
 
 def test_a_stage_without_bfloat16_takes_part_in_bfloat16_training(workers: list[str]) -> None:
-    expected = fit(None, precision="bf16-true")
-    found = fit(workers, "float32", "float16", precision="bf16-true")
+    expected = train(None, precision="bf16-true")
+    found = train(workers, "float32", "float16", precision="bf16-true")
     assert found.losses == pytest.approx(expected.losses, rel=2e-2)
     assert {tensor.dtype for tensor in found.state_dict().values()} == {torch.bfloat16}
 
 
 def test_under_autocast_the_dtype_is_that_of_the_stages_autocast(workers: list[str]) -> None:
     """float32 switches it off there."""
-    exact = fit(None)
-    mixed = fit(workers, precision="bf16-mixed")
-    assert fit(workers, "bfloat16", "bfloat16", precision="bf16-mixed").losses == mixed.losses
-    stages_exact = fit(workers, "float32", "float32", precision="bf16-mixed")
+    exact = train(None)
+    mixed = train(workers, precision="bf16-mixed")
+    assert train(workers, "bfloat16", "bfloat16", precision="bf16-mixed").losses == mixed.losses
+    stages_exact = train(workers, "float32", "float32", precision="bf16-mixed")
     assert stages_exact.losses != mixed.losses
     assert stages_exact.losses == pytest.approx(exact.losses, rel=2e-2)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import HeteroPipelineStrategy, Plan
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.errors import ModelError, PlanError, WorkerLost
 from lightning_hetero.strategy import strategy
@@ -22,38 +21,14 @@ from lightning_hetero.strategy.replan import bring_home
 
 from ..conftest import worker_process
 from ..models import TinyModule, loader, sequences, trainer
+from ..plans import plan_of
+from .moves import Moves
 
 NUM_LAYERS = 6
 NUM_STEPS = 6
 # Layers of the coordinator, of the first worker and of the second one.
 START = (1, 2, 3)
 MOVES = {"to the left": (2, 3, 1), "to the right": (0, 1, 5), "of the workers": (1, 4, 1)}
-
-
-def plan_of(workers: list[str], shares: tuple[int, ...], **options: Any) -> Plan:
-    stages, first = [], 0
-    for name, count in zip(["coordinator", *workers], shares, strict=False):
-        if count or name != "coordinator":
-            stages.append(StagePlan([name], (first, first + count), **options))
-        first += count
-    return Plan(stages, micro_batches=2)
-
-
-class Moves(Callback):
-    """Moves layers before the batches of these numbers."""
-
-    def __init__(self, plans: Mapping[int, Plan]) -> None:
-        self.plans = plans
-        self.moved: list[int] = []
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx in self.plans:
-            mover = trainer.strategy
-            assert isinstance(mover, HeteroPipelineStrategy)
-            mover.move_layers(self.plans[batch_idx])
-            self.moved.append(batch_idx)
 
 
 def train(
@@ -127,7 +102,7 @@ def test_layers_move_under_tied_embeddings_and_recomputation(workers: list[str])
     assert_same(train(workers, plans, make), train(workers, make=make))
 
 
-def test_what_was_set_on_layers_holds_where_they_move(workers: list[str]) -> None:
+def test_attributes_set_on_layers_move_with_them(workers: list[str]) -> None:
     class Scaling(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
             if trainer.global_step == 1:
@@ -181,7 +156,7 @@ def test_a_run_resumes_from_a_checkpoint_after_the_move(workers: list[str], tmp_
         pytest.param((1, 2, 2), "covers 5 layers", id="a layer left out"),
     ],
 )
-def test_a_plan_that_does_not_do_changes_nothing(
+def test_an_impossible_plan_is_refused(
     workers: list[str], shares: tuple[int, ...], expected: str
 ) -> None:
     plan = plan_of(workers[: len(shares) - 1], shares)
@@ -222,7 +197,7 @@ def test_a_layer_with_a_hook_does_not_leave_the_coordinator(workers: list[str]) 
         train(workers, {2: plan_of(workers, MOVES["to the right"])}, make)
 
 
-def test_a_worker_that_dies_in_the_middle_of_a_move_is_named_and_nothing_is_lost(
+def test_a_worker_that_dies_during_a_move_is_named_and_no_weight_is_lost(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=99, save_on_exception=True)

@@ -10,37 +10,36 @@ import pytest
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..families import NUM_LAYERS
-from ..models import TinyModule, loader, trainer
-from .test_mixed_precision import scaled_precision
-from .test_moving_layers import Moves, plan_of
-from .test_pretrained import (
+from ..models import TinyModule, fit, loader, scaled_precision, trainer
+from ..plans import plan_of
+from ..pretrained import (
     BATCH_SIZE,
     PretrainedModule,
     build_from_checkpoint,
     build_whole,
     save_tiny,
 )
+from .moves import Moves
 
 NUM_STEPS = 5
 
 
-def fit(module: Any, strategy: Any, moves: dict[int, Plan], **options: Any) -> Any:
+def train(module: Any, strategy: Any, moves: dict[int, Plan], **options: Any) -> Any:
     """The moves take place before the batches of these numbers."""
-    run = trainer(strategy, max_steps=NUM_STEPS, callbacks=[Moves(moves)], **options)
-    run.fit(module, loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True))
-    return module
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True)
+    return fit(module, strategy, data, callbacks=[Moves(moves)], **options)
 
 
 @pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
-def test_what_does_not_train_is_read_from_its_checkpoint_again(
+def test_frozen_weights_that_move_are_read_from_their_checkpoint_again(
     quantize: bool, workers: list[str], tmp_path: Path
 ) -> None:
     folder = save_tiny("llama", tmp_path)
     last = NUM_LAYERS - 1
     plans = [plan_of(workers, shares) for shares in ((1, 1, last - 1), (last - 1, 1, 1))]
     plans.append(plan_of(workers, (0, 1, last)))
-    expected = fit(PretrainedModule(lambda: build_whole(folder, quantize, True)), "auto", {})
-    found = fit(
+    expected = train(PretrainedModule(lambda: build_whole(folder, quantize, True)), "auto", {})
+    found = train(
         PretrainedModule(lambda: build_from_checkpoint(folder, quantize, True)),
         HeteroPipelineStrategy(workers[:2], plans[0]),
         {2: plans[1], 4: plans[2]},
@@ -55,8 +54,8 @@ def test_what_does_not_train_is_read_from_its_checkpoint_again(
 def test_all_weights_of_a_model_on_disk_train_and_move(workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     last = NUM_LAYERS - 1
-    expected = fit(PretrainedModule(lambda: build_whole(folder, False, False)), "auto", {})
-    found = fit(
+    expected = train(PretrainedModule(lambda: build_whole(folder, False, False)), "auto", {})
+    found = train(
         PretrainedModule(lambda: build_from_checkpoint(folder, False, False)),
         HeteroPipelineStrategy(workers[:2], plan_of(workers, (0, last, 1))),
         {2: plan_of(workers, (last - 1, 1, 1)), 3: plan_of(workers, (0, 1, last))},
@@ -68,7 +67,7 @@ def test_all_weights_of_a_model_on_disk_train_and_move(workers: list[str], tmp_p
 def test_layers_move_under_loss_scaling(workers: list[str]) -> None:
     def run(moves: dict[int, Plan]) -> list[float]:
         strategy = HeteroPipelineStrategy(workers[:2], plan_of(workers, (1, 2, 2)))
-        module = fit(TinyModule(5), strategy, moves, plugins=[scaled_precision()])
+        module = train(TinyModule(5), strategy, moves, plugins=[scaled_precision()])
         return list(module.losses)
 
     moved = run({2: plan_of(workers, (2, 1, 2)), 4: plan_of(workers, (0, 3, 2))})
@@ -84,9 +83,9 @@ def test_a_stage_may_get_a_dtype_of_its_own_with_a_move(workers: list[str]) -> N
         return Plan(stages, micro_batches=3)
 
     strategy = HeteroPipelineStrategy(workers[:2], plan(2, None))
-    moved = fit(TinyModule(5), strategy, {2: plan(3, "bfloat16"), 3: plan(1, None)})
+    moved = train(TinyModule(5), strategy, {2: plan(3, "bfloat16"), 3: plan(1, None)})
     strategy = HeteroPipelineStrategy(workers[:2], plan(2, None))
-    expected = fit(TinyModule(5), strategy, {})
+    expected = train(TinyModule(5), strategy, {})
     assert moved.losses[:2] == expected.losses[:2]
     assert moved.losses[2] != expected.losses[2]
     assert moved.losses == pytest.approx(expected.losses, rel=1e-2)

@@ -16,7 +16,7 @@ from lightning_hetero.errors import TokenError, WorkerUnreachable
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, write_token_file
 
 from ..conftest import WorkerProcess, worker_process
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader, trainer
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +41,15 @@ def addresses(workers: list[WorkerProcess]) -> list[str]:
     return [worker.address.replace("0.0.0.0", "127.0.0.1") for worker in workers]  # noqa: S104
 
 
-def fit(strategy: HeteroPipelineStrategy) -> TinyModule:
-    module = TinyModule()
-    trainer(strategy, max_steps=3).fit(module, loader(36, 12))
-    return module
-
-
 def test_numbers_are_those_without_tls(
     workers: list[str], guarded: list[WorkerProcess], token_file: Path
 ) -> None:
     """With two stages on workers, which are neighbors and authenticate each other too."""
-    plain = fit(HeteroPipelineStrategy(workers[:2], "even", micro_batches=4))
+    plain = fit(TinyModule(), HeteroPipelineStrategy(workers[:2], "even", micro_batches=4))
     where = addresses(guarded)
-    found = fit(HeteroPipelineStrategy(where, "even", micro_batches=4, token_file=token_file))
+    found = fit(
+        TinyModule(), HeteroPipelineStrategy(where, "even", micro_batches=4, token_file=token_file)
+    )
     assert found.losses == plain.losses
     for name, tensor in plain.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
@@ -63,7 +59,7 @@ def test_the_variable_names_the_file_too(
     monkeypatch: pytest.MonkeyPatch, guarded: list[WorkerProcess], token_file: Path
 ) -> None:
     monkeypatch.setenv(FILE_VARIABLE, str(token_file))
-    assert len(fit(HeteroPipelineStrategy(addresses(guarded), "even")).losses) == 3
+    assert len(fit(TinyModule(), HeteroPipelineStrategy(addresses(guarded), "even")).losses) == 3
 
 
 def test_without_the_token_or_with_another_a_run_ends_before_it_begins(
@@ -71,15 +67,18 @@ def test_without_the_token_or_with_another_a_run_ends_before_it_begins(
 ) -> None:
     where = addresses(guarded)
     with pytest.raises(WorkerUnreachable, match=f"{where[0]} and this process.*end has none"):
-        fit(HeteroPipelineStrategy(where, "even"))
+        fit(TinyModule(), HeteroPipelineStrategy(where, "even"))
     write_token_file(tmp_path / "other", Token.new())
     with pytest.raises(WorkerUnreachable, match=f"{where[0]} .* the tokens differ"):
-        fit(HeteroPipelineStrategy(where, "even", token_file=tmp_path / "other"))
+        fit(TinyModule(), HeteroPipelineStrategy(where, "even", token_file=tmp_path / "other"))
     with pytest.raises(WorkerUnreachable, match=f"{workers[0]} .* does not speak TLS, so it has"):
-        fit(HeteroPipelineStrategy([workers[0]], "even", token_file=token_file))
+        fit(TinyModule(), HeteroPipelineStrategy([workers[0]], "even", token_file=token_file))
     with pytest.raises(TokenError, match=r"no token file .*nowhere"):
-        fit(HeteroPipelineStrategy(where, "even", token_file=tmp_path / "nowhere"))
-    assert len(fit(HeteroPipelineStrategy(where, "even", token_file=token_file)).losses) == 3
+        fit(TinyModule(), HeteroPipelineStrategy(where, "even", token_file=tmp_path / "nowhere"))
+    assert (
+        len(fit(TinyModule(), HeteroPipelineStrategy(where, "even", token_file=token_file)).losses)
+        == 3
+    )
 
 
 def test_the_token_is_found_nowhere_but_in_its_file(

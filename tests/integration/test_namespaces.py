@@ -19,7 +19,7 @@ from lightning_hetero import HeteroPipelineStrategy, cli
 from lightning_hetero.transport.token import Token, write_token_file
 
 from ..conftest import WorkerProcess, worker_process
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit
 from .namespaces import Host, join, new_host, reason_against_hosts
 
 REASON = reason_against_hosts()
@@ -59,13 +59,9 @@ def hosts(token_file: Path) -> Iterator[Hosts]:
 @pytest.fixture(scope="module")
 def on_loopback(worker_processes: list[WorkerProcess]) -> TinyModule:
     """Trained with a worker on this machine."""
-    return fit(HeteroPipelineStrategy([worker_processes[0].address], "even", micro_batches=4))
-
-
-def fit(strategy: HeteroPipelineStrategy) -> TinyModule:
-    module = TinyModule()
-    trainer(strategy, max_steps=3).fit(module, loader(36, 12))
-    return module
+    return fit(
+        TinyModule(), HeteroPipelineStrategy([worker_processes[0].address], "even", micro_batches=4)
+    )
 
 
 def assert_same(found: TinyModule, expected: TinyModule) -> None:
@@ -80,17 +76,17 @@ def test_losses_over_mutual_tls_are_those_on_loopback(
     where = ["10.77.0.2:9999"]
     strategy = HeteroPipelineStrategy(where, "even", micro_batches=4, token_file=token_file)
     with hosts.coordinator.here():
-        assert_same(fit(strategy), on_loopback)
+        assert_same(fit(TinyModule(), strategy), on_loopback)
     assert hosts.worker.received_bytes("direct") > MANY_BYTES
 
 
-def test_the_worker_is_found_by_itself(
+def test_the_worker_is_discovered(
     hosts: Hosts, token_file: Path, on_loopback: TinyModule, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of its two addresses one is in a network of the coordinator's."""
     strategy = HeteroPipelineStrategy("auto", "even", micro_batches=4, token_file=token_file)
     with hosts.coordinator.here(), caplog.at_level("INFO"):
-        assert_same(fit(strategy), on_loopback)
+        assert_same(fit(TinyModule(), strategy), on_loopback)
     assert "workers found within 3 s: 10.77.0.2:9999 (" in caplog.text
     assert "stage 1: layers 2 to 4 on 10.77.0.2:9999" in caplog.text
 
@@ -120,7 +116,7 @@ def test_losses_through_a_mesh_are_those_on_loopback(
     where = ["10.88.0.2:9999"]
     strategy = HeteroPipelineStrategy(where, "even", micro_batches=4, token_file=token_file)
     with hosts.coordinator.here():
-        assert_same(fit(strategy), on_loopback)
+        assert_same(fit(TinyModule(), strategy), on_loopback)
     assert hosts.hub.received_bytes("hub") > MANY_BYTES
     assert hosts.worker.received_bytes("worker") > MANY_BYTES
 

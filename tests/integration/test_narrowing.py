@@ -53,7 +53,7 @@ def test_a_training_curve_stays_where_it_was(
     assert found != pytest.approx(expected, rel=1e-7)
 
 
-def test_what_is_narrow_already_stays_as_it_is(workers: list[str]) -> None:
+def test_under_bf16_true_a_narrow_boundary_changes_nothing(workers: list[str]) -> None:
     narrow = over(workers, activation_dtype="bfloat16", gradient_dtype="bfloat16")
     found = train(narrow, precision="bf16-true")
     assert found == train(over(workers), precision="bf16-true")

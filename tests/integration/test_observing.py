@@ -89,14 +89,14 @@ def test_the_trace_is_whole_and_in_order(seen: Seen) -> None:
     assert [step["step"] for step in seen.trace["otherData"]["steps"]] == [4, 5]
 
 
-def test_a_clock_that_is_an_hour_ahead_is_set_within_a_millisecond(seen: Seen) -> None:
+def test_a_clock_an_hour_ahead_is_corrected_within_a_millisecond(seen: Seen) -> None:
     _, same, ahead = seen.trace["otherData"]["stages"]
     assert abs(same["clock_offset_seconds"]) < 1e-3
     assert abs(ahead["clock_offset_seconds"] - AHEAD_SECONDS) < 1e-3
     assert ahead["clock_error_seconds"] >= abs(ahead["clock_offset_seconds"] - AHEAD_SECONDS)
 
 
-def test_nothing_is_used_before_it_was_sent(seen: Seen) -> None:
+def test_no_tensor_is_used_before_it_was_sent(seen: Seen) -> None:
     events = seen.trace["traceEvents"]
     begins = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
@@ -190,7 +190,7 @@ def test_a_step_of_several_batches_at_the_boundary(workers: list[str], tmp_path:
     assert len(rows) == 2
 
 
-def test_on_one_process_there_is_nothing_to_see(tmp_path: Path) -> None:
+def test_without_workers_the_monitors_warn_and_write_nothing(tmp_path: Path) -> None:
     callbacks = [PipelineTimeline(dirpath=tmp_path), StageMonitor()]
     run = trainer(max_steps=1, callbacks=callbacks, logger=CSVLogger(tmp_path))
     with pytest.warns(UserWarning, match="nothing to look at"):
@@ -198,7 +198,7 @@ def test_on_one_process_there_is_nothing_to_see(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("timeline.*"))
 
 
-def test_what_is_asked_for_must_make_sense() -> None:
+def test_wrong_arguments_of_the_monitors_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"\[3, -1\]; give numbers from 0 on"):
         PipelineTimeline(steps=[3, -1])
     with pytest.raises(MisconfigurationException, match="every_n_steps is 0"):

@@ -19,7 +19,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError, StageFailed
 
 from ..conftest import worker_process
-from ..models import loader, trainer
+from ..models import fit, loader, trainer
 from ..own_layers import Block, OwnModule, Settings, Stack
 
 NUM_STEPS = 8
@@ -33,10 +33,8 @@ def allowing() -> Iterator[list[str]]:
         yield [first.address, second.address]
 
 
-def fit(module: OwnModule, strategy: Any = "auto") -> OwnModule:
-    run = trainer(strategy, max_steps=NUM_STEPS, gradient_clip_val=0.5)
-    run.fit(module, loader(12 * NUM_STEPS, 12))
-    return module
+def train(module: OwnModule, strategy: Any = "auto") -> OwnModule:
+    return fit(module, strategy, loader(12 * NUM_STEPS, 12), gradient_clip_val=0.5)
 
 
 def pipeline(workers: Any, **options: Any) -> HeteroPipelineStrategy:
@@ -46,7 +44,7 @@ def pipeline(workers: Any, **options: Any) -> HeteroPipelineStrategy:
 
 @cache
 def plain_run() -> OwnModule:
-    return fit(OwnModule())
+    return train(OwnModule())
 
 
 def assert_equals_one_device(module: OwnModule, plain: OwnModule) -> None:
@@ -60,7 +58,7 @@ def assert_equals_one_device(module: OwnModule, plain: OwnModule) -> None:
 
 @pytest.mark.parametrize("micro_batching", ["step", "boundary"])
 def test_own_layers_equal_one_device(allowing: list[str], micro_batching: Any) -> None:
-    module = fit(OwnModule(), pipeline(allowing, micro_batching=micro_batching))
+    module = train(OwnModule(), pipeline(allowing, micro_batching=micro_batching))
     assert_equals_one_device(module, plain_run())
     assert module.model.blocks[4].again.weight is module.model.blocks[4].tied.weight
 
@@ -78,7 +76,7 @@ class LateModule(OwnModule):
 
 
 def test_local_workers_allow_the_layers_by_themselves() -> None:
-    assert_equals_one_device(fit(LateModule(), pipeline(1)), plain_run())
+    assert_equals_one_device(train(LateModule(), pipeline(1)), plain_run())
 
 
 class InOrder(OwnModule):
@@ -90,7 +88,7 @@ class InOrder(OwnModule):
 
 
 def test_a_sequential_is_a_list_of_layers(allowing: list[str]) -> None:
-    assert_equals_one_device(fit(InOrder(), pipeline(allowing)), plain_run())
+    assert_equals_one_device(train(InOrder(), pipeline(allowing)), plain_run())
 
 
 def test_a_module_shared_inside_one_stage_equals_one_device(allowing: list[str]) -> None:
@@ -101,21 +99,21 @@ def test_a_module_shared_inside_one_stage_equals_one_device(allowing: list[str])
         return made
 
     plan = Plan([StagePlan(["coordinator"], (0, 3)), StagePlan([allowing[0]], (3, 5))], 4)
-    found = fit(module(), pipeline(allowing[:1], plan=plan))
-    assert_equals_one_device(found, fit(module()))
+    found = train(module(), pipeline(allowing[:1], plan=plan))
+    assert_equals_one_device(found, train(module()))
     assert found.model.blocks[4].mix.weight is found.model.blocks[3].mix.weight
 
 
 # What is refused.
 
 
-def test_a_worker_that_allowed_nothing_says_what_to_do(workers: list[str]) -> None:
+def test_a_worker_that_allows_no_import_names_the_remedy(workers: list[str]) -> None:
     with pytest.raises(
         StageFailed,
         match=r"The layer class tests\.own_layers\.Block is outside of what this worker may import "
         r"\(allowed: torch\.nn\); .* start the worker with --allow tests\.",
     ):
-        fit(OwnModule(), pipeline(workers[:1]))
+        train(OwnModule(), pipeline(workers[:1]))
 
 
 def test_parameters_tied_across_stages_are_refused_by_name(allowing: list[str]) -> None:
@@ -125,31 +123,31 @@ def test_parameters_tied_across_stages_are_refused_by_name(allowing: list[str]) 
         ModelError,
         match=r"blocks\.1\.mix\.weight', 'model\.blocks\.4\.mix\.weight'.*different workers",
     ):
-        fit(module, pipeline(allowing))
+        train(module, pipeline(allowing))
 
 
 def test_a_module_shared_across_stages_is_refused_by_name(allowing: list[str]) -> None:
     module = OwnModule()
     module.model.blocks[4].gain = module.model.blocks[0].gain
     with pytest.raises(ModelError, match=r"blocks\.4\.gain\.gain is shared as .*blocks\.0\.gain"):
-        fit(module, pipeline(allowing))
+        train(module, pipeline(allowing))
 
 
-def test_an_attribute_that_is_not_plain_is_refused_before_a_process_is_started(
+def test_an_attribute_that_cannot_be_sent_is_refused_before_a_process_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lightning_hetero.coordinator.workers.start_local_workers", pytest.fail)
     module = OwnModule()
     module.model.blocks[4].activation = lambda x: x
     with pytest.raises(ModelError, match=r"attribute model\.blocks\.4\.activation cannot be"):
-        fit(module, pipeline(1))
+        train(module, pipeline(1))
 
 
 def test_a_layer_that_stays_here_may_be_anything(allowing: list[str]) -> None:
     module = OwnModule()
     module.model.blocks[0].note = object()
     plan = Plan([StagePlan(["coordinator"], (0, 4)), StagePlan([allowing[0]], (4, 5))], 4)
-    assert_equals_one_device(fit(module, pipeline(allowing[:1], plan=plan)), plain_run())
+    assert_equals_one_device(train(module, pipeline(allowing[:1], plan=plan)), plain_run())
 
 
 class Pair(Block):
@@ -164,7 +162,7 @@ def test_a_layer_that_returns_more_than_hidden_states_is_refused(allowing: list[
     module = OwnModule()
     module.model.blocks[4] = Pair(Settings(), width=16, seed_of_weights=0)
     with pytest.raises(ModelError, match=r"\(Pair\) returns Tensor besides its hidden states"):
-        fit(module, pipeline(allowing))
+        train(module, pipeline(allowing))
 
 
 # A script, as a user runs it.

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
-import lightning.pytorch as pl
 import pytest
 import torch
-from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lightning_hetero
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
@@ -22,91 +19,23 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.transport import channel
 
-from ..families import MIXTURES, NUM_LAYERS, tiny_model
-from ..models import VOCABULARY, loader, trainer
+from ..families import NUM_LAYERS, plan_over
+from ..models import VOCABULARY, fit, loader, trainer
+from ..pretrained import (
+    BATCH_SIZE,
+    LORA,
+    PretrainedModule,
+    build_from_checkpoint,
+    build_whole,
+    save_tiny,
+)
 
-BATCH_SIZE = 6
 NUM_STEPS = 3
-NF4 = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_compute_dtype": torch.float32,
-}
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
-def build_whole(folder: Path, quantize: bool, lora: bool) -> Any:
-    """The ordinary way, all weights in this process."""
-    config = BitsAndBytesConfig(**NF4) if quantize else None
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
-    for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False  # plain Lightning has nobody to do it
-        if quantize and hasattr(module, "experts"):
-            for name in ("gate_up_proj", "down_proj"):
-                replace_parameter_4bit(module.experts, name, compress_statistics=True)
-    if not lora:
-        return model
-    torch.manual_seed(3)
-    return get_peft_model(model, LoraConfig(**LORA))
-
-
-def build_from_checkpoint(folder: Path, quantize: bool, lora: bool, **options: Any) -> Any:
-    """The same on `meta`."""
-    torch.manual_seed(3)
-    return lightning_hetero.from_pretrained(
-        folder,
-        quantization_config=BitsAndBytesConfig(**NF4) if quantize else None,
-        peft_config=LoraConfig(**LORA) if lora else None,
-        **options,
-    )
-
-
-class PretrainedModule(pl.LightningModule):
-    """Builds its model where Lightning wants it to."""
-
-    def __init__(self, build: Any) -> None:
-        super().__init__()
-        self.build = build
-        self.losses: list[float] = []
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            self.model = self.build()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
-def plan_over(workers: list[str]) -> Plan:
-    stages = [
-        StagePlan(["coordinator"], (0, 1)),
-        StagePlan([workers[0]], (1, 2)),
-        StagePlan([workers[1]], (2, NUM_LAYERS)),
-    ]
-    return Plan(stages, micro_batches=3)
-
-
-def fit(build: Any, strategy: Any, **options: Any) -> PretrainedModule:
-    module = PretrainedModule(build)
-    run = trainer(strategy, max_steps=NUM_STEPS, max_epochs=1, **options)
-    run.fit(module, loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True))
-    return module
-
-
-def save_tiny(family: str, folder: Path, **options: Any) -> Path:
-    if family in MIXTURES:
-        options["output_router_logits"] = False
-    tiny_model(family, **options).save_pretrained(folder / "model")
-    return folder / "model"
+def train(build: Any, strategy: Any = "auto") -> PretrainedModule:
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True)
+    return fit(PretrainedModule(build), strategy, data)
 
 
 @pytest.mark.parametrize("quantize", [False, True], ids=["", "nf4"])
@@ -115,9 +44,9 @@ def test_lora_on_a_model_that_stays_on_disk(
     family: str, quantize: bool, workers: list[str], tmp_path: Path
 ) -> None:
     folder = save_tiny(family, tmp_path)
-    expected = fit(lambda: build_whole(folder, quantize, lora=True), "auto")
+    expected = train(lambda: build_whole(folder, quantize, lora=True), "auto")
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    found = fit(lambda: build_from_checkpoint(folder, quantize, lora=True), strategy)
+    found = train(lambda: build_from_checkpoint(folder, quantize, lora=True), strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     # What trains came back; what does not is still on disk.
     wanted = {n: p for n, p in expected.named_parameters() if p.requires_grad}
@@ -133,9 +62,9 @@ def test_lora_on_a_model_that_stays_on_disk(
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_all_weights_train_and_come_back(family: str, workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny(family, tmp_path)
-    expected = fit(lambda: build_whole(folder, quantize=False, lora=False), "auto")
+    expected = train(lambda: build_whole(folder, quantize=False, lora=False), "auto")
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    found = fit(lambda: build_from_checkpoint(folder, quantize=False, lora=False), strategy)
+    found = train(lambda: build_from_checkpoint(folder, quantize=False, lora=False), strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert not [name for name, p in found.named_parameters() if p.is_meta]
 
@@ -143,7 +72,7 @@ def test_all_weights_train_and_come_back(family: str, workers: list[str], tmp_pa
 def test_packing_on_the_worker_gives_the_same_bits(workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     runs = [
-        fit(
+        train(
             lambda where=where: build_from_checkpoint(folder, True, True, quantize_on=where),
             HeteroPipelineStrategy(workers[:2], plan_over(workers)),
         )
@@ -152,24 +81,24 @@ def test_packing_on_the_worker_gives_the_same_bits(workers: list[str], tmp_path:
     assert runs[0].losses == runs[1].losses
 
 
-def test_a_checkpoint_that_is_stored_in_four_bits(workers: list[str], tmp_path: Path) -> None:
+def test_a_four_bit_checkpoint_trains_as_on_one_device(workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     whole = build_whole(folder, quantize=True, lora=False)
     whole.save_pretrained(tmp_path / "nf4")
-    expected = fit(lambda: build_whole(folder, quantize=True, lora=True), "auto")
+    expected = train(lambda: build_whole(folder, quantize=True, lora=True), "auto")
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    found = fit(lambda: build_from_checkpoint(tmp_path / "nf4", False, lora=True), strategy)
+    found = train(lambda: build_from_checkpoint(tmp_path / "nf4", False, lora=True), strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 def test_the_saved_adapter_is_whole(workers: list[str], tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    found = fit(lambda: build_from_checkpoint(folder, False, lora=True), strategy)
+    found = train(lambda: build_from_checkpoint(folder, False, lora=True), strategy)
     found.model.save_pretrained(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(folder)
     reloaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    expected = fit(lambda: build_whole(folder, False, lora=True), "auto").model.eval()
+    expected = train(lambda: build_whole(folder, False, lora=True), "auto").model.eval()
     (batch,) = loader(BATCH_SIZE, BATCH_SIZE)
     with torch.no_grad():
         torch.testing.assert_close(
@@ -178,7 +107,7 @@ def test_the_saved_adapter_is_whole(workers: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["all", "trainable"])
-def test_a_lightning_checkpoint_holds_what_trains_and_resumes(
+def test_a_lightning_checkpoint_holds_the_trained_weights_and_resumes(
     workers: list[str], tmp_path: Path, weights: Any
 ) -> None:
     folder = save_tiny("llama", tmp_path)
@@ -242,7 +171,7 @@ def test_a_run_that_trains_all_weights_resumes(workers: list[str], tmp_path: Pat
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-6)
 
 
-def test_what_was_trained_once_is_kept_when_it_is_frozen(
+def test_weights_that_are_frozen_after_training_are_kept(
     workers: list[str], tmp_path: Path
 ) -> None:
     folder = save_tiny("llama", tmp_path)
@@ -350,11 +279,11 @@ def test_without_workers_everything_is_read_here(
     family: str, quantize: bool, tmp_path: Path
 ) -> None:
     folder = save_tiny(family, tmp_path)
-    expected = fit(lambda: build_whole(folder, quantize, lora=True), "auto")
+    expected = train(lambda: build_whole(folder, quantize, lora=True), "auto")
     alone = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=3)
     strategy = HeteroPipelineStrategy([], alone)
     with pytest.warns(UserWarning, match="the model runs here alone"):
-        found = fit(lambda: build_from_checkpoint(folder, quantize, lora=True), strategy)
+        found = train(lambda: build_from_checkpoint(folder, quantize, lora=True), strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert not [name for name, p in found.named_parameters() if p.is_meta]
 
@@ -372,7 +301,7 @@ def test_biases_of_the_checkpoint_can_train(workers: list[str], tmp_path: Path) 
         return lightning_hetero.from_pretrained(folder, peft_config=config)
 
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    expected, found = fit(whole, "auto"), fit(on_disk, strategy)
+    expected, found = train(whole, "auto"), train(on_disk, strategy)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     biases = {n: p for n, p in expected.named_parameters() if n.endswith("q_proj.base_layer.bias")}
     assert len(biases) == NUM_LAYERS
@@ -384,7 +313,7 @@ def test_biases_of_the_checkpoint_can_train(workers: list[str], tmp_path: Path) 
 def test_plain_lightning_is_told_that_weights_are_missing(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     with pytest.raises(ModelError, match="HeteroPipelineStrategy"):
-        fit(lambda: build_from_checkpoint(folder, False, lora=True), "auto")
+        train(lambda: build_from_checkpoint(folder, False, lora=True), "auto")
 
 
 def test_after_training_the_model_says_that_it_is_not_here(
@@ -392,7 +321,7 @@ def test_after_training_the_model_says_that_it_is_not_here(
 ) -> None:
     folder = save_tiny("llama", tmp_path)
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    found = fit(lambda: build_from_checkpoint(folder, False, lora=True), strategy)
+    found = train(lambda: build_from_checkpoint(folder, False, lora=True), strategy)
     (batch,) = loader(BATCH_SIZE, BATCH_SIZE)
     with pytest.raises(ModelError, match=r"layers\.1\..* is still in the checkpoint"):
         found.model(**batch)
@@ -412,7 +341,7 @@ def test_an_interrupted_stream_of_weights_leaves_workers_free(
     monkeypatch.setattr(Checkpoint, "read", interrupted)
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(lambda: build_from_checkpoint(folder, True, lora=True), strategy)
+        train(lambda: build_from_checkpoint(folder, True, lora=True), strategy)
     monkeypatch.undo()
     strategy = HeteroPipelineStrategy(workers[:2], plan_over(workers))
-    fit(lambda: build_from_checkpoint(folder, True, lora=True), strategy)
+    train(lambda: build_from_checkpoint(folder, True, lora=True), strategy)

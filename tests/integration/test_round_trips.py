@@ -19,10 +19,11 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader
 
 from ..conftest import worker_process
+from ..equality import assert_same
 from ..families import NUM_LAYERS, tiny_model
 from ..models import TinyModule, loader, trainer
-from .test_checkpoints import assert_same, strategy
-from .test_families import in_four_bits
+from ..plans import strategy_of
+from ..qlora import in_four_bits
 
 BATCH_SIZE = 6
 NUM_BATCHES = 5
@@ -91,7 +92,7 @@ def test_a_run_resumed_in_mid_epoch_is_lightnings_own(
         return whole, run_in_mid_epoch(made(), data(), ckpt_path=path)
 
     whole, plain = resumed("plain", lambda: "auto")
-    ours_whole, ours = resumed("ours", lambda: strategy(workers, 1, 3, 5))
+    ours_whole, ours = resumed("ours", lambda: strategy_of(workers))
     assert ours.seen == plain.seen
     torch.testing.assert_close(ours.losses, plain.losses, rtol=1e-5, atol=0)
     assert_same(dict(ours.state_dict()), dict(plain.state_dict()))
@@ -178,16 +179,16 @@ class SavingAt(Callback):
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
         self.num_bytes = 0
-        finish = FrameReader._finish_frame
+        advance = FrameReader.advance
         self.is_saving = False
 
-        def counting(reader: FrameReader, header: Any) -> Frame:
-            frame = finish(reader, header)
-            if self.is_saving and isinstance(frame.message, m.TensorContent):
+        def counting(reader: FrameReader, num_bytes: int) -> Frame | None:
+            frame = advance(reader, num_bytes)
+            if frame and self.is_saving and isinstance(frame.message, m.TensorContent):
                 self.num_bytes += sum(tensor.nbytes for tensor in frame.tensors)
             return frame
 
-        monkeypatch.setattr(FrameReader, "_finish_frame", counting)
+        monkeypatch.setattr(FrameReader, "advance", counting)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 1:
@@ -197,7 +198,7 @@ class SavingAt(Callback):
 
 
 @pytest.mark.parametrize("weights", ["all", "trainable"])
-def test_what_does_not_train_does_not_travel_for_a_checkpoint(
+def test_frozen_weights_are_not_sent_for_a_checkpoint(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
     saving = SavingAt(tmp_path / "first.ckpt", monkeypatch)
@@ -208,7 +209,7 @@ def test_what_does_not_train_does_not_travel_for_a_checkpoint(
     assert saving.num_bytes == expected > 0
 
 
-def test_only_a_missing_trained_weight_and_an_unknown_one_are_refused(
+def test_loading_refuses_only_missing_trained_weights_and_unknown_names(
     workers: list[str], tmp_path: Path
 ) -> None:
     module = Adapted()
@@ -250,7 +251,7 @@ class Normed(TinyModule):
 
 
 @pytest.mark.filterwarnings("ignore:.*has BatchNorm")
-def test_statistics_of_what_is_frozen_are_kept(workers: list[str], tmp_path: Path) -> None:
+def test_statistics_of_frozen_layers_are_kept(workers: list[str], tmp_path: Path) -> None:
     module = Normed()
     run = trainer(adapters_only(workers, 1, 3, 5), max_steps=2)
     run.fit(module, loader(BATCH_SIZE * 2, BATCH_SIZE))
@@ -275,9 +276,7 @@ def test_best_last_and_weights_alone(workers: list[str], tmp_path: Path) -> None
         every_n_train_steps=1,
     )
     module = TinyModule()
-    run = trainer(
-        strategy(workers, 1, 3, 5), max_steps=4, callbacks=[saver], enable_checkpointing=True
-    )
+    run = trainer(strategy_of(workers), max_steps=4, callbacks=[saver], enable_checkpointing=True)
     batches = loader(BATCH_SIZE * 4, BATCH_SIZE)
     run.fit(module, batches)
     trained = {name: tensor.clone() for name, tensor in module.state_dict().items()}

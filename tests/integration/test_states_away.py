@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import ModelError
 
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader, trainer
 
 NUM_LAYERS = 5
 Between = Callable[["OwnLoop", Tensor, int], Any]
@@ -119,9 +119,8 @@ def over(workers: list[str], first: int = 1, last: int = NUM_LAYERS, **options: 
     return HeteroPipelineStrategy(workers[:2], plan, **options)
 
 
-def fit(module: TinyModule, strategy: Any, **options: Any) -> TinyModule:
-    trainer(strategy, max_epochs=1, **options).fit(module, loader(12, 4))
-    return module
+def train(module: TinyModule, strategy: Any = "auto", **options: Any) -> TinyModule:
+    return fit(module, strategy, loader(12, 4), **options)
 
 
 def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
@@ -136,7 +135,7 @@ def test_looking_between_layers_on_workers_is_refused(
     between: Between, way: str, workers: list[str]
 ) -> None:
     with pytest.raises(ModelError, match=r"hidden states behind layer \d, .*give the coordinator"):
-        fit(OwnLoop(between), over(workers, micro_batching=way))
+        train(OwnLoop(between), over(workers, micro_batching=way))
 
 
 @pytest.mark.parametrize("between", [halting, residual])
@@ -155,8 +154,8 @@ class AtTheEnd(OwnLoop):
 @pytest.mark.parametrize("ends", [(3, NUM_LAYERS), (0, 3)], ids=["before", "behind"])
 def test_the_remedy_is_one(ends: tuple[int, int], workers: list[str]) -> None:
     with pytest.raises(ModelError, match="coordinator layers 0 to 2, or all layers from 3 on"):
-        fit(AtTheEnd(), over(workers))
-    assert_same_weights(fit(AtTheEnd(), over(workers, *ends)), fit(AtTheEnd(), "auto"))
+        train(AtTheEnd(), over(workers))
+    assert_same_weights(train(AtTheEnd(), over(workers, *ends)), train(AtTheEnd(), "auto"))
 
 
 def saving(use_reentrant: bool) -> Any:
@@ -174,8 +173,8 @@ GOES_ON: dict[str, Callable[[], TinyModule]] = {
 @pytest.mark.parametrize("way", ["step", "boundary"])
 @pytest.mark.parametrize("kind", GOES_ON)
 def test_handing_them_on_equals_one_device(kind: str, way: str, workers: list[str]) -> None:
-    found = fit(GOES_ON[kind](), over(workers, 0, NUM_LAYERS, micro_batching=way))
-    assert_same_weights(found, fit(GOES_ON[kind](), "auto"))
+    found = train(GOES_ON[kind](), over(workers, 0, NUM_LAYERS, micro_batching=way))
+    assert_same_weights(found, train(GOES_ON[kind](), "auto"))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -187,13 +186,13 @@ def test_checkpointing_of_transformers_equals_one_device(
         made.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         return made
 
-    assert_same_weights(fit(module(), over(workers)), fit(module(), "auto"))
+    assert_same_weights(train(module(), over(workers)), train(module(), "auto"))
 
 
 @pytest.mark.parametrize("way", ["step", "boundary"])
 def test_reentrant_checkpoints_around_layers_are_refused(way: str, workers: list[str]) -> None:
     with pytest.raises(ModelError, match="without `use_reentrant=False`"):
-        fit(OwnLoop(nothing, saving(use_reentrant=True)), over(workers, micro_batching=way))
+        train(OwnLoop(nothing, saving(use_reentrant=True)), over(workers, micro_batching=way))
 
 
 class AllInOne(OwnLoop):
@@ -219,14 +218,14 @@ class AllInOne(OwnLoop):
 
 def test_a_reentrant_checkpoint_around_all_layers_is_for_whole_batches(workers: list[str]) -> None:
     with pytest.raises(ModelError, match="give `checkpoint` `use_reentrant=False`, or.*boundary"):
-        fit(AllInOne(), over(workers))
-    found = fit(AllInOne(), over(workers, micro_batching="boundary"))
-    assert_same_weights(found, fit(AllInOne(), "auto"))
+        train(AllInOne(), over(workers))
+    found = train(AllInOne(), over(workers, micro_batching="boundary"))
+    assert_same_weights(found, train(AllInOne(), "auto"))
 
 
 def test_an_own_loop_from_the_embedding_on_equals_one_device(workers: list[str]) -> None:
-    found = fit(OwnLoop(form), over(workers, 0, NUM_LAYERS, embedding=True))
-    assert_same_weights(found, fit(OwnLoop(form), "auto"))
+    found = train(OwnLoop(form), over(workers, 0, NUM_LAYERS, embedding=True))
+    assert_same_weights(found, train(OwnLoop(form), "auto"))
 
 
 @pytest.mark.parametrize("inference_mode", [False, True])
@@ -239,7 +238,7 @@ def test_predictions_are_those_of_one_device(inference_mode: bool, workers: list
 
 
 def test_mixed_precision_goes_on(workers: list[str]) -> None:
-    found = fit(OwnLoop(form), over(workers), precision="bf16-mixed")
+    found = train(OwnLoop(form), over(workers), precision="bf16-mixed")
     assert found.losses == pytest.approx(
-        fit(OwnLoop(form), "auto", precision="bf16-mixed").losses, rel=1e-2
+        train(OwnLoop(form), "auto", precision="bf16-mixed").losses, rel=1e-2
     )

@@ -21,6 +21,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.errors import BatchError, ModelError
 from lightning_hetero.transport.token import FILE_VARIABLE
 
+from ..local_workers import local_workers
 from ..models import TinyModule, loader, trainer
 
 
@@ -71,7 +72,7 @@ def test_local_workers_train_and_end(
     assert len(module.losses) == 2
     assert "stage 1: layers 2 to 4 on local-1" in caplog.text
     assert "each batch is cut into 2 micro-batches" in caplog.text
-    assert strategy._fleet._local == []
+    assert local_workers() == []
     assert torch.get_num_threads() == threads
 
 
@@ -226,8 +227,10 @@ class CountedLabelsSkipped(TinyModule):
         assert not outputs
 
 
-def test_a_batch_whose_counted_micro_batches_are_skipped_is_skipped(workers: list[str]) -> None:
-    """What is left has no labels, and its loss is not a number."""
+def test_a_batch_without_labels_in_its_remaining_micro_batches_is_skipped(
+    workers: list[str],
+) -> None:
+    """The labels are all in a micro-batch that is skipped; the loss of the other is NaN."""
     (batch,) = loader(4, 4)
     batch["labels"][:2] = -100
     module, before = CountedLabelsSkipped(), TinyModule().state_dict()

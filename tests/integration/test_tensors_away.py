@@ -14,7 +14,7 @@ from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.placeholders import ParameterAway
 
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader
 
 DECAY = 0.9
 
@@ -59,16 +59,10 @@ REFUSED: dict[str, Callable[[Averaging], object]] = {
 }
 
 
-def fit(act: Callable[[Any], object], strategy: Any) -> Averaging:
-    module = Averaging(act)
-    trainer(strategy, max_epochs=1).fit(module, loader(8, 4))
-    return module
-
-
 @pytest.mark.parametrize("way", REFUSED)
-def test_what_would_have_no_effect_is_refused(way: str, workers: list[str]) -> None:
+def test_an_operation_without_effect_is_refused(way: str, workers: list[str]) -> None:
     with pytest.raises(ModelError, match=r"layer that lives on a worker.*state_dict\(\)`"):
-        fit(REFUSED[way], HeteroPipelineStrategy(workers[:1], "even"))
+        fit(Averaging(REFUSED[way]), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
 
 
 GOES_ON: dict[str, Callable[[Averaging], object]] = {
@@ -85,9 +79,10 @@ GOES_ON: dict[str, Callable[[Averaging], object]] = {
 
 
 @pytest.mark.parametrize("way", GOES_ON)
-def test_what_has_an_effect_equals_one_device(way: str, workers: list[str]) -> None:
-    expected = fit(GOES_ON[way], "auto")
-    found = fit(GOES_ON[way], HeteroPipelineStrategy(workers[:1], "even"))
+def test_an_operation_with_effect_equals_one_device(way: str, workers: list[str]) -> None:
+    expected = fit(Averaging(GOES_ON[way]), data=loader(8, 4))
+    strategy = HeteroPipelineStrategy(workers[:1], "even")
+    found = fit(Averaging(GOES_ON[way]), strategy, loader(8, 4))
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.average, expected.average, rtol=1e-5, atol=1e-6)
     assert {type(p) for p in found.parameters()} == {nn.Parameter}
@@ -100,5 +95,5 @@ def test_parameters_of_layers_on_workers_are_parameters(workers: list[str]) -> N
         kinds.update(type(p) for p in module.parameters() if p.is_meta)
         assert all(isinstance(p, nn.Parameter) for p in module.parameters())
 
-    fit(look, HeteroPipelineStrategy(workers[:1], "even"))
+    fit(Averaging(look), HeteroPipelineStrategy(workers[:1], "even"), loader(8, 4))
     assert kinds == {ParameterAway}

@@ -11,7 +11,7 @@ import torch
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..conftest import worker_process
-from ..models import loader, trainer
+from ..models import fit, loader
 from ..stateful_layers import LayeredModule, Running
 
 # Buffers are updated by each of two micro-batches, and batches for BatchNorm stay whole.
@@ -43,22 +43,19 @@ class Trying(LayeredModule):
                 self.tried.append(self.model(batch["input_ids"]))
 
 
-def fit(workers: list[str], num_trials: int) -> Trying:
+def train(workers: list[str], num_trials: int) -> Trying:
     # What the coordinator itself would compute is not on trial.
     plan = Plan([StagePlan(["coordinator"], (0, 0)), StagePlan(workers, (0, 3))], 2)
     strategy = HeteroPipelineStrategy(
         workers, plan, layers="model.blocks", micro_batching="boundary"
     )
-    module = Trying(num_trials)
-    run = trainer(strategy, max_steps=3, accumulate_grad_batches=2)
-    run.fit(module, loader(36, 6))
-    return module
+    return fit(Trying(num_trials), strategy, loader(36, 6), accumulate_grad_batches=2)
 
 
 def test_trials_change_no_weight_no_buffer_no_gradient_and_no_dropout_mask(
     allowing: list[str],
 ) -> None:
-    tried, plain = fit(allowing, 2), fit(allowing, 0)
+    tried, plain = train(allowing, 2), train(allowing, 0)
     assert tried.losses == plain.losses
     found, expected = tried.state_dict(), plain.state_dict()
     for name, tensor in expected.items():
@@ -66,5 +63,5 @@ def test_trials_change_no_weight_no_buffer_no_gradient_and_no_dropout_mask(
 
 
 def test_a_trial_is_the_same_every_time(allowing: list[str]) -> None:
-    first, second = fit(allowing, 2).tried[:2]
+    first, second = train(allowing, 2).tried[:2]
     assert torch.equal(first, second)

@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_hetero.errors import WorkerError
 from lightning_hetero.launch import local
 from lightning_hetero.protocol.session import upstream_session
 from lightning_hetero.transport.handshake import Identity, dial
@@ -48,15 +50,15 @@ def test_another_interpreter_finds_modules_where_this_one_does(
 
 
 def test_no_process_is_left_when_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start = [], local._start
+    started, start = [], subprocess.Popen
 
-    def second_fails(name: str, threads: int, allowed: local.Allowed) -> local.LocalWorker:
+    def second_fails(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
         if started:
-            raise local.WorkerError("no more processes")
-        started.append(start(name, threads, allowed))
+            raise OSError("no more processes")
+        started.append(start(*arguments, **options))
         return started[0]
 
-    monkeypatch.setattr(local, "_start", second_fails)
-    with pytest.raises(local.WorkerError, match="no more processes"):
+    monkeypatch.setattr(subprocess, "Popen", second_fails)
+    with pytest.raises(WorkerError, match="local-2 cannot be started: no more processes"):
         local.start_local_workers(2, threads=1)
-    assert started[0].process.poll() is not None
+    assert started[0].poll() is not None

@@ -18,7 +18,7 @@ from lightning_hetero.model.kv_cache import HollowCaches, LayerAway
 
 from ..families import tiny_model
 from ..models import tiny_llama
-from .test_hollow import FAMILIES, FAMILY_NAMES, Hollowed, tokens
+from .hollow_model import FAMILIES, FAMILY_NAMES, Hollowed, tokens
 
 NEXT = torch.tensor([[5], [7]])
 

@@ -26,7 +26,7 @@ from lightning_hetero.model.layers import (
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 
 from ..models import TinyModule, tiny_llama
-from .test_hollow import Hollowed, gpt2, mistral, qwen2, tokens
+from .hollow_model import Hollowed, gpt2, mistral, qwen2, tokens
 
 
 class Towers(nn.Module):

@@ -21,7 +21,7 @@ from lightning_hetero.model.hollow import HollowLayers
 from lightning_hetero.model.layers import DecoderLayer
 from lightning_hetero.model.placeholders import Assumptions, Form, HiddenStatesAway
 
-from .test_hollow import Elsewhere
+from .hollow_model import Elsewhere
 
 FORM = (2, 7, 16)
 

@@ -32,7 +32,7 @@ from lightning_hetero.model.tensors import (
     tensors_by_key,
 )
 
-from ..integration.test_families import in_four_bits
+from ..qlora import in_four_bits
 
 
 class Layer(nn.Module):

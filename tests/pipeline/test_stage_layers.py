@@ -29,8 +29,8 @@ from lightning_hetero.transport.channel import Channel
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
 
-from ..integration.test_families import in_four_bits
 from ..models import tiny_llama
+from ..qlora import in_four_bits
 from ..transport.pairs import worker_thread
 
 NUM_LAYERS = 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
@@ -18,45 +17,14 @@ from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameLimits, FrameReader, encode_frame
 
-from .test_messages import any_message
-from .test_tensors import any_tensor, is_same
+from .strategies import PACKED_LIST, PING, VERSION, any_frame, feed, is_same, joined, raw_frame
 
 SMALL = FrameLimits(header_bytes=2**12, body_bytes=2**12)
-PING = {"type": "Ping"}
-VERSION = m.PROTOCOL_VERSION
-
-any_frame = st.builds(Frame, any_message, st.lists(any_tensor(), max_size=4).map(tuple))
-
-
-def joined(*frames: Frame) -> bytes:
-    return b"".join(chain.from_iterable(encode_frame(frame) for frame in frames))
-
-
-def raw_frame(
-    header: object, body: bytes = b"", magic: bytes = b"LHET", version: int = VERSION
-) -> bytes:
-    """A frame as a peer may build it that keeps no rule but the layout."""
-    content = msgspec.msgpack.encode(header)
-    return struct.pack(">4sIIQ", magic, version, len(content), len(body)) + content + body
 
 
 def with_tensors(*specs: tuple[Any, Any], message: object = PING) -> dict[str, object]:
     tensors = [{"dtype": dtype, "shape": shape} for dtype, shape in specs]
     return {"message": message, "tensors": tensors}
-
-
-def feed(reader: FrameReader, data: bytes, sizes: Iterable[int] = repeat(2**30)) -> Iterator[Frame]:
-    """Give a reader bytes in pieces of these sizes; the frames that come of it."""
-    rest, next_size = memoryview(data), iter(sizes)
-    while rest:
-        room = reader.buffer()
-        assert room, "a reader has always room for the next byte"
-        count = min(len(room), len(rest), next(next_size))
-        room[:count] = rest[:count]
-        rest = rest[count:]
-        frame = reader.advance(count)
-        if frame is not None:
-            yield frame
 
 
 def read_all(data: bytes, limits: FrameLimits = SMALL) -> list[Frame]:
@@ -181,8 +149,6 @@ def test_a_tensor_of_a_dtype_that_cannot_be_sent_is_our_fault() -> None:
 
 
 HUGE = [2**40] * 16
-# A list in a list in a list …, which no encoder would make.
-PACKED_LIST = msgspec.msgpack.encode({"type": "list", "items": [None]})[:-1]
 NESTED = msgspec.Raw(PACKED_LIST * 10_000 + b"\xc0")
 NO_TEXT = msgspec.Raw(b"\xa3\xff\xff\xff")
 

@@ -2,71 +2,16 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
-from typing import Any
-
 import msgspec
-import msgspec.inspect as mi
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.values import DictNode, ListNode, TensorNode, TupleNode
 
 from .examples import example
+from .strategies import ANY, any_message
 
 KINDS = {kind.__name__: kind for kind in m.KINDS}
-
-texts = st.text(max_size=20)
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63)
-    | st.floats(allow_nan=False)
-    | texts
-    | st.builds(TensorNode, st.integers(-1, 5)),
-    lambda inner: (
-        st.builds(TupleNode, st.lists(inner, max_size=3))
-        | st.builds(ListNode, st.lists(inner, max_size=3))
-        | st.builds(DictNode, st.dictionaries(texts, inner, max_size=3))
-    ),
-    max_leaves=5,
-)
-
-
-def anything(kind: mi.Type) -> st.SearchStrategy[Any]:
-    """What a field of this type may hold, so that new messages are tested unasked."""
-    match kind:
-        case mi.UnionType(types=types) if mi.type_info(TensorNode) in types:
-            return values
-        case mi.UnionType(types=types):
-            return st.one_of(map(anything, types))
-        case mi.StructType(cls=cls, fields=fields):
-            return st.builds(cls, **{field.name: anything(field.type) for field in fields})
-        case mi.ListType(item_type=item_type):
-            return st.lists(anything(item_type), max_size=3)
-        case mi.DictType(key_type=key_type, value_type=value_type):
-            return st.dictionaries(anything(key_type), anything(value_type), max_size=3)
-        case mi.FloatType(ge=least, le=most):
-            return st.floats(least, most, allow_nan=False)
-        case mi.LiteralType(values=choices):
-            return st.sampled_from(choices)
-        case mi.IntType(ge=least, le=most):
-            return st.integers(
-                -(2**63) if least is None else least, 2**63 if most is None else most
-            )
-    return {
-        mi.NoneType: st.none(),
-        mi.BoolType: st.booleans(),
-        mi.StrType: texts,
-        mi.BytesType: st.binary(min_size=32, max_size=32),
-    }[type(kind)]
-
-
-ANY = reduce(or_, m.KINDS)
-any_message: st.SearchStrategy[m.Message] = anything(mi.type_info(ANY))
 
 
 def decoded(content: object) -> m.Message:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import pytest
 import torch
@@ -22,46 +20,9 @@ from lightning_hetero.protocol.tensors import (
     tensor_from_bytes,
 )
 
-shapes = st.lists(st.integers(0, 4), max_size=4)
+from .strategies import any_tensor, is_same, shapes
+
 specs = st.builds(TensorSpec, dtype=st.sampled_from(sorted(DTYPES)), shape=shapes)
-
-LAYOUTS = {
-    "contiguous": lambda t: t,
-    "transposed": lambda t: t.transpose(0, -1),
-    "every second": lambda t: t[..., ::2] if t.dim() else t,
-    "not from the start": lambda t: t[1:] if t.dim() else t,
-    "last column": lambda t: t[..., -1:] if t.dim() else t,
-    "expanded": lambda t: t.expand(3, *t.shape),
-    "parameter": lambda t: torch.nn.Parameter(t, requires_grad=t.is_floating_point()),
-}
-
-
-def random_tensor(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
-    """Any bits that the dtype can hold, NaNs of all kinds among them."""
-    generator = torch.Generator().manual_seed(seed)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    end = 2 if dtype == torch.bool else 256
-    content = torch.randint(0, end, (num_bytes,), dtype=torch.uint8, generator=generator)
-    return content.view(dtype).reshape(shape)
-
-
-@st.composite
-def any_tensor(draw: st.DrawFn) -> Tensor:
-    """A tensor of any dtype, shape and memory layout."""
-    dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
-    tensor = random_tensor(dtype, draw(shapes), draw(st.integers(0, 2**31)))
-    return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](tensor)
-
-
-def bits(tensor: Tensor) -> list[int]:
-    """The content of a tensor, element by element, so that NaN equals the same NaN."""
-    dense = torch.empty(tensor.shape, dtype=tensor.dtype)
-    dense.copy_(tensor.detach())
-    return dense.view(-1).view(torch.uint8).tolist()
-
-
-def is_same(one: Tensor, other: Tensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and bits(one) == bits(other)
 
 
 @given(tensor=any_tensor(), offset=st.sampled_from([0, 64, 128]))

@@ -85,3 +85,12 @@ for (const svg of document.querySelectorAll('svg')) {
 }
 """
 """What is wrong with the pictures of a page, as a script's ``faults``."""
+
+
+SIZES = (1500, 700)
+
+
+def page(pictures: list[str]) -> str:
+    """Every picture at both sizes."""
+    shown = [f'<div style="width:{size}px">{svg}</div>' for svg in pictures for size in SIZES]
+    return f"<!doctype html><style>svg{{width:100%;height:auto}}</style>{''.join(shown)}"

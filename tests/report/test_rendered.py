@@ -6,16 +6,8 @@ from pathlib import Path
 
 from lightning_hetero.report.diagram import diagram
 
-from .chromium import FAULTS, evaluate, needs_chromium
+from .chromium import FAULTS, evaluate, needs_chromium, page
 from .topologies import bare, coordinator_last, narrowed, topology
-
-SIZES = (1500, 700)
-
-
-def page(pictures: list[str]) -> str:
-    """Every picture at both sizes."""
-    shown = [f'<div style="width:{size}px">{svg}</div>' for svg in pictures for size in SIZES]
-    return f"<!doctype html><style>svg{{width:100%;height:auto}}</style>{''.join(shown)}"
 
 
 @needs_chromium

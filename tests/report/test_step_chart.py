@@ -14,8 +14,7 @@ from lightning_hetero.telemetry.prediction import prediction_of
 from lightning_hetero.telemetry.step import RecordedStep, StageSpans
 
 from ..telemetry.made_up import PLAN, made_up_step, staggered_step
-from .chromium import FAULTS, evaluate, needs_chromium
-from .test_rendered import page
+from .chromium import FAULTS, evaluate, needs_chromium, page
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -14,15 +14,14 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.strategy.run_folder import run_folder
 
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader, trainer
 
 NAMES = {"architecture.svg", "architecture.mmd", "plan.yaml"}
 
 
-def fit(plan: Plan, workers: list[str], module: TinyModule | None = None, **options: Any) -> None:
-    strategy = HeteroPipelineStrategy(workers=workers, plan=plan)
-    own = {"max_steps": 1, **options}
-    trainer(strategy, **own).fit(module or TinyModule(), loader(4 * own["max_steps"], 4))
+def train(plan: Plan, workers: list[str], module: TinyModule | None = None, **options: Any) -> None:
+    data = loader(4 * options.setdefault("max_steps", 1), 4)
+    fit(module or TinyModule(), HeteroPipelineStrategy(workers, plan), data, **options)
 
 
 def texts(path: Path) -> list[str]:
@@ -45,7 +44,7 @@ def test_a_fit_leaves_its_topology_and_its_plan(workers: list[str], tmp_path: Pa
     pytest.importorskip("resvg_py")
     logger, plan, module = CSVLogger(tmp_path), two_stages(workers), TinyModule()
     module.model.model.layers[3:].requires_grad_(False)
-    fit(plan, workers, module, logger=logger)
+    train(plan, workers, module, logger=logger)
     folder = Path(logger.log_dir)
     assert {path.name for path in folder.iterdir()} >= NAMES | {"architecture.png"}
     assert Plan.from_yaml(folder / "plan.yaml") == plan
@@ -75,7 +74,7 @@ def test_layers_that_move_move_in_the_picture(workers: list[str], tmp_path: Path
     logger, plan = CSVLogger(tmp_path), two_stages(workers)
     shares = zip(plan.stages, [(0, 2), (2, 4), (4, 5)], strict=True)
     moved = replace(plan, stages=[replace(stage, layers=layers) for stage, layers in shares])
-    fit(plan, workers, Moves(moved), logger=logger, max_steps=2)
+    train(plan, workers, Moves(moved), logger=logger, max_steps=2)
     folder = Path(logger.log_dir)
     assert Plan.from_yaml(folder / "plan.yaml") == moved
     said = texts(folder / "architecture.svg")
@@ -88,7 +87,7 @@ def test_a_plan_that_is_there_keeps_its_comments(workers: list[str], tmp_path: P
     logger, plan = CSVLogger(tmp_path, name="", version=""), two_stages(workers)
     path = Path(logger.log_dir) / "plan.yaml"
     path.write_text("# mine\n" + plan.as_yaml())
-    fit(plan, workers, logger=logger)
+    train(plan, workers, logger=logger)
     assert path.read_text().startswith("# mine")
 
 
@@ -98,7 +97,7 @@ def test_a_picture_that_cannot_be_written_ends_no_run(
     logger, module = CSVLogger(tmp_path), TinyModule()
     (Path(logger.log_dir) / "architecture.svg").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, logger="lightning_hetero"):
-        fit(two_stages(workers), workers, module, logger=logger)
+        train(two_stages(workers), workers, module, logger=logger)
     assert len(module.losses) == 1
     assert "The topology of this run is not drawn" in caplog.text
 
@@ -107,7 +106,7 @@ def test_without_logs_nothing_is_left(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit(two_stages(workers), workers, fast_dev_run=True, logger=CSVLogger(tmp_path))
+    train(two_stages(workers), workers, fast_dev_run=True, logger=CSVLogger(tmp_path))
     assert not [path for path in tmp_path.rglob("*") if path.name in NAMES]
     assert run_folder(trainer(logger=False)) is None
 

@@ -172,3 +172,9 @@ def serving_worker(
         worker.stop()
         thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
+
+
+def closed_address() -> Address:
+    """An address on loopback at which no process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return Address(*listener.getsockname())

@@ -32,7 +32,7 @@ from lightning_hetero.transport.handshake import (
     shortcomings,
 )
 
-from .pairs import QUICK, worker_thread
+from .pairs import QUICK, closed_address, worker_thread
 
 VERSIONS = {
     "lightning-hetero": "0.1.0",
@@ -157,11 +157,6 @@ def test_a_process_that_cannot_compile_layers(
     [found] = obstacles_to_compiling(equipment, has_four_bit)
     assert re.search(expected, found)
     assert obstacles_to_compiling(without(capabilities=["compile"]), has_four_bit=False) == []
-
-
-def closed_address() -> Address:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return Address(*listener.getsockname())
 
 
 def test_a_worker_welcomes_a_coordinator_with_its_device() -> None:

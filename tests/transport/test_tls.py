@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import logging
 import pickle
 import socket
@@ -33,6 +32,7 @@ from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.transport.tls import Credentials, secured
 from lightning_hetero.transport.token import RENEWAL, Authority, Token, write_token_file
 
+from .credentials import OTHER_TOKEN, OURS, THEIRS, TOKEN, at
 from .pairs import (
     PATIENCE_SECONDS,
     QUICK,
@@ -42,14 +42,6 @@ from .pairs import (
     memory_pair,
     worker_thread,
 )
-
-TOKEN, OTHER_TOKEN = Token.new(), Token.new()
-OURS, THEIRS = Credentials(TOKEN), Credentials(OTHER_TOKEN)
-
-
-def at(days: float) -> Callable[[], datetime.datetime]:
-    """A clock that is wrong by some days."""
-    return lambda: tls.utc_now() + datetime.timedelta(days=days)
 
 
 def shake_hands(

@@ -12,7 +12,7 @@ import yaml
 from lightning_hetero import cli
 
 from ..conftest import worker_process
-from ..integration.test_pretrained import save_tiny
+from ..pretrained import save_tiny
 
 PROJECT = """
 from tests.models import TinyModule, loader
@@ -142,7 +142,7 @@ def test_without_a_stage_on_a_worker_there_is_nothing_to_verify(
 PRETRAINED = """
 import lightning as L
 import torch
-from tests.integration.test_pretrained import PretrainedModule, build_from_checkpoint
+from tests.pretrained import PretrainedModule, build_from_checkpoint
 from tests.models import loader
 
 

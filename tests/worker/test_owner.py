@@ -29,7 +29,7 @@ from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.worker.owner import Owner, RunRecord
 from lightning_hetero.worker.worker import Worker, listen
 
-from ..coordinator.test_stages import NUM_LAYERS, run_here, surroundings
+from ..coordinator.decoder import NUM_LAYERS, run_here, surroundings
 from ..models import tiny_llama
 from ..transport.pairs import PATIENCE_SECONDS, QUICK, serving_worker
 

@@ -1,0 +1,47 @@
+"""Whether two runs ended with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TOLERANCE = 1e-5
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_close(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
+) -> None:
+    """Every tensor is within the tolerance, relative to its norm.
+
+    A norm below ``floor`` times the largest one counts as that: some gradients, such as those of a
+    key's bias, are zero except for rounding.
+    """
+    assert found.keys() == expected.keys()
+    norms = {name: float(tensor.float().norm()) for name, tensor in expected.items()}
+    least = floor * max(norms.values())
+    for name, tensor in expected.items():
+        error = float((found[name] - tensor).float().norm())
+        assert error <= TOLERANCE * max(norms[name], least), f"{name} is off by {error:.1e}"
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    """Equal structure; tensors and numbers equal within the tolerance."""
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for index, item in enumerate(expected):
+            assert_same(found[index], item, f"{where}[{index}]")
+    elif isinstance(expected, (torch.Tensor, float)):
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=1e-6, msg=where)
+    else:
+        assert found == expected, where
