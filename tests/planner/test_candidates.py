@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.plan import COORDINATOR, StagePlan
-from lightning_hetero.planner.candidates import Costs
+from lightning_hetero.planner.candidates import Costs, Form
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, Part, Profile
-from lightning_hetero.planner.roles import Form
 from lightning_hetero.planner.search import place, place_last, with_ranges
 from lightning_hetero.planner.simulation import Hop, StageTimes
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.plan import COORDINATOR
-from lightning_hetero.planner.candidates import Costs
+from lightning_hetero.planner.candidates import Costs, Form
 from lightning_hetero.planner.costs import KEPT_FREE, Cost, Holder, allowed_dtypes, cost_at
 from lightning_hetero.planner.profile import (
     EMBEDDING,
@@ -21,7 +21,6 @@ from lightning_hetero.planner.profile import (
     Profile,
     Timing,
 )
-from lightning_hetero.planner.roles import Form
 
 from .profiles import coordinator, device, ends, model, timing
 

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.planner.candidates import Candidate
+from lightning_hetero.planner.candidates import Candidate, Form
 from lightning_hetero.planner.feasibility import candidate_of, check_plan
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Part, Profile
-from lightning_hetero.planner.roles import Form
 from lightning_hetero.planner.simulation import Hop
 from lightning_hetero.planner.solver import solve
 

@@ -164,7 +164,7 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     "no layers": (lambda raw: raw["model"].update(layers=[]), "$.model.layers"),
     "a kind without a part": (
         lambda raw: raw["model"]["layers"].append("moe"),
-        "The model has 'moe', which is none of its parts",
+        "The model has no part 'moe'",
     ),
     "an end as a layer": (
         lambda raw: raw["model"]["layers"].append("head"),
@@ -172,11 +172,11 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "two devices of one name": (
         lambda raw: raw["devices"][2].update(name="fast:1"),
-        "two of the device 'fast:1'",
+        "two entries of the device 'fast:1'",
     ),
     "no coordinator": (
         lambda raw: raw["devices"].pop(0),
-        "None of the devices ['fast:1', 'slow:1'] is 'coordinator'",
+        "The devices ['fast:1', 'slow:1'] lack 'coordinator'",
     ),
     "an unmeasured head": (
         lambda raw: raw["devices"][0].update(timings=raw["devices"][0]["timings"][:2]),
@@ -188,11 +188,11 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "two timings of one thing": (
         lambda raw: raw["devices"][1]["timings"].append(raw["devices"][1]["timings"][0]),
-        "two of the timing of 'fast:1'",
+        "two entries of the timing of 'fast:1'",
     ),
     "recomputation alone": (
         lambda raw: raw["devices"][1]["timings"][0].update(recompute=True),
-        "with recomputation at micro-batch size 1 in float32 and none without",
+        "with recomputation at micro-batch size 1 in float32 but not without",
     ),
     "a link to nowhere": (
         lambda raw: raw["links"][0].update(target="elsewhere:1"),
@@ -204,7 +204,7 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "two links": (
         lambda raw: raw["links"].append(raw["links"][0]),
-        "two of the link ('fast:1', 'slow:1')",
+        "two entries of the link ('fast:1', 'slow:1')",
     ),
 }
 
