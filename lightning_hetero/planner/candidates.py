@@ -373,14 +373,7 @@ def hops_between(
     if form is Form.LINE:
         there[0], back[1] = model.token_id_bytes_per_sample * size, 0.0
     behind, before = [*names[1:], names[0]], [names[-1], *names[:-1]]
-    return _hops(costs, names, behind, there), _hops(costs, names, before, back)
-
-
-def _hops(
-    costs: Costs, sources: Sequence[str], targets: Sequence[str], num_bytes: Sequence[float]
-) -> list[Hop]:
-    pairs = zip(sources, targets, num_bytes, strict=True)
-    return [costs.hop(source, target, amount) for source, target, amount in pairs]
+    return list(map(costs.hop, names, behind, there)), list(map(costs.hop, names, before, back))
 
 
 def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:

@@ -179,10 +179,12 @@ def _too_many_layers(costs: Costs, size: int) -> list[str]:
     most = {device.name: _most_layers(costs, device.name, size) for device in costs.profile.devices}
     each = ", ".join(f"`{name}` {count}" for name, count in most.items())
     if sum(most.values()) >= layers:
+        pins = ", ".join(f"{name}={start}:{end}" for name, (start, end) in costs.pins.items())
+        beside = f" beside the pins {pins}" if pins else ""
         return [
             f"No order of the devices takes all {layers} layers: at most they hold {each}, and "
-            f"layers go to consecutive stages{_beside_pins(costs)}. Take back a pin or an "
-            "exclusion, or add a worker."
+            f"layers go to consecutive stages{beside}. Take back a pin or an exclusion, or add a "
+            "worker."
         ]
     missing = layers - sum(most.values())
     parts = [model.part(kind) for kind in model.kinds]
@@ -203,11 +205,6 @@ def _most_layers(costs: Costs, name: str, size: int) -> int:
         forms = forms_for(costs.profile.model) if costs.profile.workers else (Form.FIRST,)
         roles = [form.role(0) for form in forms]
     return int(max(costs.holder(name, size, role).speed.most_layers for role in roles))
-
-
-def _beside_pins(costs: Costs) -> str:
-    pins = ", ".join(f"{name}={start}:{end}" for name, (start, end) in costs.pins.items())
-    return f" beside the pins {pins}" if pins else ""
 
 
 def _short_bytes(holder: Holder, first: int, end: int) -> float:

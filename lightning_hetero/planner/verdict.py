@@ -116,17 +116,8 @@ class Verdict:
 
 
 def judge(solution: Solution) -> Verdict:
-    """The verdict on the solver's choice."""
-    return judge_candidate(solution.chosen, solution.search)
-
-
-def judge_candidate(candidate: Candidate, search: Search) -> Verdict:
-    """The verdict on any candidate, such as that of an edited plan.
-
-    Args:
-        candidate: The candidate to judge.
-        search: A search over the same profile, for comparisons.
-    """
+    """The verdict on the solver's choice, compared with what its search finds for other devices."""
+    candidate, search = solution.chosen, solution.search
     tokens = _tokens(candidate)
     single = _best_single(candidate, search)
     stages = [_stage(candidate, index) for index in range(len(candidate.names))]

@@ -28,7 +28,7 @@ def round_trips(
     bytes_per_second=st.floats(1e5, 1e9),
     sizes=st.sets(st.integers(2**10, 2**26), min_size=2),
 )
-def test_a_link_without_noise_is_found(
+def test_a_link_without_noise_is_fitted_exactly(
     latency: float, bytes_per_second: float, sizes: set[int]
 ) -> None:
     trips = round_trips(latency, bytes_per_second, sorted(sizes))
@@ -48,7 +48,7 @@ def test_one_slow_transfer_among_many_changes_nothing() -> None:
     assert fit_link("a", "b", trips) == quiet
 
 
-def test_a_link_on_which_more_takes_no_longer_is_as_fast_as_any() -> None:
+def test_a_link_that_shows_no_bandwidth_gets_the_fastest() -> None:
     link = fit_link("a", "b", [(1024, 0.002), (2**20, 0.001)])
     assert link.bytes_per_second == 1e12
     assert (link.source, link.target) == ("a", "b")
@@ -80,7 +80,7 @@ def rich_profile() -> Profile:
     )
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_a_profile_survives_writing_and_reading(tmp_path: Path) -> None:
     written = rich_profile()
     written.to_yaml(tmp_path / "profile.yaml")
     assert Profile.from_yaml(tmp_path / "profile.yaml") == written
@@ -92,7 +92,7 @@ def test_a_measurement_is_one_line_of_the_file(tmp_path: Path) -> None:
     assert sum("forward_seconds" in line and "backward_seconds" in line for line in lines) == 8
 
 
-def test_json_is_read_too(tmp_path: Path) -> None:
+def test_a_profile_may_be_json(tmp_path: Path) -> None:
     # Python writes 1e-05, which YAML takes for a text.
     (tmp_path / "profile.json").write_text(json.dumps(content(rich_profile())))
     assert Profile.from_yaml(tmp_path / "profile.json") == rich_profile()
@@ -114,7 +114,7 @@ def test_a_link_that_was_not_measured_has_the_default_speed() -> None:
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
-def test_what_is_no_profile_is_refused_with_its_path(
+def test_a_file_that_is_not_a_profile_is_refused_with_its_path(
     tmp_path: Path, text: bytes, expected: str
 ) -> None:
     path = tmp_path / "a profile.yaml"
