@@ -7,13 +7,22 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from lightning_hetero import errors
-from lightning_hetero.plan import Plan
-from lightning_hetero.planner.profile import Profile
+from lightning_hetero import (
+    HeteroPipelineStrategy,
+    PipelineProfiler,
+    PipelineTimeline,
+    StageMonitor,
+    errors,
+    from_pretrained,
+)
+from lightning_hetero.callbacks import StageWeightAveraging
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.planner import profile
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_hetero"
@@ -23,6 +32,10 @@ PAGES = [
     *sorted(ROOT.glob("examples/*/README.md")),
     *sorted(ROOT.glob("benchmarks/*/README.md")),
 ]
+PLAN_AND_PROFILE = (
+    *(Plan, StagePlan, profile.Profile, profile.ModelProfile, profile.Part, profile.DeviceProfile),
+    *(profile.Timing, profile.Link, profile.LinkSpeed),
+)
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 
@@ -104,7 +117,7 @@ def test_python_compiles_and_yaml_parses(page: Path) -> None:
         if "stages" in content:
             Plan.from_dict(content)
         elif "devices" in content:
-            Profile.from_dict(content)
+            profile.Profile.from_dict(content)
 
 
 def test_every_page_is_in_the_contents() -> None:
@@ -117,3 +130,30 @@ def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(text.splitlines()) <= 150
     assert len(text.split()) <= 1500
+
+
+def test_every_command_is_in_the_contents() -> None:
+    contents = (ROOT / "docs" / "README.md").read_text("utf-8")
+    names = re.findall(r"^\| `lightning-hetero (\w+)` \|", contents, re.M)
+    assert sorted(names) == sorted(path.stem for path in commands())
+
+
+def commands() -> list[Path]:
+    """The files that add a command."""
+    files = sorted((PACKAGE / "cli").glob("*.py"))
+    return [path for path in files if re.search(r"^def add_to\(", path.read_text("utf-8"), re.M)]
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"),
+    [("plan-and-profile.md", kind) for kind in PLAN_AND_PROFILE]
+    + [("strategy.md", HeteroPipelineStrategy), ("strategy.md", PipelineProfiler)]
+    + [("watch-a-run.md", PipelineTimeline), ("watch-a-run.md", StageMonitor)]
+    + [("checkpoints.md", StageWeightAveraging), ("models.md", from_pretrained)],
+)
+def test_every_key_and_argument_has_its_row(page: str, kind: Any) -> None:
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    cells = re.findall(r"^\| (`[^|]*`) \|", text, re.M)
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    parameters = inspect.signature(kind).parameters.values()
+    assert {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} <= named

@@ -70,7 +70,7 @@ def measure(case: Case, rounds: int, batch_size: int) -> list[str]:
         verdict = judge(solution)
         verdict_seconds.append(time.process_time() - planned)
         plan_seconds.append(planned - start)
-        achieved.append(verdict.achieved)
+        achieved.append(verdict.tokens_per_second / verdict.bounds[0].tokens_per_second)
         chosen.append(len(solution.chosen.workers))
     return [
         case.name,

@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from ..errors import TrustError
 from ..plan import Plan
-from ..planner.candidates import Candidate
+from ..planner.candidates import Candidate, Form
 from ..planner.feasibility import candidate_of
 from ..planner.profile import Link, Profile
-from ..planner.roles import Form
 from ..planner.solver import solve
 from ..protocol import messages as m
 from ..transport.address import Address

@@ -1,1 +1,1 @@
-"""Who gets what. Pure: knows no worker and no torch."""
+"""Who gets what: pure functions from a profile to a plan, without workers and torch."""

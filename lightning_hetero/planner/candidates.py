@@ -1,11 +1,24 @@
-"""A candidate: an order of devices with their layers, as it would run, and as the plan it is."""
+"""Candidates: orders of devices with their layers, as the simulator plays them and as plans.
+
+A candidate has one of three forms, which say where the coordinator's layers and the input embedding
+are:
+
+    first   embedding, layers ─▶ worker 1 ─▶ worker 2 ─▶ head, loss
+    last    embedding ─────────▶ worker 1 ─▶ worker 2 ─▶ layers, head, loss
+    line    start ─▶ embedding, worker 1 ─────▶ worker 2 ─▶ layers, head, loss
+
+The coordinator is at both ends of the arrows, and it is stage 0 in every form. In a line it still
+starts each micro-batch, with masks, positions and the user's own code, and sends token ids.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -19,9 +32,19 @@ from ..plan import (
     bytes_per_number,
     most_started,
 )
-from .costs import Cost, End, Holder, Need, Option, cost_at, layer_seconds
+from .costs import (
+    START,
+    WORKER,
+    Cost,
+    End,
+    Holder,
+    Need,
+    Option,
+    Role,
+    cost_at,
+    layer_seconds,
+)
 from .profile import EMBEDDING, ENDS, HEAD, Link, ModelProfile, Profile
-from .roles import START, WORKER, Form, Role
 from .simulation import (
     Hop,
     Pipeline,
@@ -33,13 +56,76 @@ from .simulation import (
 )
 from .split import Matrix
 
+OfStage = TypeVar("OfStage")
+
+
+class Form(Enum):
+    """Where the coordinator's layers and the input embedding are."""
+
+    FIRST = "first"
+    LAST = "last"
+    LINE = "line"
+
+    @classmethod
+    def of(cls, plan: Plan) -> Form:
+        """The form of a plan."""
+        if any(stage.embedding for stage in plan.stages):
+            return cls.LINE
+        has_workers_first = bool(plan.remote_stages) and not plan.stages[0].is_local
+        return cls.LAST if has_workers_first and plan.stages[-1].is_local else cls.FIRST
+
+    def role(self, index: int) -> Role:
+        """The role of the stage with this index; the coordinator's index is 0."""
+        return _ROLES[self].get(index, WORKER)
+
+    def no_layers(self, num_layers: int) -> tuple[int, int]:
+        """The range of a coordinator without layers."""
+        return (0, 0) if self is Form.FIRST else (num_layers, num_layers)
+
+    def in_layer_order(self, stages: Sequence[OfStage]) -> list[OfStage]:
+        """Reorder a list that begins with the coordinator into the order of the layers."""
+        return list(stages) if self is Form.FIRST else [*stages[1:], stages[0]]
+
+    def coordinator_first(self, stages: Sequence[OfStage]) -> list[OfStage]:
+        """Reorder a list in the order of the layers so that it begins with the coordinator."""
+        return list(stages) if self is Form.FIRST else [stages[-1], *stages[:-1]]
+
+
+_ROLES: dict[Form, dict[int, Role]] = {
+    Form.FIRST: {0: Role(ENDS, is_coordinator=True, has_first=True)},
+    Form.LAST: {0: Role(ENDS, is_coordinator=True, has_last=True)},
+    Form.LINE: {
+        0: Role((START, HEAD), is_coordinator=True, has_last=True, num_boundaries=1),
+        1: Role((EMBEDDING,), has_first=True, num_boundaries=1),
+    },
+}
+
+
+def forms_for(model: ModelProfile) -> tuple[Form, ...]:
+    """The forms in which a model can train."""
+    return tuple(Form) if model.embedding_may_leave else (Form.FIRST, Form.LAST)
+
+
+def lightest_form(model: ModelProfile, workers: Sequence[str]) -> Form:
+    """The form in which the coordinator has the fewest ends of the model."""
+    return Form.LINE if workers and model.embedding_may_leave else Form.FIRST
+
+
+def with_coordinator(plan: Plan) -> list[StagePlan]:
+    """The stages in the order of the layers; a coordinator without layers is added as a stage."""
+    if any(stage.is_local for stage in plan.stages):
+        return list(plan.stages)
+    form, num_layers = Form.of(plan), max((stage.layers[1] for stage in plan.stages), default=0)
+    own = StagePlan([COORDINATOR], form.no_layers(num_layers))
+    return form.in_layer_order([own, *plan.stages])
+
 
 class Costs:
-    """Everything a candidate is made from, worked out once for each kind of device.
+    """Costs of devices and links, computed once for each kind of device.
 
     Args:
-        profile: With a batch size.
-        pins: Layers that a device has to hold.
+        profile: A profile with a batch size.
+        pins: Layers that a device must hold.
     """
 
     def __init__(self, profile: Profile, pins: Mapping[str, tuple[int, int]]) -> None:
@@ -52,16 +138,16 @@ class Costs:
         self._hops: dict[tuple[str, str, float], Hop] = {}
 
     def size(self, micro_batches: int) -> int:
-        """Samples in the largest of so many micro-batches."""
+        """Samples in the largest micro-batch, if the batch is cut into this many."""
         return math.ceil(self.batch_size / micro_batches)
 
     def kind(self, name: str) -> bytes:
-        """Equal for devices that were measured alike."""
+        """A key that is equal for devices with equal measurements."""
         return self._kinds[name]
 
     def holder(self, name: str, size: int, role: Role | None = None) -> Holder:
-        """The device at a micro-batch size, in its role of the form with the coordinator first
-        where no other is given."""
+        """The device at a micro-batch size. The default role is that of the form with the
+        coordinator first."""
         if role is None:
             role = Form.FIRST.role(0) if name == COORDINATOR else WORKER
         key = (self._kinds[name], size, role)
@@ -71,32 +157,33 @@ class Costs:
         return self._holders[key]
 
     def _ends(self, name: str, size: int, role: Role) -> list[End]:
-        """What a role's ends take."""
+        """The costs of the ends of a role."""
         own, model = self.profile.device(COORDINATOR), self.profile.model
         found = []
         for end in role.ends:
             part = EMBEDDING if end == START else end
             cost = cost_at(own, part, model.dtype, False, size)
             found.append(End(end, cost, own.optimizer_seconds.get(end, 0.0)))
-        are_together = role.ends == ENDS
-        return found if are_together else [self._apart(end, name, size) for end in found]
+        return found if role.ends == ENDS else [self._apart(end, name, size) for end in found]
 
     def _apart(self, end: End, name: str, size: int) -> End:
-        """One of a line's ends. Both were measured on the coordinator, as if the embedding were
-        there: its forward is nearly all the start, which stays; its backward, optimizer's step and
-        memory are the embedding's. A worker takes so many times as long for these as it takes for
-        decoder layers."""
+        """The cost of an end in a line, where the embedding is on a worker.
+
+        Both ends were measured on the coordinator, with the embedding there. Nearly all of the
+        measured forward is the start, which stays on the coordinator. Backward, optimizer step and
+        memory belong to the embedding. A worker's factor for them is its factor for decoder layers.
+        """
         if end.cost is None or end.name == HEAD:
             return end
         if end.name == START:
             return End(START, Cost(end.cost.forward_seconds, 0.0, 0.0, 0.0))
-        factor = self._times_as_long(name, size)
+        factor = self._slowdown(name, size)
         backward = end.cost.backward_seconds * factor
         cost = end.cost._replace(forward_seconds=0.0, backward_seconds=backward)
         return End(EMBEDDING, cost, end.optimizer_seconds * factor)
 
-    def _times_as_long(self, name: str, size: int) -> float:
-        """A worker's time for decoder layers by the coordinator's; 1 where one is not known."""
+    def _slowdown(self, name: str, size: int) -> float:
+        """The worker's seconds for decoder layers over the coordinator's; 1 if one is unknown."""
         model = self.profile.model
         own, its = (
             layer_seconds(self.profile.device(each), model, model.dtype, size)
@@ -105,24 +192,24 @@ class Costs:
         return its / own if 0 < own < math.inf and its < math.inf else 1.0
 
     def matrix(self, name: str, size: int, in_flight: int, role: Role | None = None) -> Matrix:
-        """The seconds of every stage that the device may hold, its pin kept to."""
+        """The seconds of every stage that the device may hold under its pin."""
         holder = self.holder(name, size, role)
         seconds = holder.matrix(in_flight)
         if name not in self.pins:
             return seconds
         first, end = self.pins[name]
-        if first == end:  # the coordinator without layers
+        if first == end:  # a coordinator without layers
             first = end = len(seconds) - 1 if holder.role.has_last else 0
         pinned = np.full_like(seconds, np.inf)
         pinned[first, end] = seconds[first, end]
         return pinned
 
     def link(self, source: str, target: str) -> Link:
-        """As `Profile.link`, without looking through all of them."""
+        """The link of that direction, measured or assumed, by a dictionary."""
         return self._links.get((source, target)) or self.profile.link(source, target)
 
     def hop(self, source: str, target: str, num_bytes: float) -> Hop:
-        """So many bytes over that link."""
+        """The transfer of this many bytes over a link."""
         key = (source, target, num_bytes)
         if key not in self._hops:
             link = self.link(source, target)
@@ -139,18 +226,17 @@ def _kind_of(device: msgspec.Struct) -> bytes:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An order with layers for each device.
+    """An order of devices with layers for each.
 
     Args:
-        costs: What it was made from.
-        names: The coordinator in any form first, then the workers in the order of the layers.
-        ranges: Their layers.
-        options: How each runs them.
-        micro_batches: As in the plan.
-        in_flight: As in the plan.
-        narrowings: What is rounded on its way, as in the plan; the planner itself rounds nothing.
-        form: Whether the coordinator's layers are the first or the last ones, and who has the
-            embedding.
+        costs: The costs of devices and links.
+        names: The coordinator first, in any form, then the workers in the order of the layers.
+        ranges: The layers of each device.
+        options: How each device runs its layers.
+        micro_batches: Pieces of the batch.
+        in_flight: The most micro-batches in flight.
+        narrowings: The rounding of a given plan at its boundaries; the planner rounds nothing.
+        form: Where the coordinator's layers and the embedding are.
     """
 
     costs: Costs
@@ -169,16 +255,16 @@ class Candidate:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Its workers in their order."""
+        """The workers in the order of the layers."""
         return tuple(self.names[1:])
 
     def holder(self, index: int) -> Holder:
-        """A stage's device in its role."""
+        """The device of a stage, in its role."""
         return self.costs.holder(self.names[index], self.size, self.form.role(index))
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """What the simulator plays."""
+        """The step that the simulator plays."""
         there, back = hops_between(self.costs, self.names, self.size, self.narrowings, self.form)
         first, end = self.ranges[0]
         return Pipeline(
@@ -188,7 +274,7 @@ class Candidate:
             back,
             self.micro_batches,
             self.in_flight,
-            # As `Plan.starts_on_worker` has it.
+            # The same condition as `Plan.starts_on_worker`.
             starts_first=self.form is not Form.FIRST or first == end,
             max_started=most_started(self.in_flight, sends_token_ids=self.form is Form.LINE),
         )
@@ -201,19 +287,19 @@ class Candidate:
 
     @property
     def busy_seconds_of_media(self) -> dict[str, float]:
-        """How long one micro-batch takes each link, or what links share."""
+        """The seconds for which one micro-batch occupies each link or shared medium."""
         if self.pipeline.is_alone:
             return {}
         return busy_seconds_of_media([*self.pipeline.forward_hops, *self.pipeline.backward_hops])
 
     @cached_property
     def least_seconds(self) -> float:
-        """A bound on its step, without playing it."""
+        """A lower bound of the step, without a simulation."""
         return least_seconds(self.pipeline)
 
     @cached_property
     def simulation(self) -> Simulation:
-        """Its step, played."""
+        """The simulated step."""
         return predict(self.pipeline)
 
     @property
@@ -226,18 +312,18 @@ class Candidate:
         return self.holder(index).need(self.options[index], *self.ranges[index], self.in_flight)
 
     def layer_seconds(self, index: int) -> tuple[float, float]:
-        """A stage's layers, forward and backward of one micro-batch."""
+        """Forward and backward of a stage's layers for one micro-batch."""
         (first, end), option = self.ranges[index], self.options[index]
         forward, backward = (sums[end] - sums[first] for sums in (option.forward, option.backward))
         return float(forward), float(backward)
 
     def has_embedding(self, index: int) -> bool:
-        """Whether a stage is a worker's that has the embedding."""
+        """Whether the stage is on a worker and has the embedding."""
         role = self.form.role(index)
         return EMBEDDING in role.ends and not role.is_coordinator
 
     def plan(self) -> Plan:
-        """As a plan. A coordinator without layers is left out of it."""
+        """The candidate as a plan, without a stage for a coordinator that has no layers."""
         stages = [self._stage_plan(index) for index in range(len(self.names))]
         held = [stage for stage in self.form.in_layer_order(stages) if stage.layer_indices]
         return Plan(held, self.micro_batches, self.in_flight)
@@ -276,7 +362,7 @@ def hops_between(
     narrowings: Sequence[Narrowing] = (),
     form: Form = Form.FIRST,
 ) -> tuple[list[Hop], list[Hop]]:
-    """The hops that leave each stage forward and backward."""
+    """The forward and the backward hop that leaves each stage."""
     model = costs.profile.model
     narrowings = narrowings or [Narrowing()] * len(names)
     activation_bytes = model.activation_bytes_per_sample * size
@@ -287,18 +373,11 @@ def hops_between(
     if form is Form.LINE:
         there[0], back[1] = model.token_id_bytes_per_sample * size, 0.0
     behind, before = [*names[1:], names[0]], [names[-1], *names[:-1]]
-    return _hops(costs, names, behind, there), _hops(costs, names, before, back)
-
-
-def _hops(
-    costs: Costs, sources: Sequence[str], targets: Sequence[str], num_bytes: Sequence[float]
-) -> list[Hop]:
-    pairs = zip(sources, targets, num_bytes, strict=True)
-    return [costs.hop(source, target, amount) for source, target, amount in pairs]
+    return list(map(costs.hop, names, behind, there)), list(map(costs.hop, names, before, back))
 
 
 def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
-    """What is left of the bytes of a boundary."""
+    """The share of a boundary's bytes that remains after rounding."""
     if wire_dtype is None:
         return 1.0
     return min(1.0, bytes_per_number(wire_dtype) / bytes_per_number(model.dtype))

@@ -1,9 +1,8 @@
-"""What one layer costs at a micro-batch size, and in which dtypes a device may run layers.
+"""Seconds and bytes of every possible stage on one device, at one micro-batch size.
 
-What a device takes for each possible stage on it: the seconds, and the bytes.
-
-All sums over layers are differences of prefix sums, so that one formula serves a single stage
-and, with arrays for `first` and `end`, all possible stages at once.
+`cost_at` gives the cost of one layer, `Option` sums it over layers for one dtype, and `Holder` adds
+the device's memory and its role in the pipeline. All sums over layers are differences of prefix
+sums, so one formula serves a single stage and, with arrays for `first` and `end`, all stages.
 """
 
 from __future__ import annotations
@@ -18,14 +17,45 @@ import numpy as np
 import numpy.typing as npt
 
 from ..plan import COORDINATOR, Dtype
-from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, ModelProfile, Timing
-from .roles import START, WORKER, Role
+from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, ModelProfile
 from .simulation import Speed
 from .split import Matrix
 
+KEPT_FREE = 0.05
+"""Share of a device's memory that no plan fills, because allocators leave holes."""
+
+START = "start"
+"""The coordinator's part before the first layer, without the embedding."""
+
+Numbers = float | npt.NDArray[np.float64]
+Index = int | npt.NDArray[np.int64]
+
+
+# Roles are few and often compared, so they compare by identity.
+@dataclass(frozen=True, eq=False)
+class Role:
+    """What a stage does besides computing layers.
+
+    Args:
+        ends: The ends of the model that the stage has.
+        is_coordinator: Whether the stage may be without layers and runs in the user's process.
+        has_first: Whether its layers can only be the first ones.
+        has_last: Whether its layers can only be the last ones; the loss and their backward follow.
+        num_boundaries: Boundaries that carry activations one way and gradients the other way.
+    """
+
+    ends: tuple[str, ...] = ()
+    is_coordinator: bool = False
+    has_first: bool = False
+    has_last: bool = False
+    num_boundaries: int = 2
+
+
+WORKER = Role()
+
 
 class Cost(NamedTuple):
-    """One layer's, as in a `Timing`."""
+    """The cost of one layer, with the fields of a `Timing`."""
 
     forward_seconds: float
     backward_seconds: float
@@ -36,18 +66,21 @@ class Cost(NamedTuple):
 def cost_at(
     device: DeviceProfile, part: str, dtype: Dtype, recompute: bool, size: int
 ) -> Cost | None:
-    """The cost at a micro-batch size, straight between the measured sizes.
+    """Interpolate the cost at a micro-batch size between the measured sizes.
 
-    Above the largest size it goes on as between the last two, or in proportion where there is one;
-    below the smallest nothing gets cheaper. None where it was not measured or does not fit. A
-    backward with recomputation that was not measured is a forward and a backward.
+    Above the largest size the line through the last two continues; with one measured size the cost
+    is proportional. Below the smallest size the cost stays. An unmeasured backward with
+    recomputation is a forward and a backward.
+
+    Returns:
+        None if the part was not measured or the micro-batch does not fit.
     """
     if device.largest_micro_batch is not None and size > device.largest_micro_batch:
         return None
     measured = {
-        timing.micro_batch_size: _cost_of(timing)
-        for timing in device.timings
-        if (timing.part, timing.dtype, timing.recompute) == (part, dtype, recompute)
+        t.micro_batch_size: Cost(t.forward_seconds, t.backward_seconds, t.saved_bytes, t.peak_bytes)
+        for t in device.timings
+        if (t.part, t.dtype, t.recompute) == (part, dtype, recompute)
     }
     if not measured and recompute:
         plain = cost_at(device, part, dtype, False, size)
@@ -55,12 +88,6 @@ def cost_at(
             return None
         return plain._replace(backward_seconds=plain.forward_seconds + plain.backward_seconds)
     return _between(measured, size) if measured else None
-
-
-def _cost_of(timing: Timing) -> Cost:
-    return Cost(
-        timing.forward_seconds, timing.backward_seconds, timing.saved_bytes, timing.peak_bytes
-    )
 
 
 def _between(measured: dict[int, Cost], size: int) -> Cost:
@@ -77,11 +104,11 @@ def _between(measured: dict[int, Cost], size: int) -> Cost:
 
 
 def allowed_dtypes(device: DeviceProfile, model: ModelProfile, size: int) -> list[Dtype]:
-    """The dtypes that a stage there may have.
+    """The dtypes that a stage on this device may have.
 
-    The user's precision, and float32 where that is faster, since it loses nothing. A device that
-    was not measured in the user's precision gets the dtype that it is fastest in. Nobody is given
-    a narrower one to save time. The coordinator computes in the user's precision and no other.
+    They are the user's precision, and float32 if that is faster, because float32 loses nothing. A
+    device without measurements in the user's precision gets its fastest dtype. The planner never
+    narrows a dtype to save time. The coordinator computes only in the user's precision.
     """
     seconds = {
         dtype: layer_seconds(device, model, dtype, size)
@@ -98,29 +125,22 @@ def allowed_dtypes(device: DeviceProfile, model: ModelProfile, size: int) -> lis
 
 
 def layer_seconds(device: DeviceProfile, model: ModelProfile, dtype: Dtype, size: int) -> float:
-    """One layer of each kind, forward and backward; infinite where a kind cannot go there."""
+    """Forward and backward of one layer of each kind; infinite if a kind cannot run there."""
     costs = [cost_at(device, kind, dtype, False, size) for kind in model.kinds]
     return sum(cost.forward_seconds + cost.backward_seconds if cost else math.inf for cost in costs)
 
 
-KEPT_FREE = 0.05
-"""Share of a device's memory that no plan fills, since allocators leave holes."""
-
-Numbers = float | npt.NDArray[np.float64]
-Index = int | npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a stage needs; arrays where several stages were asked for.
+    """Bytes that a stage needs, or arrays of bytes for several stages.
 
     Args:
-        base: The framework's own.
+        base: Memory of the framework itself.
         weights: Parameters as stored.
-        gradients: Of those that train.
-        optimizer: Its state.
-        in_flight: What micro-batches keep for their backwards.
-        working: What one action takes besides, and what is being sent and received.
+        gradients: Gradients of the parameters that train.
+        optimizer: Optimizer state.
+        in_flight: What micro-batches in flight keep for their backwards.
+        working: Temporary memory of one action, and one boundary sent and one received.
     """
 
     base: Numbers
@@ -132,7 +152,7 @@ class Need:
 
     @property
     def total(self) -> Numbers:
-        """All of it."""
+        """The sum of all fields."""
         held = self.base + self.weights + self.gradients + self.optimizer
         return held + self.in_flight + self.working
 
@@ -164,16 +184,16 @@ class Option:
         ]
 
     def seconds(self, first: Index, end: Index) -> Numbers:
-        """Forward and backward of one micro-batch; infinite where layers cannot be there."""
+        """Forward and backward of one micro-batch; infinite if the layers cannot run here."""
         known = _over(self.forward, first, end) + _over(self.backward, first, end)
         return known + np.where(_over(self._unknown, first, end) > 0, np.inf, 0.0)
 
     def scratch(self, first: Index, end: Index) -> Numbers:
-        """The most that one layer's action takes above what it saves."""
+        """The peak of one layer's action, without the bytes that it saves."""
         return self._most(first, end, lambda cost: cost.peak_bytes - cost.saved_bytes)
 
     def peak(self, first: Index, end: Index) -> Numbers:
-        """The most that one layer's action takes, what it saves included."""
+        """The peak of one layer's action, including the bytes that it saves."""
         return self._most(first, end, lambda cost: cost.peak_bytes)
 
     def _most(self, first: Index, end: Index, bytes_of: Callable[[Cost], float]) -> Numbers:
@@ -185,7 +205,7 @@ class Option:
 
 
 class End(NamedTuple):
-    """What one of the model's ends takes where it is; no cost where it cannot be there."""
+    """The cost of one end of the model on its device; None if the end cannot run there."""
 
     name: str
     cost: Cost | None
@@ -193,19 +213,19 @@ class End(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Forward and backward; infinite where it cannot be there."""
+        """Forward and backward; infinite if the end cannot run there."""
         return self.cost.forward_seconds + self.cost.backward_seconds if self.cost else np.inf
 
 
 class Holder:
-    """A device at one micro-batch size.
+    """A device as a possible holder of stages, at one micro-batch size.
 
     Args:
         device: Its profile.
         model: What is trained.
         size: Samples in a micro-batch.
-        role: What it does besides computing layers.
-        ends: Those that the role gives it.
+        role: What the device does besides computing layers.
+        ends: The ends of the model that the role gives it.
     """
 
     def __init__(
@@ -226,14 +246,14 @@ class Holder:
 
     @cached_property
     def options(self) -> list[Option]:
-        """Dtypes as `allowed_dtypes` says, each without and with recomputation. With an end the
-        stage computes in the user's precision."""
+        """The allowed dtypes, each without and with recomputation. A stage with an end computes in
+        the user's precision."""
         dtypes = [] if self.ends else allowed_dtypes(self.device, self._model, self._size)
         dtypes = dtypes or [self._model.dtype]
         return [self.option(dtype, again) for dtype in dtypes for again in (False, True)]
 
     def option(self, dtype: Dtype, recompute: bool) -> Option:
-        """Any option, also one that was not measured; its seconds are infinite."""
+        """Any option; the seconds of an unmeasured one are infinite."""
         if (dtype, recompute) not in self._options:
             made = Option(self.device, self._model, self._size, dtype, recompute)
             self._options[dtype, recompute] = made
@@ -241,25 +261,25 @@ class Holder:
 
     @property
     def usable_bytes(self) -> float:
-        """Its memory less what is kept free."""
+        """The device's memory without the share kept free."""
         return self.device.memory_bytes * (1 - KEPT_FREE)
 
     @property
     def before_layers(self) -> Cost:
-        """What it does before the first layer, if anything."""
+        """The cost of the end before the first layer; zero without one."""
         found = self.ends.get(EMBEDDING) or self.ends.get(START)
         return (found.cost if found else None) or Cost(0.0, 0.0, 0.0, 0.0)
 
     def end_seconds(self, end: str) -> float:
-        """Forward and backward of an end; infinite where it does not fit, none where it is not."""
+        """Forward and backward of an end; infinite if it does not fit, 0 if it is elsewhere."""
         return self.ends[end].seconds if end in self.ends else 0.0
 
     def seconds(self, option: Option, first: Index, end: Index) -> Numbers:
-        """What one micro-batch takes here in all."""
+        """The seconds of one micro-batch here, ends included."""
         return option.seconds(first, end) + sum(each.seconds for each in self.ends.values())
 
     def need(self, option: Option, first: Index, end: Index, in_flight: int) -> Need:
-        """The memory for a stage with so many micro-batches in flight."""
+        """The memory that a stage needs with this many micro-batches in flight."""
         kept, working = self._kept(option, first, end), self._working(option, first, end)
         parts = [self._model.part(name) for name in self.ends if name in ENDS]
         return Need(
@@ -272,22 +292,22 @@ class Holder:
         )
 
     def matrix(self, in_flight: int) -> Matrix:
-        """The seconds of every possible stage here, infinite where it does not fit."""
+        """The seconds of every possible stage here; infinite for a stage that does not fit."""
         return self._fastest(in_flight)[0]
 
     def matrix_of(self, option: Option, in_flight: int) -> Matrix:
-        """The same for stages that run in one way."""
+        """The seconds of every possible stage that runs with this option."""
         first, end, is_stage = self._stages()
         seconds = self._fitting(option, first, end, in_flight)
         return np.where(is_stage, np.asarray(seconds), np.inf)
 
     def option_for(self, first: int, end: int, in_flight: int) -> Option:
-        """The fastest option of those that fit."""
+        """The fastest option that fits."""
         return self.options[int(self._fastest(in_flight)[1][first, end])]
 
     @cached_property
     def speed(self) -> Speed:
-        """For bounds: the cheapest layer's time here, and how many layers fit at best."""
+        """For bounds: the seconds of the cheapest layer here, and how many layers fit at most."""
         seconds = self.matrix(in_flight=1)
         fixed = sum(each.seconds for each in self.ends.values())
         held = np.argwhere(np.isfinite(seconds))
@@ -296,12 +316,8 @@ class Holder:
         each = np.min([np.asarray(o.seconds(layers, layers + 1)) for o in self.options])
         return Speed(float(each), fixed, most)
 
-    def totals(self, first: int, end: int, in_flight: int) -> list[Numbers]:
-        """The bytes that each option needs."""
-        return [self.need(option, first, end, in_flight).total for option in self.options]
-
     def _fastest(self, in_flight: int) -> tuple[Matrix, npt.NDArray[np.intp]]:
-        """For every possible stage the seconds of the fastest option that fits, and its number."""
+        """For every possible stage the seconds of the fastest option that fits, and its index."""
         if in_flight not in self._matrices:
             first, end, is_stage = self._stages()
             fitting = (self._fitting(option, first, end, in_flight) for option in self.options)
@@ -310,7 +326,7 @@ class Holder:
         return self._matrices[in_flight]
 
     def _stages(self) -> tuple[Index, Index, npt.NDArray[np.bool_]]:
-        """The ends of all ranges of layers, and which of these can be stages here."""
+        """First and end of all ranges of layers, and which ranges can be stages here."""
         points = np.arange(len(self._model.layers) + 1)
         first, end = points[:, None], points[None, :]
         possible = (first <= end) if self.role.is_coordinator else (first < end)
@@ -325,34 +341,34 @@ class Holder:
         return np.where(is_fitting, self.seconds(option, first, end), np.inf)
 
     def _kept(self, option: Option, first: Index, end: Index) -> Numbers:
-        """What each micro-batch in flight holds."""
+        """The bytes that each micro-batch in flight keeps."""
         activation = self._model.activation_bytes_per_sample * self._size
         kept: Numbers = 0.0 if self.role.has_last else self._graph(option, first, end)
         if EMBEDDING in self.ends or not self.role.is_coordinator:
-            kept = kept + activation  # what goes out is part of the graph
+            kept = kept + activation  # the outgoing activation is part of the graph
         if HEAD in self.ends:
-            # What comes back waits for the coordinator.
+            # Returned activations wait for the coordinator.
             kept = kept + activation + self._model.tied_gradient_bytes
-        return kept if self._runs_all_anew(option) else kept + self.before_layers.saved_bytes
+        return kept if self._recomputes_stage(option) else kept + self.before_layers.saved_bytes
 
-    def _runs_all_anew(self, option: Option) -> bool:
-        """Whether only the stage's input is kept, on a worker."""
+    def _recomputes_stage(self, option: Option) -> bool:
+        """Whether the stage keeps only its input, as workers do; the coordinator keeps the input of
+        each of its layers."""
         return option.recompute and not self.role.is_coordinator
 
     def _graph(self, option: Option, first: Index, end: Index) -> Numbers:
-        """What the layers keep of a micro-batch for its backward."""
+        """The bytes that the layers keep of a micro-batch for its backward."""
         if not option.recompute:
             return _over(option.saved, first, end)
         activation = self._model.activation_bytes_per_sample * self._size
-        # A worker keeps the stage's input, the coordinator that of each of its layers.
-        num_layers = np.subtract(end, first)
-        inputs = np.minimum(num_layers, 1) if self._runs_all_anew(option) else num_layers
-        if self._runs_all_anew(option) and EMBEDDING in self.ends:
-            inputs = 0 * inputs  # token ids are next to nothing
+        inputs = np.subtract(end, first)
+        if self._recomputes_stage(option):
+            # Token ids, the input of the embedding, take next to nothing.
+            inputs = np.minimum(inputs, 0 if EMBEDDING in self.ends else 1)
         return activation * np.asarray(inputs, np.float64)
 
     def _working(self, option: Option, first: Index, end: Index) -> Numbers:
-        """What one action takes for itself, with a boundary being sent and one being received."""
+        """The temporary bytes of one action, with one boundary sent and one received."""
         model = self._model
         both_ways = model.activation_bytes_per_sample + model.gradient_bytes_per_sample
         if not option.recompute:
@@ -360,13 +376,13 @@ class Holder:
         elif self.role.is_coordinator:
             working = option.peak(first, end)
         else:
-            # Its backward makes the graph of all the stage's layers anew.
+            # The backward recomputes the graph of all layers of the stage.
             working = option.scratch(first, end) + _over(option.saved, first, end)
         head = self.ends.get(HEAD)
         if head is not None and head.cost is not None:
             working = np.maximum(working, head.cost.peak_bytes)
         if self.role.has_last:
-            # One action: forward, head, loss and backward, so of one micro-batch at a time.
+            # Forward, head, loss and backward are one action, so one graph exists at a time.
             working = working + self._graph(option, first, end)
         working = np.maximum(working, self.before_layers.peak_bytes)
         return working + self.role.num_boundaries * both_ways * self._size

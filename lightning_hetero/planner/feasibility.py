@@ -1,6 +1,6 @@
-"""What does not fit: on which device, by how much, and what would help.
+"""Whether plans fit the devices: faults of a given plan, and why no plan fits.
 
-What is wrong with a plan that a person wrote or edited, by the profile.
+Every text names the device, the bytes that are short, and the remedy.
 """
 
 from __future__ import annotations
@@ -12,22 +12,65 @@ from dataclasses import dataclass
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan
 from ..units import in_bytes, in_layers
-from .candidates import Candidate, Costs
-from .costs import Holder
+from .candidates import Candidate, Costs, Form, forms_for, lightest_form, with_coordinator
+from .costs import WORKER, Holder
 from .profile import ENDS, Profile
-from .roles import WORKER, Form, forms_for, lightest_form, with_coordinator
+
+
+def check_plan(plan: Plan, profile: Profile) -> list[str]:
+    """Every fault of a plan as a sentence; empty if the plan fits the profile."""
+    try:
+        plan.check(len(profile.model.layers), profile.workers)
+        candidate = candidate_of(plan, profile)
+    except PlanError as error:
+        return [str(error)]
+    return [shortage.text for shortage in shortages(candidate)]
+
+
+def candidate_of(plan: Plan, profile: Profile) -> Candidate:
+    """Make a candidate of a plan, to judge or to simulate it.
+
+    Raises:
+        PlanError: If the profile has no batch size, or fewer samples than the plan micro-batches.
+    """
+    if profile.batch_size is None:
+        raise PlanError("The profile names no batch size, so micro-batches have none; add it.")
+    if plan.micro_batches > profile.batch_size:
+        raise PlanError(
+            f"A batch of {profile.batch_size} samples cannot be cut into {plan.micro_batches} "
+            f"micro-batches; ask for 1 to {profile.batch_size}."
+        )
+    form, costs = Form.of(plan), Costs(profile, {})
+    stages = form.coordinator_first(with_coordinator(plan))
+    size = costs.size(plan.micro_batches)
+    options = [
+        costs.holder(stage.worker, size, form.role(index)).option(
+            stage.dtype or profile.model.dtype, stage.recompute
+        )
+        for index, stage in enumerate(stages)
+    ]
+    return Candidate(
+        costs,
+        [stage.worker for stage in stages],
+        [stage.layers for stage in stages],
+        options,
+        plan.micro_batches,
+        min(plan.max_in_flight, plan.micro_batches),
+        plan.narrowings,
+        form,
+    )
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A stage that does not fit.
+    """A stage that does not fit its device.
 
     Args:
         name: The device.
-        layers: How many it was to hold.
-        short_bytes: What it lacks; infinite where it was not measured for this.
+        layers: Number of layers of the stage.
+        short_bytes: Bytes that the device lacks; infinite if it was not measured for this stage.
         fits_with_recompute: Whether recomputation alone would help.
-        excess_layers: So many layers less would fit, the others as they are.
+        excess_layers: Number of layers without which the stage would fit.
     """
 
     name: str
@@ -38,7 +81,7 @@ class Shortage:
 
     @property
     def text(self) -> str:
-        """A sentence with the amount and the remedies."""
+        """The shortage and its remedies as a sentence."""
         if math.isinf(self.short_bytes):
             return (
                 f"`{self.name}` was not measured with these layers, this dtype and this "
@@ -86,23 +129,24 @@ def _shortage(candidate: Candidate, index: int) -> Shortage | None:
 
 
 def explain_shortage(costs: Costs, micro_batches: Sequence[int]) -> PlanError:
-    """Why no plan at all fits, at the smallest micro-batches and one of them in flight."""
+    """Explain why no plan fits, with the smallest micro-batches and one of them in flight."""
     size = costs.size(max(micro_batches))
     reasons = _ends_that_do_not_fit(costs, size) or _pins_that_do_not_fit(costs, size)
     return PlanError(" ".join(reasons or _too_many_layers(costs, size)))
 
 
 def _ends_that_do_not_fit(costs: Costs, size: int) -> list[str]:
-    form = lightest_form(costs.profile.model, costs.profile.workers)
-    holder, num_layers = costs.holder(COORDINATOR, size, form.role(0)), _num_layers(costs)
+    model = costs.profile.model
+    form = lightest_form(model, costs.profile.workers)
+    holder = costs.holder(COORDINATOR, size, form.role(0))
     unfit = [end.name for end in holder.ends.values() if end.cost is None]
     if unfit:
         return [
             f"The coordinator cannot run its {' and its '.join(unfit)} on {size} samples at once: "
             f"at most {holder.device.largest_micro_batch} fit, and its precision is "
-            f"{costs.profile.model.dtype}. Use more micro-batches or a smaller batch."
+            f"{model.dtype}. Use more micro-batches or a smaller batch."
         ]
-    short = _short_bytes(holder, *form.no_layers(num_layers))
+    short = _short_bytes(holder, *form.no_layers(len(model.layers)))
     if short <= 0:
         return []
     ends = [end for end in holder.ends if end in ENDS]
@@ -130,35 +174,32 @@ def _pins_that_do_not_fit(costs: Costs, size: int) -> list[str]:
 
 
 def _too_many_layers(costs: Costs, size: int) -> list[str]:
-    layers = _num_layers(costs)
-    most = {name: _most_layers(costs, name, size) for name in _names(costs)}
+    model = costs.profile.model
+    layers = len(model.layers)
+    most = {device.name: _most_layers(costs, device.name, size) for device in costs.profile.devices}
     each = ", ".join(f"`{name}` {count}" for name, count in most.items())
     if sum(most.values()) >= layers:
+        pins = ", ".join(f"{name}={start}:{end}" for name, (start, end) in costs.pins.items())
+        beside = f" beside the pins {pins}" if pins else ""
         return [
             f"No order of the devices takes all {layers} layers: at most they hold {each}, and "
-            f"layers go to consecutive stages{_beside_pins(costs)}. Take back a pin or an "
-            "exclusion, or add a worker."
+            f"layers go to consecutive stages{beside}. Take back a pin or an exclusion, or add a "
+            "worker."
         ]
     missing = layers - sum(most.values())
-    short = max(_layer_bytes(costs, size)) * missing
+    parts = [model.part(kind) for kind in model.kinds]
+    largest = max(p.parameter_bytes + p.gradient_bytes + p.optimizer_bytes for p in parts)
     return [
         f"The model does not fit: with {size} samples in a micro-batch, one in flight and "
         f"recomputation where it helps, the devices hold {sum(most.values())} of {layers} layers "
-        f"({each}), so {in_layers(missing)} or about {in_bytes(short)} are short. Add a worker, "
-        "take back an exclusion, free memory, use more micro-batches, or quantise the model."
+        f"({each}), so {in_layers(missing)} or about {in_bytes(largest * missing)} are short. Add "
+        "a worker, take back an exclusion, free memory, use more micro-batches, or quantise the "
+        "model."
     ]
 
 
-def _num_layers(costs: Costs) -> int:
-    return len(costs.profile.model.layers)
-
-
-def _names(costs: Costs) -> list[str]:
-    return [device.name for device in costs.profile.devices]
-
-
 def _most_layers(costs: Costs, name: str, size: int) -> int:
-    """In the form that leaves most room for them."""
+    """The most layers that fit a device, in the form that leaves most room for them."""
     roles = [WORKER]
     if name == COORDINATOR:
         forms = forms_for(costs.profile.model) if costs.profile.workers else (Form.FIRST,)
@@ -166,61 +207,6 @@ def _most_layers(costs: Costs, name: str, size: int) -> int:
     return int(max(costs.holder(name, size, role).speed.most_layers for role in roles))
 
 
-def _beside_pins(costs: Costs) -> str:
-    pins = ", ".join(f"{name}={start}:{end}" for name, (start, end) in costs.pins.items())
-    return f" beside the pins {pins}" if pins else ""
-
-
-def _layer_bytes(costs: Costs, size: int) -> list[float]:
-    """What one layer holds for good, of each kind."""
-    parts = [costs.profile.model.part(kind) for kind in costs.profile.model.kinds]
-    return [float(p.parameter_bytes + p.gradient_bytes + p.optimizer_bytes) for p in parts]
-
-
 def _short_bytes(holder: Holder, first: int, end: int) -> float:
-    needs = [float(option_need) for option_need in holder.totals(first, end, in_flight=1)]
-    return min(needs) - holder.usable_bytes
-
-
-def check_plan(plan: Plan, profile: Profile) -> list[str]:
-    """Every fault in a sentence; empty where the plan can run as the profile was measured."""
-    try:
-        plan.check(len(profile.model.layers), profile.workers)
-        candidate = candidate_of(plan, profile)
-    except PlanError as error:
-        return [str(error)]
-    return [shortage.text for shortage in shortages(candidate)]
-
-
-def candidate_of(plan: Plan, profile: Profile) -> Candidate:
-    """The plan with what it costs, to be judged or simulated.
-
-    Raises:
-        PlanError: If the batch cannot be cut so, or its size is not known.
-    """
-    if profile.batch_size is None:
-        raise PlanError("The profile names no batch size, so micro-batches have none; add it.")
-    if plan.micro_batches > profile.batch_size:
-        raise PlanError(
-            f"A batch of {profile.batch_size} samples cannot be cut into {plan.micro_batches} "
-            f"micro-batches; ask for 1 to {profile.batch_size}."
-        )
-    form, costs = Form.of(plan), Costs(profile, {})
-    stages = form.coordinator_first(with_coordinator(plan))
-    size = costs.size(plan.micro_batches)
-    options = [
-        costs.holder(stage.worker, size, form.role(index)).option(
-            stage.dtype or profile.model.dtype, stage.recompute
-        )
-        for index, stage in enumerate(stages)
-    ]
-    return Candidate(
-        costs,
-        [stage.worker for stage in stages],
-        [stage.layers for stage in stages],
-        options,
-        plan.micro_batches,
-        min(plan.max_in_flight, plan.micro_batches),
-        plan.narrowings,
-        form,
-    )
+    needs = [holder.need(option, first, end, in_flight=1) for option in holder.options]
+    return min(float(need.total) for need in needs) - holder.usable_bytes

@@ -1,9 +1,7 @@
-"""The profile: what was measured of a model, of devices and of the links between them.
+"""The profile: measurements of a model, of devices and of the links between them.
 
-Plain data in a file that a person can read. Times are seconds, sizes are bytes, and everything
-is for one layer, so that the planner can put any number of layers on any device.
-
-Latency and bandwidth of a link from the round trips that were measured on it.
+Plain data in a file that a person can read. Times are seconds, sizes are bytes, and everything is
+for one layer, so that the planner can place any number of layers on any device.
 """
 
 from __future__ import annotations
@@ -24,8 +22,13 @@ VERSION = 1
 EMBEDDING = "embedding"
 HEAD = "head"
 ENDS = (EMBEDDING, HEAD)
-"""What comes before the layers, and what comes after with the loss. Both are measured on the
-coordinator only, which has them unless the embedding is on a worker."""
+"""The parts before and behind the layers; the head includes the loss. Both are measured only on the
+coordinator, which has them unless the embedding is on a worker."""
+
+# Bytes, and seconds until they have arrived and a short answer has returned.
+RoundTrip = tuple[int, float]
+
+_FASTEST_BYTES_PER_SECOND = 1e12
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -35,15 +38,15 @@ BytesPerSecond = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one layer of a kind, the embedding, or the head takes wherever it is.
+    """The memory of one layer of a kind, of the embedding, or of the head, on any device.
 
     Args:
         name: The kind of layer, `EMBEDDING` or `HEAD`.
-        parameter_bytes: All parameters and buffers as they are stored, packed to 4 bits for one.
-        trainable_parameters: How many of the parameters train.
-        gradient_bytes: The gradients of those.
-        optimizer_bytes: The optimizer's state for those.
-        parameter_bytes_in: ``parameter_bytes`` where a stage's own dtype stores them otherwise.
+        parameter_bytes: All parameters and buffers as they are stored, also packed to 4 bits.
+        trainable_parameters: Number of parameters that train.
+        gradient_bytes: Their gradients.
+        optimizer_bytes: Their optimizer state.
+        parameter_bytes_in: ``parameter_bytes`` for stages whose own dtype changes their size.
     """
 
     name: Name
@@ -55,23 +58,23 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the planner has to know of a model.
+    """The planner's knowledge of a model.
 
     Args:
-        fingerprint: Tells this model from others: a digest of its layers' shapes and classes.
-        layers: The kind of each decoder layer, in their order. Layers that cost alike are of one
-            kind; dense and mixture, or sliding and full attention, are kinds apart.
+        fingerprint: A digest of the layers' shapes and classes, which identifies the model.
+        layers: The kind of each decoder layer, in order. Layers of equal cost have one kind; dense
+            and mixture layers, or sliding and full attention, are different kinds.
         parts: One for each kind of layer, one for `EMBEDDING` and one for `HEAD`. A tied weight
             counts once, with the embedding.
         tokens_per_sample: The length of a sequence.
-        activation_bytes_per_sample: What crosses a boundary forward.
-        gradient_bytes_per_sample: What crosses a boundary backward.
-        dtype: What the user's precision multiplies in; a stage without its own dtype does too.
-        tied_gradient_bytes: Gradients that the coordinator holds once per micro-batch in flight,
-            those of an embedding that is also the head.
-        embedding_may_leave: Whether a worker with the first layer may have the input embedding: it
-            is the whole `EMBEDDING` part but for buffers, and its output goes to the first layer
-            and nowhere else.
+        activation_bytes_per_sample: Bytes that cross a boundary forward.
+        gradient_bytes_per_sample: Bytes that cross a boundary backward.
+        dtype: The dtype of the user's precision, and of a stage without a dtype of its own.
+        tied_gradient_bytes: Gradients of an embedding that is also the head. The coordinator holds
+            them once per micro-batch in flight.
+        embedding_may_leave: Whether a worker with the first layer may have the input embedding. It
+            may if the embedding is all of the `EMBEDDING` part except buffers, and its output goes
+            only to the first layer.
     """
 
     fingerprint: Name
@@ -85,34 +88,34 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     embedding_may_leave: bool = False
 
     def part(self, name: str) -> Part:
-        """The kind of layer, or the end, of that name."""
+        """The part with this name."""
         return next(part for part in self.parts if part.name == name)
 
     @property
     def token_id_bytes_per_sample(self) -> int:
-        """What crosses a boundary before the embedding; an id is an int64."""
+        """Bytes that cross a boundary before the embedding; an id is an int64."""
         return 8 * self.tokens_per_sample
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of layers, in the order in which they first come."""
+        """The kinds of layers, in the order of their first layers."""
         return list(dict.fromkeys(self.layers))
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One forward and one backward of one layer on one device, as measured.
+    """The measured forward and backward of one layer on one device.
 
     Args:
         part: The kind of layer, or `EMBEDDING` or `HEAD` (the head with the loss).
-        micro_batch_size: Samples in it.
+        micro_batch_size: Samples in the micro-batch.
         forward_seconds: The forward.
-        backward_seconds: The backward; with ``recompute``, the forward run again included.
-        saved_bytes: What one layer keeps for its backward, its input included, while a
-            micro-batch is in flight; with ``recompute``, only that input.
-        peak_bytes: The most that the forward or the backward took at once above the weights and
-            gradients, ``saved_bytes`` included.
-        dtype: What it was multiplied in.
-        recompute: Whether the forward kept only its input and was run again in the backward.
+        backward_seconds: The backward; with ``recompute`` it includes the second forward.
+        saved_bytes: Bytes that one layer keeps for its backward while a micro-batch is in flight,
+            its input included; with ``recompute`` only that input.
+        peak_bytes: The peak of forward and backward above weights and gradients, ``saved_bytes``
+            included.
+        dtype: The dtype of the multiplications.
+        recompute: Whether the forward kept only its input and ran again in the backward.
     """
 
     part: Name
@@ -126,18 +129,17 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One process and the device that it computes on.
+    """One process and the device on which it computes.
 
     Args:
         name: The worker's name as plans use it, or `COORDINATOR`.
-        device: What it is, such as ``NVIDIA RTX A6000``. Devices of one text are taken for equally
-            fast when the planner looks for an order of many.
-        memory_bytes: What training may use of its memory, ``base_bytes`` included.
-        base_bytes: What the framework itself takes before any layer is there.
-        timings: Everything that was measured. A kind of layer without any cannot go here.
-        optimizer_seconds: The optimizer's step for one layer of a kind, or an end, by its name.
-        largest_micro_batch: The largest that fits, if a larger one ran out of memory.
-        versions: Libraries and drivers that the times hold for.
+        device: A description such as ``NVIDIA RTX A6000``.
+        memory_bytes: The memory that training may use, ``base_bytes`` included.
+        base_bytes: The memory that the framework takes before any layer is there.
+        timings: All measurements. A kind of layer without a timing cannot run here.
+        optimizer_seconds: The optimizer step of one layer of a kind, or of an end, by its name.
+        largest_micro_batch: The largest micro-batch that fits, if a larger one ran out of memory.
+        versions: Libraries and drivers for which the times hold.
     """
 
     name: Name
@@ -156,8 +158,8 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     Args:
         source: Name of the sending device.
         target: Name of the receiving device.
-        shared: Links of one such name share a medium, a network card for one; of them only one
-            carries something at a time.
+        shared: The name of a medium, such as a network card. Links with the same name share it, and
+            only one of them carries data at a time.
     """
 
     source: Name
@@ -168,23 +170,23 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class LinkSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is assumed of links that were not measured. The default is a wire of 1 Gbit/s."""
+    """The assumed speed of links that were not measured; by default a wire of 1 Gbit/s."""
 
     latency_seconds: Seconds = 0.0005
     bytes_per_second: BytesPerSecond = 1.1e8
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model on a cluster, measured.
+    """Measurements of a model on a cluster.
 
     Args:
-        version: Of this format.
-        model: What is trained.
+        version: The version of this format.
+        model: The model.
         devices: The coordinator and the workers.
-        links: Those that were measured.
-        default_link: Holds for all other pairs.
+        links: The measured links.
+        default_link: The speed of all other pairs.
         batch_size: Samples in a training batch; the planner cuts it into micro-batches.
-        settings: What else the measurements hold for: quantisation, optimizer, libraries.
+        settings: Other conditions of the measurements: quantisation, optimizer, libraries.
     """
 
     version: int
@@ -196,16 +198,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     settings: dict[str, str] = {}
 
     def device(self, name: str) -> DeviceProfile:
-        """The device of that name."""
+        """The device with this name."""
         return next(device for device in self.devices if device.name == name)
 
     @property
     def workers(self) -> list[str]:
-        """The names of all devices but the coordinator's."""
+        """The names of all devices except the coordinator's."""
         return [device.name for device in self.devices if device.name != COORDINATOR]
 
     def link(self, source: str, target: str) -> Link:
-        """The link of that direction, as measured or as assumed."""
+        """The link of this direction, measured or assumed."""
         for link in self.links:
             if (link.source, link.target) == (source, target):
                 return link
@@ -217,7 +219,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         """Read a profile.
 
         Raises:
-            ProfileError: If the file cannot be read, is no profile, or contradicts itself.
+            ProfileError: If the file cannot be read, is not a profile, or contradicts itself.
         """
         try:
             content = msgspec.yaml.decode(Path(path).read_bytes())
@@ -237,7 +239,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
                 "measure again."
             )
         try:
-            # YAML takes 1e-3 for a text; not strict, msgspec takes it for the number it is.
+            # YAML reads 1e-3 as a text; without `strict`, msgspec converts it to a number.
             profile = msgspec.convert(content, cls, strict=False)
         except msgspec.ValidationError as error:
             raise ProfileError(f"{error}.") from error
@@ -245,11 +247,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         return profile
 
     def to_yaml(self, path: str | Path) -> None:
-        """Write the profile as a file that a person can read, a measurement to a line."""
+        """Write the profile as a file that a person can read, with one measurement per line."""
         Path(path).write_text(self.as_yaml(), encoding="utf-8")
 
     def as_yaml(self) -> str:
-        """The text of that file."""
+        """The profile as YAML text."""
         content = msgspec.to_builtins(self)
         text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=2**16)
         return str(text)
@@ -269,16 +271,20 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         _refuse_twice(names, "part")
         for wanted in [*ENDS, *self.model.kinds]:
             if wanted not in names:
-                raise ProfileError(f"The model has {wanted!r}, which is none of its parts {names}.")
+                raise ProfileError(
+                    f"The model has no part {wanted!r}; its parts are {names}. Add it."
+                )
         for end in ENDS:
             if end in self.model.layers:
-                raise ProfileError(f"{end!r} cannot be a kind of layer; name the kind otherwise.")
+                raise ProfileError(
+                    f"{end!r} cannot be a kind of layer; give the kind another name."
+                )
 
     def _check_devices(self) -> None:
         names = [device.name for device in self.devices]
         _refuse_twice(names, "device")
         if COORDINATOR not in names:
-            raise ProfileError(f"None of the devices {names} is {COORDINATOR!r}; add its profile.")
+            raise ProfileError(f"The devices {names} lack {COORDINATOR!r}; add its profile.")
         for device in self.devices:
             self._check_timings(device)
         measured = {timing.part for timing in self.device(COORDINATOR).timings}
@@ -300,7 +306,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
             if recompute and (part, dtype, False, size) not in keys:
                 raise ProfileError(
                     f"{device.name!r} has a timing of {part!r} with recomputation at micro-batch "
-                    f"size {size} in {dtype} and none without; measure both."
+                    f"size {size} in {dtype} but not without; measure both."
                 )
 
     def _check_links(self) -> None:
@@ -309,7 +315,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         for link in self.links:
             for end in (link.source, link.target):
                 if end not in names:
-                    raise ProfileError(f"A link ends at {end!r}, which is none of {names}.")
+                    raise ProfileError(f"A link ends at {end!r}, which is not a device: {names}.")
             if link.source == link.target:
                 raise ProfileError(f"A link goes from {link.source!r} to itself; leave it out.")
 
@@ -318,20 +324,14 @@ def _refuse_twice(keys: Iterable[Any], what: str) -> None:
     seen = set()
     for key in keys:
         if key in seen:
-            raise ProfileError(f"There are two of the {what} {key!r}; keep one.")
+            raise ProfileError(f"There are two entries of the {what} {key!r}; keep one.")
         seen.add(key)
 
 
-# Bytes, and seconds until they were there and a short answer was back.
-RoundTrip = tuple[int, float]
-
-_FASTEST_BYTES_PER_SECOND = 1e12
-
-
 def fit_link(source: str, target: str, round_trips: Sequence[RoundTrip]) -> Link:
-    """The link that explains the medians of the smallest and of the largest transfers.
+    """Fit latency and bandwidth to the median round trips of the smallest and largest transfers.
 
-    A round trip takes two latencies, one there and one back, and the time of its bytes.
+    A round trip takes two latencies, one in each direction, and the time of its bytes.
     """
     seconds_of: defaultdict[int, list[float]] = defaultdict(list)
     for num_bytes, seconds in round_trips:

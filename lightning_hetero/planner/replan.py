@@ -1,9 +1,8 @@
-"""Re-planning: other layers for the same devices in the same order, by what they take now.
+"""Replanning: whether a run's stages have drifted from the plan, and which layers suit them now.
 
-Watching: whether the stages of a run still take what was expected of them.
-
-One slow step says nothing, and neither do longer sequences, which make all stages slower alike.
-What is looked at is the slowest stage, in medians over some steps, less what is common to all.
+A `Watcher` looks at the slowest stage, because that one limits the step. It takes medians over some
+steps, because one slow step means nothing. It ignores changes common to all stages, because longer
+sequences slow all of them alike. `replan` keeps the devices and their order and moves only layers.
 """
 
 from __future__ import annotations
@@ -20,33 +19,35 @@ from msgspec.structs import replace
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
-from .candidates import Candidate
+from .candidates import Candidate, with_coordinator
 from .feasibility import candidate_of
 from .profile import DeviceProfile, Profile
-from .roles import with_coordinator
 from .split import Matrix, best_split
 
 THRESHOLD = 0.2
-"""Share by which the slowest stage has to become slower, or faster, to be noticed."""
+"""Share by which the slowest stage must become slower or faster to count as drifted."""
 
 WARM_UP = 2
-"""Steps at the start that are not looked at."""
+"""Steps at the start that are ignored."""
 
 WINDOW = 5
-"""Steps whose median counts."""
+"""Steps over which the median is taken."""
 
 SUSTAINED = 8
-"""Steps for which it has to stay so: with the window, the tenth slow step is noticed."""
+"""Steps for which a drift must last; with the window, the tenth slow step reports it."""
+
+LEAST_GAIN = 0.05
+"""Share of the step that a move must save."""
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What a stage computes for one micro-batch.
+    """The seconds for which a stage computes on one micro-batch.
 
     Args:
         layers: Forward and backward of its layers.
-        ends: Of the coordinator besides: the head and the loss; where it does not have the first
-            layers, all that it computes.
+        ends: The head and the loss, on the coordinator. A coordinator without the first layers
+            counts everything here.
     """
 
     layers: float
@@ -54,19 +55,19 @@ class StageSeconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of both."""
         return self.layers + self.ends
 
 
 @dataclass(frozen=True)
 class Drift:
-    """A change that lasts.
+    """A lasting change.
 
     Args:
-        stage: Who changed most.
-        seconds: What it takes for a micro-batch now.
-        expected_seconds: What it took, or should have taken.
-        slowest: Who is the slowest now.
+        stage: The stage that changed most.
+        seconds: Its present seconds for a micro-batch.
+        expected_seconds: Its expected seconds.
+        slowest: The slowest stage at present.
     """
 
     stage: str
@@ -88,12 +89,12 @@ class Watcher:
     """Decides whether the slowest stage has drifted.
 
     Args:
-        expected: Seconds of each stage for a micro-batch, as planned; None takes the first steady
-            steps for the rule.
-        threshold: As `THRESHOLD`.
+        expected: Planned seconds of each stage for a micro-batch; None takes those of the first
+            steady steps.
+        threshold: Share by which the slowest stage must change.
 
     Attributes:
-        num_steps: How many steps were noted.
+        num_steps: Number of steps noted.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class Watcher:
         self.num_steps = 0
 
     def note(self, seconds: Mapping[str, StageSeconds]) -> Drift | None:
-        """Take a step in.
+        """Note the seconds of a step.
 
         Returns:
-            What has changed, once: from then on it is what is expected.
+            The drift, reported once; afterwards the present seconds are the expected ones.
         """
         self.num_steps += 1
         if self.num_steps <= WARM_UP:
@@ -129,14 +130,14 @@ class Watcher:
         return drift
 
     def slowest(self) -> str | None:
-        """Who takes longest at present; None while no steady step was noted."""
+        """The slowest stage at present; None before the first steady step."""
         if not self._recent:
             return None
         present = self.present()
         return max(present, key=lambda name: present[name].total)
 
     def present(self) -> dict[str, StageSeconds]:
-        """The medians over the latest steps."""
+        """The median seconds of each stage over the latest steps."""
         return {
             name: StageSeconds(
                 statistics.median(step[name].layers for step in self._recent),
@@ -147,13 +148,13 @@ class Watcher:
 
 
 def _drift(now: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """By which share the slowest stage is slower than expected; negative if it is faster."""
+    """The share by which the slowest stage is slower than expected; negative if faster."""
     common = _common(now, expected)
     return max(now.values()) / common / max(expected[name] for name in now) - 1
 
 
 def _common(now: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """How much slower, or faster, all stages are alike."""
+    """The factor by which all stages have changed alike."""
     ratios = [seconds / expected[name] for name, seconds in now.items()]
     return min(max(1.0, min(ratios)), max(ratios))
 
@@ -166,18 +167,14 @@ def _describe(now: Mapping[str, float], expected: Mapping[str, float]) -> Drift:
     return Drift(stage, now[stage], expected[stage], slowest)
 
 
-LEAST_GAIN = 0.05
-"""Share of the step that a move has to save."""
-
-
 @dataclass(frozen=True)
 class Replanned:
-    """A plan for the devices as they are now.
+    """A plan for the present speeds of the devices.
 
     Args:
-        plan: The same as before, with other layers.
-        gain: The share of the step that it saves, as predicted.
-        profile: What was measured, scaled to what devices take now; None where nothing was.
+        plan: The plan with other layers.
+        gain: The predicted share of the step that it saves.
+        profile: The measurements scaled to the present speeds; None without measurements.
     """
 
     plan: Plan
@@ -186,12 +183,12 @@ class Replanned:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it saves enough for layers to move."""
+        """Whether the plan saves enough to move layers."""
         return self.gain >= LEAST_GAIN
 
 
 def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
-    """What each stage takes for a micro-batch by the profile; None where it does not say."""
+    """The profile's seconds of each stage for a micro-batch; None if they are not known."""
     try:
         plan.check(len(profile.model.layers), profile.workers)
         candidate = candidate_of(plan, profile)
@@ -204,16 +201,16 @@ def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
 def replan(
     plan: Plan, profile: Profile | None, seconds: Mapping[str, StageSeconds]
 ) -> Replanned | None:
-    """The best layers for the plan's stages.
+    """Find the best layers for the plan's stages.
 
-    With a profile, its times are scaled to the present ones, memory is kept to, and steps are
-    simulated. Without one, all layers of a stage are taken for alike and the slowest stage is made
-    as fast as possible; a coordinator without layers gets none then, and one with the last layers
-    keeps them, since their time is not known apart from the head's. A coordinator that is not among
-    ``seconds`` keeps the layers that it has.
+    With a profile, the function scales its times to the present ones, respects the memory, and
+    simulates steps. Without one, it takes all layers of a stage for equal and minimizes the time
+    of the slowest stage. Then a coordinator without layers gets none, and a coordinator with the
+    last layers keeps them, because their time is not known apart from the head's. A coordinator
+    that is missing from ``seconds`` keeps its layers.
 
     Returns:
-        None where the layers do not fit, by the profile.
+        None if the layers do not fit the profile.
     """
     if profile is not None:
         expected = expected_seconds(plan, profile)
@@ -254,7 +251,7 @@ def _by_seconds(plan: Plan, seconds: Mapping[str, StageSeconds]) -> Replanned | 
 
 
 def _matrix(stage: StagePlan, seconds: StageSeconds | None, num_layers: int) -> Matrix:
-    """The seconds of every stage that its worker may hold."""
+    """The seconds of every stage that the worker of this stage may hold."""
     points = np.arange(num_layers + 1)
     first, end = points[:, None], points[None, :]
     present = seconds or StageSeconds(0.0)

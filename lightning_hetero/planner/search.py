@@ -1,22 +1,18 @@
 """The search: which devices, in which order, and into how many micro-batches.
 
-Up to five workers, every subset in every order is looked at, devices that stand in for each other
-counted as one; first where the bound is lowest, and no further than the best step that the
-simulator has shown.
+With up to five workers the search tries every subset in every order, and counts interchangeable
+devices once. It begins with the lowest bound and stops at the best step simulated so far.
 
-With more, it looks at the fastest one, two, three, … of them, each fastest first, and each along
-the fastest links. Those for which (micro-batches + processes - 1) times the bound per micro-batch
-is least are split, those of them with the lowest bounds are simulated. Up to ten workers, two are
-exchanged then, or one is left out or added, or the batch is cut otherwise, as long as that helps.
+With more workers it tries the fastest one, two, three, … of them, each in order of speed and along
+the fastest links. It splits those for which (micro-batches + processes - 1) times the bound per
+micro-batch is least, and simulates the splits with the lowest bounds. With up to ten workers it
+then exchanges two workers, removes or adds one, or changes the number of micro-batches, while that
+helps.
 
-All of that with the coordinator first and with it last (`forms.py`); it stays first where it is not
-faster last.
+The search tries the coordinator first and last (see `Form`), and keeps it first on a tie. At the
+end it takes as few micro-batches in flight as are nearly as fast.
 
-At last as few micro-batches are taken in flight as are nearly as fast.
-
-Puts layers on an order of devices: the exact split, for several numbers in flight.
-
-Orders of many workers to begin the search with, and which workers stand in for each other.
+For one order of devices the split of the layers is exact (`place`).
 """
 
 from __future__ import annotations
@@ -28,252 +24,35 @@ from functools import partial
 from itertools import combinations, permutations
 
 from ..plan import COORDINATOR
-from .candidates import Candidate, Costs, hops_between
-from .roles import Form, forms_for, lightest_form
+from .candidates import Candidate, Costs, Form, forms_for, hops_between, lightest_form
 from .simulation import Speed, busy_seconds_of_media, least_bottleneck
 from .split import Matrix, best_split, bottleneck
 
-
-def place_both(
-    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
-) -> list[Candidate]:
-    """As `place`, with the coordinator first and, beside workers, last."""
-    found = place(costs, workers, micro_batches, Form.FIRST, below)
-    return found + place_last(costs, workers, micro_batches, below)
-
-
-def place_last(
-    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
-) -> list[Candidate]:
-    """As `place`, with the coordinator behind workers: in a line, where links carry less; and with
-    the embedding here, where some stage or link would be slower in that."""
-    if not workers:
-        return []
-    if not costs.profile.model.embedding_may_leave:
-        return place(costs, workers, micro_batches, Form.LAST, below)
-    found = place(costs, workers, micro_batches, Form.LINE, below)
-    in_line, last = (
-        max(
-            _least_bottleneck(costs, workers, micro_batches, form),
-            _busiest(costs, workers, costs.size(micro_batches), form),
-        )
-        for form in (Form.LINE, Form.LAST)
-    )
-    if last < in_line:
-        found += place(costs, workers, micro_batches, Form.LAST, below)
-    return found
-
-
-def place(
-    costs: Costs,
-    workers: Sequence[str],
-    micro_batches: int,
-    form: Form = Form.FIRST,
-    below: float = math.inf,
-) -> list[Candidate]:
-    """The exact split of the layers over this order, for several numbers in flight.
-
-    Twice as many micro-batches in flight as processes hide the way there and back; fewer are
-    tried where they leave memory for a better split. None where the step could not be below.
-    """
-    processes = len(workers) + 1
-    levels = {2 * processes, processes, math.ceil(processes / 2), 1} if workers else {1}
-    unlimited = _least_bottleneck(costs, workers, micro_batches, form)
-    found: list[Candidate] = []
-    for in_flight in sorted({min(level, micro_batches) for level in levels}, reverse=True):
-        if micro_batches * unlimited >= below:
-            break
-        candidate = place_at(costs, workers, micro_batches, in_flight, form)
-        if candidate is not None:
-            found.append(candidate)
-            # Not to the last digit: it is another order of the same sums.
-            if candidate.bottleneck_seconds <= unlimited * (1 + 1e-9):
-                break
-    return found
-
-
-def _least_bottleneck(
-    costs: Costs, workers: Sequence[str], micro_batches: int, form: Form
-) -> float:
-    """With one micro-batch in flight, so with the most memory left."""
-    return bottleneck(_matrices(costs, workers, costs.size(micro_batches), 1, form))
-
-
-def place_at(
-    costs: Costs,
-    workers: Sequence[str],
-    micro_batches: int,
-    in_flight: int,
-    form: Form = Form.FIRST,
-) -> Candidate | None:
-    """The exact split for this number in flight; None where it does not fit."""
-    names, size = [COORDINATOR, *workers], costs.size(micro_batches)
-    floor = _busiest(costs, workers, size, form)
-    split = best_split(_matrices(costs, workers, size, in_flight, form), floor)
-    if split is None:
-        return None
-    ranges = form.coordinator_first(split.ranges)
-    return with_ranges(costs, names, ranges, micro_batches, in_flight, form)
-
-
-def _busiest(costs: Costs, workers: Sequence[str], size: int, form: Form) -> float:
-    """How long a micro-batch takes the link, or what links share, that it takes longest."""
-    if not workers:
-        return 0.0
-    there, back = hops_between(costs, [COORDINATOR, *workers], size, form=form)
-    return max(busy_seconds_of_media([*there, *back]).values())
-
-
-def _matrices(
-    costs: Costs, workers: Sequence[str], size: int, in_flight: int, form: Form
-) -> list[Matrix]:
-    """One for each stage, in the order of the layers."""
-    names = [COORDINATOR, *workers]
-    return form.in_layer_order(
-        [costs.matrix(name, size, in_flight, form.role(i)) for i, name in enumerate(names)]
-    )
-
-
-def with_ranges(
-    costs: Costs,
-    names: Sequence[str],
-    ranges: Sequence[tuple[int, int]],
-    micro_batches: int,
-    in_flight: int,
-    form: Form = Form.FIRST,
-) -> Candidate:
-    """These layers for these devices, each run in the fastest way that fits."""
-    size = costs.size(micro_batches)
-    options = [
-        costs.holder(name, size, form.role(index)).option_for(*span, in_flight)
-        for index, (name, span) in enumerate(zip(names, ranges, strict=True))
-    ]
-    return Candidate(costs, names, ranges, options, micro_batches, in_flight, form=form)
-
+ALL_ORDERS_UP_TO = 5
+"""Workers up to which all subsets in all orders are tried: 325 arrangements."""
 
 EXCHANGES_UP_TO = 10
-"""Workers that are exchanged, left out or added one by one in search of something better."""
-
-
-class Orders:
-    """Makes orders to begin with.
-
-    Args:
-        costs: What everything takes.
-        size: Samples in the micro-batch by which speeds are compared.
-    """
-
-    def __init__(self, costs: Costs, size: int) -> None:
-        self._costs = costs
-        workers = costs.profile.workers
-        self._seconds = {name: costs.holder(name, size).speed.layer_seconds for name in workers}
-        self.by_speed = sorted(workers, key=lambda name: self._seconds[name])
-
-    def usual(self, workers: Sequence[str]) -> list[list[str]]:
-        """Fast devices first; and where links differ, along the fastest links."""
-        usual = self.by_speed_and_pins(workers)
-        are_pinned = any(name in self._costs.pins for name in workers)
-        if are_pinned or len(workers) > EXCHANGES_UP_TO or not self._costs.profile.links:
-            return [usual]
-        chained = self._chained(usual)
-        return [usual] if chained == usual else [usual, chained]
-
-    def by_speed_and_pins(self, workers: Sequence[str]) -> list[str]:
-        """Fast devices first; between pins, so many as the layers there ask for."""
-        pins = {name: self._costs.pins[name] for name in workers if name in self._costs.pins}
-        fixed = sorted(pins, key=lambda name: pins[name])
-        free = [name for name in self.by_speed if name in workers and name not in pins]
-        start, end = self._free_layers()
-        starts = [start, *(pins[name][1] for name in fixed)]
-        ends = [*(pins[name][0] for name in fixed), end]
-        gaps = self._filled([end - first for first, end in zip(starts, ends, strict=True)], free)
-        order = gaps[0]
-        for name, gap_after in zip(fixed, gaps[1:], strict=True):
-            order = [*order, name, *gap_after]
-        return order
-
-    def _free_layers(self) -> tuple[int, int]:
-        """The layers that no pin gives to the coordinator."""
-        num_layers = len(self._costs.profile.model.layers)
-        start, end = self._costs.pins.get(COORDINATOR, (0, 0))
-        return (end, num_layers) if start == 0 else (0, start)
-
-    def _filled(self, num_layers: Sequence[int], free: Sequence[str]) -> list[list[str]]:
-        """The free devices for each gap of so many layers: each goes where most is left."""
-        left = [float(count) for count in num_layers]
-        gaps: list[list[str]] = [[] for _ in left]
-        speeds = {name: 1 / max(self._seconds[name], 1e-12) for name in free}
-        layers_per_speed = sum(left) / (sum(speeds.values()) or 1)
-        for name in free:
-            gap = left.index(max(left))
-            gaps[gap].append(name)
-            left[gap] -= speeds[name] * layers_per_speed
-        return gaps
-
-    def _chained(self, workers: Sequence[str]) -> list[str]:
-        chain, left = [COORDINATOR], list(workers)
-        while left:
-            nearest = min(left, key=partial(self._travel_seconds, chain[-1]))
-            left.remove(nearest)
-            chain.append(nearest)
-        return chain[1:]
-
-    def _travel_seconds(self, one: str, other: str) -> float:
-        there, back = hops_between(self._costs, [one, other], self._costs.batch_size)
-        return sum(hop.busy_seconds + hop.latency_seconds for hop in (there[0], back[1]))
-
-
-def interchangeable(costs: Costs) -> dict[str, int]:
-    """A number for each worker, equal for those that can stand in for each other."""
-    workers = costs.profile.workers
-    members: list[list[str]] = []
-    for name in workers:
-        for known in members:
-            if _are_alike(costs, known[0], name):
-                known.append(name)
-                break
-        else:
-            members.append([name])
-    return {name: number for number, names in enumerate(members) for name in names}
-
-
-def _are_alike(costs: Costs, one: str, other: str) -> bool:
-    if costs.kind(one) != costs.kind(other) or {one, other} & set(costs.pins):
-        return False
-    others = [d.name for d in costs.profile.devices if d.name not in (one, other)]
-    pairs = [((one, name), (other, name)) for name in others]
-    pairs += [((name, one), (name, other)) for name in others]
-    pairs += [((one, other), (other, one))]
-    return all(_speed(costs, *first) == _speed(costs, *second) for first, second in pairs)
-
-
-def _speed(costs: Costs, source: str, target: str) -> tuple[float, float, str | None]:
-    link = costs.link(source, target)
-    return link.latency_seconds, link.bytes_per_second, link.shared
-
-
-ALL_ORDERS_UP_TO = 5
-"""Workers of which all subsets in all orders are looked at: 325 arrangements."""
+"""Workers up to which the search exchanges, removes or adds single ones."""
 
 MOST_PLAYED = 24
-"""Candidates of one choice of devices that are simulated where everything is looked at."""
+"""Candidates of one choice of devices that an exhaustive search simulates."""
 
 MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
 """With more workers: choices that are split, and candidates that are simulated at a time."""
 
 LEAST_GAIN = 0.02
-"""A device has to shorten the step by this share: each one more can drift, or fail."""
+"""Share of the step that a device must save, because each additional device can drift or fail."""
 
 LEAST_GAIN_OF_FORM = 1e-9
-"""What a coordinator that is last has to gain: less is the rounding of sums."""
+"""Share of the step that a coordinator in the last place must save; less is rounding of sums."""
 
 LEAST_GAIN_IN_FLIGHT = 0.005
-"""More micro-batches in flight have to shorten it by this share: each keeps its activations."""
+"""Share of the step that more micro-batches in flight must save, because each keeps activations."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Devices and a cut of the batch, with a bound on the step and a guess that is above it."""
+    """Devices and a number of micro-batches, with a lower bound and an estimate of the step."""
 
     least_seconds: float
     likely_seconds: float
@@ -285,8 +64,8 @@ class Search:
     """Finds the candidate with the shortest simulated step.
 
     Args:
-        costs: What everything takes.
-        micro_batches: Numbers to choose from.
+        costs: The costs of devices and links.
+        micro_batches: Numbers of micro-batches to choose from.
     """
 
     def __init__(self, costs: Costs, micro_batches: Sequence[int]) -> None:
@@ -296,7 +75,7 @@ class Search:
         self._orders = Orders(costs, costs.size(max(micro_batches)))
 
     def best(self) -> Candidate | None:
-        """The best of all, less the devices that bring too little; None where nothing fits."""
+        """The best candidate without devices that gain too little; None if nothing fits."""
         best = self._best_devices()
         return None if best is None else self._with_enough_in_flight(best)
 
@@ -314,12 +93,12 @@ class Search:
         return self._without_idlers(self._improve(best))
 
     def best_with(self, workers: Iterable[str], below: float = math.inf) -> Candidate | None:
-        """The best candidate of just these workers, if its step is below."""
+        """The best candidate with exactly these workers, if its step is shorter than ``below``."""
         best = self._best_among([tuple(workers)], below)
         return None if best is None else self._with_enough_in_flight(best)
 
     def best_alone(self, name: str) -> Candidate | None:
-        """All layers on one device, the coordinator's ends where they are; None if unfit."""
+        """The best candidate with all layers on one device; None if they do not fit."""
         layers = len(self._costs.profile.model.layers)
         alone = name == COORDINATOR
         names = [name] if alone else [COORDINATOR, name]
@@ -349,14 +128,14 @@ class Search:
         )
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
-        """One of those workers, or of all, for each class of interchangeable ones."""
+        """One worker of each class of interchangeable ones, among these or all workers."""
         first: dict[int, str] = {}
         for name in self._classes if workers is None else workers:
             first.setdefault(self._classes[name], name)
         return list(first.values())
 
     def are_alike(self, one: str, other: str) -> bool:
-        """Whether the two can stand in for each other."""
+        """Whether two workers are interchangeable."""
         return self._classes[one] == self._classes[other]
 
     @property
@@ -377,7 +156,7 @@ class Search:
         return best
 
     def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
-        """The split of the likeliest choices that have one."""
+        """Split the choices with the shortest estimated steps, until enough of them have fit."""
         possible = [choice for choice in choices if math.isfinite(choice.likely_seconds)]
         placed: list[Candidate] = []
         num_split = 0
@@ -412,7 +191,7 @@ class Search:
         return _best_played(placed, below, MOST_PLAYED) or first
 
     def _subsets(self) -> Iterator[tuple[str, ...]]:
-        """Each with all pinned workers."""
+        """Subsets of the workers; each has all pinned workers."""
         pinned = [name for name in self._orders.by_speed if name in self._costs.pins]
         free = [name for name in self._orders.by_speed if name not in self._costs.pins]
         if not self._looks_at_all:
@@ -436,7 +215,7 @@ class Search:
                 yield order
 
     def _improve(self, best: Candidate) -> Candidate:
-        """Exchange two, leave one out, add one, or cut the batch otherwise, while that helps."""
+        """Exchange, remove or add a worker, or change the micro-batches, while that helps."""
         while True:
             climbed = self._climb(best)
             placed = [climbed, *self._changed(climbed)]
@@ -448,7 +227,7 @@ class Search:
             best = found
 
     def _climb(self, best: Candidate) -> Candidate:
-        """The same by the bounds alone, which takes no simulation."""
+        """Exchange, remove or add a worker while the bound falls, without a simulation."""
         while True:
             found = min(self._changed(best), key=lambda c: c.least_seconds, default=best)
             if found.least_seconds >= best.least_seconds * (1 - 1e-9):
@@ -473,7 +252,7 @@ class Search:
                 yield order
 
     def _one_less(self, workers: Sequence[str]) -> Iterator[list[str]]:
-        """Without one of each class; those with a pin stay."""
+        """The workers without one of each class; pinned workers stay."""
         for name in self.one_of_each(workers[::-1]):
             if name not in self._costs.pins:
                 yield [other for other in workers if other != name]
@@ -495,8 +274,11 @@ class Search:
             best = min(found, key=lambda trial: trial.step_seconds)
 
     def _with_enough_in_flight(self, best: Candidate) -> Candidate:
-        """The same devices with the fewest in flight that are nearly as fast as any number, of
-        those from one to three times as many as processes; of few devices in any form."""
+        """Take the fewest micro-batches in flight that are nearly as fast as the best number.
+
+        The numbers are one to three times that of the processes. An exhaustive search also tries
+        every form.
+        """
         processes = len(best.workers) + 1
         if processes == 1:
             return best
@@ -515,8 +297,8 @@ class Search:
 
 
 def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[Speed]:
-    """For a bound on any form: the coordinator with the fewest of the ends, and nobody with the
-    others."""
+    """Speeds for a bound that holds in every form: the coordinator has the fewest ends of the
+    model, and the other ends cost nothing."""
     form = lightest_form(costs.profile.model, workers)
     size = costs.size(micro_batches)
     own = costs.holder(COORDINATOR, size, form.role(0)).speed
@@ -524,7 +306,7 @@ def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[
 
 
 def _best_played(placed: Iterable[Candidate], below: float, most: int) -> Candidate | None:
-    """The shortest step below that, among so many candidates with the lowest bounds."""
+    """Simulate the candidates with the lowest bounds; the shortest step below ``below``."""
     best: Candidate | None = None
     for candidate in sorted(placed, key=lambda candidate: candidate.least_seconds)[:most]:
         if candidate.least_seconds >= below:
@@ -535,7 +317,7 @@ def _best_played(placed: Iterable[Candidate], below: float, most: int) -> Candid
 
 
 def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
-    """Of the candidates that are nearly as good as the best, the one with the fewest workers."""
+    """The candidate with the fewest workers among those nearly as fast as the best."""
     limit = best.step_seconds * (1 + LEAST_GAIN)
     fewer = [c for c in placed if len(c.workers) < len(best.workers) and c.least_seconds < limit]
     fewer.sort(key=lambda candidate: len(candidate.workers))
@@ -543,3 +325,220 @@ def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
         if candidate.step_seconds < limit:
             return candidate
     return best
+
+
+class Orders:
+    """Orders of workers with which the search begins.
+
+    Args:
+        costs: The costs of devices and links.
+        size: Samples in the micro-batch at which speeds are compared.
+    """
+
+    def __init__(self, costs: Costs, size: int) -> None:
+        self._costs = costs
+        workers = costs.profile.workers
+        self._seconds = {name: costs.holder(name, size).speed.layer_seconds for name in workers}
+        self.by_speed = sorted(workers, key=lambda name: self._seconds[name])
+
+    def usual(self, workers: Sequence[str]) -> list[list[str]]:
+        """The order by speed and, if links were measured, the order along the fastest links."""
+        usual = self.by_speed_and_pins(workers)
+        are_pinned = any(name in self._costs.pins for name in workers)
+        if are_pinned or len(workers) > EXCHANGES_UP_TO or not self._costs.profile.links:
+            return [usual]
+        chained = self._chained(usual)
+        return [usual] if chained == usual else [usual, chained]
+
+    def by_speed_and_pins(self, workers: Sequence[str]) -> list[str]:
+        """Order workers by speed; each gap between pins gets workers for its layers."""
+        pins = {name: self._costs.pins[name] for name in workers if name in self._costs.pins}
+        fixed = sorted(pins, key=lambda name: pins[name])
+        free = [name for name in self.by_speed if name in workers and name not in pins]
+        start, end = self._free_layers()
+        starts = [start, *(pins[name][1] for name in fixed)]
+        ends = [*(pins[name][0] for name in fixed), end]
+        gaps = self._filled([end - first for first, end in zip(starts, ends, strict=True)], free)
+        order = gaps[0]
+        for name, gap_after in zip(fixed, gaps[1:], strict=True):
+            order = [*order, name, *gap_after]
+        return order
+
+    def _free_layers(self) -> tuple[int, int]:
+        """The layers that no pin gives to the coordinator."""
+        num_layers = len(self._costs.profile.model.layers)
+        start, end = self._costs.pins.get(COORDINATOR, (0, 0))
+        return (end, num_layers) if start == 0 else (0, start)
+
+    def _filled(self, num_layers: Sequence[int], free: Sequence[str]) -> list[list[str]]:
+        """Distribute free devices over gaps of layers: each goes where most layers are left."""
+        left = [float(count) for count in num_layers]
+        gaps: list[list[str]] = [[] for _ in left]
+        speeds = {name: 1 / max(self._seconds[name], 1e-12) for name in free}
+        layers_per_speed = sum(left) / (sum(speeds.values()) or 1)
+        for name in free:
+            gap = left.index(max(left))
+            gaps[gap].append(name)
+            left[gap] -= speeds[name] * layers_per_speed
+        return gaps
+
+    def _chained(self, workers: Sequence[str]) -> list[str]:
+        chain, left = [COORDINATOR], list(workers)
+        while left:
+            nearest = min(left, key=partial(self._travel_seconds, chain[-1]))
+            left.remove(nearest)
+            chain.append(nearest)
+        return chain[1:]
+
+    def _travel_seconds(self, one: str, other: str) -> float:
+        there, back = hops_between(self._costs, [one, other], self._costs.batch_size)
+        return sum(hop.busy_seconds + hop.latency_seconds for hop in (there[0], back[1]))
+
+
+def interchangeable(costs: Costs) -> dict[str, int]:
+    """A number for each worker; interchangeable workers have the same number."""
+    workers = costs.profile.workers
+    members: list[list[str]] = []
+    for name in workers:
+        for known in members:
+            if _are_alike(costs, known[0], name):
+                known.append(name)
+                break
+        else:
+            members.append([name])
+    return {name: number for number, names in enumerate(members) for name in names}
+
+
+def _are_alike(costs: Costs, one: str, other: str) -> bool:
+    if costs.kind(one) != costs.kind(other) or {one, other} & set(costs.pins):
+        return False
+    others = [d.name for d in costs.profile.devices if d.name not in (one, other)]
+    pairs = [((one, name), (other, name)) for name in others]
+    pairs += [((name, one), (name, other)) for name in others]
+    pairs += [((one, other), (other, one))]
+    return all(_speed(costs, *first) == _speed(costs, *second) for first, second in pairs)
+
+
+def _speed(costs: Costs, source: str, target: str) -> tuple[float, float, str | None]:
+    link = costs.link(source, target)
+    return link.latency_seconds, link.bytes_per_second, link.shared
+
+
+def place_both(
+    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
+) -> list[Candidate]:
+    """Split the layers with the coordinator first and, if there are workers, also last."""
+    found = place(costs, workers, micro_batches, Form.FIRST, below)
+    return found + place_last(costs, workers, micro_batches, below)
+
+
+def place_last(
+    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
+) -> list[Candidate]:
+    """Split the layers with the coordinator's layers behind those of the workers.
+
+    A line is tried if the embedding may leave, because its links carry less. The embedding stays
+    with the coordinator where a line would have a slower stage or link.
+    """
+    if not workers:
+        return []
+    if not costs.profile.model.embedding_may_leave:
+        return place(costs, workers, micro_batches, Form.LAST, below)
+    found = place(costs, workers, micro_batches, Form.LINE, below)
+    in_line, last = (
+        max(
+            _least_bottleneck(costs, workers, micro_batches, form),
+            _busiest(costs, workers, costs.size(micro_batches), form),
+        )
+        for form in (Form.LINE, Form.LAST)
+    )
+    if last < in_line:
+        found += place(costs, workers, micro_batches, Form.LAST, below)
+    return found
+
+
+def place(
+    costs: Costs,
+    workers: Sequence[str],
+    micro_batches: int,
+    form: Form = Form.FIRST,
+    below: float = math.inf,
+) -> list[Candidate]:
+    """Split the layers exactly over this order, for several numbers of micro-batches in flight.
+
+    Twice as many micro-batches in flight as processes hide the transfers. Fewer are tried if they
+    leave memory for a better split. The list is empty if no step can be shorter than ``below``.
+    """
+    processes = len(workers) + 1
+    levels = {2 * processes, processes, math.ceil(processes / 2), 1} if workers else {1}
+    unlimited = _least_bottleneck(costs, workers, micro_batches, form)
+    found: list[Candidate] = []
+    for in_flight in sorted({min(level, micro_batches) for level in levels}, reverse=True):
+        if micro_batches * unlimited >= below:
+            break
+        candidate = place_at(costs, workers, micro_batches, in_flight, form)
+        if candidate is not None:
+            found.append(candidate)
+            # The two sum in different orders, so their last digits may differ.
+            if candidate.bottleneck_seconds <= unlimited * (1 + 1e-9):
+                break
+    return found
+
+
+def _least_bottleneck(
+    costs: Costs, workers: Sequence[str], micro_batches: int, form: Form
+) -> float:
+    """The bottleneck with one micro-batch in flight, which leaves the most memory."""
+    return bottleneck(_matrices(costs, workers, costs.size(micro_batches), 1, form))
+
+
+def place_at(
+    costs: Costs,
+    workers: Sequence[str],
+    micro_batches: int,
+    in_flight: int,
+    form: Form = Form.FIRST,
+) -> Candidate | None:
+    """Split the layers exactly for this number in flight; None if they do not fit."""
+    names, size = [COORDINATOR, *workers], costs.size(micro_batches)
+    floor = _busiest(costs, workers, size, form)
+    split = best_split(_matrices(costs, workers, size, in_flight, form), floor)
+    if split is None:
+        return None
+    ranges = form.coordinator_first(split.ranges)
+    return with_ranges(costs, names, ranges, micro_batches, in_flight, form)
+
+
+def _busiest(costs: Costs, workers: Sequence[str], size: int, form: Form) -> float:
+    """The seconds of a micro-batch on the link or shared medium that it occupies longest."""
+    if not workers:
+        return 0.0
+    there, back = hops_between(costs, [COORDINATOR, *workers], size, form=form)
+    return max(busy_seconds_of_media([*there, *back]).values())
+
+
+def _matrices(
+    costs: Costs, workers: Sequence[str], size: int, in_flight: int, form: Form
+) -> list[Matrix]:
+    """The matrix of seconds of each stage, in the order of the layers."""
+    names = [COORDINATOR, *workers]
+    return form.in_layer_order(
+        [costs.matrix(name, size, in_flight, form.role(i)) for i, name in enumerate(names)]
+    )
+
+
+def with_ranges(
+    costs: Costs,
+    names: Sequence[str],
+    ranges: Sequence[tuple[int, int]],
+    micro_batches: int,
+    in_flight: int,
+    form: Form = Form.FIRST,
+) -> Candidate:
+    """The candidate with these layers, where each device uses its fastest option that fits."""
+    size = costs.size(micro_batches)
+    options = [
+        costs.holder(name, size, form.role(index)).option_for(*span, in_flight)
+        for index, (name, span) in enumerate(zip(names, ranges, strict=True))
+    ]
+    return Candidate(costs, names, ranges, options, micro_batches, in_flight, form=form)

@@ -1,11 +1,11 @@
-"""The simulator: plays one training step of a pipeline, action by action, with the runtime's rule.
+"""The simulator of one training step, with the rule of the runtime; and bounds that no plan beats.
 
-As in the runtime: the coordinator is stage 0, starts the micro-batches, and when one returns runs
-all that is left of it, its own last layers if it has those, the head, the loss, and their backward
-at once; a stage runs one action at a time; what it sends travels while it goes on; a link carries
-one thing at a time.
+The simulation follows the runtime. The coordinator is stage 0 and starts the micro-batches. When a
+micro-batch returns, the coordinator runs the rest of it as one action: its own last layers, the
+head, the loss, and their backward. A stage runs one action at a time and computes while its results
+travel. A link carries one transfer at a time.
 
-What no plan can beat: bounds from the devices' speeds, from memory, from links, from order.
+`least_bottleneck` and `least_seconds` bound a step by the devices' speeds, memory, links and order.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..errors import PlanError
 from ..pipeline.rule import Action, Key, choose
 
 MOST_PLAYED = 256
-"""Micro-batches that `predict` plays."""
+"""Micro-batches that `predict` simulates."""
 
 LOSS = 1
-"""Visit of the coordinator's forward that ends with the head and the loss; the runtime needs no
-such number, since no micro-batch has both forwards ready."""
+"""Visit of the coordinator's forward that ends with the head and the loss. The runtime needs no
+such number, because a micro-batch never has both forwards ready."""
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one stage takes for one micro-batch, and for its optimizer's step at the end."""
+    """Seconds of one stage for one micro-batch, and for its optimizer step."""
 
     forward_seconds: float
     backward_seconds: float
@@ -40,12 +40,12 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Hop:
-    """One boundary in one direction, for one micro-batch.
+    """The transfer of one micro-batch over one boundary in one direction.
 
     Args:
-        medium: Hops of one medium wait for each other.
-        busy_seconds: How long the medium is taken.
-        latency_seconds: How long it travels besides.
+        medium: Hops with the same medium wait for each other.
+        busy_seconds: Seconds for which the hop occupies the medium.
+        latency_seconds: Additional seconds until the data arrives.
     """
 
     medium: str
@@ -55,20 +55,20 @@ class Hop:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One training step to be played.
+    """One training step to simulate.
 
     Args:
-        stages: The coordinator's own part first, as far as it comes before the workers' layers.
-        loss_seconds: What the coordinator does behind those, forward and backward: the head and
-            the loss, and the last layers where it has them.
-        forward_hops: From each stage to the next one, and from the last back to the coordinator.
-        backward_hops: From each stage to the one before, and from the coordinator (first) to the
-            last stage. Entry i leaves stage i, as in ``forward_hops``.
+        stages: The coordinator's part before the workers' layers, then the workers.
+        loss_seconds: The coordinator's part behind the workers, forward and backward: its last
+            layers, the head and the loss.
+        forward_hops: The hop from each stage to the next; the last leads to the coordinator.
+        backward_hops: The hop from each stage to the previous one; the coordinator's, the first,
+            leads to the last stage. Entry i leaves stage i, as in ``forward_hops``.
         num_microbatches: Pieces of the batch.
-        max_in_flight: As in the plan.
-        max_started: As in the plan; None for ``max_in_flight``.
-        starts_first: Whether the coordinator begins micro-batches as early as it may: in the
-            runtime, where it has no layers before the workers'. See `choose`.
+        max_in_flight: The bound of the plan.
+        max_started: The bound of the plan for the coordinator; None for ``max_in_flight``.
+        starts_first: Whether the coordinator starts micro-batches as early as possible, as it does
+            without layers before those of the workers. See `choose`.
     """
 
     stages: Sequence[StageTimes]
@@ -88,14 +88,14 @@ class Pipeline:
             )
 
     def limit(self, index: int) -> int:
-        """How many micro-batches a stage may have in flight."""
+        """The most micro-batches that a stage may have in flight."""
         if index == 0 and self.max_started is not None:
             return self.max_started
         return self.max_in_flight
 
     @property
     def is_alone(self) -> bool:
-        """Whether the coordinator has no other stage, so that nothing is handed over."""
+        """Whether the coordinator is the only stage."""
         return len(self.stages) == 1
 
 
@@ -109,13 +109,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step would be like.
+    """A simulated step.
 
     Args:
-        spans: Every action that was played, in the order of their starts.
-        busy_seconds: How long each stage computed, its optimizer's step included.
+        spans: Every simulated action, in the order of their starts.
+        busy_seconds: Seconds for which each stage computed, its optimizer step included.
         peak_in_flight: The most micro-batches that each stage had in flight.
-        step_seconds: From the first action to the end of the slowest optimizer's step.
+        step_seconds: From the first action to the end of the slowest optimizer step.
     """
 
     spans: Sequence[Span]
@@ -125,7 +125,7 @@ class Simulation:
 
     @property
     def busy_shares(self) -> list[float]:
-        """How much of the step each stage computed."""
+        """The share of the step for which each stage computed."""
         return [busy / self.step_seconds if self.step_seconds else 0 for busy in self.busy_seconds]
 
     @property
@@ -135,14 +135,14 @@ class Simulation:
 
 
 def simulate(pipeline: Pipeline) -> Simulation:
-    """Play the step."""
+    """Simulate the whole step."""
     return _Run(pipeline).play()
 
 
 def predict(pipeline: Pipeline) -> Simulation:
-    """Play the step; of a long one the beginning, since it goes on as it went.
+    """Simulate the step; extrapolate it beyond `MOST_PLAYED` micro-batches.
 
-    Beyond `MOST_PLAYED` micro-batches each one more takes what those of the second half took.
+    Each additional micro-batch takes the mean time of those of the second half.
     """
     missing = pipeline.num_microbatches - MOST_PLAYED
     if missing <= 0:
@@ -159,13 +159,13 @@ def predict(pipeline: Pipeline) -> Simulation:
 
 
 class _Stage:
-    """What a stage could do now, and what it has done."""
+    """The state of a stage: ready actions, micro-batches in flight, and sums."""
 
     def __init__(self, index: int, num_microbatches: int) -> None:
         keys = [Key(microbatch) for microbatch in range(num_microbatches)]
         self.forwards = [Action(index, "F", key) for key in keys]
         self.backwards = [Action(index, "B", key) for key in keys]
-        # Only the coordinator has them, and thousands of stages are made in a search.
+        # Only for the coordinator, because a search makes thousands of stages.
         self.losses = [Action(index, "F", Key(key.microbatch, LOSS)) for key in keys if index == 0]
         self.ready: list[Action] = []
         self.in_flight: set[int] = set()
@@ -175,7 +175,7 @@ class _Stage:
 
 
 class _Run:
-    """A step that is being played. Events are arrivals of inputs and ends of actions."""
+    """A running simulation. Events are arrivals of inputs and ends of actions."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
@@ -196,7 +196,7 @@ class _Run:
         while self._events:
             now = self._events[0][0]
             touched = set()
-            # All that happens at one moment is known before anyone chooses.
+            # Take in all events of one moment before any stage chooses.
             while self._events and self._events[0][0] == now:
                 _, _, is_end, action = heapq.heappop(self._events)
                 if is_end:
@@ -215,7 +215,7 @@ class _Run:
         return Simulation(self._spans, busy, peaks, end_seconds + max(last))
 
     def _offer_next_microbatch(self) -> None:
-        # Only the oldest that has not begun: the rule would take none of the others before it.
+        # Only the oldest one not started, because the rule takes it before all others.
         if self._num_started < self._pipeline.num_microbatches:
             self._stages[0].ready.append(self._stages[0].forwards[self._num_started])
 
@@ -258,7 +258,7 @@ class _Run:
         self._add_event(free_at + hop.latency_seconds, False, following)
 
     def _following(self, action: Action) -> Action | None:
-        """What becomes possible elsewhere when the action's result has arrived."""
+        """The action of another stage that becomes ready when the result has arrived."""
         index, (microbatch, visit) = action.stage_index, action.key
         if self._is_alone or (index == 0 and action.kind == "B"):
             return None
@@ -290,12 +290,12 @@ _INSTANT = 1e-12
 
 @dataclass(frozen=True)
 class Speed:
-    """How a device would take its share of the layers, if layers could be divided.
+    """The speed of a device, for bounds that divide layers freely.
 
     Args:
-        layer_seconds: One layer, forward and backward, of one micro-batch.
-        fixed_seconds: What it does for each micro-batch besides, as the coordinator does.
-        most_layers: So many fit into its memory.
+        layer_seconds: Forward and backward of one layer for one micro-batch.
+        fixed_seconds: Other work for each micro-batch, such as the coordinator's ends.
+        most_layers: Number of layers that fit into the memory.
     """
 
     layer_seconds: float
@@ -304,9 +304,10 @@ class Speed:
 
 
 def least_bottleneck(speeds: Sequence[Speed], num_layers: int) -> float:
-    """The least time per micro-batch in which all devices together do all layers.
+    """The least seconds per micro-batch in which all devices together run all layers.
 
-    The sum of speeds, with a cap on what each can hold; infinite where the layers do not fit.
+    This is the sum of speeds, limited by what each device can hold; infinite if the layers do not
+    fit.
     """
     fixed = np.array([speed.fixed_seconds for speed in speeds])
     each = np.array([max(speed.layer_seconds, _INSTANT) for speed in speeds])
@@ -331,7 +332,7 @@ def least_bottleneck(speeds: Sequence[Speed], num_layers: int) -> float:
 
 
 def busy_seconds_of_media(hops: Iterable[Hop]) -> dict[str, float]:
-    """How long each medium is taken by one micro-batch."""
+    """The seconds for which one micro-batch occupies each medium."""
     busy: dict[str, float] = {}
     for hop in hops:
         busy[hop.medium] = busy.get(hop.medium, 0.0) + hop.busy_seconds
@@ -339,12 +340,12 @@ def busy_seconds_of_media(hops: Iterable[Hop]) -> dict[str, float]:
 
 
 def least_seconds(pipeline: Pipeline) -> float:
-    """A time that no schedule of the pipeline can beat.
+    """A lower bound of the step for every schedule of the pipeline.
 
-    A stage is idle until the first micro-batch has come through those before it, and those
-    before it work on after its last backward; the same is true of the coordinator's last part and
-    all that is before that; a medium carries all micro-batches; and only so many micro-batches are
-    under way at once, from any stage on.
+    A stage is idle until the first micro-batch has passed the stages before it, and these still
+    work after its last backward. This also holds for the coordinator's last part and everything
+    before it. A medium carries all micro-batches. The number of micro-batches in flight is bounded
+    from each stage on.
     """
     count = pipeline.num_microbatches
     stages, loss = pipeline.stages, pipeline.loss_seconds

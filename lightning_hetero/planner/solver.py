@@ -1,8 +1,6 @@
-"""The solver: from a profile and wishes to the plan with the shortest predicted step.
+"""The solver: from a profile and a user's wishes to the plan with the shortest predicted step.
 
-What a person asks of the planner: pins, devices left out, memory, and the cut of a batch.
-
-The plan that knows nothing of the devices: the same number of layers for everyone.
+`even_plan` needs no profile: it gives every process the same number of layers.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from .search import Search
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the plan must keep to.
+    """A user's conditions on the plan.
 
     Args:
-        pins: Half-open range of layers that a worker, or the coordinator, has to hold.
+        pins: Half-open ranges of layers that workers, or the coordinator, must hold.
         exclude: Workers to leave out.
-        memory_bytes: Memory to reckon with in place of the profile's.
-        batch_size: Samples of a training batch in place of the profile's.
-        micro_batches: Into how many pieces a batch is cut; None to choose.
+        memory_bytes: Memory of devices, instead of the profile's.
+        batch_size: Samples of a training batch, instead of the profile's.
+        micro_batches: Number of micro-batches; None lets the solver choose.
     """
 
     pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -42,10 +40,10 @@ class Wishes:
 
 
 def parse_pin(text: str) -> tuple[str, tuple[int, int]]:
-    """``WORKER=START:END``; a worker's name may hold colons.
+    """Read ``WORKER=START:END``; a worker's name may contain colons.
 
     Raises:
-        PlanError: If it is not that.
+        PlanError: If the text is something else.
     """
     match = re.fullmatch(r"(.+)=(\d+):(\d+)", text)
     if match is None:
@@ -68,10 +66,10 @@ def parse_memory(text: str) -> tuple[str, int]:
 
 
 def apply(wishes: Wishes, profile: Profile) -> Profile:
-    """The profile as wished: without excluded devices, with other memory and batch size.
+    """Remove excluded devices from a profile, and set the wished memory and batch size.
 
     Raises:
-        PlanError: If a wish names what is not there, or wishes contradict each other.
+        PlanError: If a wish names an unknown device, or wishes contradict each other.
     """
     for names, what in (
         (wishes.pins, "pin"),
@@ -81,7 +79,7 @@ def apply(wishes: Wishes, profile: Profile) -> Profile:
         for name in names:
             if name not in [COORDINATOR, *profile.workers]:
                 raise PlanError(
-                    f"The {what} of {name!r} names none of the profile's devices; they are "
+                    f"The {what} of {name!r} names no device of the profile; its devices are "
                     f"{', '.join([COORDINATOR, *profile.workers])}."
                 )
     _check_exclusions(wishes)
@@ -126,8 +124,8 @@ def _check_pins(pins: Mapping[str, tuple[int, int]], num_layers: int) -> None:
         is_empty = start == end and name != COORDINATOR
         if start > end or is_empty or end > num_layers:
             raise PlanError(
-                f"The pin {name}={start}:{end} is no range of the model's {num_layers} layers; "
-                f"it must keep to 0 <= START < END <= {num_layers}."
+                f"The pin {name}={start}:{end} is not a range of the model's {num_layers} layers; "
+                f"use 0 <= START < END <= {num_layers}."
             )
         if name == COORDINATOR and start > 0 and end < num_layers:
             raise PlanError(
@@ -145,17 +143,17 @@ def _check_pins(pins: Mapping[str, tuple[int, int]], num_layers: int) -> None:
 
 
 MOST_COUNTS = 12
-"""Numbers of micro-batches that are tried."""
+"""The most numbers of micro-batches that the solver tries."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What was found, and where it was looked for.
+    """The result of the solver.
 
     Args:
-        profile: As wished.
+        profile: The profile with the wishes applied.
         chosen: The best candidate.
-        search: To ask what other devices would do.
+        search: The search, to compare with other devices.
     """
 
     profile: Profile
@@ -172,7 +170,7 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
     """Choose devices, their order and layers, micro-batches, recomputation and dtypes.
 
     Raises:
-        PlanError: If the model does not fit, with what is short and the remedies; or if a wish
+        PlanError: If the model does not fit, with the shortage and the remedies; or if a wish
             cannot be granted.
     """
     wishes = wishes or Wishes()
@@ -186,9 +184,9 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
 
 
 def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:
-    """Into how many micro-batches a batch may be cut: evenly, unless a person says otherwise.
+    """The numbers of micro-batches to try: the wished one, or divisors of the batch size.
 
-    Of a number with many divisors, those next to the powers of two.
+    Of a size with many divisors, the function takes those next to the powers of two.
     """
     if wished is not None:
         return [wished]
@@ -200,10 +198,10 @@ def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:
 
 
 def even_plan(num_layers: int, workers: Sequence[str]) -> Plan:
-    """Layers in nearly equal shares over the coordinator and the workers.
+    """Distribute layers in nearly equal shares over the coordinator and the workers.
 
-    The coordinator comes first and has the embedding, the head and the loss besides, so it gets
-    the smaller share where the layers do not divide.
+    The coordinator comes first. It also has the embedding, the head and the loss, so it gets the
+    smaller share if the layers do not divide evenly.
 
     Raises:
         PlanError: If there are more workers than layers.

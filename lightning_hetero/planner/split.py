@@ -1,7 +1,7 @@
 """The exact split: which consecutive layers each stage of an order takes.
 
-A stage is given as a matrix of seconds: row `first`, column `end`, infinite where the stage cannot
-hold those layers. So caps of memory, pins and layers of unlike kinds need no special case.
+A stage is a matrix of seconds: row `first`, column `end`, infinite where the stage cannot hold the
+layers. So memory limits, pins and layers of different kinds need no special case.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy.typing as npt
 
 Matrix = npt.NDArray[np.float64]
 
-# A stage of just the bottleneck's time must not count as above it by the last digit of a sum.
+# Sums differ in their last digits; a stage that equals the bottleneck must not count as above it.
 _TOLERANCE = 1 + 1e-12
 
 
 @dataclass(frozen=True)
 class Split:
-    """Layers for each stage, and what follows for one micro-batch.
+    """Layers for each stage, and the seconds of one micro-batch.
 
     Args:
         ranges: Half-open ranges of layers, in the order of the stages.
-        bottleneck_seconds: The slowest stage's time.
-        total_seconds: All stages' times together.
+        bottleneck_seconds: The seconds of the slowest stage.
+        total_seconds: The sum over all stages.
     """
 
     ranges: list[tuple[int, int]]
@@ -34,7 +34,7 @@ class Split:
 
 
 def bottleneck(stages: Sequence[Matrix]) -> float:
-    """The least possible time of the slowest stage; infinite where the layers do not fit."""
+    """The least possible seconds of the slowest stage; infinite if the layers do not fit."""
     best = _nothing_placed(stages)
     for seconds in stages:
         best = np.maximum(best[:, None], seconds).min(axis=0)
@@ -42,15 +42,14 @@ def bottleneck(stages: Sequence[Matrix]) -> float:
 
 
 def best_split(stages: Sequence[Matrix], floor_seconds: float = 0.0) -> Split | None:
-    """The split with the least time of the slowest stage; of those, with the least sum.
+    """The split with the fastest slowest stage and, among those, with the least sum.
 
     Args:
         stages: One matrix per stage in the order of the layers.
-        floor_seconds: A bottleneck that is there anyway, a link's for one; below it no stage's
-            time matters.
+        floor_seconds: A bottleneck elsewhere, such as a link; faster stages gain nothing below it.
 
     Returns:
-        None where the layers do not fit.
+        None if the layers do not fit.
     """
     slowest = max(bottleneck(stages), floor_seconds)
     if not np.isfinite(slowest):

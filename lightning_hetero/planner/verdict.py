@@ -1,9 +1,4 @@
-"""The verdict on a plan before anything is deployed: the numbers, and what to say about them.
-
-What to tell a person about a plan: what does not fit, whom to leave out, who was left out.
-
-The verdict as a table and sentences, for a terminal.
-"""
+"""The verdict on a plan before anything is deployed: numbers, bounds, advice, and their text."""
 
 from __future__ import annotations
 
@@ -27,17 +22,19 @@ from .simulation import Speed, least_bottleneck
 from .solver import Solution
 
 MOST_TRIED = 8
-"""Devices that are tried with and without, for each is a search of its own."""
+"""Devices for which advice compares plans with and without them; each takes a search."""
+
+COLUMNS = ("worker", "device", "layers", "dtype", "memory", "forward", "backward", "link", "busy")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to say.
+    """One piece of advice.
 
     Args:
-        kind: What it is about.
-        worker: Whom it concerns.
-        text: A sentence.
+        kind: Its subject.
+        worker: The worker, or the coordinator, that it concerns.
+        text: The advice as a sentence.
     """
 
     kind: Literal["does not fit", "leave out", "left out", "slow link"]
@@ -45,93 +42,23 @@ class Advice:
     text: str
 
 
-def advise(candidate: Candidate, search: Search) -> list[Advice]:
-    """All that is worth saying, the gravest first."""
-    unfit = [Advice("does not fit", short.name, short.text) for short in shortages(candidate)]
-    if unfit:
-        return unfit
-    return [
-        *_better_without(candidate, search),
-        *_left_out(candidate, search),
-        *_slow_links(candidate),
-    ]
-
-
-def _better_without(candidate: Candidate, search: Search) -> Iterator[Advice]:
-    spans = zip(candidate.names, candidate.ranges, strict=True)
-    num_layers = {name: end - first for name, (first, end) in spans}
-    few_layers_first = sorted(candidate.workers, key=lambda name: num_layers[name])
-    for name in search.one_of_each(few_layers_first)[:MOST_TRIED]:
-        others = [other for other in candidate.workers if other != name]
-        without = search.best_with(others, below=candidate.step_seconds)
-        if without is not None:
-            longer = in_percent(candidate.step_seconds / without.step_seconds - 1)
-            text = f"leave `{name}` out: with it a step takes {longer} longer."
-            yield Advice("leave out", name, text)
-
-
-def _left_out(candidate: Candidate, search: Search) -> Iterator[Advice]:
-    spare = [name for name in candidate.costs.profile.workers if name not in candidate.workers]
-    kinds = search.one_of_each(spare)
-    for name in kinds[:MOST_TRIED]:
-        alike = sum(search.are_alike(name, other) for other in spare) - 1
-        who = f"`{name}` and {alike} like it are" if alike else f"`{name}` is"
-        reason = _why_left_out(candidate, search, name)
-        yield Advice("left out", name, f"{who} left out: {reason}")
-    if len(kinds) > MOST_TRIED:
-        others = ", ".join(f"`{name}`" for name in kinds[MOST_TRIED:])
-        text = f"left out like them, though not tried one by one: {others}."
-        yield Advice("left out", kinds[MOST_TRIED], text)
-
-
-def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:
-    holder = candidate.costs.holder(name, candidate.size)
-    if holder.speed.most_layers == 0:
-        known = {timing.part for timing in holder.device.timings}
-        if known.isdisjoint(candidate.costs.profile.model.kinds):
-            return "it was measured with none of the model's layers."
-        return f"not one layer fits there with {candidate.size} samples in a micro-batch."
-    beside = search.best_with([*candidate.workers, name])
-    if beside is None:
-        return "no order has layers for it too."
-    change = beside.step_seconds / candidate.step_seconds - 1
-    if change >= 0:
-        return f"with it a step would take {in_percent(change)} longer."
-    return (
-        f"with it a step would take only {in_percent(-change)} less; "
-        f"below {in_percent(LEAST_GAIN)} a device is not worth its risk of drifting or failing."
-    )
-
-
-def _slow_links(candidate: Candidate) -> Iterator[Advice]:
-    busy = candidate.busy_seconds_of_media
-    for medium, seconds in busy.items():
-        if seconds > candidate.bottleneck_seconds:
-            more = in_percent(seconds / candidate.bottleneck_seconds - 1)
-            text = (
-                f"the link {medium} is the bottleneck: a micro-batch takes it {more} longer than "
-                "the slowest stage; a faster link would help, other layers would not."
-            )
-            yield Advice("slow link", COORDINATOR, text)
-
-
 @dataclass(frozen=True)
 class StageVerdict:
-    """One stage of the plan.
+    """The predicted numbers of one stage.
 
     Args:
-        worker: Who holds it.
-        device: What that is.
-        layers: Half-open range.
-        dtype: What it multiplies in.
-        recompute: As in the plan.
-        needed_bytes: The memory that it needs.
-        available_bytes: The memory that there is, the share kept free included.
-        forward_seconds: One micro-batch; of who has the embedding with that.
-        backward_seconds: The same; of the coordinator with the head and the loss.
-        link_seconds: How long its activation and its gradient of one micro-batch travel.
-        busy_share: How much of the step it computes.
-        embedding: Whether it is a worker that has the embedding.
+        worker: The worker that holds the stage, or the coordinator.
+        device: The name of its device.
+        layers: Half-open range of layers.
+        dtype: The dtype of its multiplications.
+        recompute: Whether the stage recomputes.
+        needed_bytes: The memory that the stage needs.
+        available_bytes: The memory of the device, including the share kept free.
+        forward_seconds: Forward of one micro-batch, including the embedding if the stage has it.
+        backward_seconds: Backward of one micro-batch; the coordinator's includes head and loss.
+        link_seconds: Seconds for which its activation and gradient of one micro-batch travel.
+        busy_share: The share of the step for which the stage computes.
+        embedding: Whether the stage is on a worker and has the embedding.
     """
 
     worker: str
@@ -150,7 +77,7 @@ class StageVerdict:
 
 @dataclass(frozen=True)
 class Bound:
-    """Tokens per second that cannot be beaten, and by what."""
+    """Tokens per second that no plan can exceed, and what limits them."""
 
     name: str
     tokens_per_second: float
@@ -158,21 +85,21 @@ class Bound:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a plan would do.
+    """The prediction for a plan.
 
     Args:
-        stages: In the order of the layers.
-        micro_batches: As in the plan.
-        micro_batch_size: Samples in the largest.
-        in_flight: As in the plan.
-        step_seconds: A training batch, the optimizer's step included.
-        tokens_per_second: From that.
+        stages: The stages in the order of the layers.
+        micro_batches: Pieces of the batch.
+        micro_batch_size: Samples in the largest micro-batch.
+        in_flight: The most micro-batches in flight.
+        step_seconds: Seconds of a training batch, including the optimizer step.
+        tokens_per_second: Tokens of a batch over these seconds.
         bubble: The idle share of all stages' time.
-        bounds: What no plan can beat, the first one for any plan on these devices.
-        best_single: Tokens per second of the device that is fastest with all layers on it, and its
-            name; None where no device holds them.
-        advice: What to say.
-        assumed_links: How many hops rest on an assumed link.
+        bounds: Bounds of the speed; the first holds for any plan on these devices.
+        best_single: Name and tokens per second of the fastest device that can hold all layers;
+            None if no device can.
+        advice: Sentences for the user.
+        assumed_links: Number of hops over links that were not measured.
     """
 
     stages: Sequence[StageVerdict]
@@ -187,24 +114,10 @@ class Verdict:
     advice: Sequence[Advice]
     assumed_links: int
 
-    @property
-    def achieved(self) -> float:
-        """The share of the first bound, if there is one."""
-        return self.tokens_per_second / self.bounds[0].tokens_per_second if self.bounds else 1.0
-
 
 def judge(solution: Solution) -> Verdict:
-    """The verdict on what the solver chose."""
-    return judge_candidate(solution.chosen, solution.search)
-
-
-def judge_candidate(candidate: Candidate, search: Search) -> Verdict:
-    """The verdict on any candidate, that of an edited plan for one.
-
-    Args:
-        candidate: What to judge.
-        search: Over the same profile, to compare with.
-    """
+    """The verdict on the solver's choice, compared with what its search finds for other devices."""
+    candidate, search = solution.chosen, solution.search
     tokens = _tokens(candidate)
     single = _best_single(candidate, search)
     stages = [_stage(candidate, index) for index in range(len(candidate.names))]
@@ -301,11 +214,78 @@ def _assumed_links(candidate: Candidate) -> int:
     return len({*hops, *((target, source) for source, target in hops)} - known)
 
 
-COLUMNS = ("worker", "device", "layers", "dtype", "memory", "forward", "backward", "link", "busy")
+def advise(candidate: Candidate, search: Search) -> list[Advice]:
+    """All advice on a candidate; stages that do not fit exclude other advice."""
+    unfit = [Advice("does not fit", short.name, short.text) for short in shortages(candidate)]
+    if unfit:
+        return unfit
+    return [
+        *_better_without(candidate, search),
+        *_left_out(candidate, search),
+        *_slow_links(candidate),
+    ]
+
+
+def _better_without(candidate: Candidate, search: Search) -> Iterator[Advice]:
+    spans = zip(candidate.names, candidate.ranges, strict=True)
+    num_layers = {name: end - first for name, (first, end) in spans}
+    few_layers_first = sorted(candidate.workers, key=lambda name: num_layers[name])
+    for name in search.one_of_each(few_layers_first)[:MOST_TRIED]:
+        others = [other for other in candidate.workers if other != name]
+        without = search.best_with(others, below=candidate.step_seconds)
+        if without is not None:
+            longer = in_percent(candidate.step_seconds / without.step_seconds - 1)
+            text = f"leave `{name}` out: with it a step takes {longer} longer."
+            yield Advice("leave out", name, text)
+
+
+def _left_out(candidate: Candidate, search: Search) -> Iterator[Advice]:
+    spare = [name for name in candidate.costs.profile.workers if name not in candidate.workers]
+    kinds = search.one_of_each(spare)
+    for name in kinds[:MOST_TRIED]:
+        alike = sum(search.are_alike(name, other) for other in spare) - 1
+        who = f"`{name}` and {alike} like it are" if alike else f"`{name}` is"
+        reason = _why_left_out(candidate, search, name)
+        yield Advice("left out", name, f"{who} left out: {reason}")
+    if len(kinds) > MOST_TRIED:
+        others = ", ".join(f"`{name}`" for name in kinds[MOST_TRIED:])
+        text = f"also left out, but not tried one by one: {others}."
+        yield Advice("left out", kinds[MOST_TRIED], text)
+
+
+def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:
+    holder = candidate.costs.holder(name, candidate.size)
+    if holder.speed.most_layers == 0:
+        known = {timing.part for timing in holder.device.timings}
+        if known.isdisjoint(candidate.costs.profile.model.kinds):
+            return "no layer of the model was measured on it."
+        return f"not one layer fits there with {candidate.size} samples in a micro-batch."
+    beside = search.best_with([*candidate.workers, name])
+    if beside is None:
+        return "no order of the devices leaves layers for it."
+    change = beside.step_seconds / candidate.step_seconds - 1
+    if change >= 0:
+        return f"with it a step would take {in_percent(change)} longer."
+    return (
+        f"with it a step would take only {in_percent(-change)} less; "
+        f"below {in_percent(LEAST_GAIN)} a device is not worth the risk that it drifts or fails."
+    )
+
+
+def _slow_links(candidate: Candidate) -> Iterator[Advice]:
+    busy = candidate.busy_seconds_of_media
+    for medium, seconds in busy.items():
+        if seconds > candidate.bottleneck_seconds:
+            more = in_percent(seconds / candidate.bottleneck_seconds - 1)
+            text = (
+                f"the link {medium} is the bottleneck: a micro-batch occupies it {more} longer "
+                "than the slowest stage; a faster link would help, other layers would not."
+            )
+            yield Advice("slow link", COORDINATOR, text)
 
 
 def render(verdict: Verdict) -> RenderableType:
-    """Everything that a person should see before the plan is deployed."""
+    """The verdict as a table and sentences, for a terminal."""
     table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
     for stage in verdict.stages:
         table.add_row(*(Text(cell) for cell in _cells(stage)))
@@ -313,14 +293,14 @@ def render(verdict: Verdict) -> RenderableType:
 
 
 def sentences(verdict: Verdict) -> list[str]:
-    """What stands below the table."""
+    """The sentences below the table."""
     lines = [
         f"{verdict.micro_batches} micro-batches of {verdict.micro_batch_size}, at most "
         f"{verdict.in_flight} in flight: a step of {_in_milliseconds(verdict.step_seconds)}, "
         f"{_rate_text(verdict.tokens_per_second)}, bubble {in_percent(verdict.bubble)}",
     ]
     lines += [
-        f"{stage.worker} has the input embedding: token ids go there, and no gradient comes back"
+        f"{stage.worker} has the input embedding: it gets token ids, and sends no gradient back"
         for stage in verdict.stages
         if stage.embedding
     ]

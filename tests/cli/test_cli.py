@@ -147,14 +147,14 @@ def test_wishes_are_granted(monkeypatch: pytest.MonkeyPatch, profile_path: str) 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--pin", "fst:1=0:2"], "The pin of 'fst:1' names none of the profile's devices"),
+        (["--pin", "fst:1=0:2"], "The pin of 'fst:1' names no device of the profile"),
         (["--pin", "fast:1=0-2"], "is not WORKER=START:END"),
         (["--pin", "fast:1=0:2", "--pin", "slow:1=1:3"], "overlap"),
         (["--pin", "fast:1=0:2", "--pin", "fast:1=1:3"], "'fast:1' is given twice"),
         (["--pin", "fast:1=0:7", "--memory", "fast:1=1MB"], "cannot be honoured"),
         (["--memory", "fast:1=10 GB"], "one of MB, GB, MiB, GiB, without a space"),
         (["--memory", "fast:1=10e9"], "such as 10GiB"),
-        (["--exclude", "x"], "The exclusion of 'x' names none"),
+        (["--exclude", "x"], "The exclusion of 'x' names no device"),
         (["--micro-batches", "17"], "cannot be cut into 17 micro-batches"),
         (["-o", "nowhere/plan.yaml"], "The plan cannot be written to 'nowhere/plan.yaml'"),
     ],

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.plan import COORDINATOR, StagePlan
-from lightning_hetero.planner.candidates import Costs
+from lightning_hetero.planner.candidates import Costs, Form
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, Part, Profile
-from lightning_hetero.planner.roles import Form
 from lightning_hetero.planner.search import place, place_last, with_ranges
 from lightning_hetero.planner.simulation import Hop, StageTimes
 
@@ -58,7 +57,7 @@ def test_a_candidate_is_a_plan() -> None:
     assert (plan.micro_batches, plan.max_in_flight) == (4, 3)
 
 
-def test_a_coordinator_that_is_last_does_its_layers_with_the_loss() -> None:
+def test_a_last_coordinator_runs_its_layers_with_the_loss() -> None:
     names = [COORDINATOR, "fast", "old"]
     last = with_ranges(costs(), names, [(3, 4), (0, 2), (2, 3)], 4, 3, Form.LAST)
     assert last.pipeline.stages[:2] == [StageTimes(1, 2, 12), StageTimes(20, 40, 4)]
@@ -68,7 +67,7 @@ def test_a_coordinator_that_is_last_does_its_layers_with_the_loss() -> None:
     assert [stage.worker for stage in last.plan().stages] == ["fast", "old", COORDINATOR]
 
 
-def test_in_a_line_token_ids_go_out_and_no_gradient_comes_back() -> None:
+def test_a_line_sends_token_ids_and_gets_no_gradient() -> None:
     names = [COORDINATOR, "fast", "old"]
     ring, line = (
         with_ranges(costs(), names, [(3, 4), (0, 2), (2, 3)], 4, 3, form)
@@ -117,7 +116,7 @@ def test_the_embedding_leaves_where_the_links_gain_more_than_the_worker_loses(
 
 
 @pytest.mark.parametrize(("pieces", "size"), [(1, 10), (3, 4), (4, 3), (10, 1)])
-def test_the_largest_microbatch_is_reckoned_with(pieces: int, size: int) -> None:
+def test_costs_are_those_of_the_largest_microbatch(pieces: int, size: int) -> None:
     assert Costs(profile(1, [], batch_size=10), {}).size(pieces) == size
 
 
@@ -127,17 +126,17 @@ def with_memory(memory_bytes: int, saved_bytes: int) -> Costs:
     return Costs(profile(4, [worker], batch_size=16), {})
 
 
-def test_with_memory_two_per_process_are_in_flight() -> None:
+def test_enough_memory_allows_two_in_flight_per_process() -> None:
     assert [c.in_flight for c in place(with_memory(GIB, 1), ["w"], 16)] == [4]
 
 
-def test_for_less_memory_fewer_in_flight_are_tried_beside_recomputation() -> None:
+def test_little_memory_tries_fewer_in_flight_and_recomputation() -> None:
     placed = place(with_memory(2000, 200), ["w"], 16)
     # Four in flight keep 3200 bytes, two 1600.
     assert [(c.in_flight, c.options[1].recompute) for c in placed] == [(4, True), (2, False)]
 
 
-def test_where_nothing_fits_nothing_is_placed() -> None:
+def test_layers_that_fit_nowhere_are_not_placed() -> None:
     assert place(with_memory(100, 200), ["w"], 16) == []
 
 
@@ -150,7 +149,7 @@ def test_a_pinned_device_holds_its_layers_or_none() -> None:
 
 
 @pytest.mark.parametrize(("link_seconds", "layers"), [(0.1, [6, 4]), (1000, [9, 1])])
-def test_below_a_slow_links_time_the_least_sum_counts(
+def test_a_slow_link_leaves_only_the_sum_to_minimize(
     link_seconds: float, layers: list[int]
 ) -> None:
     thin = profile(
@@ -164,7 +163,7 @@ def test_below_a_slow_links_time_the_least_sum_counts(
     assert [end - first for first, end in candidate.ranges[1:]] == layers
 
 
-def test_devices_measured_alike_share_what_was_worked_out() -> None:
+def test_devices_with_equal_measurements_share_their_holder() -> None:
     alike = Costs(profile(2, [device("a", 1, 1), device("b", 1, 1)], batch_size=1), {})
     assert alike.holder("a", 1) is alike.holder("b", 1)
     assert alike.holder("a", 1) is not alike.holder("a", 2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.plan import COORDINATOR
-from lightning_hetero.planner.candidates import Costs
+from lightning_hetero.planner.candidates import Costs, Form
 from lightning_hetero.planner.costs import KEPT_FREE, Cost, Holder, allowed_dtypes, cost_at
 from lightning_hetero.planner.profile import (
     EMBEDDING,
@@ -21,7 +21,6 @@ from lightning_hetero.planner.profile import (
     Profile,
     Timing,
 )
-from lightning_hetero.planner.roles import Form
 
 from .profiles import coordinator, device, ends, model, timing
 
@@ -46,22 +45,22 @@ TWO_SIZES = measured(
         (6, Cost(5, 30, 300, 2200)),
     ],
 )
-def test_costs_go_straight_between_sizes_and_on_above_them(size: int, expected: Cost) -> None:
+def test_costs_are_linear_between_sizes_and_above_them(size: int, expected: Cost) -> None:
     assert cost_at(TWO_SIZES, "layer", "float32", False, size) == expected
 
 
-def test_one_size_is_taken_in_proportion_above_and_as_it_is_below() -> None:
+def test_one_measured_size_is_proportional_above_and_constant_below() -> None:
     one = measured(timing("layer", 1, 2, size=4, saved_bytes=8))
     assert cost_at(one, "layer", "float32", False, 8) == Cost(2, 4, 16, 0)
     assert cost_at(one, "layer", "float32", False, 1) == Cost(1, 2, 8, 0)
 
 
-def test_what_falls_with_size_never_falls_below_nothing() -> None:
+def test_costs_are_never_negative() -> None:
     odd = measured(timing("layer", 3, 3, size=1), timing("layer", 1, 1, size=2))
     assert cost_at(odd, "layer", "float32", False, 8) == Cost(0, 0, 0, 0)
 
 
-def test_recomputation_is_the_measured_one_or_a_forward_more() -> None:
+def test_unmeasured_recomputation_adds_a_forward() -> None:
     derived = cost_at(TWO_SIZES, "layer", "float32", True, 2)
     assert derived == Cost(1, 11, 100, 1000)
     again = timing("layer", 1, 10.5, size=2, recompute=True)
@@ -69,7 +68,7 @@ def test_recomputation_is_the_measured_one_or_a_forward_more() -> None:
     assert cost_at(own, "layer", "float32", True, 2) == Cost(1, 10.5, 0, 0)
 
 
-def test_above_the_largest_that_fits_and_for_the_unmeasured_there_is_no_cost() -> None:
+def test_a_microbatch_too_large_or_unmeasured_has_no_cost() -> None:
     small = measured(*TWO_SIZES.timings, largest_micro_batch=3)
     assert cost_at(small, "layer", "float32", False, 4) is None
     assert cost_at(small, "layer", "float32", True, 4) is None
@@ -100,7 +99,7 @@ def test_which_dtypes_a_stage_may_have(
     assert allowed_dtypes(in_dtypes(**seconds), model(1, dtype=wanted), 1) == expected
 
 
-def test_the_coordinator_keeps_to_the_users_precision() -> None:
+def test_the_coordinator_computes_in_the_users_precision() -> None:
     own = coordinator([*ends(), timing("layer", 1, 1), timing("layer", 5, 5, dtype="float16")])
     assert allowed_dtypes(own, model(1, dtype="float16"), 1) == ["float16"]
     assert allowed_dtypes(own, model(1, dtype="bfloat16"), 1) == []
@@ -171,7 +170,7 @@ def test_what_a_stage_with_recomputation_needs() -> None:
     assert need.working == (50 - 20) + (10 + 20) + 2 * (3 + 2)
 
 
-def test_a_stages_own_dtype_may_store_weights_otherwise() -> None:
+def test_a_stages_own_dtype_may_change_the_size_of_weights() -> None:
     timings = [timing("dense", 1, 2, dtype="float16")]
     here = Holder(device("w", 0, 0, timings=timings), mixed_model(dtype="bfloat16"), size=1)
     assert [option.dtype for option in here.options] == ["float16", "float16"]
@@ -186,7 +185,7 @@ def test_a_kind_that_was_not_measured_cannot_be_there() -> None:
     assert Holder(device("w", 0, 0, timings=[]), mixed_model(), 1).speed.most_layers == 0
 
 
-def test_the_coordinator_has_its_ends_besides() -> None:
+def test_the_coordinator_also_has_its_ends() -> None:
     here = in_role(Form.FIRST, 0, ends_with(*TIMINGS), tied_gradient_bytes=30)
     seconds = here.matrix(in_flight=1)
     assert [seconds[0, 0], seconds[0, 1]] == [33, 36]
@@ -216,7 +215,7 @@ def ends_with(*others: Timing) -> DeviceProfile:
     )
 
 
-def test_a_coordinator_that_is_last_has_the_graph_of_one_micro_batch() -> None:
+def test_a_last_coordinator_keeps_the_graph_of_one_micro_batch() -> None:
     here = in_role(Form.LAST, 0, ends_with(*TIMINGS), tied_gradient_bytes=30)
     seconds = here.matrix(in_flight=1)
     assert [seconds[3, 3], seconds[2, 3], seconds[1, 3]] == [33, 36, 48]
@@ -264,7 +263,7 @@ def test_an_embedding_is_not_held_in_another_dtype() -> None:
     assert costs.holder("w", 1, Form.LINE.role(1)).speed.most_layers == 0
 
 
-def test_recomputation_is_taken_where_memory_asks_for_it() -> None:
+def test_short_memory_makes_a_stage_recompute() -> None:
     plain = holder()
     most = float(plain.need(plain.option("float32", False), 0, 3, in_flight=9).total)
     roomy, tight = int(most / (1 - KEPT_FREE)) + 1, int((most - 1) / (1 - KEPT_FREE))
@@ -285,7 +284,7 @@ def test_more_in_flight_leaves_room_for_fewer_layers() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
-def test_one_stage_and_all_stages_are_reckoned_alike(in_flight: int) -> None:
+def test_one_stage_and_all_stages_use_one_formula(in_flight: int) -> None:
     here, points = holder(), np.arange(4)
     for option in here.options:
         every = here.need(option, points[:, None], points[None, :], in_flight).total

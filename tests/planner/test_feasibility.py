@@ -8,10 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.planner.candidates import Candidate
+from lightning_hetero.planner.candidates import Candidate, Form
 from lightning_hetero.planner.feasibility import candidate_of, check_plan
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Part, Profile
-from lightning_hetero.planner.roles import Form
 from lightning_hetero.planner.simulation import Hop
 from lightning_hetero.planner.solver import solve
 
@@ -32,7 +31,7 @@ def plan(*stages: tuple[str, int, int], **others: int) -> Plan:
     return Plan([StagePlan([name], (first, end)) for name, first, end in stages], **others)
 
 
-def test_what_the_solver_makes_has_no_fault() -> None:
+def test_a_plan_of_the_solver_has_no_fault() -> None:
     assert check_plan(solve(cluster()).plan, cluster()) == []
 
 
@@ -42,7 +41,7 @@ def test_a_plan_without_the_coordinator_is_checked_with_its_ends() -> None:
     assert candidate_of(edited, cluster()).names == ["coordinator", "tower", "laptop"]
 
 
-def test_a_plan_is_taken_in_its_form() -> None:
+def test_a_plan_keeps_its_form_as_a_candidate() -> None:
     line = Plan([StagePlan(["tower"], (0, 4), embedding=True), StagePlan(["coordinator"], (4, 6))])
     candidate = candidate_of(line, cluster())
     assert (candidate.form, candidate.names) == (Form.LINE, ["coordinator", "tower"])
@@ -72,12 +71,12 @@ def test_a_plan_is_taken_in_its_form() -> None:
         ),
     ],
 )
-def test_a_fault_is_said(edited: Plan, expected: str) -> None:
+def test_each_fault_has_its_sentence(edited: Plan, expected: str) -> None:
     (fault,) = check_plan(edited, cluster())
     assert expected in fault
 
 
-def test_of_the_last_layers_the_first_ones_have_to_move() -> None:
+def test_a_last_coordinator_moves_its_first_layers() -> None:
     kinds, small = ["layer"] * 5 + ["large"], cluster()
     parts = [*small.model.parts, Part("large", 2 * GIB)]
     own = coordinator([*ends(), timing("layer", 1, 1), timing("large", 1, 1)], memory_bytes=4 * GIB)
@@ -100,7 +99,7 @@ def test_every_stage_that_does_not_fit_is_named() -> None:
     assert len(check_plan(plan(("laptop", 0, 3), ("tower", 3, 6)), tight)) == 2
 
 
-def test_without_a_batch_size_there_is_nothing_to_reckon_with() -> None:
+def test_a_profile_without_a_batch_size_is_refused() -> None:
     (fault,) = check_plan(plan(("tower", 0, 6)), cluster(batch_size=None))
     assert "names no batch size" in fault
 
@@ -113,7 +112,7 @@ def test_the_plan_is_simulated_as_it_is_written() -> None:
     assert candidate.step_seconds >= 4 * 3 * 4
 
 
-def test_what_is_rounded_on_its_way_takes_less_of_the_links() -> None:
+def test_rounded_boundaries_occupy_links_for_less_time() -> None:
     model = {"activation_bytes_per_sample": 6400, "gradient_bytes_per_sample": 3200}
     slow = profile(
         6, [device("tower", 1, 1), device("laptop", 1, 1)], None, (), model, batch_size=8

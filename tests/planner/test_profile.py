@@ -28,7 +28,7 @@ def round_trips(
     bytes_per_second=st.floats(1e5, 1e9),
     sizes=st.sets(st.integers(2**10, 2**26), min_size=2),
 )
-def test_a_link_without_noise_is_found(
+def test_a_link_without_noise_is_fitted_exactly(
     latency: float, bytes_per_second: float, sizes: set[int]
 ) -> None:
     trips = round_trips(latency, bytes_per_second, sorted(sizes))
@@ -48,7 +48,7 @@ def test_one_slow_transfer_among_many_changes_nothing() -> None:
     assert fit_link("a", "b", trips) == quiet
 
 
-def test_a_link_on_which_more_takes_no_longer_is_as_fast_as_any() -> None:
+def test_a_link_that_shows_no_bandwidth_gets_the_fastest() -> None:
     link = fit_link("a", "b", [(1024, 0.002), (2**20, 0.001)])
     assert link.bytes_per_second == 1e12
     assert (link.source, link.target) == ("a", "b")
@@ -80,7 +80,7 @@ def rich_profile() -> Profile:
     )
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_a_profile_survives_writing_and_reading(tmp_path: Path) -> None:
     written = rich_profile()
     written.to_yaml(tmp_path / "profile.yaml")
     assert Profile.from_yaml(tmp_path / "profile.yaml") == written
@@ -92,7 +92,7 @@ def test_a_measurement_is_one_line_of_the_file(tmp_path: Path) -> None:
     assert sum("forward_seconds" in line and "backward_seconds" in line for line in lines) == 8
 
 
-def test_json_is_read_too(tmp_path: Path) -> None:
+def test_a_profile_may_be_json(tmp_path: Path) -> None:
     # Python writes 1e-05, which YAML takes for a text.
     (tmp_path / "profile.json").write_text(json.dumps(content(rich_profile())))
     assert Profile.from_yaml(tmp_path / "profile.json") == rich_profile()
@@ -114,7 +114,7 @@ def test_a_link_that_was_not_measured_has_the_default_speed() -> None:
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
-def test_what_is_no_profile_is_refused_with_its_path(
+def test_a_file_that_is_not_a_profile_is_refused_with_its_path(
     tmp_path: Path, text: bytes, expected: str
 ) -> None:
     path = tmp_path / "a profile.yaml"
@@ -164,7 +164,7 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     "no layers": (lambda raw: raw["model"].update(layers=[]), "$.model.layers"),
     "a kind without a part": (
         lambda raw: raw["model"]["layers"].append("moe"),
-        "The model has 'moe', which is none of its parts",
+        "The model has no part 'moe'",
     ),
     "an end as a layer": (
         lambda raw: raw["model"]["layers"].append("head"),
@@ -172,11 +172,11 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "two devices of one name": (
         lambda raw: raw["devices"][2].update(name="fast:1"),
-        "two of the device 'fast:1'",
+        "two entries of the device 'fast:1'",
     ),
     "no coordinator": (
         lambda raw: raw["devices"].pop(0),
-        "None of the devices ['fast:1', 'slow:1'] is 'coordinator'",
+        "The devices ['fast:1', 'slow:1'] lack 'coordinator'",
     ),
     "an unmeasured head": (
         lambda raw: raw["devices"][0].update(timings=raw["devices"][0]["timings"][:2]),
@@ -188,11 +188,11 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "two timings of one thing": (
         lambda raw: raw["devices"][1]["timings"].append(raw["devices"][1]["timings"][0]),
-        "two of the timing of 'fast:1'",
+        "two entries of the timing of 'fast:1'",
     ),
     "recomputation alone": (
         lambda raw: raw["devices"][1]["timings"][0].update(recompute=True),
-        "with recomputation at micro-batch size 1 in float32 and none without",
+        "with recomputation at micro-batch size 1 in float32 but not without",
     ),
     "a link to nowhere": (
         lambda raw: raw["links"][0].update(target="elsewhere:1"),
@@ -204,7 +204,7 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "two links": (
         lambda raw: raw["links"].append(raw["links"][0]),
-        "two of the link ('fast:1', 'slow:1')",
+        "two entries of the link ('fast:1', 'slow:1')",
     ),
 }
 

@@ -56,7 +56,7 @@ def test_without_a_profile_the_layers_follow_the_seconds() -> None:
     assert found.is_worth_it
 
 
-def test_all_else_of_the_plan_stays() -> None:
+def test_replan_changes_only_the_layers() -> None:
     plan = plan_of(2, 4, 4)
     found = replan(plan, None, {COORDINATOR: StageSeconds(2.0), **seconds(a=4, b=16)})
     assert found is not None
@@ -66,7 +66,7 @@ def test_all_else_of_the_plan_stays() -> None:
 
 
 @pytest.mark.parametrize("is_timed", [True, False], ids=["no layers", "not timed"])
-def test_a_coordinator_whose_layers_are_not_known_keeps_what_it_has(is_timed: bool) -> None:
+def test_a_coordinator_without_times_keeps_its_layers(is_timed: bool) -> None:
     own = {COORDINATOR: StageSeconds(0, 0.1)} if is_timed else {}
     plan = plan_of(5, 5, with_coordinator=False) if is_timed else plan_of(2, 4, 4)
     found = replan(plan, None, {**own, **seconds(a=4, b=16)})
@@ -121,7 +121,7 @@ def cluster(**memory: int) -> Profile:
     return profile(10, workers, own, batch_size=4)
 
 
-def test_memory_is_kept_to() -> None:
+def test_replan_respects_the_memory() -> None:
     plan = plan_of(2, 4, 4)
     # A layer saves a byte for each of the three in flight.
     measured = cluster(memory_bytes=17)
@@ -133,7 +133,7 @@ def test_memory_is_kept_to() -> None:
     assert shares(replan(plan, measured, slow))[1] == 5
 
 
-def test_a_profile_of_other_devices_says_nothing() -> None:
+def test_a_profile_of_other_devices_is_ignored() -> None:
     plan = Plan([StagePlan(["c"], (0, 10))], 4)
     assert expected_seconds(plan, cluster()) is None
     found = replan(plan, cluster(), {COORDINATOR: StageSeconds(0, 1), "c": StageSeconds(4)})
@@ -204,7 +204,7 @@ def test_a_slowest_stage_that_becomes_faster_is_noticed() -> None:
     assert "b has become faster" in str(drift)
 
 
-def test_there_and_back_are_two_changes() -> None:
+def test_a_change_and_its_end_are_two_drifts() -> None:
     watcher = settled()
     (there,) = noticed(watcher, [scaled(b=2)] * 60)
     (back,) = noticed(watcher, [STEADY] * 60)
@@ -224,11 +224,11 @@ def test_there_and_back_are_two_changes() -> None:
         pytest.param(([scaled(b=3)] * 6 + [STEADY] * 12) * 5, id="six steps, again and again"),
     ],
 )
-def test_what_does_not_last_or_matter_is_not_noticed(steps: list[dict[str, S]]) -> None:
+def test_short_or_irrelevant_changes_are_ignored(steps: list[dict[str, S]]) -> None:
     assert noticed(settled(), steps) == []
 
 
-def test_noise_is_not_noticed_and_hides_nothing() -> None:
+def test_noise_causes_no_drift_and_hides_none() -> None:
     dice = random.Random(0)
 
     def noisy(**factors: float) -> dict[str, S]:

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.plan import COORDINATOR, most_started
-from lightning_hetero.planner.candidates import Candidate, Costs
+from lightning_hetero.planner.candidates import Candidate, Costs, Form
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
-from lightning_hetero.planner.roles import Form
 from lightning_hetero.planner.search import (
     LEAST_GAIN,
     LEAST_GAIN_IN_FLIGHT,
@@ -32,13 +31,13 @@ from lightning_hetero.planner.solver import Wishes, solve
 from .profiles import GIB, coordinator, device, ends, profile, timing
 
 
-def test_devices_of_one_measurement_and_like_links_stand_in_for_each_other() -> None:
+def test_devices_with_equal_measurements_and_links_are_interchangeable() -> None:
     workers = [device(f"w{number}", 1, 2) for number in range(3)] + [device("other", 1, 3)]
     classes = interchangeable(Costs(profile(4, workers), {}))
     assert classes == {"w0": 0, "w1": 0, "w2": 0, "other": 1}
 
 
-def test_a_pin_or_a_link_of_its_own_sets_a_device_apart() -> None:
+def test_a_device_with_its_own_pin_or_link_is_not_interchangeable() -> None:
     workers = [device(f"w{number}", 1, 2) for number in range(3)]
     slow_link = Link(COORDINATOR, "w2", 1, 1)
     classes = interchangeable(Costs(profile(4, workers, links=[slow_link]), {"w0": (0, 1)}))
@@ -52,7 +51,7 @@ def test_the_fastest_come_first() -> None:
     assert orders.usual(["c", "a"]) == [["a", "c"]]
 
 
-def test_where_links_differ_an_order_along_the_fast_ones_is_begun_with_too() -> None:
+def test_different_links_add_an_order_along_the_fastest() -> None:
     workers = [device(name, seconds, 0) for name, seconds in (("c", 3), ("a", 1), ("b", 2))]
     links = [Link(COORDINATOR, "a", 0, 1), Link(COORDINATOR, "b", 0, 1), Link("c", "a", 0, 2)]
     sizes = {"activation_bytes_per_sample": 8}
@@ -60,7 +59,7 @@ def test_where_links_differ_an_order_along_the_fast_ones_is_begun_with_too() -> 
     assert Orders(Costs(of, {}), 1).usual(["a", "b", "c"]) == [["a", "b", "c"], ["c", "b", "a"]]
 
 
-def test_free_devices_go_between_pins_where_most_is_to_do() -> None:
+def test_free_devices_fill_the_largest_gaps_between_pins() -> None:
     workers = [device(name, 1, 1) for name in ("p", "q", "x", "y", "z")]
     pins = {"q": (40, 41), "p": (9, 10), COORDINATOR: (0, 9)}
     order = Orders(Costs(profile(61, workers), pins), 1).by_speed_and_pins(list("pqxyz"))
@@ -337,7 +336,7 @@ def test_slow_links_between_many_are_avoided() -> None:
     assert len({int(name[1:]) % 2 for name in names}) == 1
 
 
-def test_of_more_workers_than_layers_the_fastest_few_are_taken() -> None:
+def test_more_workers_than_layers_leave_the_slowest_out() -> None:
     assert set(solve(many(12, 2, 12)).chosen.workers) <= {"w0", "w1"}
 
 
@@ -350,7 +349,7 @@ def alike(num_workers: int, hop_seconds: float) -> Profile:
 
 
 @pytest.mark.parametrize(("num_workers", "hop_seconds"), [(1, 0), (1, 8), (2, 0), (2, 8)])
-def test_the_fewest_are_in_flight_that_are_nearly_as_fast_as_any(
+def test_the_search_takes_the_fewest_in_flight_that_are_nearly_fastest(
     num_workers: int, hop_seconds: float
 ) -> None:
     given_profile = alike(num_workers, hop_seconds)

@@ -42,7 +42,7 @@ def candidate(of: Profile, layers: int, in_flight: int = 2) -> Candidate:
     return Candidate(costs, ["coordinator", "old-tower"], ranges, options, 8, in_flight)
 
 
-def test_what_fits_is_not_short() -> None:
+def test_a_candidate_that_fits_has_no_shortage() -> None:
     assert shortages(candidate(cluster(4.01), 4)) == []
 
 
@@ -67,7 +67,7 @@ def test_where_neither_recomputation_nor_moving_helps_fewer_in_flight_do() -> No
     assert texts["coordinator"].endswith("short; use more micro-batches or fewer in flight.")
 
 
-def test_layers_that_were_never_measured_there_are_said_to_be_so() -> None:
+def test_unmeasured_layers_are_reported() -> None:
     unmeasured = profile(4, [device("old-tower", 0, 0, timings=[])], batch_size=8)
     (short,) = shortages(candidate(unmeasured, 4))
     assert "was not measured with these layers" in short.text
@@ -104,7 +104,7 @@ def test_a_pin_too_large() -> None:
     )
 
 
-def test_a_pin_that_leaves_layers_to_nobody() -> None:
+def test_a_pin_that_leaves_layers_without_a_device() -> None:
     assert refused(cluster(8), Wishes(pins={"old-tower": (1, 4)})) == (
         "No order of the devices takes all 4 layers: at most they hold `coordinator` 0, "
         "`old-tower` 4, and layers go to consecutive stages beside the pins old-tower=1:4. Take "

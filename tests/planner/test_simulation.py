@@ -40,12 +40,12 @@ def test_a_cap_leaves_more_to_the_others() -> None:
     assert least_bottleneck([Speed(1, most_layers=4), Speed(2)], 10) == pytest.approx(12)
 
 
-def test_what_the_coordinator_does_besides_comes_first() -> None:
+def test_fixed_work_of_the_coordinator_counts_first() -> None:
     assert least_bottleneck([Speed(1, fixed_seconds=3), Speed(1)], 7) == pytest.approx(5)
     assert least_bottleneck([Speed(1, fixed_seconds=9), Speed(1)], 7) == 9
 
 
-def test_too_few_places_are_no_bound_at_all() -> None:
+def test_layers_that_do_not_fit_have_no_bound() -> None:
     assert least_bottleneck([Speed(1, most_layers=4), Speed(1, most_layers=5)], 10) == math.inf
 
 
@@ -57,7 +57,7 @@ speeds = st.builds(Speed, st.floats(0.1, 9), st.floats(0, 9), st.integers(1, 9).
 
 
 @given(st.lists(speeds, min_size=1, max_size=5), st.integers(1, 20))
-def test_within_the_bound_all_layers_are_done_and_not_much_before(
+def test_the_bound_is_the_least_time_for_all_layers(
     given_speeds: list[Speed], num_layers: int
 ) -> None:
     seconds = least_bottleneck(given_speeds, num_layers)
@@ -141,13 +141,13 @@ def symbol(span: Span) -> str:
     return digits[span.action.key.microbatch]
 
 
-def test_the_rules_own_picture_comes_out() -> None:
+def test_the_simulation_draws_the_picture_of_the_rule() -> None:
     picture = [line[14:] for line in (rule.__doc__ or "").splitlines() if "    stage " in line]
     assert len(picture) == 3
     assert drawn(simulate(pipeline([(1, 1)] * 3, count=5, limit=4)), 3) == picture
 
 
-def test_a_coordinator_that_only_hands_over_starts_before_all_else() -> None:
+def test_a_coordinator_without_first_layers_starts_micro_batches_first() -> None:
     def worker(starts_first: bool) -> str:
         played = simulate(pipeline([(0, 0), (2, 2)], 4, 3, loss=3, starts_first=starts_first))
         return " ".join(str(each.action) for each in spans_of(played, 1))
@@ -157,7 +157,7 @@ def test_a_coordinator_that_only_hands_over_starts_before_all_else() -> None:
     assert worker(True) == "1F0 1F1 1F2 1B0 1B1 1F3 1B2 1B3"
 
 
-def test_more_may_begin_than_are_in_flight_on_a_stage_so_that_a_slow_link_is_never_idle() -> None:
+def test_micro_batches_started_ahead_keep_a_slow_link_busy() -> None:
     """A backward's end is heard of behind the activations that wait for the same link."""
     slow = [Hop("there", 1), Hop("back", 110)], [Hop("there", 110), Hop("back", 1)]
 
@@ -238,7 +238,7 @@ def test_a_long_step_is_predicted_from_its_beginning(limit: int) -> None:
     assert len(predicted.spans) < len(played.spans)
 
 
-def test_a_short_step_is_predicted_as_it_is_played() -> None:
+def test_a_short_step_is_simulated_whole() -> None:
     short = pipeline([(1, 2), (2, 3.5)], count=9, limit=4)
     assert predict(short) == simulate(short)
 

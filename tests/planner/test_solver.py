@@ -38,7 +38,7 @@ def test_the_p40_is_left_out_at_16_microbatches() -> None:
     assert found == {"w0": 16, "w1": 8, "w2": 8}
 
 
-def test_a_person_may_have_it_all_the_same() -> None:
+def test_a_pin_keeps_the_p40() -> None:
     pinned = Wishes(micro_batches=16, pins={"w3": (31, 32)})
     assert shares(cluster_of(TABLES[0], 16), pinned)["w3"] == 1
 
@@ -56,7 +56,7 @@ def test_an_excluded_device_has_nothing() -> None:
         (360, None, [1, 2, 4, 8, 15, 30, 60, 120, 180, 360]),
     ],
 )
-def test_a_batch_is_cut_evenly_unless_a_person_says_otherwise(
+def test_a_batch_is_cut_evenly_unless_wished_otherwise(
     batch_size: int, wished: int | None, expected: list[int]
 ) -> None:
     assert micro_batch_counts(batch_size, wished) == expected

@@ -64,16 +64,19 @@ def test_wishes_change_the_profile() -> None:
 REFUSED: dict[str, tuple[Wishes, str]] = {
     "an unknown pin": (
         Wishes(pins={"fst:1": (0, 1)}),
-        "The pin of 'fst:1' names none of the profile's devices; they are coordinator, fast:1",
+        "The pin of 'fst:1' names no device of the profile; its devices are coordinator, fast:1",
     ),
-    "an unknown exclusion": (Wishes(exclude=["x"]), "The exclusion of 'x' names none"),
-    "unknown memory": (Wishes(memory_bytes={"x": 1}), "The memory of 'x' names none"),
+    "an unknown exclusion": (Wishes(exclude=["x"]), "The exclusion of 'x' names no device"),
+    "unknown memory": (Wishes(memory_bytes={"x": 1}), "The memory of 'x' names no device"),
     "overlapping pins": (
         Wishes(pins={"fast:1": (2, 6), "slow:1": (5, 8)}),
         "The pins of 'fast:1' and 'slow:1' overlap: one ends at layer 6, the other starts at 5.",
     ),
     "one pin inside another": (Wishes(pins={"fast:1": (2, 9), "slow:1": (3, 4)}), "overlap"),
-    "a pin past the end": (Wishes(pins={"fast:1": (2, 11)}), "no range of the model's 10 layers"),
+    "a pin past the end": (
+        Wishes(pins={"fast:1": (2, 11)}),
+        "not a range of the model's 10 layers",
+    ),
     "an empty pin": (Wishes(pins={"fast:1": (2, 2)}), "0 <= START < END <= 10"),
     "a pin backwards": (Wishes(pins={"fast:1": (5, 2)}), "0 <= START < END <= 10"),
     "a coordinator in the middle": (
