@@ -205,7 +205,7 @@ class Conversations:
         if isinstance(message, m.Done) and left > 0:
             self._unanswered[sender.number] = left - 1
             return True
-        return bool(getattr(message, "step", self.step) != self.step)
+        return message.step not in (None, self.step)
 
     @contextmanager
     def _blaming(self, worker: ConnectedWorker) -> Iterator[None]:

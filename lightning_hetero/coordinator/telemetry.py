@@ -13,9 +13,9 @@ from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
 from ..transport.address import Address
 from ..transport.channel import observe
-from ..transport.clocks import ClockSample
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
+from ..transport.link_probe import ClockSample
 from .connections import ConnectedWorker, Conversations
 
 # Enough for one of them to meet no other traffic.

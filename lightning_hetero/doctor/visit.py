@@ -25,11 +25,11 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader, encode_frame
 from ..protocol.session import Session, coordinator_session
 from ..transport.address import Address
-from ..transport.channel import Channel, Inbox, send_buffers
+from ..transport.channel import Channel, Inbox, exchange_over, send_buffers
 from ..transport.connection import Connection, SocketConnection, prepare_socket
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import receive_opening
-from ..transport.link_probe import exchange_over, measure_link, new_inbox
+from ..transport.link_probe import measure_link
 from ..transport.tls import Credentials, secured
 from .checks import (
     Finding,
@@ -460,7 +460,7 @@ def _measured(
     way: _Way,
 ) -> Iterator[Finding]:
     deadlines = replace(Deadlines(), stop_seconds=options.connect_seconds)
-    channel, inbox = Channel(connection, session, str(address), deadlines), new_inbox()
+    channel, inbox = Channel(connection, session, str(address), deadlines), Inbox()
     channel.start(inbox)
     try:
         route = None if way.taken is None else way.routes[way.taken]

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ..errors import ChannelError
 from ..plan import COORDINATOR, Plan
 from ..protocol.fields import ACTIONS, Span, SpanKind
-from ..transport.clocks import ClockSample
+from ..transport.link_probe import ClockSample
 
 WINDOW_SECONDS = 1.0
 """Pings of so short a time are of one offset: clocks of bad machines drift by 0.1 ms in it."""
