@@ -7,21 +7,21 @@ HeteroError
 │  └─ CheckpointError        weights on disk that are missing, damaged or of another model
 ├─ BatchError                a batch or a result that cannot be split or merged
 ├─ ProtocolError
-│  ├─ LocalProtocolError     we were about to say what the rules forbid
-│  └─ RemoteProtocolError    the peer said what the rules forbid
+│  ├─ LocalProtocolError     we were about to send a message that the rules forbid
+│  └─ RemoteProtocolError    the peer sent a message that the rules forbid
 ├─ TokenError                a token file that is missing, weak or open to others
 ├─ ChannelError              a connection ended or could not be used
-│  └─ TrustError              the two ends have no token in common, or one has none
+│  └─ TrustError             the two ends have no token in common, or one has none
 ├─ DiscoveryError            workers that cannot be announced or found
 ├─ MeshError                 a WireGuard mesh that cannot work, or its files
 ├─ SaveError                 a checkpoint that could not be written
 ├─ PictureError              a picture or a report that cannot be made here
 └─ WorkerError
-   ├─ WorkerUnreachable      nobody answered, or it refused us
-   ├─ WorkerLost             it was there and is gone
-   │  └─ WeightsLost         what workers held has not come home whole
-   ├─ LinkLost               two are there and no longer reach each other
-   └─ StageFailed            its own code raised; carries the worker's traceback
+   ├─ WorkerUnreachable      a worker did not answer, or refused the conversation
+   ├─ WorkerLost             a worker of the run is gone
+   │  └─ WeightsLost         weights or optimizer state were lost with workers
+   ├─ LinkLost               two workers are alive and cannot reach each other
+   └─ StageFailed            a worker's own code raised; carries the worker's traceback
 """
 
 from typing import Literal
@@ -56,11 +56,11 @@ class ProtocolError(HeteroError):
 
 
 class LocalProtocolError(ProtocolError):
-    """We were about to say something that the rules forbid."""
+    """We were about to send a message that the rules forbid."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer said something that the rules forbid."""
+    """The peer sent a message that the rules forbid."""
 
 
 class TokenError(HeteroError):
@@ -74,7 +74,7 @@ class ChannelError(HeteroError):
 class TrustError(ChannelError):
     """The two ends of a connection have no token in common, or one of them has none.
 
-    ``about`` says what stands between them.
+    ``about`` names the cause: TLS itself, the tokens, or the clocks.
     """
 
     def __init__(self, text: str, about: Literal["TLS", "token", "clock"] = "TLS") -> None:
@@ -83,7 +83,7 @@ class TrustError(ChannelError):
 
 
 class DiscoveryError(HeteroError):
-    """Workers that cannot be announced on this network, or were not found there."""
+    """Workers that cannot be announced or found on this network."""
 
 
 class MeshError(HeteroError, ValueError):
@@ -91,7 +91,7 @@ class MeshError(HeteroError, ValueError):
 
 
 class SaveError(HeteroError, OSError):
-    """A checkpoint that could not be written; what was in its place is untouched."""
+    """A checkpoint that could not be written; an older file in its place is untouched."""
 
 
 class PictureError(HeteroError):
@@ -111,9 +111,9 @@ class WorkerLost(WorkerError):
 
 
 class WeightsLost(WorkerLost):
-    """Weights or optimizer state that workers held and that have not come home whole.
+    """The coordinator could not fetch all weights and optimizer state from the workers.
 
-    With ``are_weights_whole`` only the optimizer state is lost.
+    With ``are_weights_whole`` only optimizer state is lost.
     """
 
     def __init__(self, text: str, are_weights_whole: bool = False) -> None:
@@ -122,7 +122,7 @@ class WeightsLost(WorkerLost):
 
 
 class LinkLost(WorkerError):
-    """Two neighboring workers are there and cannot reach each other; their weights are not lost."""
+    """Two neighboring workers are alive and cannot reach each other; their weights are not lost."""
 
 
 class StageFailed(WorkerError):

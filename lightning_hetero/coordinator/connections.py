@@ -336,7 +336,7 @@ class Connections:
         if isinstance(message, m.Done) and sender.num_unanswered > 0:
             sender.num_unanswered -= 1
             return True
-        return isinstance(message, m.Norms) and message.step != self.step
+        return message.step not in (None, self.step)
 
     def _next_arrival(self, patience_seconds: float) -> Arrival:
         """Wait for the next arrival, without a limit while an owner pauses a worker.

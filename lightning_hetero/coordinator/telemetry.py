@@ -9,7 +9,7 @@ import torch
 from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
 from ..transport.channel import observe
-from ..transport.clocks import ClockSample
+from ..transport.link_probe import ClockSample
 from .connections import ConnectedWorker, Connections
 
 # So many that one of them meets no other traffic.

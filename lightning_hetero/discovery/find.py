@@ -13,9 +13,9 @@ from ..errors import DiscoveryError, WorkerUnreachable
 from ..protocol import messages as m
 from ..protocol.session import coordinator_session
 from ..transport.address import Address
+from ..transport.channel import Inbox
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity, dial
-from ..transport.link_probe import new_inbox
 from ..transport.token import read_token_file
 from .mdns import (
     Announcement,
@@ -137,7 +137,7 @@ def _equipment_of(address: Address, deadlines: Deadlines, identity: Identity) ->
     name = secrets.token_hex(16)
     rules = coordinator_session()
     channel, welcome = dial(address, rules, "coordinator", name, deadlines, identity)
-    channel.start(new_inbox())
+    channel.start(Inbox())
     channel.close(m.Goodbye())
     return welcome.equipment
 

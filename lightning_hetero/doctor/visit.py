@@ -23,11 +23,11 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader
 from ..protocol.session import Session, coordinator_session
 from ..transport.address import Address
-from ..transport.channel import Channel, Inbox
+from ..transport.channel import Channel, Inbox, exchange_over
 from ..transport.connection import Connection, SocketConnection, prepare_socket
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import greet
-from ..transport.link_probe import exchange_over, measure_link, new_inbox
+from ..transport.link_probe import measure_link
 from ..transport.tls import Credentials, secured
 from .checks import (
     Finding,
@@ -296,7 +296,7 @@ def _conversation(
 ) -> Iterator[Finding]:
     """Measure the link to a worker that has welcomed us."""
     deadlines = replace(Deadlines(), stop_seconds=options.connect_seconds)
-    channel, inbox = Channel(connection, session, str(address), deadlines), new_inbox()
+    channel, inbox = Channel(connection, session, str(address), deadlines), Inbox()
     channel.start(inbox)
     try:
         interface = "" if way.taken is None else way.routes[way.taken].interface

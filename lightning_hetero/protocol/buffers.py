@@ -1,4 +1,4 @@
-"""Receive buffers: new ones, and those that are used again once no tensor lives in them."""
+"""Receive buffers: new ones, and a pool that reuses those in which no tensor lives any more."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from ..errors import RemoteProtocolError
 
-# A fresh 64 MiB buffer costs more in page faults than its bytes cost on a loopback socket, so
-# big ones are kept. Small ones come cheap from the allocator.
+# Large buffers are kept: page faults of a new 64 MiB buffer take longer than sending its bytes over
+# loopback. Small ones are cheap to allocate.
 SMALLEST_KEPT_BYTES = 64 * 2**10
 MOST_KEPT = 64
 
@@ -21,7 +21,7 @@ Buffer = Any
 
 
 def _references_of_unused() -> int:
-    """What `getrefcount` reports of a buffer that only a list holds; Pythons differ in it."""
+    """What `getrefcount` reports for a buffer that only a list holds; Pythons differ."""
     buffers = [bytearray(1)]
     return sys.getrefcount(buffers[0])
 
@@ -30,10 +30,10 @@ _UNUSED_REFERENCES = _references_of_unused()
 
 
 def new_buffer(num_bytes: int) -> memoryview:
-    """Memory of its own for tensors that stay, aligned as torch's own; its content is undefined.
+    """New memory for tensors that stay, aligned like torch's own; its content is undefined.
 
     Raises:
-        RemoteProtocolError: If there is not so much.
+        RemoteProtocolError: If there is not enough memory.
     """
     try:
         return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
@@ -42,12 +42,14 @@ def new_buffer(num_bytes: int) -> memoryview:
 
 
 def _too_much(num_bytes: int) -> RemoteProtocolError:
-    return RemoteProtocolError(f"There is no memory here for a message of {num_bytes} bytes.")
+    return RemoteProtocolError(
+        f"There is too little memory here for a message of {num_bytes} bytes."
+    )
 
 
 def empty_memory(num_bytes: int) -> memoryview:
-    """Memory that the machine hands out as it is filled, as it does not if somebody makes it zero:
-    who announces much and sends little takes little."""
+    """Lazily committed memory: pages are allocated as data arrives, so a peer that announces a
+    large frame but sends little costs little."""
     try:
         return numpy.empty(num_bytes, numpy.uint8).data
     except MemoryError as error:
@@ -55,14 +57,14 @@ def empty_memory(num_bytes: int) -> memoryview:
 
 
 class BufferPool:
-    """Hands out byte buffers; one is free again when its last tensor is gone.
+    """Hands out byte buffers; a buffer is free again when its last tensor is gone.
 
-    `torch.frombuffer` makes a tensor hold a reference to the buffer it lives in, so the buffer's
-    reference count says whether it is in use: nobody has to give anything back. Not thread-safe:
-    a pool belongs to one reader.
+    A tensor of `torch.frombuffer` holds a reference to its buffer, so the buffer's reference count
+    says whether it is in use, and no caller has to return it. Not thread-safe: a pool belongs to
+    one reader.
 
     Args:
-        allocate: Makes a buffer of so many bytes, in memory that a device can copy from for one.
+        allocate: Allocates a buffer of that many bytes, for example in pinned memory.
     """
 
     def __init__(self, allocate: Callable[[int], Buffer] = empty_memory) -> None:
@@ -71,19 +73,19 @@ class BufferPool:
         self._buffers: list[Buffer] = []
 
     def keep_at_most(self, count: int) -> None:
-        """Keep so many buffers; those that are in use beyond that are not kept afterwards."""
+        """Keep at most ``count`` buffers; drop the oldest, which live on while in use."""
         self._most_kept = min(max(count, 1), MOST_KEPT)
         del self._buffers[: -self._most_kept]
 
     def forget(self) -> None:
-        """Keep none of the buffers; those that are in use live as long as they are."""
+        """Drop all buffers; they stay alive while they are in use."""
         self._buffers.clear()
 
     def take(self, num_bytes: int) -> Buffer:
         """A buffer of at least ``num_bytes``; its content is undefined.
 
         Raises:
-            RemoteProtocolError: If there is not so much memory.
+            RemoteProtocolError: If there is not enough memory.
         """
         if num_bytes < SMALLEST_KEPT_BYTES:
             return bytearray(num_bytes)
@@ -99,7 +101,7 @@ class BufferPool:
         return sys.getrefcount(self._buffers[index]) <= _UNUSED_REFERENCES
 
     def _forget_one(self) -> None:
-        """Make room by dropping the oldest buffer; tensors in it keep it alive by themselves."""
+        """Make room by dropping an unused buffer, or the oldest; its tensors keep it alive."""
         if len(self._buffers) >= self._most_kept:
             unused = (i for i in range(len(self._buffers)) if self._is_unused(i))
             self._buffers.pop(next(unused, 0))

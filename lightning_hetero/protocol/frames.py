@@ -3,13 +3,13 @@
     prefix (20 bytes)          header (msgpack)              body
     magic version lengths  |   message, tensor specs   |   tensor 0 . . tensor 1 . . …
 
-The version is that of the protocol. It never changes what a prefix or an opening looks like, so
-that every version can tell every other why they do not understand each other.
+The version is the protocol's. Every version keeps the layout of the prefix and of the opening, so
+that any two versions can tell each other why they do not work together.
 
-Lengths, shapes and dtypes are checked before memory is taken. Tensors are neither copied into a
-frame nor out of one: `encode_frame` names their memory, `FrameReader` says where bytes belong.
-
-How a conversation's first frame is read: by any version, from anybody, into little memory.
+Lengths, shapes and dtypes are checked before memory is taken. Tensors are copied neither into a
+frame nor out of it: `encode_frame` refers to their memory, and `FrameReader` says where the bytes
+that arrive belong. `OpeningReader` reads the first frame of a conversation, of any version and from
+any sender, into little memory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .tensors import TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
 MAGIC = b"LHET"
 _PREFIX = struct.Struct(">4sIIQ")
 
-# What decoding raises of bytes that are no message.
+# The errors of a decoder for bytes that are no message.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """The most that a peer may send in one frame."""
+    """Bounds of one frame that a peer may send."""
 
     header_bytes: int = 16 * 2**20
     body_bytes: int = 8 * 2**30
@@ -47,7 +47,7 @@ class FrameLimits:
 
 @dataclass(frozen=True)
 class Frame:
-    """One thing said: a message and the tensors that belong to it."""
+    """A message and the tensors that belong to it."""
 
     message: Message
     tensors: tuple[Tensor, ...] = ()
@@ -61,7 +61,7 @@ Known = TypeVar("Known", bound=Message)
 
 
 class Header(msgspec.Struct, Generic[Known], frozen=True, forbid_unknown_fields=True):
-    """What a frame says before its body."""
+    """The part of a frame before its body."""
 
     message: Known
     tensors: Annotated[list[TensorSpec], msgspec.Meta(max_length=2**16)]
@@ -77,7 +77,7 @@ _decoder = header_decoder(KINDS)
 
 
 def encode_frame(frame: Frame, limits: FrameLimits | None = None) -> list[memoryview]:
-    """The frame's bytes as buffers to be sent one after the other.
+    """Encode a frame as buffers, to be sent one after the other.
 
     Raises:
         LocalProtocolError: If the frame is longer than the limits.
@@ -87,7 +87,7 @@ def encode_frame(frame: Frame, limits: FrameLimits | None = None) -> list[memory
 
 
 def encode_head(frame: Frame, limits: FrameLimits | None = None) -> memoryview:
-    """What comes before the tensors, whose content is not looked at.
+    """Encode prefix and header, which do not depend on the content of the tensors.
 
     Raises:
         LocalProtocolError: If the frame is longer than the limits.
@@ -105,7 +105,7 @@ def encode_head(frame: Frame, limits: FrameLimits | None = None) -> memoryview:
 
 
 def encode_body(tensors: Sequence[Tensor]) -> list[memoryview]:
-    """The tensors' bytes, with what is between them."""
+    """Encode the tensors, with the padding between them."""
     specs = [TensorSpec.of(tensor) for tensor in tensors]
     offsets, _ = body_layout(specs)
     buffers: list[memoryview] = []
@@ -121,8 +121,8 @@ def encode_body(tensors: Sequence[Tensor]) -> list[memoryview]:
 class FrameReader:
     """Turns bytes into frames without knowing where they come from.
 
-    Fill `buffer()` from the front with what arrived, call `advance()` with the number of bytes,
-    and repeat; whenever a frame is complete, `advance()` returns it.
+    Fill `buffer()` from the front with bytes that arrived, call `advance()` with their number, and
+    repeat; `advance()` returns each frame once it is complete.
     """
 
     def __init__(self, limits: FrameLimits | None = None, pool: BufferPool | None = None) -> None:
@@ -136,14 +136,14 @@ class FrameReader:
         self._missing = memoryview(self._part)
 
     def buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
+        """The memory for the next bytes; never empty."""
         return self._missing
 
     def advance(self, num_bytes: int) -> Frame | None:
         """Note that the first ``num_bytes`` of `buffer()` are filled.
 
         Raises:
-            RemoteProtocolError: If the bytes are no frame; the reader is then of no further use.
+            RemoteProtocolError: If the bytes are no frame; the reader cannot go on then.
         """
         self._missing = self._missing[num_bytes:]
         while not self._missing:
@@ -156,10 +156,10 @@ class FrameReader:
         return None
 
     def close(self) -> None:
-        """Say that no more bytes come.
+        """Note that no more bytes come.
 
         Raises:
-            RemoteProtocolError: If that is in the middle of a frame.
+            RemoteProtocolError: If a frame is incomplete.
         """
         if self._body_bytes is not None or len(self._missing) < _PREFIX.size:
             raise RemoteProtocolError(
@@ -233,10 +233,10 @@ class FrameReader:
         return Frame(header.message, tensors)
 
 
-# A stranger's first frame is small: nobody may make us take memory before we know the role.
+# The first frame of a conversation is small, as any sender may make us take memory for it.
 OPENING_LIMITS = FrameLimits(header_bytes=64 * 2**10, body_bytes=0)
 
-# First bytes of TLS records; a frame starts with none of them.
+# First bytes of TLS records; no frame starts with one of them.
 TLS_RECORD_TYPES = frozenset({20, 21, 22, 23})
 
 
@@ -248,9 +248,9 @@ _opening_decoder = msgspec.msgpack.Decoder(_Opening)
 
 
 class OpeningReader(FrameReader):
-    """Reads one Hello, or the Welcome or Failure that answers it, of whatever version.
+    """Reads one Hello, or the Welcome or Failure that answers it, of any version.
 
-    It takes no byte of what follows, so that an ordinary reader may go on.
+    It takes no byte of the next frame, which an ordinary reader can read.
     """
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ class OpeningReader(FrameReader):
 
     @property
     def version(self) -> int:
-        """The protocol version of what was read."""
+        """The protocol version of the frame."""
         return self._version
 
     @override

@@ -1,4 +1,4 @@
-"""Tensors as bytes: what a frame says of each, and views between the two without a copy."""
+"""Tensors as bytes: their description in a frame, and conversions without a copy."""
 
 from __future__ import annotations
 
@@ -34,20 +34,19 @@ ALIGNMENT_BYTES = 64
 
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
-
-# The product of a shape's dimensions; more is not a tensor, even if one of them is 0.
+# Bounds the product of a shape's dimensions, where 0 counts as 1.
 MOST_ELEMENTS = 2**48
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a frame's header says of one tensor in its body."""
+    """The description of one tensor in a frame's header."""
 
     dtype: str
     shape: Annotated[list[Dimension], msgspec.Meta(max_length=16)]
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The description of a tensor.
+        """Describe a tensor.
 
         Raises:
             LocalProtocolError: If its dtype cannot be sent.
@@ -61,7 +60,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor's content; truth values are packed, eight to a byte."""
+        """Bytes of the tensor's content; booleans are packed, eight to a byte."""
         if math.prod(max(dimension, 1) for dimension in self.shape) > MOST_ELEMENTS:
             raise RemoteProtocolError(f"A tensor of shape {self.shape} is too large to exist.")
         if self.torch_dtype == torch.bool:
@@ -70,7 +69,11 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype, refused with a sentence when it is none of ours."""
+        """The dtype for torch.
+
+        Raises:
+            RemoteProtocolError: If the dtype cannot be sent.
+        """
         try:
             return DTYPES[self.dtype]
         except KeyError:
@@ -99,9 +102,9 @@ def body_layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor: its own memory if it is contiguous and on the CPU, else a copy's.
+    """The bytes of a tensor: its own memory if it is contiguous and on the CPU, else a copy.
 
-    Truth values, as masks have them, are packed.
+    Booleans are packed.
     """
     dense = tensor.detach().to("cpu").contiguous()
     # Not reshape(-1): a tensor of one element may have any stride and still count as contiguous.
@@ -110,7 +113,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def tensor_from_bytes(spec: TensorSpec, body: bytearray | memoryview, offset: int) -> Tensor:
-    """A tensor that lives in ``body``; it keeps the buffer alive. Truth values are unpacked."""
+    """A tensor that lives in ``body`` and keeps it alive. Booleans are unpacked into new memory."""
     if spec.num_bytes == 0:
         return torch.empty(spec.shape, dtype=spec.torch_dtype)
     count = math.prod(spec.shape)

@@ -1,12 +1,12 @@
-"""Argument trees on the wire: nested tuples, lists and dicts of numbers, texts and tensors.
+"""Arguments of layers on the wire: trees of tuples, lists, dicts, numbers, texts and tensors.
 
 A tree is split into a `Value`, which goes into a message, and a list of tensors, which goes into
 the frame's body. A tensor that occurs several times is sent once.
 
-Tensors that come again and again, such as rotary tables: the receiver keeps them in slots.
-
-The sender alone decides what is in which slot; it names the slot instead of sending the content.
-Only what is sent a second time is kept, so that masks that never come again take no room.
+Tensors that many calls have in common, such as rotary tables, stay with the receiver in slots: the
+sender then names the slot instead of sending the content. The sender alone decides which slot holds
+which tensor. Only a tensor that is sent a second time gets a slot, so masks that are sent once take
+no room.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .tensors import TensorSpec, tensor_bytes
 NUM_SLOTS = 32
 MOST_BYTES = 4 * 2**20
 Slot = Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS - 1)]
-# Contents that were sent once and may come again.
+# Digests of tensors that were sent once and may come again.
 _NUM_CANDIDATES = 256
 
 
 class Digests:
-    """The digests of tensors that are sent to several receivers, each computed once.
+    """The digests of tensors for several receivers; each digest is computed once.
 
     Args:
-        hosts: Copies in main memory by the ids of tensors that are elsewhere.
+        hosts: Copies in main memory, by the ids of tensors on other devices.
     """
 
     def __init__(self, hosts: Mapping[int, Tensor] | None = None) -> None:
@@ -42,35 +42,35 @@ class Digests:
         self._found: dict[int, tuple[Tensor, bytes]] = {}
 
     def of(self, tensor: Tensor) -> bytes:
-        """What tells this dtype, shape and content from any other."""
+        """A digest of the tensor's dtype, shape and content."""
         if id(tensor) not in self._found:
             digest = hashlib.blake2b(str(TensorSpec.of(tensor)).encode(), digest_size=16)
             digest.update(tensor_bytes(self._hosts.get(id(tensor), tensor)))
-            # The tensor stays alive with its digest, so that no other gets its id.
+            # Keep the tensor alive with its digest, so that no other tensor gets its id.
             self._found[id(tensor)] = tensor, digest.digest()
         return self._found[id(tensor)][1]
 
 
 class SentConstants:
-    """What one receiver has in which slot, as the sender knows it."""
+    """The sender's knowledge of what one receiver keeps in which slot."""
 
     def __init__(self) -> None:
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._candidates: OrderedDict[bytes, None] = OrderedDict()
 
     def slot_of(self, digest: bytes) -> int | None:
-        """The slot that holds this content, if one does."""
+        """The slot that holds this content; None if no slot does."""
         if digest in self._slots:
             self._slots.move_to_end(digest)
         return self._slots.get(digest)
 
     def clear(self) -> None:
-        """Send everything again: it is not known what the receiver has got."""
+        """Forget everything, as it is unknown what the receiver has got; send it all again."""
         self._slots.clear()
         self._candidates.clear()
 
     def note_sent(self, digest: bytes) -> int | None:
-        """The slot in which the receiver is to keep what is being sent; None for none."""
+        """The slot in which the receiver has to keep this content; None for no slot."""
         if digest not in self._candidates:
             self._candidates[digest] = None
             if len(self._candidates) > _NUM_CANDIDATES:
@@ -85,7 +85,7 @@ class SentConstants:
 
 
 class KeptConstants:
-    """What a receiver keeps."""
+    """The tensors that a receiver keeps in slots."""
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[Tensor, int]] = {}
@@ -98,8 +98,8 @@ class KeptConstants:
         """The tensor in a slot.
 
         Raises:
-            RemoteProtocolError: If there is none.
-            ModelError: If a layer has changed it.
+            RemoteProtocolError: If the slot is empty.
+            ModelError: If a layer has changed the tensor in place.
         """
         if slot not in self._slots:
             raise RemoteProtocolError(f"A value names slot {slot}, which holds no tensor.")
@@ -113,18 +113,18 @@ class KeptConstants:
 
 
 def may_be_kept(tensor: Tensor) -> bool:
-    """Whether a tensor is small enough to be kept, and large enough to be worth it."""
+    """Whether a tensor is small enough for a slot, and large enough to be worth one."""
     return 64 <= TensorSpec.of(tensor).num_bytes <= MOST_BYTES
 
 
 class TensorNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tensor"):
-    """The place of the frame's tensor number ``index``."""
+    """Stands for tensor number ``index`` of the frame."""
 
     index: int
 
 
 class ConstantNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="constant"):
-    """The place of the tensor that the receiver keeps in a slot."""
+    """Stands for the tensor that the receiver keeps in a slot."""
 
     slot: int
 
@@ -191,10 +191,12 @@ class Packer:
     """Turns trees into values and gathers their tensors, each once.
 
     Args:
-        constants: What the receiver keeps; without it every tensor is sent.
-        digests: Those of the tensors, shared with packers for other receivers.
+        constants: What the receiver keeps in slots; without it every tensor is sent.
+        digests: Digests that are shared with packers for other receivers.
 
-    ``kept`` says which of the tensors the receiver is to keep, and in which slot.
+    Attributes:
+        tensors: The tensors to send.
+        kept: The slots in which the receiver has to keep some of them, by their index.
     """
 
     def __init__(
@@ -207,14 +209,14 @@ class Packer:
         self._nodes: dict[int, TensorNode | ConstantNode] = {}
 
     def pack(self, tree: Any, where: str = "value") -> Value:
-        """The value of a tree.
+        """Turn a tree into a value.
 
         Raises:
             LocalProtocolError: If something in it cannot be sent; the text says what and where.
         """
         if tree is None or isinstance(tree, bool):
             return tree
-        # Subclasses such as numpy's float or an enum's members go as what they are at heart.
+        # Subclasses, such as numpy's float or an enum's members, are sent as their plain type.
         for plain in (int, float, str):
             if isinstance(tree, plain) and _fits(tree):
                 return plain(tree)
@@ -250,14 +252,14 @@ class Packer:
 
 
 def _fits(plain: float | str) -> bool:
-    """Whether a number is no longer than the 64 bits that the wire has for it."""
+    """Whether a number fits into the 64 bits that it has on the wire."""
     return not isinstance(plain, int) or -(2**63) <= plain < 2**64
 
 
 def unpack(
     value: Value, tensors: tuple[Tensor, ...], constants: KeptConstants | None = None
 ) -> Any:
-    """The tree of a value, with the frame's tensors and those that are kept in slots.
+    """Turn a value back into a tree, with the frame's tensors and the tensors in slots.
 
     Raises:
         RemoteProtocolError: If the value names a tensor that the frame does not carry, or an

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ..errors import ChannelError
 from ..plan import COORDINATOR, Plan
 from ..protocol.fields import ACTIONS, Span, SpanKind
-from ..transport.clocks import ClockSample
+from ..transport.link_probe import ClockSample
 
 WINDOW_SECONDS = 1.0
 """Pings within this time share one offset: even a bad clock drifts by only 0.1 ms in it."""

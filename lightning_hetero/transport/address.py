@@ -1,4 +1,4 @@
-"""Addresses: ``host:port`` as a person writes it."""
+"""Addresses, ``host:port`` as a person writes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Address:
         """Read ``host:port``, ``1.2.3.4:port`` or ``[::1]:port``.
 
         Raises:
-            PlanError: If it is none of these.
+            PlanError: If the text is no address.
         """
         found = _HOST_AND_PORT.fullmatch(text)
         if found is None or int(found["port"]) > MOST_PORT:

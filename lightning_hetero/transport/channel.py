@@ -1,18 +1,10 @@
-"""A channel: a connection that speaks frames, with a thread for each direction.
+"""A channel: a connection that carries frames, with a thread for each direction.
 
-The reading thread fills tensors in place; the writing thread sends large tensors from their own
-memory, and gives a sign of life when there is nothing to send, so a peer that computes is heard.
-While the writing thread waits for its device to make what it is to send, the reading one does.
-What arrives, and the channel's end, goes to one inbox. Nobody who computes ever waits for the
-network.
-
-What a worker does, in words for people: what it says of itself, and what its messages show.
-
-Sends what the pipeline passes on while it is still being copied from the device.
-
-Whoever computes begins the copies and goes on; the thread that writes to the socket waits for them.
-
-What a channel sends, told to the recorder of a stage.
+The reading thread fills tensors in place. The writing thread sends large tensors from their own
+memory, and sends a sign of life when it has nothing else, so that a peer that computes is heard.
+While the writing thread waits for the device to finish a tensor, the reading thread sends the signs
+of life. Everything that arrives, and the channel's end, goes to one inbox: the thread that computes
+never waits for the network.
 """
 
 from __future__ import annotations
@@ -38,30 +30,23 @@ from ..protocol import messages as m
 from ..protocol.buffers import BufferPool
 from ..protocol.frames import Frame, FrameReader, encode_body, encode_frame, encode_head
 from ..protocol.session import Session, State
-from .clocks import PeerClock
 from .connection import Connection
 from .deadlines import Deadlines
-
-
-def of_action(action: Action, step: int) -> str:
-    """What a stage does when it carries out an action."""
-    kind = "forward" if action.kind == "F" else "backward"
-    return f"the {kind} of micro-batch {action.key.microbatch} in step {step}"
-
+from .link_probe import Exchange, PeerClock, payload
 
 logger = logging.getLogger(__name__)
 
-# A message, and what encodes its frame.
+# A message, and the function that encodes its frame.
 Queued = tuple[m.Message, Callable[[], list[memoryview]]]
 
-# Of a silence: acknowledgements of a machine that is there come twice as often at least, also when
-# it takes no more bytes and is only asked whether it will.
+# Relative to the silence. A machine that is up acknowledges something at least twice in it, even
+# while its receive window is closed and it only gets window probes.
 _SHARE_OF_SILENCE = 0.7
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Something that came over a channel: a frame, or the error that ended it."""
+    """What arrived over a channel: a frame, or the error that ended the channel."""
 
     channel: Channel
     content: Frame | HeteroError
@@ -69,13 +54,13 @@ class Arrival:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of the frame, if it is one."""
+        """The frame's tensors; none for an error."""
         return self.content.tensors if isinstance(self.content, Frame) else ()
 
 
 Inbox = SimpleQueue[Arrival]
 
-# Carries out a message of one kind, whose tensors are given besides.
+# Carries out a message of one class; gets its tensors too.
 Handler = Callable[[Any, tuple[Tensor, ...]], None]
 
 
@@ -83,16 +68,18 @@ class Channel:
     """One end of a conversation after its handshake. Start it with `start`, end it with `close`.
 
     Args:
-        connection: From now on the channel's.
-        session: The rules, as far as the handshake has taken them.
-        peer: Who is at the other end, for messages to people.
-        frozen_seconds: Silence after which a peer is given up whose machine still answers; None
-            takes that of any silence.
+        connection: The connection, which the channel closes.
+        session: The session, in the state in which the handshake left it.
+        peer: Name of the other end, for messages to people.
+        frozen_seconds: Silence after which the channel gives up a peer whose machine still answers;
+            None takes the deadline for any silence.
 
     Attributes:
-        clock: What is known of the peer's clock.
-        on_sent: Told, in a thread of the channel, of each message that has gone out: its bytes, and
-            when that began.
+        activity: What this end does, in words for people at the other end.
+        peer_activity: The latest that the peer reported of its own activity; empty at first.
+        clock: Compares the peer's clock with ours.
+        on_sent: Called in a thread of the channel after each message: the message, the bytes of its
+            frame, and when sending began.
     """
 
     def __init__(
@@ -105,9 +92,8 @@ class Channel:
     ) -> None:
         self.peer = peer
         self._frozen_seconds = frozen_seconds or deadlines.silence_seconds
-        # What this end does, for people at the other one, and what is known of that one.
         self.activity = ""
-        self._peer_activity = ""
+        self.peer_activity = ""
         self._connection = connection
         self.traffic = connection.traffic
         self._session = session
@@ -120,7 +106,8 @@ class Channel:
         self.clock = PeerClock(self.send)
         self.on_sent: Callable[[m.Message, int, float], None] | None = None
         self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
-        # One thread at a time writes: the reading one, while the other waits for a device.
+        # Held while writing: usually by the writing thread, by the reading one while that waits for
+        # a device.
         self._sending = threading.Lock()
         self._is_encoding = False
         self._is_closing = False
@@ -129,7 +116,7 @@ class Channel:
         self._threads: list[threading.Thread] = []
 
     def start(self, inbox: Inbox, pool: BufferPool | None = None) -> None:
-        """Begin to read and write; what arrives goes to ``inbox``, in memory of the pool."""
+        """Begin to read and write; arrivals go to ``inbox``, tensors in buffers of ``pool``."""
         if pool is not None:
             self._reader = FrameReader(pool=pool)
         self._connection.set_timeout(self._deadlines.heartbeat_seconds)
@@ -142,7 +129,7 @@ class Channel:
             thread.start()
 
     def send(self, message: m.Message, *tensors: Tensor) -> None:
-        """Queue a frame. Its tensors must not change until they are sent.
+        """Queue a frame; its tensors must not change until it is sent.
 
         Raises:
             LocalProtocolError: If the rules forbid the message, or it cannot be encoded.
@@ -153,7 +140,7 @@ class Channel:
         self._queue(message, partial(_encoded, buffers))
 
     def send_later(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
-        """Queue a frame that the writing thread is to encode, which may wait for its tensors.
+        """Queue a frame that the writing thread encodes, which may wait for its tensors.
 
         Raises:
             LocalProtocolError: If the rules forbid the message.
@@ -168,22 +155,17 @@ class Channel:
             self._outgoing.put((message, encode))
 
     def wait_until_sent(self, most_queued: int) -> None:
-        """Wait until at most so many frames are still to be sent, or the channel is over."""
+        """Wait until at most ``most_queued`` frames are still queued, or the channel is over."""
         with self._progress:
             self._progress.wait_for(lambda: self._num_queued <= most_queued or self._is_over)
 
     @property
     def has_ended(self) -> bool:
-        """Whether one of the two has said the last word."""
+        """Whether a `Goodbye` or `Failure` ended the conversation."""
         return self._session.state is State.CLOSED
 
-    @property
-    def peer_activity(self) -> str:
-        """The last that is known of what the peer does; nothing if it has told nothing."""
-        return self._peer_activity
-
     def peer_answers(self) -> bool:
-        """Ask for a sign of life, and wait until one comes or the channel is over."""
+        """Ask for a sign of life; wait until the peer says anything or the channel is over."""
         before = self._num_heard
         self.send(m.Ping())
         with self._progress:
@@ -191,7 +173,7 @@ class Channel:
         return self._num_heard > before
 
     def close(self, last_word: m.Message | None = None) -> None:
-        """Send what is queued and a last word, then end the channel and its threads."""
+        """Send the queued frames and a last message, then end the channel and its threads."""
         if last_word is not None:
             with contextlib.suppress(HeteroError):
                 self.send(last_word)
@@ -203,7 +185,7 @@ class Channel:
         self._note_over()
         if reading is not threading.current_thread():
             reading.join()
-        # One that waits for a device that hangs is left alone, and finds the connection closed.
+        # A writing thread whose device hangs is left alone; it finds the connection closed later.
         writing.join(self._deadlines.stop_seconds)
         self._connection.close()
 
@@ -214,7 +196,7 @@ class Channel:
                 if not frame.message.is_instant:
                     inbox.put(Arrival(self, frame))
                 del frame  # the next wait must not keep its tensors alive
-        except Exception as error:  # whatever it is, somebody waits for what would come next
+        except Exception as error:  # the owner waits for the inbox, so any error must get there
             self._end(inbox, error)
 
     def _next_frame(self) -> Frame:
@@ -232,15 +214,15 @@ class Channel:
                 self._session.received(frame.message)
                 self._num_heard += 1
                 self._progress.notify_all()
-            self._peer_activity = frame.message.reported_activity or self._peer_activity
+            self.peer_activity = frame.message.reported_activity or self.peer_activity
             if isinstance(frame.message, m.Ping):
-                self._say_at_once(m.Pong(self.activity))
+                self._send_at_once(m.Pong(self.activity))
             self.clock.take(frame.message)
             return frame
 
-    def _say_at_once(self, message: m.Ping | m.Pong) -> None:
-        """Send a sign of life, also while the writing thread waits for its device."""
-        # A frame that is on its way is a sign of life itself, and whoever reads never waits for it.
+    def _send_at_once(self, message: m.Ping | m.Pong) -> None:
+        """Send a sign of life, even while the writing thread waits for its device."""
+        # A frame on its way is a sign of life too, so do not wait for the lock.
         if self._is_encoding and self._sending.acquire(blocking=False):
             try:
                 frame = Frame(message)
@@ -253,12 +235,13 @@ class Channel:
             self.send(message)
 
     def _on_silence(self) -> None:
-        # Waits are counted and no clock is read: who was stopped itself blames nobody for it.
+        # Count timeouts instead of elapsed time, so that a process that was suspended itself does
+        # not declare its peer lost.
         self._num_silent_waits += 1
         silence_seconds = self._num_silent_waits * self._deadlines.heartbeat_seconds
         if silence_seconds < self._deadlines.silence_seconds:
-            # Its signs of life may be set to come less often than we look.
-            self._say_at_once(m.Ping())
+            # The peer may be set to send its signs of life less often than we look.
+            self._send_at_once(m.Ping())
             return
         since_answer = self._connection.seconds_since_answer()
         is_cut_off = since_answer is not None and since_answer > _SHARE_OF_SILENCE * silence_seconds
@@ -269,7 +252,7 @@ class Channel:
             )
 
     def _end(self, inbox: Inbox, error: Exception) -> None:
-        """The channel is over: tell the peer if it broke a rule, and ours in any case."""
+        """End the channel after an error: tell the peer if it broke a rule, and our inbox."""
         broke_a_rule = isinstance(error, RemoteProtocolError)
         if broke_a_rule:
             with contextlib.suppress(HeteroError):
@@ -279,9 +262,9 @@ class Channel:
                 error = ChannelError(f"The connection to {self.peer} was cut ({error}).")
             inbox.put(Arrival(self, error))
         if not broke_a_rule:
-            self._connection.shut_down()  # or the other thread would try to send for a while
+            self._connection.shut_down()  # or the writing thread would try to send for a while
         self._outgoing.put(None)
-        # The writing thread may wait for its device as long as that takes.
+        # The writing thread may still wait for its device; nobody else has to wait for that.
         self._note_over()
 
     def _write(self) -> None:
@@ -331,12 +314,12 @@ def _encoded(buffers: list[memoryview]) -> list[memoryview]:
 def receive_some(
     connection: Connection, reader: FrameReader, peer: str = "The peer"
 ) -> Frame | None:
-    """Take what has arrived; the frame, if that completes one.
+    """Read the bytes that have arrived; return the frame if they complete one.
 
     Raises:
         TimeoutError: If nothing arrives within the connection's timeout.
         ChannelError: If the peer has ended the connection.
-        RemoteProtocolError: If what arrived is no frame.
+        RemoteProtocolError: If the bytes are no frame.
     """
     missing = reader.buffer()
     num_bytes = connection.receive_into(missing, sure_bytes=len(missing))
@@ -346,10 +329,10 @@ def receive_some(
         reader.close()
     except RemoteProtocolError as error:
         raise ChannelError(
-            f"{peer} ended the connection in the middle of a message, as a process does that is "
+            f"{peer} ended the connection in the middle of a message, as happens when a process is "
             "killed."
         ) from error
-    raise ChannelError(f"{peer} ended the connection without a word.")
+    raise ChannelError(f"{peer} ended the connection without a Goodbye.")
 
 
 def _reason_of_silence(since_answer: float | None, is_cut_off: bool) -> str:
@@ -363,10 +346,10 @@ def _reason_of_silence(since_answer: float | None, is_cut_off: bool) -> str:
 def send_buffers(
     connection: Connection, buffers: list[memoryview], patience_seconds: float
 ) -> None:
-    """Send buffers one after the other, from where they are; the list is used up.
+    """Send buffers one after the other from their own memory; the list is empty afterwards.
 
     Raises:
-        ChannelError: If the peer takes nothing for ``patience_seconds``.
+        ChannelError: If the peer reads nothing for ``patience_seconds``.
     """
     last_progress = time.monotonic()
     while buffers:
@@ -375,7 +358,7 @@ def send_buffers(
             last_progress = time.monotonic()
         except TimeoutError:
             if time.monotonic() - last_progress > patience_seconds:
-                raise ChannelError(f"The peer took nothing for {patience_seconds} s.") from None
+                raise ChannelError(f"The peer read nothing for {patience_seconds} s.") from None
             continue
         while buffers and num_bytes >= len(buffers[0]):
             num_bytes -= len(buffers.pop(0))
@@ -383,8 +366,35 @@ def send_buffers(
             buffers[0] = buffers[0][num_bytes:]
 
 
+def exchange_over(channel: Channel, inbox: Inbox, patience_seconds: float) -> Exchange:
+    """Probes over a channel whose inbox has no other reader.
+
+    Raises:
+        ChannelError: When used, if the peer does not answer.
+    """
+
+    def exchange(there_bytes: int, back_bytes: int) -> None:
+        channel.send(m.Probe(back_bytes), *payload(there_bytes))
+        try:
+            content = inbox.get(timeout=patience_seconds).content
+        except Empty:
+            raise ChannelError(
+                f"{channel.peer} did not answer a probe within {patience_seconds:.0f} s."
+            ) from None
+        if isinstance(content, HeteroError):
+            raise content
+        if isinstance(content.message, m.Paused):
+            raise ChannelError(f"{channel.peer} is paused by its owner.")
+        if not isinstance(content.message, m.ProbeAnswer):
+            raise ChannelError(f"{channel.peer} answered a probe with {content.message}.")
+
+    return exchange
+
+
 def send_copied(channel: Channel, content: Content, copies: Copies) -> None:
-    """Queue a message with tensors of the device.
+    """Queue a message whose tensors are on the device.
+
+    The calling thread only begins the copies to main memory; the writing thread waits for them.
 
     Raises:
         LocalProtocolError: If the rules forbid the message, or it cannot be encoded.
@@ -404,7 +414,7 @@ def _encode_copied(head: memoryview, copy: HostCopy) -> list[memoryview]:
 
 
 def observe(channel: Channel, peer: int, recorder: Recorder | None) -> None:
-    """Have a recorder told of what the channel sends, or nobody."""
+    """Tell a recorder of every message that the channel sends to stage ``peer``; None stops it."""
     channel.on_sent = None if recorder is None else partial(_note_sent, recorder, peer)
 
 
@@ -413,3 +423,9 @@ def _note_sent(
 ) -> None:
     if message.key is not None:
         recorder.note_sent(peer, message.key, type(message).__name__, num_bytes, start_seconds)
+
+
+def of_action(action: Action, step: int) -> str:
+    """What a stage does when it carries out an action, in words for people."""
+    kind = "forward" if action.kind == "F" else "backward"
+    return f"the {kind} of micro-batch {action.key.microbatch} in step {step}"

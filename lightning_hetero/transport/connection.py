@@ -16,9 +16,9 @@ from typing import Protocol
 _MOST_BUFFERS = 512
 _SOCKET_BUFFER_BYTES = 4 * 2**20
 _WASTE_BYTES = 2**16
-# A slow link brings packets one by one, and each would wake the thread that reads and take the
-# interpreter from the one that computes. It sleeps until that much is there, unless less is to come
-# than a packet brings; waiting for more saves no more.
+# On a slow link packets arrive one by one, and each would wake the reading thread, which takes the
+# interpreter from the computing one. So the reading thread sleeps until this much has arrived,
+# unless less than a packet is still to come. Waiting for more bytes saves nothing more.
 _MOST_AWAITED_BYTES = 2**15
 _LEAST_AWAITED_BYTES = 1400
 # Where Linux's `struct tcp_info` has the milliseconds since the last acknowledgement came.
@@ -27,48 +27,48 @@ _LAST_ACK = struct.Struct("=56xI")
 
 @dataclass
 class Traffic:
-    """Bytes gone over a connection: one thread at a time counts each way, any may look."""
+    """Bytes that went over a connection. One thread counts each direction; any thread may read."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
 
 
 class Connection(Protocol):
-    """What a channel needs. One thread at a time may send while another receives."""
+    """What a channel needs of a connection. One thread may send while another receives."""
 
     @property
     def traffic(self) -> Traffic:
-        """What has gone over it."""
+        """The bytes that went over the connection."""
 
     def set_timeout(self, seconds: float) -> None:
-        """Let every later call that has to wait raise TimeoutError after so long."""
+        """Let every later call raise TimeoutError after it has waited that long."""
 
     def receive_into(self, buffer: memoryview, sure_bytes: int = 1) -> int:
-        """Take what has arrived, as far as it fits; 0 says that the peer sends no more.
+        """Read bytes that have arrived, as many as fit; 0 means that the peer sends no more.
 
         Args:
-            sure_bytes: As many come whatever happens at this end, so that one may wait for them.
+            sure_bytes: That many bytes are certain to come, so the call may wait for them.
         """
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Send something of the buffers; how many bytes of them need not be offered again.
+        """Send some bytes of the buffers; return how many the caller must not offer again.
 
-        That may be none although the peer takes something: offer the same bytes again.
+        The result may be 0 although bytes left: offer the same bytes again.
         """
 
     def seconds_since_answer(self) -> float | None:
-        """How long ago the peer's machine last acknowledged something, whatever its process does;
-        None where the system does not tell."""
+        """How long ago the peer's machine acknowledged bytes, whatever its process does; None where
+        the operating system does not tell."""
 
     def shut_down(self) -> None:
-        """End both directions, which wakes whoever waits."""
+        """End both directions, which wakes the threads that wait."""
 
     def close(self) -> None:
-        """Give back what the connection holds; nobody may be using it any more."""
+        """Release the connection, which no thread may use any more."""
 
 
 class SocketConnection:
-    """A socket as it is."""
+    """A plain socket."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -77,7 +77,7 @@ class SocketConnection:
 
     @property
     def socket(self) -> socket.socket:
-        """The socket, to be prepared."""
+        """The socket, for its options."""
         return self._socket
 
     def set_timeout(self, seconds: float) -> None:
@@ -88,7 +88,7 @@ class SocketConnection:
         try:
             num_bytes = self._socket.recv_into(buffer)
         except TimeoutError:
-            # The link may be so slow that less has come; that is no silence.
+            # On a slow link fewer bytes may have arrived, which is no silence.
             if self._awaited_bytes == 1 or not self._has_anything():
                 raise
             num_bytes = self._socket.recv_into(buffer)
@@ -118,10 +118,10 @@ class SocketConnection:
         self._socket.close()
 
     def _await(self, num_bytes: int) -> None:
-        """Sleep in later calls until so many bytes are there, or the peer sends no more."""
+        """Sleep in later calls until that many bytes have arrived, or the peer sends no more."""
         if sys.platform.startswith("linux") and num_bytes != self._awaited_bytes:
             self._awaited_bytes = num_bytes
-            # Who cannot is woken more often.
+            # Without this option the thread only wakes more often.
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
@@ -132,9 +132,9 @@ class SocketConnection:
         return bool(arrivals.poll(0))
 
     def close_after_last_word(self, patience_seconds: float) -> None:
-        """Close, but let the peer read what was said last.
+        """Close, but let the peer read the last message first.
 
-        Bytes that arrived and were not read make closing a reset, which may overtake that.
+        Closing a socket with unread bytes sends a reset, which may overtake the last message.
         """
         end = time.monotonic() + patience_seconds
         waste = memoryview(bytearray(_WASTE_BYTES))
@@ -148,12 +148,12 @@ class SocketConnection:
 
 
 def awaited_bytes(sure_bytes: int) -> int:
-    """How many bytes to wait for of those that are sure to come."""
+    """How many bytes to wait for, of those that are certain to come."""
     return min(sure_bytes, _MOST_AWAITED_BYTES) if sure_bytes >= _LEAST_AWAITED_BYTES else 1
 
 
 def prepare_socket(connected: socket.socket) -> None:
-    """Small messages leave at once; large ones find room."""
+    """Let small messages leave at once, and give large ones room in the buffers."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connected.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)

@@ -1,4 +1,4 @@
-"""How long anything may take."""
+"""Deadlines of all blocking calls."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ class Deadlines:
     """Every blocking call ends by one of these.
 
     Args:
-        connect_seconds: To reach a worker and agree on a conversation, each.
-        busy_seconds: For a worker's last session to end before it calls itself busy; one whose
-            coordinator has just crashed still has to notice.
+        connect_seconds: To connect to a worker, to agree on TLS, and to open a conversation, each.
+        busy_seconds: For a worker's last session to end before the worker calls itself busy; after
+            a crash of its coordinator it still has to notice that.
         discovery_seconds: To hear from workers that are announced on the local network.
-        heartbeat_seconds: A channel with nothing to say gives a sign of life that often, also while
-            its process computes.
-        silence_seconds: Silence after which a peer is given up: in whole heartbeats, and with one
-            more if it ends inside a tensor, it is named within ten seconds. However long a step
-            takes is another matter.
-        frozen_seconds: The same for a coordinator whose machine still answers. User code may keep a
-            whole process from speaking, as reading a large JSON file does, and a person may stop
-            it for a while (Ctrl-Z).
-        request_seconds: For the answer to a request that is not a step, such as building layers.
-        progress_seconds: For anything at all to come back during a step, the first one included,
-            when kernels are compiled.
-        stop_seconds: For a local worker process to end after it was told to, and for a peer to take
-            what is still to be sent when a conversation ends.
+        heartbeat_seconds: Between two signs of life on a channel that is otherwise silent, even
+            while its process computes.
+        silence_seconds: Silence after which a channel gives its peer up. It counts in whole
+            heartbeats, one more if the silence begins inside a tensor, so that a lost peer is named
+            within ten seconds. It does not limit how long a step takes.
+        frozen_seconds: Silence after which a worker gives up a coordinator whose machine still
+            answers. User code may silence a whole process, for example by reading a large JSON
+            file, and a person may suspend it (Ctrl-Z).
+        request_seconds: For the answer to a request outside a step, such as building layers.
+        progress_seconds: For any result during a step, even the first one, which compiles kernels.
+        stop_seconds: For a local worker process to end after its Goodbye, and for a peer to read
+            the last frames of a conversation.
     """
 
     connect_seconds: float = 8.0

@@ -1,6 +1,7 @@
 """How a conversation is opened: dial, TLS, Hello, Welcome, each within its deadline.
 
-Whether two ends can work together, and whether a worker can hold a stage: rules without I/O.
+The second half are rules without I/O: whether two ends can work together, and whether a worker can
+hold or compile a stage.
 """
 
 from __future__ import annotations
@@ -29,118 +30,14 @@ from .deadlines import Deadlines
 from .tls import Credentials, secured
 
 _OURS = "lightning-hetero"
-# Its model code builds the layers, and it keeps their meaning within a major version.
+# The library whose code builds the layers; a layer means the same within a major version.
 _MODEL_CODE = "transformers"
 _UNKNOWN = "unknown"
 _MOST_SHOWN = 40
 
-
-@dataclass(frozen=True)
-class Party:
-    """One end of a conversation.
-
-    Args:
-        name: What people call it, as inside a sentence.
-        protocol: What it speaks.
-        equipment: What it runs on.
-    """
-
-    name: str
-    protocol: int
-    equipment: Equipment
-
-
-def obstacles(one: Party, other: Party) -> list[str]:
-    """Why the two cannot work together, each with its remedy; none if they can.
-
-    A version that one does not say is not held against it.
-    """
-    found = []
-    if one.protocol != other.protocol:
-        ours, theirs = _version(one, _OURS), _version(other, _OURS)
-        found.append(
-            f"{one.name} speaks protocol {one.protocol} ({_OURS} {ours}) and {other.name} "
-            f"{other.protocol} ({_OURS} {theirs}); install the same version of {_OURS} on both."
-        )
-    ours, theirs = _version(one, _MODEL_CODE), _version(other, _MODEL_CODE)
-    majors = {version.partition(".")[0] for version in (ours, theirs)} - {_UNKNOWN}
-    if len(majors) > 1:
-        found.append(
-            f"{one.name} has {_MODEL_CODE} {ours} and {other.name} has {theirs}, which build "
-            "layers differently; install the same major version on both."
-        )
-    return [sentence[0].upper() + sentence[1:] for sentence in found]
-
-
-def differences(here: Equipment, there: Equipment) -> list[str]:
-    """Versions that differ and may: what of it, there and here. None if an end says nothing."""
-    ours, theirs = here.versions, there.versions
-    if not ours or not theirs:
-        return []
-    return [
-        f"{_shown(name)} {_shown(theirs.get(name, 'missing'))} ({ours.get(name, 'missing')} here)"
-        for name in dict.fromkeys([*ours, *theirs])
-        if ours.get(name) != theirs.get(name)
-    ]
-
-
-def shortcomings(
-    equipment: Equipment, recipe: Recipe | BlocksRecipe, dtypes: Iterable[torch.dtype]
-) -> list[str]:
-    """What a worker lacks for layers with tensors of these dtypes, each with the remedy."""
-    wanted = {dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point}
-    found = [
-        f"its device {equipment.device} does not compute in {name}; give its stage another `dtype`."
-        for name in sorted(wanted - set(equipment.dtypes))
-    ]
-    if isinstance(recipe, BlocksRecipe):
-        return found
-    if recipe.four_bit and "nf4" not in equipment.capabilities:
-        found.append(_missing_library("bitsandbytes", "layers in 4 bits"))
-    if recipe.adapters is not None and "peft" not in equipment.versions:
-        found.append(_missing_library("peft", "adapters"))
-    is_flash = recipe.attention.startswith("flash_attention")
-    if is_flash and recipe.attention not in equipment.capabilities:
-        found.append(
-            f"it has no {recipe.attention!r}, which the model uses; install it there, or load the "
-            "model with attn_implementation='sdpa'."
-        )
-    return found
-
-
-def obstacles_to_compiling(equipment: Equipment, has_four_bit: bool) -> list[str]:
-    """Why a process cannot compile the layers of its stage, each with the remedy."""
-    found = []
-    if "compile" not in equipment.capabilities:
-        what = "triton" if needs_triton(equipment.device) else "a C++ compiler"
-        found.append(
-            f"its device {equipment.device} has nothing that `torch.compile` could use; install "
-            f"{what} and Python's headers there, or take `compile` from its stage in the plan."
-        )
-    if has_four_bit:
-        found.append(
-            "layers in 4 bits are not compiled in this version; take `compile` from its stage in "
-            "the plan."
-        )
-    return found
-
-
-def _version(party: Party, name: str) -> str:
-    return _shown(party.equipment.versions.get(name, _UNKNOWN))
-
-
-def _shown(text: str) -> str:
-    """What a peer says, so that it harms no terminal and floods no log."""
-    return ascii(text[:_MOST_SHOWN])[1:-1]
-
-
-def _missing_library(name: str, need: str) -> str:
-    return f"it lacks {name}, which {need} need; pip install 'lightning-hetero[lora]' there."
-
-
 Role = Literal["coordinator", "neighbor", "watcher"]
 
-# What people call whoever plays a role.
+# Names of the roles for people.
 ROLES: dict[str, str] = {
     "coordinator": "the coordinator",
     "neighbor": "the upstream worker",
@@ -150,11 +47,11 @@ ROLES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Identity:
-    """What this process shows to whoever it talks to.
+    """What this process shows to its peers.
 
     Args:
         equipment: What it runs on.
-        credentials: That it has the token, or None if it has none.
+        credentials: Prove that it has the token; None without a token.
     """
 
     equipment: m.Equipment = field(default_factory=m.Equipment)
@@ -169,16 +66,16 @@ def dial(
     deadlines: Deadlines,
     identity: Identity,
 ) -> tuple[Channel, m.Welcome]:
-    """Connect to a worker and agree on a conversation; the channel is not started yet.
+    """Connect to a worker and open a conversation; the caller has to start the channel.
 
     Raises:
-        WorkerUnreachable: If nobody answers there, or one of the two refuses.
+        WorkerUnreachable: If no worker answers there, or one end refuses the other.
     """
     if identity.credentials is None and not address.is_loopback:
         raise WorkerUnreachable(
-            f"The worker at {address} is on another machine, and nothing is said to one without a "
-            "token: make one with `lightning-hetero token`, copy it to all machines, and name its "
-            "file with `token_file=`."
+            f"The worker at {address} is on another machine, which takes a token: make one with "
+            "`lightning-hetero token`, copy it to all machines, and name its file with "
+            "`token_file=`."
         )
     plain = _connect(address, deadlines)
     try:
@@ -203,12 +100,12 @@ def dial(
 
 
 def receive_hello(connection: Connection, deadlines: Deadlines, identity: Identity) -> m.Hello:
-    """The first message of whoever connected.
+    """Receive the Hello of a peer that has connected.
 
     Raises:
         ChannelError: If it does not come in time.
-        TrustError: If it comes under TLS, and we have no token.
-        RemoteProtocolError: If it is something else, or of somebody we cannot work with.
+        TrustError: If the peer speaks TLS, and this end has no token.
+        RemoteProtocolError: If the message is no Hello, or this end cannot work with the peer.
     """
     hello = receive_opening(connection, deadlines.connect_seconds)
     if not isinstance(hello, m.Hello):
@@ -219,7 +116,7 @@ def receive_hello(connection: Connection, deadlines: Deadlines, identity: Identi
         raise RemoteProtocolError(" ".join(found))
     if hello.role not in ROLES:
         raise RemoteProtocolError(
-            f"This worker talks to a {' or a '.join(ROLES)}, and not to a {hello.role!r}."
+            f"This worker talks to a {' or a '.join(ROLES)}, not to a {hello.role!r}."
         )
     return hello
 
@@ -274,12 +171,12 @@ def _ask_to_talk(
 def receive_opening(
     connection: Connection, patience_seconds: float, reader: OpeningReader | None = None
 ) -> m.Message:
-    """The first message that comes: a Hello, or what answers one.
+    """Receive the first message of a peer: a Hello, or the Welcome or Failure that answers one.
 
     Raises:
         ChannelError: If none comes in time, or the peer ends the connection.
-        TrustError: If it comes under TLS, and we have no token.
-        RemoteProtocolError: If it is something else.
+        TrustError: If the peer speaks TLS, and this end has no token.
+        RemoteProtocolError: If the message is another one, or no message.
     """
     reader = reader or OpeningReader()
     end = time.monotonic() + patience_seconds
@@ -292,3 +189,106 @@ def receive_opening(
         if frame is not None:
             return frame.message
     raise ChannelError(f"Nothing came within {patience_seconds} s.")
+
+
+@dataclass(frozen=True)
+class Party:
+    """One end of a conversation.
+
+    Args:
+        name: Its name inside a sentence.
+        protocol: The version of the protocol that it speaks.
+        equipment: What it runs on.
+    """
+
+    name: str
+    protocol: int
+    equipment: Equipment
+
+
+def obstacles(one: Party, other: Party) -> list[str]:
+    """Reasons why two ends cannot work together, each with its remedy.
+
+    A version that an end does not tell counts as fitting.
+    """
+    found = []
+    if one.protocol != other.protocol:
+        ours, theirs = _version(one, _OURS), _version(other, _OURS)
+        found.append(
+            f"{one.name} speaks protocol {one.protocol} ({_OURS} {ours}) and {other.name} "
+            f"{other.protocol} ({_OURS} {theirs}); install the same version of {_OURS} on both."
+        )
+    ours, theirs = _version(one, _MODEL_CODE), _version(other, _MODEL_CODE)
+    majors = {version.partition(".")[0] for version in (ours, theirs)} - {_UNKNOWN}
+    if len(majors) > 1:
+        found.append(
+            f"{one.name} has {_MODEL_CODE} {ours} and {other.name} has {theirs}, which build "
+            "layers differently; install the same major version on both."
+        )
+    return [sentence[0].upper() + sentence[1:] for sentence in found]
+
+
+def differences(here: Equipment, there: Equipment) -> list[str]:
+    """Versions that differ without harm, as ``torch 2.6 (2.7 here)``; none if an end tells none."""
+    ours, theirs = here.versions, there.versions
+    if not ours or not theirs:
+        return []
+    return [
+        f"{_shown(name)} {_shown(theirs.get(name, 'missing'))} ({ours.get(name, 'missing')} here)"
+        for name in dict.fromkeys([*ours, *theirs])
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def shortcomings(
+    equipment: Equipment, recipe: Recipe | BlocksRecipe, dtypes: Iterable[torch.dtype]
+) -> list[str]:
+    """What a worker lacks for layers with tensors of these dtypes, each with its remedy."""
+    wanted = {dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point}
+    found = [
+        f"its device {equipment.device} does not compute in {name}; give its stage another `dtype`."
+        for name in sorted(wanted - set(equipment.dtypes))
+    ]
+    if isinstance(recipe, BlocksRecipe):
+        return found
+    if recipe.four_bit and "nf4" not in equipment.capabilities:
+        found.append(_missing_library("bitsandbytes", "layers in 4 bits"))
+    if recipe.adapters is not None and "peft" not in equipment.versions:
+        found.append(_missing_library("peft", "adapters"))
+    is_flash = recipe.attention.startswith("flash_attention")
+    if is_flash and recipe.attention not in equipment.capabilities:
+        found.append(
+            f"it has no {recipe.attention!r}, which the model uses; install it there, or load the "
+            "model with attn_implementation='sdpa'."
+        )
+    return found
+
+
+def obstacles_to_compiling(equipment: Equipment, has_four_bit: bool) -> list[str]:
+    """Reasons why a process cannot compile the layers of its stage, each with its remedy."""
+    found = []
+    if "compile" not in equipment.capabilities:
+        what = "triton" if needs_triton(equipment.device) else "a C++ compiler"
+        found.append(
+            f"its device {equipment.device} has nothing that `torch.compile` could use; install "
+            f"{what} and Python's headers there, or remove `compile` from its stage in the plan."
+        )
+    if has_four_bit:
+        found.append(
+            "this version does not compile layers in 4 bits; remove `compile` from its stage in "
+            "the plan."
+        )
+    return found
+
+
+def _version(party: Party, name: str) -> str:
+    return _shown(party.equipment.versions.get(name, _UNKNOWN))
+
+
+def _shown(text: str) -> str:
+    """A peer's text, cut and escaped so that it harms no terminal and floods no log."""
+    return ascii(text[:_MOST_SHOWN])[1:-1]
+
+
+def _missing_library(name: str, need: str) -> str:
+    return f"it lacks {name}, which {need} need; pip install 'lightning-hetero[lora]' there."

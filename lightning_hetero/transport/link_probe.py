@@ -1,29 +1,30 @@
-"""Measures a link by probes: so many bytes there, so many back, until the answer has come."""
+"""Round trips over a link: probes that measure its speed, and questions for the peer's clock."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 
-from ..errors import ChannelError, HeteroError
 from ..protocol import messages as m
-from .channel import Channel, Inbox
 
-# From what only the latency decides to what only the bandwidth decides.
+# From sizes that only measure the latency to sizes that only measure the bandwidth.
 PROBE_BYTES = (2**10, 2**16, 2**20, 2**22, 2**24, 2**26)
 _REPEATS = 5
+_MOST_CLOCK_SAMPLES = 512
 
-# Sends so many bytes and waits for so many.
+# Sends that many bytes there and waits for that many bytes back.
 Exchange = Callable[[int, int], None]
 
 
 def measure_link(
     exchange: Exchange, patience_seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> m.LinkMeasured:
-    """Seconds of round trips with bytes on the way there, then on the way back."""
+    """Measure round trips with bytes on the way there, then with bytes on the way back."""
 
     def there(num_bytes: int) -> None:
         exchange(num_bytes, 0)
@@ -41,10 +42,10 @@ def measure_link(
 def _samples(
     send: Callable[[int], None], patience_seconds: float, clock: Callable[[], float]
 ) -> Iterator[m.Sample]:
-    """Each size several times, the smallest in any case, as long as there is time."""
+    """Probe with each size several times while there is time, with the smallest in any case."""
     begin, last_seconds = clock(), 0.0
     for index, num_bytes in enumerate(PROBE_BYTES):
-        # A larger one takes at most so much longer as it is larger.
+        # The time of a probe grows at most as fast as its size.
         growth = num_bytes / PROBE_BYTES[max(index - 1, 0)]
         if index > 1 and clock() - begin + last_seconds * growth > patience_seconds:
             return
@@ -57,36 +58,66 @@ def _samples(
             yield m.Sample(num_bytes, last_seconds)
 
 
-def exchange_over(channel: Channel, inbox: Inbox, patience_seconds: float) -> Exchange:
-    """Probes over a channel that nobody else reads from meanwhile.
-
-    Raises:
-        ChannelError: When used, if the answer does not come.
-    """
-
-    def exchange(there_bytes: int, back_bytes: int) -> None:
-        channel.send(m.Probe(back_bytes), *payload(there_bytes))
-        try:
-            content = inbox.get(timeout=patience_seconds).content
-        except Empty:
-            raise ChannelError(
-                f"{channel.peer} did not answer a probe within {patience_seconds:.0f} s."
-            ) from None
-        if isinstance(content, HeteroError):
-            raise content
-        if isinstance(content.message, m.Paused):
-            raise ChannelError(f"{channel.peer} is paused by its owner.")
-        if not isinstance(content.message, m.ProbeAnswer):
-            raise ChannelError(f"{channel.peer} answered a probe with {content.message}.")
-
-    return exchange
-
-
 def payload(num_bytes: int) -> tuple[torch.Tensor, ...]:
-    """So many bytes as the tensors of a frame."""
+    """That many bytes as the tensors of a frame; no tensor for no bytes."""
     return (torch.zeros(num_bytes, dtype=torch.uint8),) if num_bytes else ()
 
 
-def new_inbox() -> Inbox:
-    """Where what arrives over one channel goes."""
-    return SimpleQueue()
+class ClockSample(NamedTuple):
+    """One question: when we asked, what the peer's clock showed, when we had the answer."""
+
+    asked_seconds: float
+    told_seconds: float
+    heard_seconds: float
+
+
+class PeerClock:
+    """Compares a peer's clock with ours, both `time.perf_counter`.
+
+    The peer's channel answers at once, even while the peer computes.
+
+    Args:
+        send: Sends a message to the peer.
+    """
+
+    def __init__(self, send: Callable[[m.Message], None]) -> None:
+        self._send = send
+        self._asked = (0, 0.0)
+        self._num_left = 0
+        self._samples: deque[ClockSample] = deque(maxlen=_MOST_CLOCK_SAMPLES)
+        self._answered = threading.Condition()
+
+    def compare(self, times: int) -> None:
+        """Ask that many times, one question after the other; does not wait for the answers."""
+        self._num_left = times
+        self._ask()
+
+    def samples(self, patience_seconds: float) -> list[ClockSample]:
+        """The latest answers; waits for the first one, but not longer than ``patience_seconds``."""
+        with self._answered:
+            self._answered.wait_for(lambda: self._samples, patience_seconds)
+            return list(self._samples)
+
+    def take(self, message: m.Message) -> None:
+        """Answer a question, or note an answer; called by the channel's reading thread."""
+        if isinstance(message, m.AskClock):
+            self._send(m.ClockTold(message.number, time.perf_counter()))
+        elif isinstance(message, m.ClockTold):
+            self._on_told(message)
+
+    def _ask(self) -> None:
+        self._num_left -= 1
+        number = self._asked[0] + 1
+        self._asked = number, time.perf_counter()
+        self._send(m.AskClock(number))
+
+    def _on_told(self, message: m.ClockTold) -> None:
+        now = time.perf_counter()
+        number, asked = self._asked
+        if message.number != number:
+            return  # the answer to an earlier comparison
+        with self._answered:
+            self._samples.append(ClockSample(asked, message.moment_seconds, now))
+            self._answered.notify_all()
+        if self._num_left > 0:
+            self._ask()

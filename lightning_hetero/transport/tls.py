@@ -1,16 +1,15 @@
-"""Mutual TLS 1.3: its contexts are built here and nowhere else, and its handshake is made here.
-
-TLS over another connection, for a thread that sends and one that receives.
+"""Mutual TLS 1.3: the credentials of a process, the handshake, and the connection after it.
 
     send ──▶ encrypt ─▶ outgoing ──▶ the connection below ──▶ incoming ─▶ decrypt ──▶ receive
              └──────── lock ──────┘                          └──────── lock ───────┘
 
-OpenSSL lets one thread at a time use its object, and `ssl.SSLSocket` sees to that in the latest
-Pythons only. So the object works on memory, under a lock that nobody holds while waiting for the
-peer. What is produced while receiving, such as the answer to a new key, leaves with the next thing
-that is sent: only one thread at a time sends, so records go out in their order.
+One thread sends while another receives, but OpenSSL lets only one thread at a time use its object,
+and only the latest Pythons lock it in `ssl.SSLSocket`. So the object works on memory, under a lock
+that no thread holds while it waits for the peer. Records that OpenSSL produces while receiving,
+such as the answer to a key update, leave with the next data that is sent: only one thread sends, so
+records leave in their order.
 
-What OpenSSL reports, as a sentence that says what to do.
+This module alone creates TLS contexts.
 """
 
 from __future__ import annotations
@@ -30,63 +29,177 @@ from ..protocol.frames import TLS_RECORD_TYPES
 from .connection import Connection, Traffic
 from .token import RENEWAL, Authority, Certificate, Token, read_token_file
 
-_SAME_FILE = "copy the same token file to both machines"
 
-NO_TLS = (
-    "The peer does not speak TLS, so it has no token, and this end has one; give both the same "
-    "token file, to a worker by `--token-file` and to the strategy by `token_file=`."
-)
-_NO_CERTIFICATE = f"The peer showed no certificate, so it has no token; {_SAME_FILE}."
-_OTHER_TOKEN = f"The peer's certificate is not of our token: the tokens differ; {_SAME_FILE}."
-_OTHER_TOKEN_THERE = f"The peer refused our certificate: the tokens differ; {_SAME_FILE}."
-_CLOCKS = (
-    "The peer's certificate is not valid by this machine's clock: the clocks of the two machines "
-    "are days apart; set them."
-)
-_CLOCKS_THERE = (
-    "The peer says that our certificate is not valid by its clock: the clocks of the two machines "
-    "are days apart; set them."
-)
-_OLD_TLS = "The peer does not speak TLS 1.3, and nothing older is spoken here; is it a worker?"
-_NO_CERTIFICATE_HERE = "The peer wants a certificate and got none."
-
-# By OpenSSL's names for what went wrong; "alert" is what the peer says of us.
-_SENTENCES = {
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": _NO_CERTIFICATE,
-    "CERTIFICATE_VERIFY_FAILED": _OTHER_TOKEN,
-    "TLSV1_ALERT_UNKNOWN_CA": _OTHER_TOKEN_THERE,
-    "TLSV1_ALERT_DECRYPT_ERROR": _OTHER_TOKEN_THERE,
-    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": _OTHER_TOKEN_THERE,
-    # What is not valid yet is called bad.
-    "SSLV3_ALERT_BAD_CERTIFICATE": _CLOCKS_THERE,
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": _CLOCKS_THERE,
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": _NO_CERTIFICATE_HERE,
-    "UNSUPPORTED_PROTOCOL": _OLD_TLS,
-    "WRONG_SSL_VERSION": _OLD_TLS,
-    "TLSV1_ALERT_PROTOCOL_VERSION": _OLD_TLS,
-    "WRONG_VERSION_NUMBER": NO_TLS,
-    "HTTP_REQUEST": NO_TLS,
-}
-
-_ABOUT_TOKENS = {_NO_CERTIFICATE, _OTHER_TOKEN, _OTHER_TOKEN_THERE, _NO_CERTIFICATE_HERE}
-_ABOUT_CLOCKS = {_CLOCKS, _CLOCKS_THERE}
-
-# OpenSSL's numbers: a certificate that is not yet valid, or has expired.
-_CLOCK_CODES = (9, 10)
+def utc_now() -> datetime.datetime:
+    """The time by this machine's clock."""
+    return datetime.datetime.now(datetime.timezone.utc)
 
 
-def trust_error(error: ssl.SSLError) -> TrustError:
-    """The error for people."""
-    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _CLOCK_CODES:
-        return TrustError(_CLOCKS, "clock")
-    text = _SENTENCES.get(error.reason or "", f"TLS failed: {error.reason or error}.")
-    if text in _ABOUT_TOKENS:
-        return TrustError(text, "token")
-    return TrustError(text, "clock" if text in _ABOUT_CLOCKS else "TLS")
+@dataclass(frozen=True)
+class _Contexts:
+    """TLS contexts with a certificate, and when it was made."""
+
+    made_at: datetime.datetime
+    as_client: ssl.SSLContext
+    as_server: ssl.SSLContext
 
 
-# As much as is encrypted, or taken from below, at once: little enough for a core's cache, and
-# enough that the calls around it do not count where OpenSSL is fast (a quarter cost a tenth).
+class Credentials:
+    """Proves to peers that this process has the token, and checks that they have it.
+
+    It does not keep the token itself. It cannot be pickled, as its keys must not leave the process.
+    """
+
+    def __init__(self, token: Token, now: Callable[[], datetime.datetime] = utc_now) -> None:
+        self._authority = Authority(token)
+        self._now = now
+        self._lock = threading.Lock()
+        self._contexts = self._new_contexts()
+
+    def context(self, is_server: bool) -> ssl.SSLContext:
+        """The context for one more connection, with a certificate that is valid for days."""
+        with self._lock:
+            # In either direction: somebody may have set the clock back.
+            if abs(self._now() - self._contexts.made_at) > RENEWAL:
+                self._contexts = self._new_contexts()
+            return self._contexts.as_server if is_server else self._contexts.as_client
+
+    def _new_contexts(self) -> _Contexts:
+        now = self._now()
+        authority, certificate = self._authority.certificate, self._authority.issue(now)
+        return _Contexts(
+            now,
+            _context(ssl.PROTOCOL_TLS_CLIENT, authority, certificate),
+            _context(ssl.PROTOCOL_TLS_SERVER, authority, certificate),
+        )
+
+
+def credentials_of(token_file: Path | None) -> Credentials | None:
+    """The credentials for the token in a file; None without a file.
+
+    Raises:
+        TokenError: If the file is missing, open to others, or holds no token.
+    """
+    return None if token_file is None else Credentials(read_token_file(token_file))
+
+
+def _context(purpose: int, authority: bytes, certificate: Certificate) -> ssl.SSLContext:
+    context = ssl.SSLContext(purpose)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # A peer with the token may have any address and any name.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.load_verify_locations(cadata=authority.decode())
+    _load_certificate(context, certificate)
+    if purpose == ssl.PROTOCOL_TLS_SERVER:
+        # No session is resumed: every connection shows its certificate.
+        context.num_tickets = 0
+    return context
+
+
+def _load_certificate(context: ssl.SSLContext, certificate: Certificate) -> None:
+    """Load a certificate and its key from a file, as OpenSSL reads from nothing else.
+
+    The key of this process is in the file for a moment.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # only this user may enter it
+        path = Path(folder, "certificate.pem")
+        path.write_bytes(certificate.public + certificate.key)
+        context.load_cert_chain(path)
+
+
+_HANDSHAKE_BYTES = 2**14
+
+# A fatal alert, "unexpected message". OpenSSL sends nothing to a peer that does not speak TLS; the
+# alert tells it at least that we do.
+_ALERT = bytes((21, 3, 3, 0, 2, 2, 10))
+
+
+def secured(
+    below: Connection, credentials: Credentials | None, is_server: bool, patience_seconds: float
+) -> Connection:
+    """Put a connection under mutual TLS; without credentials, return it as it is.
+
+    In TLS 1.3 the client finishes before the server has checked its certificate, so a client must
+    not rely on the server's trust before it has received something.
+
+    Raises:
+        TrustError: If the two ends have no token in common.
+        ChannelError: If the peer ends the connection, or takes longer than ``patience_seconds``.
+    """
+    if credentials is None:
+        return below
+    context = credentials.context(is_server)
+    handshake = _Handshake(below, context, is_server, patience_seconds)
+    try:
+        handshake.run()
+    except TrustError:
+        with contextlib.suppress(OSError):
+            handshake.send_records()  # the alert in which OpenSSL says why
+        raise
+    except TimeoutError:
+        raise ChannelError(f"The TLS handshake took over {patience_seconds} s.") from None
+    return TlsConnection(below, handshake.tls, handshake.incoming, handshake.outgoing)
+
+
+class _Handshake:
+    """One end of a TLS handshake: OpenSSL in memory, between two ways to the connection below."""
+
+    def __init__(
+        self, below: Connection, context: ssl.SSLContext, is_server: bool, patience_seconds: float
+    ) -> None:
+        self._below = below
+        self._is_server = is_server
+        self._end = time.monotonic() + patience_seconds
+        self._is_begun = False
+        self.incoming = ssl.MemoryBIO()
+        self.outgoing = ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=is_server)
+
+    def run(self) -> None:
+        while not self._is_over():
+            self.send_records()
+            self._receive_records()
+        self.send_records()
+
+    def send_records(self) -> None:
+        unsent = memoryview(self.outgoing.read())
+        while unsent:
+            self._limit_wait()
+            unsent = unsent[self._below.send([unsent]) :]
+
+    def _is_over(self) -> bool:
+        try:
+            self.tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLError as error:
+            raise trust_error(error) from error
+        return True
+
+    def _receive_records(self) -> None:
+        buffer = memoryview(bytearray(_HANDSHAKE_BYTES))
+        self._limit_wait()
+        num_bytes = self._below.receive_into(buffer)
+        if num_bytes == 0:
+            raise ChannelError("The peer ended the connection during the TLS handshake.")
+        if not self._is_begun and buffer[0] not in TLS_RECORD_TYPES:
+            if self._is_server:
+                self.outgoing.write(_ALERT)
+            raise TrustError(NO_TLS)
+        self._is_begun = True
+        self.incoming.write(buffer[:num_bytes])
+
+    def _limit_wait(self) -> None:
+        left_seconds = self._end - time.monotonic()
+        if left_seconds <= 0:
+            raise TimeoutError
+        self._below.set_timeout(left_seconds)
+
+
+# Bytes to encrypt, or to read from below, at once: few enough for a core's cache, and enough that
+# the calls around do not count where OpenSSL is fast (a quarter of this was a tenth slower).
 CHUNK_BYTES = 2**20
 
 # The longest record of TLS 1.3, its header included.
@@ -94,13 +207,13 @@ _RECORD_BYTES = 5 + 2**14 + 256
 
 
 class TlsConnection:
-    """Speaks TLS with a peer over a connection that is closed with this one.
+    """TLS over another connection, which closes with this one.
 
     Args:
-        below: What carries the records.
-        tls: After its handshake.
-        incoming: Where ``tls`` takes records from.
-        outgoing: Where ``tls`` leaves records.
+        below: The connection that carries the records.
+        tls: OpenSSL's object after its handshake.
+        incoming: Records from the peer, which ``tls`` reads.
+        outgoing: Records for the peer, which ``tls`` writes.
     """
 
     def __init__(
@@ -112,13 +225,13 @@ class TlsConnection:
     ) -> None:
         self._below = below
         self._tls = tls
-        # Its type does not know that reading into a buffer returns a number.
+        # The stub does not know that reading into a buffer returns a number.
         self._read: Callable[[int, memoryview], int] = tls.read  # type: ignore[assignment]
         self._incoming = incoming
         self._outgoing = outgoing
         self._lock = threading.Lock()
         self._arrived = memoryview(bytearray(CHUNK_BYTES))
-        # Records that the connection below has not taken yet, and how many bytes of ours they hold.
+        # Records that the connection below has not taken yet, and how many bytes of data they hold.
         self._unsent = memoryview(b"")
         self._owed_bytes = 0
 
@@ -133,8 +246,8 @@ class TlsConnection:
         while True:
             with self._lock:
                 num_bytes = self._decrypt_into(buffer)
-                # What is taken from below and not given on is part of one record at most, and
-                # records are longer than what they hold.
+                # Of the bytes read from below, at most part of one record is still here, and
+                # records are longer than their content.
                 sure_below = sure_bytes - self._incoming.pending - _RECORD_BYTES
             if num_bytes is not None:
                 return num_bytes
@@ -162,12 +275,12 @@ class TlsConnection:
         self._below.shut_down()
 
     def close(self) -> None:
-        # Without TLS's own goodbye: conversations end with messages that say so, and an end without
-        # one is an error above.
+        # Without TLS's own closing alert: a conversation ends with a Goodbye or Failure, and a
+        # channel reports an end without one.
         self._below.close()
 
     def _decrypt_into(self, buffer: memoryview) -> int | None:
-        """Bytes that are there, as many as fit; 0 at the end, None if there are none yet."""
+        """Decrypt into a buffer what has arrived; 0 at the end, None if nothing has arrived yet."""
         num_bytes = 0
         try:
             while num_bytes < len(buffer):
@@ -181,7 +294,7 @@ class TlsConnection:
         return num_bytes
 
     def _encrypt(self, buffers: Sequence[memoryview]) -> int:
-        """Turn the first bytes of the buffers into records; how many bytes that were."""
+        """Encrypt the first bytes of the buffers into records; return how many bytes."""
         num_bytes = 0
         for buffer in buffers:
             part = buffer[: CHUNK_BYTES - num_bytes]
@@ -193,166 +306,58 @@ class TlsConnection:
         return num_bytes
 
 
-_HANDSHAKE_BYTES = 2**14
+_SAME_FILE = "copy the same token file to both machines"
 
-# A fatal alert, "unexpected message": OpenSSL says nothing to a peer that does not speak TLS, who
-# should learn at least that we do.
-_ALERT = bytes((21, 3, 3, 0, 2, 2, 10))
+NO_TLS = (
+    "The peer does not speak TLS, so it has no token, and this end has one; give both the same "
+    "token file, to a worker by `--token-file` and to the strategy by `token_file=`."
+)
+_NO_CERTIFICATE = f"The peer showed no certificate, so it has no token; {_SAME_FILE}."
+_OTHER_TOKEN = (
+    f"The peer's certificate does not belong to our token: the tokens differ; {_SAME_FILE}."
+)
+_OTHER_TOKEN_THERE = f"The peer refused our certificate: the tokens differ; {_SAME_FILE}."
+_CLOCKS = (
+    "The peer's certificate is not valid by this machine's clock: the clocks of the two machines "
+    "are days apart; set them."
+)
+_CLOCKS_THERE = (
+    "The peer says that our certificate is not valid by its clock: the clocks of the two machines "
+    "are days apart; set them."
+)
+_OLD_TLS = "The peer does not speak TLS 1.3, and this end speaks nothing older; is it a worker?"
+_NO_CERTIFICATE_HERE = "The peer wants a certificate and got none."
 
+# By OpenSSL's names of errors; an "alert" is what the peer reports about us.
+_SENTENCES = {
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": _NO_CERTIFICATE,
+    "CERTIFICATE_VERIFY_FAILED": _OTHER_TOKEN,
+    "TLSV1_ALERT_UNKNOWN_CA": _OTHER_TOKEN_THERE,
+    "TLSV1_ALERT_DECRYPT_ERROR": _OTHER_TOKEN_THERE,
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": _OTHER_TOKEN_THERE,
+    # OpenSSL calls a certificate bad that is not valid yet.
+    "SSLV3_ALERT_BAD_CERTIFICATE": _CLOCKS_THERE,
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": _CLOCKS_THERE,
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": _NO_CERTIFICATE_HERE,
+    "UNSUPPORTED_PROTOCOL": _OLD_TLS,
+    "WRONG_SSL_VERSION": _OLD_TLS,
+    "TLSV1_ALERT_PROTOCOL_VERSION": _OLD_TLS,
+    "WRONG_VERSION_NUMBER": NO_TLS,
+    "HTTP_REQUEST": NO_TLS,
+}
 
-def utc_now() -> datetime.datetime:
-    """The time by this machine's clock."""
-    return datetime.datetime.now(datetime.timezone.utc)
+_ABOUT_TOKENS = {_NO_CERTIFICATE, _OTHER_TOKEN, _OTHER_TOKEN_THERE, _NO_CERTIFICATE_HERE}
+_ABOUT_CLOCKS = {_CLOCKS, _CLOCKS_THERE}
 
-
-@dataclass(frozen=True)
-class _Contexts:
-    """Settings for connections, with a certificate that was made at a certain time."""
-
-    made_at: datetime.datetime
-    as_client: ssl.SSLContext
-    as_server: ssl.SSLContext
-
-
-class Credentials:
-    """What shows others that we have the token, and recognises those who have it too.
-
-    The token itself is not kept. Cannot be pickled, as its keys must not leave the process.
-    """
-
-    def __init__(self, token: Token, now: Callable[[], datetime.datetime] = utc_now) -> None:
-        self._authority = Authority(token)
-        self._now = now
-        self._lock = threading.Lock()
-        self._contexts = self._new_contexts()
-
-    def context(self, is_server: bool) -> ssl.SSLContext:
-        """Settings for one more connection, with a certificate that is valid for days."""
-        with self._lock:
-            # Either way: the clock may have been set.
-            if abs(self._now() - self._contexts.made_at) > RENEWAL:
-                self._contexts = self._new_contexts()
-            return self._contexts.as_server if is_server else self._contexts.as_client
-
-    def _new_contexts(self) -> _Contexts:
-        now = self._now()
-        authority, certificate = self._authority.certificate, self._authority.issue(now)
-        return _Contexts(
-            now,
-            _context(ssl.PROTOCOL_TLS_CLIENT, authority, certificate),
-            _context(ssl.PROTOCOL_TLS_SERVER, authority, certificate),
-        )
+# OpenSSL's error numbers for a certificate that is not valid yet, or has expired.
+_CLOCK_CODES = (9, 10)
 
 
-def credentials_of(token_file: Path | None) -> Credentials | None:
-    """The credentials of whoever may read that file; None without one.
-
-    Raises:
-        TokenError: If it is not there, or should not be used.
-    """
-    return None if token_file is None else Credentials(read_token_file(token_file))
-
-
-def _context(purpose: int, authority: bytes, certificate: Certificate) -> ssl.SSLContext:
-    context = ssl.SSLContext(purpose)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Whoever has the token may be at any address, under any name.
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.verify_flags |= ssl.VERIFY_X509_STRICT
-    context.load_verify_locations(cadata=authority.decode())
-    _load_certificate(context, certificate)
-    if purpose == ssl.PROTOCOL_TLS_SERVER:
-        # Nobody resumes: every connection shows its certificate.
-        context.num_tickets = 0
-    return context
-
-
-def _load_certificate(context: ssl.SSLContext, certificate: Certificate) -> None:
-    """OpenSSL reads from files only, so the key of this one process stands in one for a moment."""
-    with tempfile.TemporaryDirectory() as folder:  # which only we may enter
-        path = Path(folder, "certificate.pem")
-        path.write_bytes(certificate.public + certificate.key)
-        context.load_cert_chain(path)
-
-
-def secured(
-    below: Connection, credentials: Credentials | None, is_server: bool, patience_seconds: float
-) -> Connection:
-    """The connection under mutual TLS if there are credentials, or else as it is.
-
-    In TLS 1.3 the client is through before the server has checked its certificate, so it must not
-    count itself trusted before it has heard something.
-
-    Raises:
-        TrustError: If the two ends have no token in common.
-        ChannelError: If the peer ends the connection, or dawdles.
-    """
-    if credentials is None:
-        return below
-    context = credentials.context(is_server)
-    handshake = _Handshake(below, context, is_server, patience_seconds)
-    try:
-        handshake.run()
-    except TrustError:
-        with contextlib.suppress(OSError):
-            handshake.send_records()  # in which OpenSSL says why
-        raise
-    except TimeoutError:
-        raise ChannelError(f"The TLS handshake took over {patience_seconds} s.") from None
-    return TlsConnection(below, handshake.tls, handshake.incoming, handshake.outgoing)
-
-
-class _Handshake:
-    """One end of a TLS handshake, in memory but for its two ways to the connection below."""
-
-    def __init__(
-        self, below: Connection, context: ssl.SSLContext, is_server: bool, patience_seconds: float
-    ) -> None:
-        self._below = below
-        self._is_server = is_server
-        self._end = time.monotonic() + patience_seconds
-        self._is_begun = False
-        self.incoming = ssl.MemoryBIO()
-        self.outgoing = ssl.MemoryBIO()
-        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=is_server)
-
-    def run(self) -> None:
-        while not self._is_over():
-            self.send_records()
-            self._receive_records()
-        self.send_records()
-
-    def send_records(self) -> None:
-        unsent = memoryview(self.outgoing.read())
-        while unsent:
-            self._wait_no_longer_than_allowed()
-            unsent = unsent[self._below.send([unsent]) :]
-
-    def _is_over(self) -> bool:
-        try:
-            self.tls.do_handshake()
-        except ssl.SSLWantReadError:
-            return False
-        except ssl.SSLError as error:
-            raise trust_error(error) from error
-        return True
-
-    def _receive_records(self) -> None:
-        buffer = memoryview(bytearray(_HANDSHAKE_BYTES))
-        self._wait_no_longer_than_allowed()
-        num_bytes = self._below.receive_into(buffer)
-        if num_bytes == 0:
-            raise ChannelError("The peer ended the connection during the TLS handshake.")
-        if not self._is_begun and buffer[0] not in TLS_RECORD_TYPES:
-            if self._is_server:
-                self.outgoing.write(_ALERT)
-            raise TrustError(NO_TLS)
-        self._is_begun = True
-        self.incoming.write(buffer[:num_bytes])
-
-    def _wait_no_longer_than_allowed(self) -> None:
-        left_seconds = self._end - time.monotonic()
-        if left_seconds <= 0:
-            raise TimeoutError
-        self._below.set_timeout(left_seconds)
+def trust_error(error: ssl.SSLError) -> TrustError:
+    """What OpenSSL reports, as an error with a remedy."""
+    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _CLOCK_CODES:
+        return TrustError(_CLOCKS, "clock")
+    text = _SENTENCES.get(error.reason or "", f"TLS failed: {error.reason or error}.")
+    if text in _ABOUT_TOKENS:
+        return TrustError(text, "token")
+    return TrustError(text, "clock" if text in _ABOUT_CLOCKS else "TLS")

@@ -1,16 +1,10 @@
-"""The token: one secret in a file, by which the coordinator and the workers know each other.
-
-Whoever has it may train on the workers, and read and change what they are sent. It is read here and
-handed on as it is; it never stands in a message to people.
-
-The authority that a token stands for, and the short-lived certificates under it.
+"""The token: a secret in a file that the coordinator and its workers share.
 
     token ── HKDF-SHA256 ──▶ Ed25519 key ── signs ──▶ certificate of a process
 
-Whoever has the token has the authority, so certificates say that their owner has it, and nothing
-else: no name, no host, no role.
-
-Files that nobody but their owner may use.
+A process with the token may train on the workers, and read and change what they are sent. The token
+derives the key of an authority, which signs short-lived certificates. A certificate says only that
+its owner has the token: no name, no host, no role. The token appears in no error and in no log.
 """
 
 from __future__ import annotations
@@ -33,45 +27,30 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..errors import HeteroError, TokenError
 
-
-def check_private(file: IO[Any], what: str, danger: str, error: type[HeteroError]) -> None:
-    """Refuse an open file that others than its owner may read, write or run.
-
-    Args:
-        what: The file, as the beginning of a sentence.
-        danger: What others may do.
-        error: What is raised.
-    """
-    mode = os.fstat(file.fileno()).st_mode
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise error(
-            f"{what} {str(file.name)!r} has mode {stat.S_IMODE(mode):04o}, so that others may "
-            f"{danger}; `chmod 600 {file.name}`."
-        )
-
-
 DEFAULT_FILE = Path("~/.config/lightning-hetero/token")
 FILE_VARIABLE = "LIGHTNING_HETERO_TOKEN_FILE"
 
 SECRET_BYTES = 32
-# Tells a token that was damaged in copying from one of another run.
+# Bytes of a checksum, which tells a damaged token from another run's.
 _CHECK_BYTES = 4
-# So that people, and programs that look for secrets in the wrong places, know one when they see it.
+# Lets people, and programs that search for leaked secrets, recognise a token.
 _MARK = "lht1_"
-# A file that is much longer is something else.
+# A longer file holds something else.
 _MOST_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Token:
-    """A secret of 256 bits. It does not print and cannot be pickled, so it gets into no log, no
-    error and no checkpoint."""
+    """A secret of 256 bits.
+
+    It does not print and cannot be pickled, so it gets into no log, error or checkpoint.
+    """
 
     secret: bytes = field(repr=False)
 
     @classmethod
     def new(cls) -> Token:
-        """A token that nobody has seen."""
+        """A new random token."""
         return cls(secrets.token_bytes(SECRET_BYTES))
 
     @classmethod
@@ -79,11 +58,11 @@ class Token:
         """Read a token as `to_text` writes it.
 
         Raises:
-            ValueError: If it is none; without the text, which may be a secret of somebody's.
+            ValueError: If the text is no token; without the text, which may be another secret.
         """
         words = text.split()
         if len(words) != 1 or not words[0].startswith(_MARK):
-            raise ValueError("what stands there is no token")
+            raise ValueError("the text there is no token")
         try:
             content = base64.b64decode(words[0].removeprefix(_MARK), b"-_", validate=True)
         except ValueError:
@@ -99,22 +78,38 @@ class Token:
         return _MARK + base64.urlsafe_b64encode(content).decode()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("A token is not pickled; pass on the name of its file.")
+        raise TypeError("A token cannot be pickled; pass the name of its file instead.")
+
+
+def _check_of(secret: bytes) -> bytes:
+    return hashlib.sha256(b"lightning-hetero token" + secret).digest()[:_CHECK_BYTES]
+
+
+def find_token_file(named: str | os.PathLike[str] | None) -> Path | None:
+    """The token file to use: the named one, the one that the environment variable names, or the
+    default one if it exists. An empty variable means no file."""
+    if named is not None:
+        return Path(named).expanduser()
+    if FILE_VARIABLE in os.environ:
+        text = os.environ[FILE_VARIABLE]
+        return Path(text).expanduser() if text else None
+    default = DEFAULT_FILE.expanduser()
+    return default if default.exists() else None
 
 
 def write_token_file(path: Path, token: Token) -> None:
-    """Make a file of a token that only its owner may read.
+    """Write a token to a new file that only its owner may read.
 
     Raises:
-        TokenError: If there is something already, or it cannot be written.
+        TokenError: If the file exists, or cannot be written.
     """
     try:
         _make_folder(path.parent)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise TokenError(
-            f"{str(path)!r} is there already, and whoever uses its token would lose it; name "
-            "another file, or remove this one first."
+            f"{str(path)!r} is there already, and overwriting it would lock out every machine "
+            "that uses its token; name another file, or remove this one first."
         ) from None
     except OSError as error:
         raise TokenError(f"The token file cannot be written: {error}.") from error
@@ -132,10 +127,10 @@ def _make_folder(path: Path) -> None:
 
 
 def read_token_file(path: Path) -> Token:
-    """The token of a file that nobody but its owner may read.
+    """Read the token from a file that only its owner may read.
 
     Raises:
-        TokenError: If the file is missing, open to others, or has no token of ours in it.
+        TokenError: If the file is missing, open to others, or holds no token.
     """
     try:
         with path.open("rb") as file:
@@ -144,7 +139,7 @@ def read_token_file(path: Path) -> Token:
     except FileNotFoundError:
         raise TokenError(
             f"There is no token file {str(path)!r}; make one with `lightning-hetero token`, or "
-            "copy that of the other machines there."
+            "copy the one of the other machines to this path."
         ) from None
     except OSError as error:
         raise TokenError(f"The token file cannot be read: {error}.") from error
@@ -152,39 +147,39 @@ def read_token_file(path: Path) -> Token:
         return Token.from_text(content.decode("ascii", "replace"))
     except ValueError as error:
         raise TokenError(
-            f"The token file {str(path)!r} is of no use: {error}; make one with "
-            "`lightning-hetero token`, or copy that of the other machines once more."
+            f"The token file {str(path)!r} cannot be used: {error}; make one with "
+            "`lightning-hetero token`, or copy the one of the other machines again."
         ) from None
 
 
-def find_token_file(named: str | os.PathLike[str] | None) -> Path | None:
-    """The token file to be used: the named one, that of the environment variable, or the default
-    one if it is there. An empty variable stands for none."""
-    if named is not None:
-        return Path(named).expanduser()
-    if FILE_VARIABLE in os.environ:
-        text = os.environ[FILE_VARIABLE]
-        return Path(text).expanduser() if text else None
-    default = DEFAULT_FILE.expanduser()
-    return default if default.exists() else None
+def check_private(file: IO[Any], what: str, danger: str, error: type[HeteroError]) -> None:
+    """Refuse an open file that users other than its owner may read, write or run.
 
-
-def _check_of(secret: bytes) -> bytes:
-    return hashlib.sha256(b"lightning-hetero token" + secret).digest()[:_CHECK_BYTES]
+    Args:
+        what: What the file is, as the beginning of a sentence.
+        danger: What other users could do, as the end of a sentence.
+        error: The class of the error.
+    """
+    mode = os.fstat(file.fileno()).st_mode
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise error(
+            f"{what} {str(file.name)!r} has mode {stat.S_IMODE(mode):04o}, so that others may "
+            f"{danger}; `chmod 600 {file.name}`."
+        )
 
 
 _SALT = b"lightning-hetero"
 _PURPOSE = b"authority of mutual TLS, version 1"
 _KEY_BYTES = 32
 
-# Every process makes the same certificate of the authority, so its dates are fixed, and out of the
-# way of every clock.
+# Every process creates the same certificate of the authority, so its dates are fixed, and so far
+# apart that it is valid by every clock.
 _FIRST_DAY = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 _LAST_DAY = datetime.datetime(2199, 12, 31, tzinfo=datetime.timezone.utc)
 
-# Clocks of two machines may be this far apart, and a certificate still counts.
+# How far the clocks of two machines may be apart.
 CLOCK_SKEW = datetime.timedelta(days=2)
-# A process that lives longer makes itself another.
+# Age at which a process replaces its certificate.
 RENEWAL = datetime.timedelta(days=1)
 
 _USAGES = (
@@ -195,14 +190,14 @@ _USAGES = (
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate under the authority and its key, both as PEM; the key does not print."""
+    """A certificate that the authority signed, and its key, both as PEM; the key does not print."""
 
     public: bytes
     key: bytes = field(repr=False)
 
 
 class Authority:
-    """Makes certificates that all processes with the same token accept."""
+    """Issues certificates that all processes with the same token accept."""
 
     def __init__(self, token: Token) -> None:
         derivation = HKDF(hashes.SHA256(), _KEY_BYTES, _SALT, _PURPOSE)
@@ -212,7 +207,7 @@ class Authority:
         self.certificate = _pem(self._certify_itself())
 
     def issue(self, now: datetime.datetime) -> Certificate:
-        """A certificate for this process, with a key that nobody else has."""
+        """A certificate for this process, with a new key of its own."""
         key = Ed25519PrivateKey.generate()
         certificate = (
             x509.CertificateBuilder()

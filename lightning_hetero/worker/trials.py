@@ -18,8 +18,8 @@ from ..pipeline.stage_layers import build_for_values
 from ..protocol import messages as m
 from ..protocol.tensors import DTYPES
 from ..protocol.values import KeptConstants, unpack
-from ..transport.channel import Channel, Handler
-from ..transport.link_probe import exchange_over, measure_link, new_inbox, payload
+from ..transport.channel import Channel, Handler, Inbox, exchange_over
+from ..transport.link_probe import measure_link, payload
 from .owner import Host
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class MeasuredSide:
 
     def _measure_link(self, message: m.MeasureLink, _tensors: Any) -> m.Message:
         channel = self._dial_neighbor(message.address)
-        inbox = new_inbox()
+        inbox = Inbox()
         channel.start(inbox)
         try:
             exchange = exchange_over(channel, inbox, self._host.deadlines.request_seconds)

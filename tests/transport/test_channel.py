@@ -1,4 +1,4 @@
-"""What leaves while it is being copied: the frames, their order, and what workers keep."""
+"""Channels: frames in order, signs of life, the end of a conversation, and late copies."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_an_end_inside_a_frame_is_told_from_one_between_frames() -> None:
         upstream.sendall(frame)
         upstream.close()
         assert isinstance(end.next().content, Frame)
-        assert str(end.next().content) == "upstream ended the connection without a word."
+        assert str(end.next().content) == "upstream ended the connection without a Goodbye."
 
 
 def test_a_silent_peer_is_given_up() -> None:
@@ -190,9 +190,9 @@ def test_signs_of_life_come_unasked_and_say_what_is_done() -> None:
 def test_what_a_peer_did_last_is_known_from_what_it_says() -> None:
     with channel_pair() as (up, down):
         assert up.channel.peer_activity == ""
-        down.channel.send(m.Pong("\x1b[2Jthe loading of its weights"))
+        down.channel.send(m.Pong("\x1b[2Jloading its weights"))
         assert up.channel.peer_answers()
-        assert up.channel.peer_activity == r"\x1b[2Jthe loading of its weights"
+        assert up.channel.peer_activity == r"\x1b[2Jloading its weights"
         down.channel.send(m.Gradient(3, 1, 0, []))
         up.next()
         assert up.channel.peer_activity == "the backward of micro-batch 1 in step 3"

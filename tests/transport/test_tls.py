@@ -95,7 +95,12 @@ def test_two_ends_with_the_same_token_trust_each_other() -> None:
 @pytest.mark.parametrize(
     ("client", "server", "said_by_client", "said_by_server"),
     [
-        (THEIRS, OURS, "not of our token", "refused our certificate: the tokens differ"),
+        (
+            THEIRS,
+            OURS,
+            "not belong to our token",
+            "refused our certificate: the tokens differ",
+        ),
         (Credentials(TOKEN, at(-9)), OURS, "by its clock", "by this machine's clock"),
         (Credentials(TOKEN, at(9)), OURS, "not valid", "not valid"),
         (OURS, Credentials(TOKEN, at(-9)), "by this machine's clock", "by its clock"),
@@ -302,7 +307,12 @@ def test_a_neighbor_needs_the_token_as_well() -> None:
 
 DIALLED = {
     "no token": (None, OURS, "this end has none; give both", "does not speak TLS, so it has no"),
-    "another token": (THEIRS, OURS, "certificate is not of our token", "refused our certificate"),
+    "another token": (
+        THEIRS,
+        OURS,
+        "not belong to our token",
+        "refused our certificate",
+    ),
     "a token for a worker without": (OURS, None, "does not speak TLS, so", "this end has none"),
     "a clock of last week": (
         Credentials(TOKEN, at(-9)),
@@ -362,7 +372,10 @@ def say_hello(address: Address, context: ssl.SSLContext) -> None:
 
 STRANGERS = {
     "no certificate": (lambda _: None, "showed no certificate, so it has no token"),
-    "a foreign authority": (with_certificate_of(OTHER_TOKEN), "certificate is not of our token"),
+    "a foreign authority": (
+        with_certificate_of(OTHER_TOKEN),
+        "not belong to our token",
+    ),
     "TLS 1.2": (without_tls_1_3, "does not speak TLS 1.3"),
 }
 
