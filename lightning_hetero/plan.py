@@ -1,4 +1,4 @@
-"""The plan: which worker holds which decoder layers. Plain data, without torch."""
+"""The plan: which process holds which decoder layers. Plain data, without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 
 INT8_BLOCK = 64
-"""So many numbers in int8 share a scale, which is a float32 and adds 6 % to their bytes."""
+"""The number of int8 values that share a float32 scale, which adds 6 % to their bytes."""
 
 _BYTES_PER_NUMBER: dict[WireDtype, float] = {
     "float32": 4,
@@ -32,22 +32,23 @@ _BYTES_PER_NUMBER: dict[WireDtype, float] = {
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: consecutive decoder layers and who holds them.
+    """One stage: consecutive decoder layers and the process that holds them.
 
     Args:
-        workers: Names of the workers that serve the stage, or ``["coordinator"]``.
+        workers: The name of the worker that serves the stage, or ``["coordinator"]``.
         layers: Half-open range of decoder layers, ``(first, end)``.
-        recompute: Keep only the stage's inputs and run its forward again in the backward.
-        dtype: What the stage multiplies in where that is not what Lightning's ``precision`` says,
-            on a device without bfloat16 for one. Its frozen weights are kept in it and come back
-            rounded; those that train are never narrowed, or their steps would be lost in rounding.
-        activation_dtype: What activations are rounded to on their way over the stage's two
-            boundaries, for a slow link; nothing by default. ``int8`` has a scale for each 64.
-        gradient_dtype: The same for gradients.
-        compile: Compile each layer by `torch.compile`; sums may then be added up in another order.
-        embedding: Hold the model's input embedding too. Token ids come then instead of activations,
-            and no gradient goes back. Only a worker with layer 0 can have it; else the coordinator
-            has it.
+        recompute: Keep only the stage's inputs, and run its forward again in the backward.
+        dtype: The dtype in which the stage computes, if it differs from Lightning's ``precision``,
+            such as on a device without bfloat16. Frozen weights are stored in it and come back
+            rounded. Weights that train are never narrowed, since rounding would lose their steps.
+        activation_dtype: The dtype to which activations are rounded on both boundaries of the
+            stage, for a slow link; None to send them as they are. ``int8`` has a scale for each 64
+            values.
+        gradient_dtype: The dtype to which gradients are rounded on both boundaries of the stage.
+        compile: Compile each layer by `torch.compile`; sums may then be added in another order.
+        embedding: Hold the model's input embedding too: the stage receives token ids instead of
+            activations and sends no gradients. Only a worker with layer 0 can hold it; else the
+            coordinator does.
     """
 
     workers: list[str]
@@ -77,33 +78,33 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Narrowing:
-    """What activations and gradients are rounded to between two stages; None for not at all."""
+    """The dtypes to which activations and gradients are rounded; None for no rounding."""
 
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None
 
 
 def most_started(max_in_flight: int, sends_token_ids: bool) -> int:
-    """How many micro-batches may have begun on the coordinator: half more than are in flight on a
-    worker where only token ids go out.
+    """The most micro-batches that may have started on the coordinator.
 
-    They weigh nothing while they wait for the first worker; and that a micro-batch has ended is
-    heard of behind the activations that wait for the same link.
+    Where the coordinator sends only token ids, the bound is half as high again. Token ids that wait
+    for the first worker take little memory, and the coordinator hears late that a micro-batch has
+    ended: the message waits behind activations for the same link.
     """
     return max_in_flight + (math.ceil(max_in_flight / 2) if sends_token_ids else 0)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who computes what, and in how many pieces.
+    """The stages of a model, and the number of micro-batches.
 
     Args:
-        stages: The stages in the order of the layers. The coordinator may hold the first one or
-            the last one.
-        micro_batches: Pieces into which a training batch is cut.
-        in_flight: Most micro-batches between their forward's start and their backward's end on
-            each process; ``None`` for two per process, which is enough to hide the way there and
-            back. On the coordinator see `most_started`.
+        stages: The stages in the order of the layers. The coordinator may hold the first or the
+            last one.
+        micro_batches: The number of pieces into which a training batch is cut.
+        in_flight: The most micro-batches between the start of their forward and the end of their
+            backward on each process; None for two per process, enough to hide a round trip. The
+            bound of the coordinator is `most_started`.
     """
 
     stages: list[StagePlan]
@@ -112,19 +113,21 @@ class Plan:
 
     @property
     def remote_stages(self) -> list[StagePlan]:
-        """The stages that live on workers."""
+        """The stages on workers."""
         return [stage for stage in self.stages if not stage.is_local]
 
     @property
     def starts_on_worker(self) -> bool:
-        """Whether the coordinator has no layers before the first worker's."""
+        """Whether a worker holds the first layer."""
         first = next((stage for stage in self.stages if stage.layer_indices), None)
         return first is not None and not first.is_local
 
     @property
     def narrowings(self) -> list[Narrowing]:
-        """What is sent as what, from the coordinator's boundary with the first remote stage to
-        that of the last one with the coordinator; the narrower wish of the two sides holds."""
+        """The rounding at each boundary, from coordinator to first worker to last worker and back.
+
+        If the two stages of a boundary differ, the narrower dtype holds.
+        """
         local = next((stage for stage in self.stages if stage.is_local), None)
         around = [local, *self.remote_stages, local]
         return [
@@ -137,14 +140,15 @@ class Plan:
 
     @property
     def coordinator_narrowing(self) -> Narrowing:
-        """What the coordinator sends as what: activations to the first stage, gradients to the
-        last one."""
+        """The rounding of what the coordinator sends: activations to the first remote stage,
+        gradients to the last one."""
         narrowings = self.narrowings
         return Narrowing(narrowings[0].activation_dtype, narrowings[-1].gradient_dtype)
 
     @property
     def stage_narrowings(self) -> list[Narrowing]:
-        """The same of each remote stage: activations downstream, gradients upstream."""
+        """The rounding of what each remote stage sends: activations downstream, gradients
+        upstream."""
         return [
             Narrowing(after.activation_dtype, before.gradient_dtype)
             for before, after in pairwise(self.narrowings)
@@ -152,12 +156,12 @@ class Plan:
 
     @property
     def max_in_flight(self) -> int:
-        """The bound on micro-batches in flight, with its default filled in."""
+        """The most micro-batches in flight, with the default filled in."""
         return self.in_flight or 2 * (len(self.remote_stages) + 1)
 
     @property
     def max_started(self) -> int:
-        """The bound on micro-batches that have begun on the coordinator."""
+        """The most micro-batches that may have started on the coordinator."""
         sends_token_ids = any(stage.embedding for stage in self.stages)
         return most_started(self.max_in_flight, sends_token_ids)
 
@@ -166,7 +170,7 @@ class Plan:
         """Read a plan file.
 
         Raises:
-            PlanError: If the file cannot be read or is not a plan; the text says where.
+            PlanError: If the file cannot be read or is not a plan.
         """
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -179,7 +183,11 @@ class Plan:
 
     @classmethod
     def from_dict(cls, content: Any) -> Plan:
-        """Build a plan from what a YAML or JSON reader returns."""
+        """Build a plan from the content of a YAML or JSON file.
+
+        Raises:
+            PlanError: If the content is not a plan.
+        """
         _refuse_unknown_keys(content, cls, "the plan")
         stages = content.get("stages")
         for index, stage in enumerate(stages if isinstance(stages, list) else []):
@@ -195,7 +203,7 @@ class Plan:
         Path(path).write_text(self.as_yaml(), encoding="utf-8")
 
     def as_yaml(self) -> str:
-        """The text of that file."""
+        """The plan as the text of a plan file."""
         content = asdict(self)
         for stage in content["stages"]:
             stage["layers"] = list(stage["layers"])
@@ -272,7 +280,7 @@ class Plan:
 
 
 def bytes_per_number(dtype: WireDtype) -> float:
-    """What a number takes on the wire, its part of a scale included."""
+    """Bytes of a value on the wire, with its part of a scale."""
     return _BYTES_PER_NUMBER[dtype]
 
 
@@ -282,7 +290,7 @@ def _narrower(before: StagePlan | None, after: StagePlan | None, field: str) -> 
 
 
 def _check_dtypes(stage: Any, where: str) -> None:
-    """``stage`` has the fields of a `StagePlan` as keys."""
+    """Check the dtypes among the fields of a `StagePlan`, given as a mapping."""
     for field, kind in (
         ("dtype", Dtype),
         ("activation_dtype", WireDtype),

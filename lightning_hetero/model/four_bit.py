@@ -159,8 +159,7 @@ def state_of(owner: nn.Module, leaf: str) -> State:
     """The state of a 4-bit parameter; empty for other parameters, and without content."""
     if not is_four_bit(owner, leaf):
         return {}
-    holder: Any = owner.weight if _is_linear(owner) else owner[0]  # type: ignore[index]
-    state = holder.quant_state
+    state = _holder(owner).quant_state
     return {} if state is None else dict(state.as_dict(packed=True))
 
 
@@ -172,16 +171,15 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
     Raises:
         ModelError: If the state does not fit: the library's kernels would read beyond its end.
     """
+    described, old = describe_parameter(owner, leaf), _holder(owner)
+    read = read_state(state, packed, described)
     if not _is_linear(owner):
-        described = _describe_parametrization(owner)
-        owner[0].quant_state = read_state(state, packed, described)  # type: ignore[index]
-        owner[0].four_bit = described  # type: ignore[index]
+        old.quant_state, old.four_bit = read, described
         return nn.Parameter(packed, requires_grad=False)
     kind = bitsandbytes().nn.Params4bit
-    old: Any = owner.weight
     options = {
         "requires_grad": False,
-        "quant_state": read_state(state, packed, _describe_linear(owner)),
+        "quant_state": read,
         "blocksize": old.blocksize,
         "compress_statistics": old.compress_statistics,
         "quant_type": old.quant_type,
@@ -189,7 +187,7 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
         "module": owner,
         "bnb_quantized": True,
     }
-    owner.quant_state = options["quant_state"]
+    owner.quant_state = read
     parameter: nn.Parameter = kind(packed, **options)
     return parameter
 
@@ -197,7 +195,7 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
 def quantize(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, State]:
     """Pack a tensor with the settings of the 4-bit parameter that it will fill, on its device."""
     functional = bitsandbytes().functional
-    settings: Any = owner.weight if _is_linear(owner) else owner[0].four_bit  # type: ignore[index]
+    settings = _holder(owner) if _is_linear(owner) else _holder(owner).four_bit
     packed, state = functional.quantize_4bit(
         content.contiguous(),
         blocksize=64,
@@ -347,6 +345,11 @@ class _ShapesOnly(ForwardOverride):
         return hidden.new_empty((*hidden.shape[:-1], out_features))
 
 
+def _holder(owner: Any) -> Any:
+    """The weight or parametrization that holds the state of a module's 4-bit parameter."""
+    return owner.weight if _is_linear(owner) else owner[0]
+
+
 def _is_linear(module: nn.Module) -> bool:
     library = sys.modules.get("bitsandbytes")
     return library is not None and isinstance(module, library.nn.Linear4bit)
@@ -450,10 +453,7 @@ def _take_state(owner: nn.Module, leaf: str, state: dict[str, Any], key: str) ->
     taken = {name.removeprefix(f"{key}."): state.pop(name) for name in parts}
     packed: Any = getattr(owner, leaf)
     if taken and not packed.is_meta:
-        linear = _is_linear(owner)
-        described = _describe_linear(owner) if linear else _describe_parametrization(owner)
-        read = read_state(taken, packed, described)
-        holder: Any = packed if linear else owner[0]  # type: ignore[index]
-        holder.quant_state = read
-        if linear:
+        read = read_state(taken, packed, describe_parameter(owner, leaf))
+        _holder(owner).quant_state = read
+        if _is_linear(owner):
             owner.quant_state = read

@@ -34,7 +34,7 @@ from .captured_outputs import HIDDEN_STATES, SilencedHooks, add_collected, has_h
 from .four_bit import shapes_only
 from .half_layers import absent_in, halves_of, in_tree, is_second_half
 from .kv_cache import HollowCaches
-from .layer_call import LayerCall, expected_tuple_length, result_on_meta, take_hidden
+from .layer_call import LayerCall, expected_result, result_on_meta, take_hidden
 from .layers import EMBEDDING_LAYER, DecoderLayer, describe_layer, embedded_on_meta, look_past_meta
 from .override import ForwardOverride, MethodOverride, has_own_forward, overrides_of
 from .placeholders import (
@@ -95,8 +95,9 @@ class HollowStateDicts:
         for number, layer in self._layers.items():
             outermost = in_tree(layer)
             for path, module in layer.named_modules():
-                fill = partial(self._fill, number, path, module in outermost)
-                pass_on = partial(self._pass_on, _name(number, path))
+                start = f"{number}.{path}." if path else f"{number}."
+                fill = partial(self._fill, start, module in outermost)
+                pass_on = partial(self._pass_on, start)
                 self._hooks += [
                     module.register_state_dict_post_hook(fill),
                     module.register_load_state_dict_pre_hook(pass_on),
@@ -110,8 +111,7 @@ class HollowStateDicts:
 
     def _fill(
         self,
-        number: int,
-        path: str,
+        start: str,
         is_outermost: bool,
         module: nn.Module,
         state: dict[str, Any],
@@ -119,11 +119,11 @@ class HollowStateDicts:
         _metadata: Any,
     ) -> None:
         """Replace the ``meta`` tensors in a state dict, with one request per layer."""
-        if not is_outermost and _has_entered_parent(state, prefix, path):
+        if not is_outermost and _has_entered_parent(state, prefix, start):
             return  # the parent's hook fetches these tensors too
         if self.left_out:
             leave_out(state, keys_of(self.left_out, module, prefix), prefix)
-        names = _names_by_key(module, prefix, state, _name(number, path))
+        names = _names_by_key(module, prefix, state, start)
         if not names:
             return
         found = self.remote.fetch(list(dict.fromkeys(names.values())))
@@ -138,7 +138,7 @@ class HollowStateDicts:
 
     def _pass_on(
         self,
-        name: str,
+        start: str,
         module: nn.Module,
         state: dict[str, Any],
         prefix: str,
@@ -159,7 +159,7 @@ class HollowStateDicts:
                 parts = state_in(state, prefix + place)
                 for part in parts:
                     del state[f"{prefix}{place}.{part}"]
-                sent.update(flatten(name + leaf, content.to(tensor.dtype), parts))
+                sent.update(flatten(start + leaf, content.to(tensor.dtype), parts))
                 # torch then checks the shape of this meta tensor and copies nothing.
                 del state[prefix + place]
                 state[prefix + leaf] = torch.empty_like(content, device="meta")
@@ -167,17 +167,12 @@ class HollowStateDicts:
             self.remote.store(sent)
 
 
-def _name(number: int, path: str) -> str:
-    """The prefix of the names of a module's own tensors."""
-    return f"{number}.{path}." if path else f"{number}."
-
-
-def _has_entered_parent(state: dict[str, Any], prefix: str, path: str) -> bool:
+def _has_entered_parent(state: dict[str, Any], prefix: str, start: str) -> bool:
     """Whether this call of ``state_dict`` reached a module through its parent.
 
     torch notes every module in the metadata before it enters the module's children.
     """
-    own = f"{path.rpartition('.')[2]}."
+    own = f"{start.split('.')[-2]}."
     parent = prefix.removesuffix(own)
     return parent != prefix and parent[:-1] in getattr(state, "_metadata", {})
 
@@ -414,7 +409,7 @@ class HollowLayers:
             if isinstance(hidden, HiddenStatesAway):
                 hidden = hidden.form().on_meta
             with shapes_only(layer):
-                length = expected_tuple_length(layer, number, hidden, args, kwargs)
+                length = expected_result(layer, number, hidden, args, kwargs)[0]
             self._tuple_lengths[key] = length
         return self._tuple_lengths[key]
 

@@ -143,17 +143,6 @@ def hidden_of(result: Any, layer: nn.Module, call: LayerCall) -> Tensor:
     return hidden
 
 
-def expected_tuple_length(
-    layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
-) -> int:
-    """Find the `LayerCall.tuple_length` of a layer by trying the layer on ``meta``.
-
-    Raises:
-        ModelError: If the layer returns more than hidden states.
-    """
-    return expected_result(layer, layer_index, hidden, args, kwargs)[0]
-
-
 def expected_result(
     layer: nn.Module, layer_index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[int, Tensor]:

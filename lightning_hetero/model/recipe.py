@@ -31,7 +31,7 @@ from .custom_layers import (
 )
 from .four_bit import FourBit, apply_four_bit, describe_four_bit
 from .half_layers import absent_in, half_of
-from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions
+from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions, models_around, name_of
 
 # Layers are built on `meta`, which takes time but no memory. The deepest published decoders have
 # fewer than 200 layers.
@@ -180,13 +180,9 @@ def _owner_of(
     """
     if not all(_is_of_transformers(layer.module) for layer in layers):
         return None
-    for name, module in root.named_modules():
-        prefix = f"{name}." if name else ""
-        if isinstance(module, PreTrainedModel) and all(
-            layer.name.startswith(prefix) for layer in layers
-        ):
-            is_known = getattr(transformers, type(module).__name__, None) is type(module)
-            return (name, module) if is_known else None
+    for model in models_around(root, [layer.name for layer in layers])[:1]:
+        if getattr(transformers, type(model).__name__, None) is type(model):
+            return name_of(root, model), model
     return None
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layer_call import (
     LayerCall,
-    expected_tuple_length,
+    expected_result,
     hidden_of,
     without_cache,
 )
@@ -97,7 +97,7 @@ class Layer(nn.Module):
 
 def tried(layer: nn.Module, **kwargs: Any) -> int:
     hidden = HIDDEN.clone().requires_grad_()
-    return expected_tuple_length(layer, 7, hidden, (torch.ones(2, 1),), kwargs)
+    return expected_result(layer, 7, hidden, (torch.ones(2, 1),), kwargs)[0]
 
 
 @pytest.mark.parametrize(("how", "length"), [("tensor", 0), ("pair", 2)])
