@@ -1,4 +1,4 @@
-"""`lightning-hetero diagram`: draw who holds what in a plan."""
+"""`lightning-hetero diagram`: draw which process of a plan holds which layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    diagram = commands.add_parser("diagram", help="draw who holds what in a plan")
+    diagram = commands.add_parser("diagram", help="draw which process of a plan holds which layers")
     diagram.set_defaults(run=_run)
     diagram.add_argument("plan", metavar="PLAN", help="file with the plan")
     diagram.add_argument(

@@ -83,6 +83,11 @@ def add_to(commands: Commands) -> None:
         help="a package or module whose layer classes and functions a coordinator may have "
         "imported and run here; repeatable (default: none)",
     )
+    _add_owner_options(worker)
+    _add_local_options(worker)
+
+
+def _add_owner_options(worker: argparse.ArgumentParser) -> None:
     worker.add_argument(
         "--memory",
         type=_size,
@@ -96,8 +101,12 @@ def add_to(commands: Commands) -> None:
         choices=_UNIT_KINDS,
         help="print a file with which the system starts this worker with these options, and exit",
     )
-    # For the strategy's own local workers, which use no token: an open socket to listen on, and the
-    # end together with the parent process. The script and its arguments have to come last.
+
+
+def _add_local_options(worker: argparse.ArgumentParser) -> None:
+    """The options with which the strategy starts its own local workers, which use no token."""
+    # An open socket to listen on, the end together with the parent process, and the user's script,
+    # which must come last because its own arguments follow.
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
     worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)

@@ -266,7 +266,7 @@ def _versions(greeting: Greeting, here: m.Equipment, address: Address) -> Findin
 
 
 def _cut(sentences: str) -> tuple[str, str]:
-    """The fault, and the remedy behind the last semicolon."""
+    """The fault, and the remedy after the last semicolon."""
     text, found, remedy = sentences.rstrip(".").rpartition("; ")
     return (text, remedy) if found else (remedy, "")
 

@@ -20,6 +20,12 @@ from .svg import FONTS, printable, style_sheet
 from .topology import topology_of
 
 _SHARES = {"busy": "hue-0", "transferring": "hue-2", "waiting": "track"}
+_PIPELINE_NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "tokens_per_second": ("tokens per second", "{:,.0f}".format),
+    "step_seconds": ("seconds per step", "{:.3g}".format),
+    "bubble_share": ("bubble", in_percent),
+    "bound_share": ("of the devices' bound", in_percent),
+}
 _MOST_LOSSES = 8
 _MOST_COMPARED = 10
 
@@ -81,17 +87,11 @@ def _summary(record: RunRecord) -> str:
 
 def _key_numbers(record: RunRecord) -> Iterator[tuple[str, str]]:
     for name in _losses(record)[:2]:
-        value = record.last(name)
-        if value is not None:
+        if (value := record.last(name)) is not None:
             yield f"last {name}", f"{value:.4g}"
-    if (speed := record.last("pipeline/tokens_per_second")) is not None:
-        yield "tokens per second", f"{speed:,.0f}"
-    if (seconds := record.last("pipeline/step_seconds")) is not None:
-        yield "seconds per step", f"{seconds:.3g}"
-    if (bubble := record.last("pipeline/bubble_share")) is not None:
-        yield "bubble", in_percent(bubble)
-    if (bound := record.last("pipeline/bound_share")) is not None:
-        yield "of the devices' bound", in_percent(bound)
+    for name, (label, form) in _PIPELINE_NUMBERS.items():
+        if (value := record.last(f"pipeline/{name}")) is not None:
+            yield label, form(value)
     if (slowest := record.last("pipeline/bottleneck_stage")) is not None:
         yield f"slowest stage, {record.worker_of(int(slowest))}", f"{slowest:.0f}"
 

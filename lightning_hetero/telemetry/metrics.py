@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -63,19 +64,15 @@ class Window:
 
 def difference(after: Totals, before: Totals) -> Totals:
     """The totals that were added between two moments."""
-    return Totals(
-        step_seconds=after.step_seconds - before.step_seconds,
-        seconds={k: max(0.0, s - before.seconds.get(k, 0.0)) for k, s in after.seconds.items()},
-        counts={kind: n - before.counts.get(kind, 0) for kind, n in after.counts.items()},
-        sending_seconds=max(0.0, after.sending_seconds - before.sending_seconds),
-        sent_bytes=after.sent_bytes - before.sent_bytes,
-        received_bytes=after.received_bytes - before.received_bytes,
-        num_steps=after.num_steps - before.num_steps,
-        num_microbatches=after.num_microbatches - before.num_microbatches,
-        num_tokens=after.num_tokens - before.num_tokens,
-        num_ready=after.num_ready - before.num_ready,
-        num_choices=after.num_choices - before.num_choices,
-    )
+    names = Totals.__struct_fields__
+    return Totals(**{name: _added(getattr(after, name), getattr(before, name)) for name in names})
+
+
+def _added(after: Any, before: Any) -> Any:
+    """The growth of a number, or of each number of a mapping."""
+    if isinstance(after, Mapping):
+        return {key: _added(value, before.get(key, 0)) for key, value in after.items()}
+    return max(type(after)(0), after - before)
 
 
 def stage_metrics(window: Window, stage: int) -> dict[str, float]:

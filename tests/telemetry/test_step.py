@@ -64,7 +64,7 @@ def test_a_step_ends_with_the_last_action_of_any_stage() -> None:
     assert second.kind == "optimizer"
 
 
-def test_the_bubble_is_what_nobody_computes_in() -> None:
+def test_the_bubble_is_the_idle_share() -> None:
     step = made_up_step()
     assert step.stages[0].computing_seconds == 9.0
     assert step.stages[1].computing_seconds == 6.0
