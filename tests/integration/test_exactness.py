@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..equality import TOLERANCE, assert_close, weights_of
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader
 from .yardstick import NUM_LAYERS, NUM_STEPS, plain_run, train
+
+# Micro-batches of a batch, and samples of each.
+NUM_PIECES, PIECE_SIZE = 4, 3
 
 
 def plan_over(workers: list[str], num_stages: int, on_coordinator: int, pieces: int) -> Plan:
@@ -27,25 +31,29 @@ def plan_over(workers: list[str], num_stages: int, on_coordinator: int, pieces: 
     return Plan(stages, micro_batches=pieces)
 
 
+@cache
+def accumulated_run(tied: bool) -> TinyModule:
+    """Lightning alone, accumulating over the micro-batches that the strategy makes."""
+    module = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
+    data = loader(NUM_STEPS * NUM_PIECES * PIECE_SIZE, PIECE_SIZE)
+    return fit(module, data=data, accumulate_grad_batches=NUM_PIECES)
+
+
+def differing(found: nn.Module, expected: nn.Module) -> list[str]:
+    """The names of the tensors that differ in any bit."""
+    tensors = expected.state_dict()
+    return [n for n, tensor in found.state_dict().items() if not torch.equal(tensor, tensors[n])]
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
     workers: list[str], num_stages: int, tied: bool
 ) -> None:
-    pieces, size = 4, 3
-    plain = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
-    run = trainer(max_steps=NUM_STEPS, accumulate_grad_batches=pieces)
-    run.fit(plain, loader(NUM_STEPS * pieces * size, size))
+    strategy = HeteroPipelineStrategy(workers, plan_over(workers, num_stages, 1, NUM_PIECES))
     piped = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
-    plan = plan_over(workers, num_stages, 1, pieces)
-    run = trainer(HeteroPipelineStrategy(workers, plan), max_steps=NUM_STEPS)
-    run.fit(piped, loader(NUM_STEPS * pieces * size, pieces * size))
-    differing = [
-        name
-        for name, tensor in plain.state_dict().items()
-        if not torch.equal(tensor, piped.state_dict()[name])
-    ]
-    assert differing == []
+    fit(piped, strategy, loader(NUM_STEPS * NUM_PIECES * PIECE_SIZE, NUM_PIECES * PIECE_SIZE))
+    assert differing(piped, accumulated_run(tied)) == []
 
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
@@ -53,15 +61,11 @@ def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
 def test_a_plan_without_workers_cuts_batches_and_starts_no_worker(
     workers_wanted: int | list[str],
 ) -> None:
-    pieces, size = 4, 3
-    plain, alone = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
-    run = trainer(max_steps=NUM_STEPS, accumulate_grad_batches=pieces)
-    run.fit(plain, loader(NUM_STEPS * pieces * size, size))
-    plan = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=pieces)
-    run = trainer(HeteroPipelineStrategy(workers_wanted, plan), max_steps=NUM_STEPS)
-    run.fit(alone, loader(NUM_STEPS * pieces * size, pieces * size))
-    expected = plain.state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in alone.state_dict().items())
+    plan = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=NUM_PIECES)
+    strategy = HeteroPipelineStrategy(workers_wanted, plan)
+    data = loader(NUM_STEPS * NUM_PIECES * PIECE_SIZE, NUM_PIECES * PIECE_SIZE)
+    alone = fit(TinyModule(NUM_LAYERS), strategy, data)
+    assert differing(alone, accumulated_run(tied=False)) == []
 
 
 @pytest.mark.parametrize("clip", [None, ("norm", 0.05), ("value", 1e-3)], ids=str)
