@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
-from ..equality import TOLERANCE, assert_close, weights_of
-from ..models import TinyModule, fit, loader
-from .yardstick import NUM_LAYERS, NUM_STEPS, plain_run, train
+from ..equality import TOLERANCE, assert_close, differing, weights_of
+from ..models import TinyModule
+from .yardstick import NUM_LAYERS, accumulated_run, plain_run, train
 
-# Micro-batches of a batch, and samples of each.
-NUM_PIECES, PIECE_SIZE = 4, 3
+NUM_PIECES = 4
 
 
 def plan_over(workers: list[str], num_stages: int, on_coordinator: int, pieces: int) -> Plan:
@@ -31,20 +29,6 @@ def plan_over(workers: list[str], num_stages: int, on_coordinator: int, pieces: 
     return Plan(stages, micro_batches=pieces)
 
 
-@cache
-def accumulated_run(tied: bool) -> TinyModule:
-    """Lightning alone, accumulating over the micro-batches that the strategy makes."""
-    module = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
-    data = loader(NUM_STEPS * NUM_PIECES * PIECE_SIZE, PIECE_SIZE)
-    return fit(module, data=data, accumulate_grad_batches=NUM_PIECES)
-
-
-def differing(found: nn.Module, expected: nn.Module) -> list[str]:
-    """The names of the tensors that differ in any bit."""
-    tensors = expected.state_dict()
-    return [n for n, tensor in found.state_dict().items() if not torch.equal(tensor, tensors[n])]
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
@@ -52,8 +36,8 @@ def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
 ) -> None:
     strategy = HeteroPipelineStrategy(workers, plan_over(workers, num_stages, 1, NUM_PIECES))
     piped = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
-    fit(piped, strategy, loader(NUM_STEPS * NUM_PIECES * PIECE_SIZE, NUM_PIECES * PIECE_SIZE))
-    assert differing(piped, accumulated_run(tied)) == []
+    train(piped, strategy, padded=False)
+    assert differing(piped, accumulated_run(NUM_PIECES, tied)) == []
 
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
@@ -63,9 +47,8 @@ def test_a_plan_without_workers_cuts_batches_and_starts_no_worker(
 ) -> None:
     plan = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=NUM_PIECES)
     strategy = HeteroPipelineStrategy(workers_wanted, plan)
-    data = loader(NUM_STEPS * NUM_PIECES * PIECE_SIZE, NUM_PIECES * PIECE_SIZE)
-    alone = fit(TinyModule(NUM_LAYERS), strategy, data)
-    assert differing(alone, accumulated_run(tied=False)) == []
+    alone = train(TinyModule(NUM_LAYERS), strategy, padded=False)
+    assert differing(alone, accumulated_run(NUM_PIECES)) == []
 
 
 @pytest.mark.parametrize("clip", [None, ("norm", 0.05), ("value", 1e-3)], ids=str)
