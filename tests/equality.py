@@ -15,6 +15,12 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
+def differing(found: nn.Module, expected: nn.Module) -> list[str]:
+    """The names of the tensors that differ in any bit."""
+    tensors = found.state_dict()
+    return [n for n, tensor in expected.state_dict().items() if not torch.equal(tensors[n], tensor)]
+
+
 def assert_close(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
 ) -> None:

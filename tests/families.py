@@ -20,7 +20,7 @@ from .plans import plan_of
 
 NUM_LAYERS = 4
 BATCH_SIZE = 6
-NUM_STEPS = 5
+NUM_STEPS = 3
 NUM_MICROBATCHES = 3
 FLOOR = 1e-2
 # Gemma and Mistral alternate or limit their windows below the tests' sequence length.

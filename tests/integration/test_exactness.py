@@ -11,9 +11,11 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
-from ..equality import TOLERANCE, assert_close, weights_of
-from ..models import TinyModule, loader, trainer
-from .yardstick import NUM_LAYERS, NUM_STEPS, plain_run, train
+from ..equality import TOLERANCE, assert_close, differing, weights_of
+from ..models import TinyModule
+from .yardstick import NUM_LAYERS, accumulated_run, plain_run, train
+
+NUM_PIECES = 4
 
 
 def plan_over(workers: list[str], num_stages: int, on_coordinator: int, pieces: int) -> Plan:
@@ -32,20 +34,10 @@ def plan_over(workers: list[str], num_stages: int, on_coordinator: int, pieces: 
 def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
     workers: list[str], num_stages: int, tied: bool
 ) -> None:
-    pieces, size = 4, 3
-    plain = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
-    run = trainer(max_steps=NUM_STEPS, accumulate_grad_batches=pieces)
-    run.fit(plain, loader(NUM_STEPS * pieces * size, size))
+    strategy = HeteroPipelineStrategy(workers, plan_over(workers, num_stages, 1, NUM_PIECES))
     piped = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
-    plan = plan_over(workers, num_stages, 1, pieces)
-    run = trainer(HeteroPipelineStrategy(workers, plan), max_steps=NUM_STEPS)
-    run.fit(piped, loader(NUM_STEPS * pieces * size, pieces * size))
-    differing = [
-        name
-        for name, tensor in plain.state_dict().items()
-        if not torch.equal(tensor, piped.state_dict()[name])
-    ]
-    assert differing == []
+    train(piped, strategy, padded=False)
+    assert differing(piped, accumulated_run(NUM_PIECES, tied)) == []
 
 
 @pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
@@ -53,15 +45,10 @@ def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
 def test_a_plan_without_workers_cuts_batches_and_starts_no_worker(
     workers_wanted: int | list[str],
 ) -> None:
-    pieces, size = 4, 3
-    plain, alone = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
-    run = trainer(max_steps=NUM_STEPS, accumulate_grad_batches=pieces)
-    run.fit(plain, loader(NUM_STEPS * pieces * size, size))
-    plan = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=pieces)
-    run = trainer(HeteroPipelineStrategy(workers_wanted, plan), max_steps=NUM_STEPS)
-    run.fit(alone, loader(NUM_STEPS * pieces * size, pieces * size))
-    expected = plain.state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in alone.state_dict().items())
+    plan = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=NUM_PIECES)
+    strategy = HeteroPipelineStrategy(workers_wanted, plan)
+    alone = train(TinyModule(NUM_LAYERS), strategy, padded=False)
+    assert differing(alone, accumulated_run(NUM_PIECES)) == []
 
 
 @pytest.mark.parametrize("clip", [None, ("norm", 0.05), ("value", 1e-3)], ids=str)

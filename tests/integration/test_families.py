@@ -1,4 +1,4 @@
-"""Any decoder: the gradients of the first step and the weights after five equal one device's."""
+"""Any decoder: the gradients of the first step and the weights after three equal one device's."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_an_adapter_saved_in_the_run_and_after_it_is_the_trained_one(
 @pytest.mark.parametrize("library", ["bitsandbytes", "peft"])
 def test_a_worker_without_the_library_says_so_and_lives_on(library: str, folder: Path) -> None:
     missing = f"import sys; sys.modules[{library!r}] = None"
-    with worker_process(before=missing, by_command=True) as worker:
+    with worker_process(before=missing) as worker:
         plan = Plan([StagePlan([worker.address], (0, NUM_LAYERS))], micro_batches=2)
         for _ in range(2):
             with pytest.raises(StageFailed, match=rf"{library} is not installed.*pip install"):

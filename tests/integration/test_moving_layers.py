@@ -19,7 +19,7 @@ from lightning_hetero.errors import ModelError, PlanError, WorkerLost
 from lightning_hetero.strategy import strategy
 from lightning_hetero.strategy.replan import bring_home
 
-from ..conftest import worker_process
+from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, sequences, trainer
 from ..plans import plan_of
 from .moves import Moves
@@ -72,16 +72,29 @@ def assert_same(found: TinyModule, expected: TinyModule) -> None:
         assert (tensor - wanted[name]).norm() <= 1e-5 * wanted[name].norm(), name
 
 
+@pytest.fixture(scope="module")
+def still(worker_processes: list[WorkerProcess]) -> TinyModule:
+    """A run in which no layer moves."""
+    return train([worker.address for worker in worker_processes])
+
+
+@pytest.fixture(scope="module")
+def still_averaged(worker_processes: list[WorkerProcess]) -> TinyModule:
+    """A run with an average of the weights in which no layer moves."""
+    addresses = [worker.address for worker in worker_processes]
+    return train(addresses, callbacks=(StageWeightAveraging(decay=0.8),))
+
+
 @pytest.mark.parametrize("name", MOVES)
-def test_a_move_changes_no_number(workers: list[str], name: str) -> None:
+def test_a_move_changes_no_number(workers: list[str], still: TinyModule, name: str) -> None:
     moved = train(workers, {3: plan_of(workers, MOVES[name])})
-    assert_same(moved, train(workers))
+    assert_same(moved, still)
 
 
-def test_layers_move_there_and_back(workers: list[str]) -> None:
+def test_layers_move_there_and_back(workers: list[str], still: TinyModule) -> None:
     plans = [plan_of(workers, shares) for shares in (*MOVES.values(), START)]
     moved = train(workers, dict(enumerate(plans, start=1)))
-    assert_same(moved, train(workers))
+    assert_same(moved, still)
 
 
 def test_layers_move_between_two_windows_of_accumulation(workers: list[str]) -> None:
@@ -102,7 +115,7 @@ def test_layers_move_under_tied_embeddings_and_recomputation(workers: list[str])
     assert_same(train(workers, plans, make), train(workers, make=make))
 
 
-def test_attributes_set_on_layers_move_with_them(workers: list[str]) -> None:
+def test_attributes_set_on_layers_move_with_them(workers: list[str], still: TinyModule) -> None:
     class Scaling(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
             if trainer.global_step == 1:
@@ -112,7 +125,7 @@ def test_attributes_set_on_layers_move_with_them(workers: list[str]) -> None:
     plans = {2: plan_of(workers, MOVES["to the left"]), 4: plan_of(workers, START)}
     moved = train(workers, plans, callbacks=(Scaling(),))
     assert_same(moved, train(workers, callbacks=(Scaling(),)))
-    assert moved.losses != train(workers).losses
+    assert moved.losses != still.losses
 
 
 class Adapted(TinyModule):
@@ -131,11 +144,12 @@ def test_adapters_move(workers: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_averages_of_the_weights_move_too(workers: list[str], name: str) -> None:
-    def averaged(moves: Mapping[int, Plan]) -> TinyModule:
-        return train(workers, moves, callbacks=(StageWeightAveraging(decay=0.8),))
-
-    assert_same(averaged({4: plan_of(workers, MOVES[name])}), averaged({}))
+def test_averages_of_the_weights_move_too(
+    workers: list[str], still_averaged: TinyModule, name: str
+) -> None:
+    moves = {4: plan_of(workers, MOVES[name])}
+    moved = train(workers, moves, callbacks=(StageWeightAveraging(decay=0.8),))
+    assert_same(moved, still_averaged)
 
 
 def test_a_run_resumes_from_a_checkpoint_after_the_move(workers: list[str], tmp_path: Path) -> None:
@@ -198,7 +212,10 @@ def test_a_layer_with_a_hook_does_not_leave_the_coordinator(workers: list[str]) 
 
 
 def test_a_worker_that_dies_during_a_move_is_named_and_no_weight_is_lost(
-    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: list[str],
+    still_averaged: TinyModule,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=99, save_on_exception=True)
     average = StageWeightAveraging(decay=0.8)
@@ -222,7 +239,6 @@ def test_a_worker_that_dies_during_a_move_is_named_and_no_weight_is_lost(
                 enable_checkpointing=True,
             )
     monkeypatch.undo()
-    undisturbed = train(workers, callbacks=(StageWeightAveraging(decay=0.8),))
     resumed = TinyModule(NUM_LAYERS)
     (file,) = tmp_path.glob("*.ckpt")
     again = trainer(
@@ -230,7 +246,7 @@ def test_a_worker_that_dies_during_a_move_is_named_and_no_weight_is_lost(
     )
     again.fit(resumed, remaining(), ckpt_path=file)
     resumed.losses = module.losses[:4] + resumed.losses
-    assert_same(resumed, undisturbed)
+    assert_same(resumed, still_averaged)
 
 
 # A layer takes 4 ms at least on this worker and, from the twelfth step on, three times as long.

@@ -31,8 +31,8 @@ def guarded(token_file: Path) -> Iterator[list[WorkerProcess]]:
     """Two workers with the token: one on loopback, one that all machines can reach."""
     options = ("--token-file", str(token_file))
     with (
-        worker_process(*options, by_command=True) as first,
-        worker_process(*options, "--listen", "0.0.0.0:0", by_command=True) as second,  # noqa: S104
+        worker_process(*options) as first,
+        worker_process(*options, "--listen", "0.0.0.0:0") as second,  # noqa: S104
     ):
         yield [first, second]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_hetero.protocol.frames import Frame, FrameReader
 from ..conftest import worker_process
 from ..equality import assert_same
 from ..families import NUM_LAYERS, tiny_model
-from ..models import TinyModule, loader, trainer
+from ..models import TinyModule, fit, loader, trainer
 from ..plans import strategy_of
 from ..qlora import in_four_bits
 
@@ -121,20 +121,15 @@ class Lenient(Adapted):
     strict_loading = False
 
 
-def adapters_only(workers: list[str], *ends: int, weights: Any = "trainable") -> Any:
-    names = ["coordinator", *workers]
-    starts = [0, *ends]
-    stages = [StagePlan([n], (s, e)) for n, s, e in zip(names, starts, ends, strict=False)]
-    return HeteroPipelineStrategy(
-        workers, Plan(stages, micro_batches=2), checkpoint_weights=weights
-    )
+def adapters_only(
+    workers: list[str], layers: Sequence[int] = (1, 1, NUM_LAYERS - 2), weights: Any = "trainable"
+) -> HeteroPipelineStrategy:
+    return strategy_of(workers, layers, micro_batches=2, checkpoint_weights=weights)
 
 
 def fit_adapted(module: Adapted, strategy: Any, epochs: int, **options: Any) -> Adapted:
-    path = options.pop("ckpt_path", None)
-    run = trainer(strategy, max_epochs=epochs, **options)
-    run.fit(module, loader(BATCH_SIZE * 2, BATCH_SIZE), ckpt_path=path)
-    return module
+    data = loader(BATCH_SIZE * 2, BATCH_SIZE)
+    return fit(module, strategy, data, max_epochs=epochs, **options)
 
 
 @pytest.mark.parametrize("kind", ["whole", "four bits"])
@@ -142,9 +137,9 @@ def test_adapters_alone_are_saved_and_resume_anywhere(
     workers: list[str], tmp_path: Path, kind: str
 ) -> None:
     folder = None if kind == "whole" else str(tmp_path / "model")
-    whole = fit_adapted(Adapted(folder), adapters_only(workers, 1, 2, NUM_LAYERS), 2)
+    whole = fit_adapted(Adapted(folder), adapters_only(workers), 2)
     saving = trainer(
-        adapters_only(workers, 1, 2, NUM_LAYERS),
+        adapters_only(workers),
         max_epochs=1,
         enable_checkpointing=True,
         default_root_dir=tmp_path,
@@ -162,8 +157,8 @@ def test_adapters_alone_are_saved_and_resume_anywhere(
     assert_same(after["state_dict"], written["state_dict"])
 
     ways = {
-        "another split": (Adapted, adapters_only(workers, 2, NUM_LAYERS)),
-        "all": (Adapted, adapters_only(workers, 0, 2, NUM_LAYERS, weights="all")),
+        "another split": (Adapted, adapters_only(workers, (2, NUM_LAYERS - 2))),
+        "all": (Adapted, adapters_only(workers, (0, 2, NUM_LAYERS - 2), "all")),
         "one device": (Lenient, "auto"),
     }
     for way, (made, where) in ways.items():
@@ -202,7 +197,7 @@ def test_frozen_weights_are_not_sent_for_a_checkpoint(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
     saving = SavingAt(tmp_path / "first.ckpt", monkeypatch)
-    strategy = adapters_only(workers, 1, 2, NUM_LAYERS, weights=weights)
+    strategy = adapters_only(workers, weights=weights)
     module = fit_adapted(Adapted(), strategy, 1, callbacks=[saving])
     away = [p for name, p in module.named_parameters() if "layers." in name and ".0." not in name]
     expected = sum(p.nbytes for p in away if weights == "all" or p.requires_grad)
@@ -213,7 +208,7 @@ def test_loading_refuses_only_missing_trained_weights_and_unknown_names(
     workers: list[str], tmp_path: Path
 ) -> None:
     module = Adapted()
-    run = trainer(adapters_only(workers, 1, 2, NUM_LAYERS), max_steps=1)
+    run = trainer(adapters_only(workers), max_steps=1)
     run.fit(module, loader(BATCH_SIZE, BATCH_SIZE))
     run.save_checkpoint(tmp_path / "whole.ckpt")
     saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)
@@ -222,13 +217,13 @@ def test_loading_refuses_only_missing_trained_weights_and_unknown_names(
     content = state.pop(lost)
     torch.save(saved, tmp_path / "lacking.ckpt")
     with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{lost}"\. *$'):
-        trainer(adapters_only(workers, 2, NUM_LAYERS)).validate(
+        trainer(adapters_only(workers, (2, NUM_LAYERS - 2))).validate(
             Adapted(), loader(BATCH_SIZE, BATCH_SIZE), ckpt_path=tmp_path / "lacking.ckpt"
         )
     state.update({lost: content, "model.unknown": content})
     torch.save(saved, tmp_path / "unknown.ckpt")
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "model.unknown"'):
-        trainer(adapters_only(workers, 2, NUM_LAYERS)).validate(
+        trainer(adapters_only(workers, (2, NUM_LAYERS - 2))).validate(
             Adapted(), loader(BATCH_SIZE, BATCH_SIZE), ckpt_path=tmp_path / "unknown.ckpt"
         )
 
@@ -253,14 +248,14 @@ class Normed(TinyModule):
 @pytest.mark.filterwarnings("ignore:.*has BatchNorm")
 def test_statistics_of_frozen_layers_are_kept(workers: list[str], tmp_path: Path) -> None:
     module = Normed()
-    run = trainer(adapters_only(workers, 1, 3, 5), max_steps=2)
+    run = trainer(adapters_only(workers, (1, 2, 2)), max_steps=2)
     run.fit(module, loader(BATCH_SIZE * 2, BATCH_SIZE))
     run.save_checkpoint(tmp_path / "normed.ckpt")
     state = torch.load(tmp_path / "normed.ckpt", weights_only=True)["state_dict"]
     ours = [key for key in state if key.startswith("norm.")]
     assert ours == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
     resumed = Normed()
-    trainer(adapters_only(workers, 2, 5)).validate(
+    trainer(adapters_only(workers, (2, 3))).validate(
         resumed, loader(BATCH_SIZE, BATCH_SIZE), ckpt_path=tmp_path / "normed.ckpt", verbose=False
     )
     assert torch.equal(resumed.norm.running_mean, module.norm.running_mean)  # type: ignore[arg-type]

@@ -11,10 +11,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 
-from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.callbacks import StageWeightAveraging
 
 from ..models import TinyModule, loader, trainer
+from ..plans import strategy_of
 
 NUM_LAYERS = 4
 DATA = (24, 8)
@@ -40,12 +41,7 @@ class Validated(TinyModule):
 
 
 def over(workers: list[str]) -> HeteroPipelineStrategy:
-    stages = [
-        StagePlan(["coordinator"], (0, 1)),
-        StagePlan([workers[0]], (1, 2)),
-        StagePlan([workers[1]], (2, NUM_LAYERS)),
-    ]
-    return HeteroPipelineStrategy(workers[:2], Plan(stages, micro_batches=2))
+    return strategy_of(workers, (1, 1, NUM_LAYERS - 2), micro_batches=2)
 
 
 def train(strategy: Any, callback: Any, num_epochs: int = 3, **fit: Any) -> tuple[Validated, Any]:

@@ -39,3 +39,11 @@ def train(
 def plain_run(accumulate: int = 1, clip: Clip | None = None) -> TinyModule:
     """The run of Lightning alone."""
     return train(TinyModule(NUM_LAYERS), "auto", accumulate, clip)
+
+
+@cache
+def accumulated_run(pieces: int, tied: bool = False) -> TinyModule:
+    """Lightning alone on whole sequences, accumulating over so many micro-batches of a batch."""
+    module = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE // pieces)
+    return fit(module, data=data, accumulate_grad_batches=pieces)
