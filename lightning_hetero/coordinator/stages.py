@@ -22,7 +22,13 @@ from ..model.attributes import AttributeState, Change, differences, write_change
 from ..model.layers import DecoderLayer, describe_layer
 from ..model.recipe import Recipe, build_layers
 from ..pipeline.boundary import Activation, Gradients
-from ..pipeline.codec import Content, read_activation, read_gradients, say_arguments, say_passed
+from ..pipeline.codec import (
+    Content,
+    decode_activation,
+    decode_gradients,
+    encode_arguments,
+    encode_result,
+)
 from ..pipeline.handover import Returned
 from ..pipeline.optimizer import AveragingAction, Clipping, Group
 from ..pipeline.recorder import APPLY
@@ -89,7 +95,7 @@ class OutgoingArguments:
         return message, [self._hosts.get(id(tensor), tensor) for tensor in tensors]
 
     def _pack(self, layers: Container[int], packer: Packer) -> Content:
-        return say_arguments(self._step, self._key, self._surroundings, layers, packer)
+        return encode_arguments(self._step, self._key, self._surroundings, layers, packer)
 
 
 def _once(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
@@ -205,7 +211,7 @@ class Coordinator(TensorConversations):
         for worker, stage in zip(self._workers, self._held.stages, strict=True):
             arguments.send(worker, stage.layers)
         with torch.set_grad_enabled(surroundings.grad_enabled):
-            content = say_passed(self.step, key, Activation(hidden), self._narrowing)
+            content = encode_result(self.step, key, Activation(hidden), self._narrowing)
         send_copied(self._workers[0].channel, content, self.copies)
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
@@ -214,7 +220,7 @@ class Coordinator(TensorConversations):
         if not self._norms_due and any(gradient is not None for gradient in gradients.tensors):
             self._norms_due = self._trained_names(self._workers[-1])
         with self.recorder.span("pack", key, "Gradients"):
-            content = say_passed(self.step, key, gradients, self._narrowing)
+            content = encode_result(self.step, key, gradients, self._narrowing)
             send_copied(self._workers[-1].channel, content, self.copies)
 
     def receive(self) -> Returned:
@@ -244,10 +250,10 @@ class Coordinator(TensorConversations):
         with self._blaming(worker):
             self._check_is_theirs(worker, message)
             if isinstance(message, m.Gradient):
-                gradients = self.copies.to_device(frame.tensors, partial(read_gradients, message))
+                gradients = self.copies.to_device(frame.tensors, partial(decode_gradients, message))
                 self._due.take_gradients(key, gradients)
                 return Returned(key, gradients)
-            activation = self.copies.to_device(frame.tensors, partial(read_activation, message))
+            activation = self.copies.to_device(frame.tensors, partial(decode_activation, message))
             self._due.take_activation(key, activation, self._held.layers, self._held.dtypes)
             return Returned(key, activation)
 

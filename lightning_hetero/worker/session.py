@@ -24,12 +24,17 @@ from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreacha
 from ..model.allowed_imports import Allowed
 from ..model.four_bit import multiply_in
 from ..model.layers import EMBEDDING_LAYER, check_token_ids
-from ..pipeline.codec import Content, read_activation, read_arguments, read_gradients, say_passed
+from ..pipeline.codec import (
+    Content,
+    decode_activation,
+    decode_arguments,
+    decode_gradients,
+    encode_result,
+)
 from ..pipeline.rule import Action, Key
 from ..pipeline.runner import Result, StageRunner
-from ..pipeline.stage import CompiledLayers, Stage
+from ..pipeline.stage import CompiledLayers, LayerState, Stage
 from ..pipeline.stage_layers import KeptTensors
-from ..pipeline.stage_state import LayerState
 from ..plan import Narrowing
 from ..protocol import messages as m
 from ..protocol.frames import Frame
@@ -408,7 +413,7 @@ class StageSession:
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
         key = Key(message.microbatch, message.visit)
-        read = partial(read_arguments, message, constants=self._constants)
+        read = partial(decode_arguments, message, constants=self._constants)
         self._runner.take_arguments(key, self._copies.to_device(tensors, read))
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
@@ -416,12 +421,12 @@ class StageSession:
         if embedding is not None and tensors:
             check_token_ids(embedding, tensors[0])
         key = Key(message.microbatch, message.visit)
-        activation = self._copies.to_device(tensors, partial(read_activation, message))
+        activation = self._copies.to_device(tensors, partial(decode_activation, message))
         self._runner.take_activation(message.step, key, activation)
 
     def _on_gradient(self, message: m.Gradient, tensors: tuple[Tensor, ...]) -> None:
         key = Key(message.microbatch, message.visit)
-        gradients = self._copies.to_device(tensors, partial(read_gradients, message))
+        gradients = self._copies.to_device(tensors, partial(decode_gradients, message))
         self._runner.take_gradients(message.step, key, gradients)
 
     def _on_drop_caches(self, message: m.DropCaches, _tensors: tuple[Tensor, ...]) -> None:
@@ -448,7 +453,7 @@ class StageSession:
     def _route(self, result: Result) -> None:
         key, content = result.action.key, result.content
         with self._recorder.span("pack", key, type(content).__name__):
-            said = say_passed(self._runner.step, key, content, self._narrowing)
+            said = encode_result(self._runner.step, key, content, self._narrowing)
             self._neighbors.pass_on(said, self._copies)
 
 

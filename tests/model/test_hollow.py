@@ -41,7 +41,7 @@ from lightning_hetero.model.layers import (
     find_embedding,
 )
 from lightning_hetero.model.tensors import named_tensors, set_tensor
-from lightning_hetero.pipeline.stage_state import StageCaches
+from lightning_hetero.pipeline.stage import StageCaches
 
 from ..families import NUM_LAYERS, tiny_model
 from ..models import VOCABULARY, tiny_llama

@@ -153,7 +153,7 @@ def test_the_batch_itself_is_left_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("batch", "reason"),
     [
-        ({"x": rows(), "mask": torch.zeros(3, 3)}, r"5 samples .* shape \(3, 3\)"),
+        ({"x": rows(), "mask": torch.zeros(3, 3)}, r"5 samples,.* shape \(3, 3\)"),
         ({"x": rows(), "thing": object()}, "object"),
         ({"x": rows(), "array": rows().numpy()}, "ndarray"),
         ({"scale": torch.tensor(1.0)}, "no tensor"),

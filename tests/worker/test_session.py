@@ -8,7 +8,7 @@ import torch
 from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.errors import LocalProtocolError, ModelError
 from lightning_hetero.pipeline.boundary import Activation, Gradients
-from lightning_hetero.pipeline.codec import Content, say_passed
+from lightning_hetero.pipeline.codec import Content, encode_result
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.plan import Narrowing
 from lightning_hetero.protocol import messages as m
@@ -22,7 +22,7 @@ COPIES = PlainCopies(torch.device("cpu"))
 
 
 def said(content: Activation | Gradients) -> Content:
-    return say_passed(1, Key(0), content, Narrowing())
+    return encode_result(1, Key(0), content, Narrowing())
 
 
 ACTIVATION = said(Activation(torch.ones(2)))
