@@ -1,4 +1,4 @@
-"""What is measured of a stage, with a clock that its layers turn."""
+"""The bench measures a stage; here with a clock that the layers turn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What crosses a boundary in fewer bits arrives within stated bounds.
-
-What the pipeline passes on survives its way as messages; other messages are refused.
-"""
+"""The codec decodes what it encodes, refuses other messages, and rounds within stated bounds."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""State that layers keep between forwards is refused or reported."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Cutting batches of every common kind, and weighing the pieces' losses.
-
-A batch and its micro-batches.
-"""
+"""Batches of all common kinds are cut into micro-batches, and their losses weighed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage's caches: by number, counted along, and refused wherever the counts differ."""
+"""A stage keeps caches by number, and refuses those whose count differs."""
 
 from __future__ import annotations
 
