@@ -35,96 +35,6 @@ from .turns import Finished, HandedOver, Turn, TurnThreads
 COORDINATOR_STAGE = 0
 
 
-class StepGradients:
-    """Gradients of the coordinator's own parameters while a step's micro-batches run.
-
-    Args:
-        parameters: The coordinator's parameters.
-        tied: Parameters that several parts of the model use, such as an embedding that is also
-            the head. One micro-batch adds to their gradients in several backwards. These parts
-            are summed per micro-batch first, as a single backward does, so sums are bit-equal.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._tied = tied
-        self._before: list[Tensor | None] | None = None
-        self._pending: list[Tensor | None] | None = None
-        self._partial: dict[int, list[Tensor | None]] = {}
-
-    def begin(self, accumulate: bool) -> None:
-        """Start a step; with ``accumulate`` it adds to the present gradients."""
-        self._partial.clear()
-        self._pending = None
-        self._before = None if accumulate else self._take(self._parameters)
-
-    def finish(self) -> None:
-        """Set the step's gradients aside until `publish`, and restore the former ones."""
-        if self._before is not None:
-            self._pending = self._take(self._parameters)
-            self._put(self._parameters, self._before)
-            self._before = None
-
-    def publish(self) -> None:
-        """Add the step's gradients to `.grad`; to Lightning this is the step's backward."""
-        if self._pending is None:
-            return
-        for parameter, gradient in zip(self._parameters, self._pending, strict=True):
-            _add(parameter, gradient)
-        self._pending = None
-
-    @contextmanager
-    def of_microbatch(self, microbatch: int) -> Iterator[None]:
-        """Inside, backwards of this micro-batch may run."""
-        total = self._take(self._tied)
-        self._put(self._tied, self._partial.pop(microbatch, [None] * len(self._tied)))
-        try:
-            yield
-        finally:
-            self._partial[microbatch] = self._take(self._tied)
-            self._put(self._tied, total)
-
-    def finish_microbatch(self, microbatch: int) -> None:
-        """Add up a micro-batch whose backwards have all run."""
-        partial = self._partial.pop(microbatch, [None] * len(self._tied))
-        for parameter, gradient in zip(self._tied, partial, strict=True):
-            _add(parameter, gradient)
-
-    def _take(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        taken = [parameter.grad for parameter in parameters]
-        self._put(parameters, [None] * len(parameters))
-        return taken
-
-    def _put(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-
-
-def _add(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient
-    elif gradient is not None:
-        parameter.grad += gradient
-
-
-@dataclass
-class _Visit:
-    """One hand-over of a micro-batch: where its graph ends, and the leaves where it goes on."""
-
-    key: Key
-    out: Tensor
-    leaves: tuple[Tensor, ...] = ()
-
-
-@dataclass
-class _Microbatch:
-    """A micro-batch in flight."""
-
-    turn: Turn
-    loss_factor: Callable[[], float]
-    visits: list[_Visit] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class MicrobatchStep:
     """What the driver runs for one micro-batch.
@@ -195,6 +105,24 @@ class Driver:
             finally:
                 running.end()
                 self.gradients.finish()
+
+
+@dataclass
+class _Visit:
+    """One hand-over of a micro-batch: where its graph ends, and the leaves where it goes on."""
+
+    key: Key
+    out: Tensor
+    leaves: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class _Microbatch:
+    """A micro-batch in flight."""
+
+    turn: Turn
+    loss_factor: Callable[[], float]
+    visits: list[_Visit] = field(default_factory=list)
 
 
 class _RunningStep:
@@ -340,3 +268,75 @@ class _RunningStep:
 def _leaf_on(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor on a device, as a leaf where the micro-batch's graph goes on."""
     return tensor.to(device).detach().requires_grad_(tensor.requires_grad)
+
+
+class StepGradients:
+    """Gradients of the coordinator's own parameters while a step's micro-batches run.
+
+    Args:
+        parameters: The coordinator's parameters.
+        tied: Parameters that several parts of the model use, such as an embedding that is also
+            the head. One micro-batch adds to their gradients in several backwards. These parts
+            are summed per micro-batch first, as a single backward does, so sums are bit-equal.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._tied = tied
+        self._before: list[Tensor | None] | None = None
+        self._pending: list[Tensor | None] | None = None
+        self._partial: dict[int, list[Tensor | None]] = {}
+
+    def begin(self, accumulate: bool) -> None:
+        """Start a step; with ``accumulate`` it adds to the present gradients."""
+        self._partial.clear()
+        self._pending = None
+        self._before = None if accumulate else self._take(self._parameters)
+
+    def finish(self) -> None:
+        """Set the step's gradients aside until `publish`, and restore the former ones."""
+        if self._before is not None:
+            self._pending = self._take(self._parameters)
+            self._put(self._parameters, self._before)
+            self._before = None
+
+    def publish(self) -> None:
+        """Add the step's gradients to `.grad`; to Lightning this is the step's backward."""
+        if self._pending is None:
+            return
+        for parameter, gradient in zip(self._parameters, self._pending, strict=True):
+            _add(parameter, gradient)
+        self._pending = None
+
+    @contextmanager
+    def of_microbatch(self, microbatch: int) -> Iterator[None]:
+        """Inside, backwards of this micro-batch may run."""
+        total = self._take(self._tied)
+        self._put(self._tied, self._partial.pop(microbatch, [None] * len(self._tied)))
+        try:
+            yield
+        finally:
+            self._partial[microbatch] = self._take(self._tied)
+            self._put(self._tied, total)
+
+    def finish_microbatch(self, microbatch: int) -> None:
+        """Add up a micro-batch whose backwards have all run."""
+        partial = self._partial.pop(microbatch, [None] * len(self._tied))
+        for parameter, gradient in zip(self._tied, partial, strict=True):
+            _add(parameter, gradient)
+
+    def _take(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        taken = [parameter.grad for parameter in parameters]
+        self._put(parameters, [None] * len(parameters))
+        return taken
+
+    def _put(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _add(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif gradient is not None:
+        parameter.grad += gradient
