@@ -14,11 +14,11 @@ from ..errors import HeteroError, RemoteProtocolError
 from ..pipeline.boundary import Activation, Gradients
 from ..pipeline.codec import (
     Content,
-    read_activation,
-    read_gradients,
-    say_activation,
-    say_arguments,
-    say_gradients,
+    decode_activation,
+    decode_gradients,
+    encode_activation,
+    encode_arguments,
+    encode_gradients,
 )
 from ..pipeline.handover import Returned
 from ..pipeline.recorder import Recorder
@@ -84,7 +84,7 @@ class OutgoingArguments:
         return message, [self._hosts.get(id(tensor), tensor) for tensor in tensors]
 
     def _pack(self, layers: Container[int], packer: Packer) -> Content:
-        return say_arguments(self._step, self._key, self._surroundings, layers, packer)
+        return encode_arguments(self._step, self._key, self._surroundings, layers, packer)
 
 
 def _once(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
@@ -184,7 +184,7 @@ class RemoteStages:
             arguments.send(worker, stage.layers)
         with torch.set_grad_enabled(surroundings.grad_enabled):
             dtype = self.narrowing.activation_dtype
-            content = say_activation(step, key, Activation(hidden), dtype)
+            content = encode_activation(step, key, Activation(hidden), dtype)
         send_copied(self._connections.workers[0].channel, content, self.copies)
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
@@ -196,7 +196,7 @@ class RemoteStages:
             self.norms_due = {name for name, each in held if each.is_trained}
         with self._recorder.span("pack", key, "Gradients"):
             dtype = self.narrowing.gradient_dtype
-            content = say_gradients(self._connections.step, key, gradients, dtype)
+            content = encode_gradients(self._connections.step, key, gradients, dtype)
             send_copied(last.channel, content, self.copies)
 
     def receive(self) -> Returned:
@@ -238,7 +238,7 @@ class RemoteStages:
         holdings = self._layers.holdings
         check_narrowed(message.narrowed, holdings.stages[worker].narrowing.activation_dtype)
         key = message.key
-        activation = self.copies.to_device(frame.tensors, partial(read_activation, message))
+        activation = self.copies.to_device(frame.tensors, partial(decode_activation, message))
         self._due.take_activation(key, activation, holdings.layers, holdings.dtypes)
         return Returned(key, activation)
 
@@ -252,7 +252,7 @@ class RemoteStages:
             message.narrowed, self._layers.holdings.stages[worker].narrowing.gradient_dtype
         )
         key = message.key
-        gradients = self.copies.to_device(frame.tensors, partial(read_gradients, message))
+        gradients = self.copies.to_device(frame.tensors, partial(decode_gradients, message))
         self._due.take_gradients(key, gradients)
         return Returned(key, gradients)
 

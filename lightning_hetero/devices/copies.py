@@ -1,6 +1,6 @@
-"""Copies between a device and main memory that no computing thread waits for.
+"""Copies between a device and main memory, which no computing thread waits for.
 
-Where a device has streams, copies have their own, and moments in the streams say who may go on:
+On a device with streams, copies run in streams of their own. Marks in the streams order the work:
 
     compute  ── forward 0 ──▪── forward 1 ─────── waits ▫── backward 0 ──
                              ╲                          ╱
@@ -9,12 +9,8 @@ Where a device has streams, copies have their own, and moments in the streams sa
     sender thread                          ▫ socket  ╱
     coming                        ── copy ──────────▪
 
-Everywhere else a copy is made at once.
-
-The few things that copies want of a device with streams; `torch.cuda` is CUDA and ROCm alike.
-
-Decides nothing: what waits for what is the business of `copies`, which is tested with a device
-that is made up.
+On any other device a copy is made at once. `Streams` is what a device with streams must offer; it
+decides nothing. `StreamedCopies` decides what waits for what, so tests run it with made-up streams.
 """
 
 from __future__ import annotations
@@ -37,13 +33,13 @@ Bytes = npt.NDArray[numpy.uint8]
 
 
 class Mark(Protocol):
-    """A moment in a stream."""
+    """A mark in a stream."""
 
     def is_past(self) -> bool:
-        """Whether the device has come to it; does not wait."""
+        """Whether the device has reached the mark; does not wait."""
 
     def wait(self) -> None:
-        """Wait in this thread until it has.
+        """Block this thread until the device has reached the mark.
 
         Raises:
             ChannelError: If the device fails before.
@@ -54,86 +50,85 @@ AnyMark = TypeVar("AnyMark", bound=Mark)
 
 
 class Streams(Protocol[AnyMark]):
-    """Three streams of one device: what it computes, what leaves it, and what comes to it."""
+    """Three streams of one device: for its computation, for copies out, and for copies in."""
 
     def pinned_bytes(self, num_bytes: int) -> Bytes:
-        """New memory of this machine that the device copies from and to by itself."""
+        """Allocate pinned main memory, which the device copies from and to by itself."""
 
     def mark_computed(self) -> AnyMark:
-        """The moment at which all that was asked to be computed so far is computed."""
+        """Mark the stream of computation behind all work so far."""
 
     def copy_out(
         self, after: AnyMark, sources: Sequence[Tensor], hosts: Sequence[Tensor]
     ) -> AnyMark:
-        """Copy tensors into main memory once ``after`` is past; the moment when they are there.
+        """Copy tensors into main memory once ``after`` is past, and mark the end of the copies.
 
-        Their memory on the device is not used for others before.
+        Their memory on the device is not reused before that mark.
         """
 
     def coming(self) -> AbstractContextManager[None]:
-        """Inside, tensors are made in the stream of what comes."""
+        """Inside, tensors are made in the stream of copies in."""
 
     def copy_in(self, host: Tensor) -> Tensor:
-        """Inside `coming`: the tensor on the device, as soon as its copy is through."""
+        """Inside `coming`: begin a copy, and return the tensor on the device."""
 
     def mark_come(self) -> AnyMark:
-        """The moment at which all copies to the device so far are through."""
+        """Mark the stream of copies in behind all copies so far."""
 
     def compute_after(self, mark: AnyMark, used: Iterable[Tensor]) -> None:
-        """Compute nothing that is asked for from now on before ``mark``.
+        """Make all later computation wait for ``mark``.
 
-        The memory of ``used``, which came by another stream, is kept while it is computed with.
+        The memory of ``used``, which another stream has filled, is kept while it is in use.
         """
 
 
 Land = Callable[[], None]
 
-# Buffers that are kept for each micro-batch in flight: it leaves twice, forward and backward, to
-# either neighbor, with its layers' arguments.
+# Buffers kept per micro-batch in flight: it leaves forward and backward, to either neighbor, and
+# its layers' arguments leave with it.
 _KEPT_PER_MICROBATCH = 4
 
 
 def already_here() -> None:
-    """What is there needs no waiting for."""
+    """The `Land` of tensors that are there already."""
 
 
 class Arriving(Protocol):
-    """A value with tensors that may still be on their way to the device.
+    """A value with tensors whose copies to the device may still run.
 
-    ``land`` must be called before anything is computed with them; the device waits then, and not
-    the thread.
+    Call ``land`` before you compute with the tensors. The device waits then, and not the thread.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def land(self) -> Land:
-        """Makes the device wait for the tensors."""
+        """Makes the device wait for the copies."""
 
     @property
     def tensors(self) -> Sequence[Tensor | None]:
-        """What is to be waited for."""
+        """The tensors to wait for."""
 
 
 Content = TypeVar("Content", bound=Arriving)
 
 
 class HostCopy(Protocol):
-    """Tensors on their way to main memory, or there."""
+    """Copies of tensors in main memory, or on their way there."""
 
     @property
     def is_immediate(self) -> bool:
-        """Whether the device's copies are there as soon as they are begun, this and all others."""
+        """Whether all copies of the device are there as soon as they have begun."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors in main memory; their content is there after `wait`."""
+        """The tensors in main memory; `wait` before you read their content."""
 
     def wait(self) -> None:
         """Wait for the content, in the thread that sends it, as long as the device takes.
 
-        There is no deadline: no more can be done with a device that hangs, and whoever waits for
-        the content has one.
+        There is no deadline here: the receiver of the content has one, and a device that hangs is
+        of no use anyway.
 
         Raises:
             ChannelError: If the device fails before.
@@ -141,24 +136,24 @@ class HostCopy(Protocol):
 
 
 class Copies(Protocol):
-    """Between one device and main memory; made once per device.
+    """Copies between one device and main memory; make one such object per device.
 
-    Its methods belong to the thread that computes, and `HostCopy.wait` to any.
+    Only the computing thread may call its methods; any thread may call `HostCopy.wait`.
     """
 
     def receive_pool(self) -> BufferPool:
-        """Memory for a channel's reader to fill with what is to come to the device."""
+        """Memory that the reader of a channel fills with tensors for the device."""
 
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopy:
-        """Begin to copy tensors to main memory, as they are when all asked for so far is done."""
+        """Begin to copy tensors to main memory, with the values they have after all work so far."""
 
     def to_device(
         self, tensors: Sequence[Tensor], read: Callable[[tuple[Tensor, ...]], Content]
     ) -> Content:
-        """Begin to copy tensors to the device; what is read out of them there."""
+        """Begin to copy tensors to the device, and return the value that ``read`` makes of them."""
 
     def keep_for(self, num_microbatches: int) -> None:
-        """Keep as much memory for copies as so many micro-batches in flight need."""
+        """Keep buffers for so many micro-batches in flight."""
 
 
 class PlainCopies:
@@ -192,16 +187,16 @@ class _Finished:
 
 
 class StreamedCopies(Generic[AnyMark]):
-    """Copies in streams of their own, by way of pinned memory that is used again and again.
+    """Copies in streams of their own, through pinned memory that is reused.
 
     Args:
-        streams: The device's.
+        streams: The streams of the device.
     """
 
     def __init__(self, streams: Streams[AnyMark]) -> None:
         self._streams = streams
         self._pool = BufferPool(streams.pinned_bytes)
-        # What is being copied to the device: its memory here must not get other content yet.
+        # Sources of running copies to the device: their memory must not be reused yet.
         self._coming: deque[tuple[AnyMark, Sequence[Tensor]]] = deque()
 
     def receive_pool(self) -> BufferPool:
@@ -237,12 +232,12 @@ class StreamedCopies(Generic[AnyMark]):
         self._pool.keep_at_most(_KEPT_PER_MICROBATCH * num_microbatches)
 
     def _hosts_for(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Room for tensors in one buffer; it is free again when nobody holds one of them."""
+        """Tensors in one buffer, which is free again when none of them is held any more."""
         offsets, end = [], 0
         for source in sources:
             offsets.append(end)
             end += -(-source.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        # Only what the pool keeps is pinned.
+        # The pool pins only buffers of a size that it keeps.
         memory = torch.frombuffer(self._pool.take(max(end, SMALLEST_KEPT_BYTES)), dtype=torch.uint8)
         return [
             memory[offset : offset + source.nbytes].view(source.dtype).view(source.shape)

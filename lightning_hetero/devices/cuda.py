@@ -65,7 +65,7 @@ class EventMoment:
 
 
 class CudaStreams:
-    """Those of one CUDA or ROCm device. Created without asking it for anything but two streams."""
+    """The streams of one GPU: torch's current one, and two of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +73,7 @@ class CudaStreams:
         self._coming = torch.cuda.Stream(device)
 
     def pinned_bytes(self, num_bytes: int) -> Bytes:
-        # In a thread that has not said so, the device would be the first one of the machine.
+        # Without this, a new thread would pin memory for the first GPU of the machine.
         with torch.cuda.device(self._device):
             found: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
         return found
@@ -111,10 +111,10 @@ class CudaStreams:
 
 
 class CudaMark:
-    """An event that a stream has just recorded."""
+    """An event that marks the present end of a stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # Blocking: a thread that waits leaves its core to others.
+        # Blocking: a waiting thread leaves its core to others.
         self.event = torch.cuda.Event(blocking=True)
         self.event.record(stream)
 

@@ -96,7 +96,7 @@ class Device:
 
     @property
     def memory_name(self) -> str:
-        """The memory that the device computes in; devices of a machine may share one."""
+        """The name of the device's memory; devices that share memory have the same one."""
         return str(self.torch_device)
 
     def total_bytes(self) -> int:
@@ -164,8 +164,6 @@ class Device:
     def seed_generators(cls, seed: int) -> None:
         """Seed the generators of all devices of this kind that are in use."""
 
-    # Description
-
     @property
     def name(self) -> str:
         """The product's name."""
@@ -175,7 +173,7 @@ class Device:
 
     @property
     def title(self) -> str:
-        """The name, with whatever else decides the device's speed."""
+        """The name for people, with what else the device's speed depends on."""
         return self.name
 
     @classmethod

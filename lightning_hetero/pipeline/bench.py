@@ -1,9 +1,8 @@
-"""The bench: layers with values made up on one device, and what they take there.
+"""The bench: it measures layers with made-up values on one device.
 
-Measures what a stage's forward and backward take: seconds, saved bytes, peak bytes.
-
-It is the stage's own code that runs. Seconds are medians of blocks of runs: a block is long enough
-that a processor which works in turns, by a quota or a scheduler, has several of them in it.
+It runs the code of `Stage` and measures seconds, saved bytes and peak bytes of one forward and one
+backward. Seconds are medians over blocks of runs. A block is long enough to contain several time
+slices of a processor that a quota or a scheduler interrupts.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..devices.device import Clock as Clock
 from ..devices.device import device_for, is_out_of_memory
 from ..errors import ModelError
 from ..model.four_bit import multiply_in
@@ -28,8 +28,14 @@ from .optimizer import Group, StageOptimizer
 from .rule import Key
 from .stage import Stage, Surroundings
 
-Clock = Callable[[], float]
+logger = logging.getLogger(__name__)
 
+Found = TypeVar("Found")
+
+# Characters of an error's text, and as many of its traceback.
+_MOST_TEXT = 2**16
+# Any number of a remote stage; the coordinator's is 0.
+_STAGE_INDEX = 1
 _NUM_BLOCKS = 3
 _MOST_RUNS_OF_BLOCK = 100
 _KEY = Key(0)
@@ -37,7 +43,7 @@ _KEY = Key(0)
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one forward and one backward took."""
+    """Seconds and bytes of one forward and one backward."""
 
     forward_seconds: float
     backward_seconds: float
@@ -48,14 +54,14 @@ class Measurement:
 def measure_stage(
     stage: Stage, hidden: Tensor, surroundings: Surroundings, patience_seconds: float, clock: Clock
 ) -> Measurement:
-    """Run a stage on one micro-batch, first to warm up and for its memory, then for the time.
+    """Run a stage on one micro-batch: to warm up, for its memory, then for its time.
 
     Args:
-        stage: With weights on its device; afterwards it has gradients.
-        hidden: What comes into it, on its device.
-        surroundings: How its layers are called.
-        patience_seconds: The time to spend on runs; at least three take place.
-        clock: Seconds that only grow.
+        stage: Has its weights on its device; afterwards it has gradients.
+        hidden: Its input, on its device.
+        surroundings: The arguments of its layers.
+        patience_seconds: The time to spend on runs; at least three runs take place.
+        clock: Returns seconds that only grow.
     """
 
     def run() -> tuple[float, float]:
@@ -68,13 +74,13 @@ def measure_stage(
 
 
 def median_of_blocks(run: Callable[[], Sequence[float]], patience_seconds: float) -> list[float]:
-    """The median over blocks of runs of each of the seconds that a run returns."""
+    """The median over blocks of runs, for each of the seconds that a run returns."""
     blocks = [_block(run, patience_seconds / _NUM_BLOCKS) for _ in range(_NUM_BLOCKS)]
     return [statistics.median(column) for column in zip(*blocks, strict=True)]
 
 
 def _block(run: Callable[[], Sequence[float]], block_seconds: float) -> list[float]:
-    """The means of as many runs as fit into the block, one at least."""
+    """The means over as many runs as fit into the block, at least one."""
     runs = [run()]
     while sum(map(sum, runs)) < block_seconds and len(runs) < _MOST_RUNS_OF_BLOCK:
         runs.append(run())
@@ -95,11 +101,11 @@ def _run(
 
 
 def _memory(stage: Stage, hidden: Tensor, surroundings: Surroundings) -> tuple[int, int]:
-    """What is kept between forward and backward, and the most that is taken at once."""
+    """Bytes that are saved between forward and backward, and the most bytes taken at once."""
     input_bytes = hidden.nbytes
     with device_for(stage.device).metering() as meter:
         outgoing = stage.forward(_KEY, Activation(hidden), surroundings)
-        # The output is the next layer's input, and counts there.
+        # The output counts as the next layer's input.
         output_bytes = sum(tensor.nbytes for tensor in outgoing.tensors)
         taken_bytes = meter.taken_bytes()
         if not outgoing.requires_grad:
@@ -110,24 +116,14 @@ def _memory(stage: Stage, hidden: Tensor, surroundings: Surroundings) -> tuple[i
 
 
 def gradients_like(outgoing: Activation) -> Gradients:
-    """Gradients such as come from downstream."""
+    """Gradients of ones for an activation, as downstream would send them."""
     tensors = outgoing.tensors
     return Gradients(tuple(torch.ones_like(t) if t.requires_grad else None for t in tensors))
 
 
-logger = logging.getLogger(__name__)
-
-Found = TypeVar("Found")
-
-# Of an error's text and traceback each.
-_MOST_TEXT = 2**16
-# The number of a stage that is not the coordinator's.
-_STAGE_INDEX = 1
-
-
 @dataclass(frozen=True)
 class Failed:
-    """Why something was not measured."""
+    """Why a measurement has failed."""
 
     reason: str
     traceback: str
@@ -135,11 +131,11 @@ class Failed:
 
 
 def attempt(measure: Callable[[], Found], device: torch.device) -> Found | Failed:
-    """What a piece of measuring returns, or why it failed; the memory that it took is free then."""
+    """Return a measurement, or why it has failed; a failed one leaves no memory taken."""
     try:
         return measure()
     except Exception as error:
-        logger.debug("measuring failed", exc_info=True)
+        logger.debug("A measurement has failed.", exc_info=True)
         reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
         trace = traceback.format_exc()[-_MOST_TEXT:]
         failed = Failed(reason, trace, is_out_of_memory(error))
@@ -149,17 +145,17 @@ def attempt(measure: Callable[[], Found], device: torch.device) -> Found | Faile
 
 @dataclass(frozen=True)
 class LayerTrial:
-    """How one layer is to be run.
+    """How to run one layer.
 
     Args:
-        number: The layer's.
-        hidden_shape: Shape of the hidden states that come into it.
-        hidden_dtype: And their dtype.
-        wants_gradient: Whether they have a backward.
-        surroundings: How the model calls the layer.
-        recompute: As in a plan.
-        dtype: As in a plan.
-        converts_weights: Whether ``dtype`` is for weights too.
+        number: Number of the layer.
+        hidden_shape: Shape of its input.
+        hidden_dtype: Dtype of its input.
+        wants_gradient: Whether its input requires a gradient.
+        surroundings: The arguments of the layer.
+        recompute: Whether the backward runs the forward again, as a plan may ask.
+        dtype: The dtype to compute in, as a plan may ask; None for that of the input.
+        converts_weights: Whether weights are in ``dtype`` too.
         patience_seconds: Time to spend.
     """
 
@@ -176,7 +172,7 @@ class LayerTrial:
 
 @dataclass(frozen=True)
 class OptimizerTrial:
-    """What is to step over one layer: a class as `StageOptimizer` knows it."""
+    """How to step over one layer: the arguments of a `StageOptimizer`, and the time to spend."""
 
     number: int
     class_name: str
@@ -187,7 +183,7 @@ class OptimizerTrial:
 
 @dataclass(frozen=True)
 class OptimizerMeasurement:
-    """What a step over one layer took, and the bytes of its state."""
+    """Seconds of an optimizer's step over one layer, and bytes of the optimizer's state."""
 
     step_seconds: float
     state_bytes: int
@@ -195,13 +191,13 @@ class OptimizerMeasurement:
 
 @dataclass
 class Bench:
-    """Builds layers anew for each dtype, and measures one at a time.
+    """Builds layers for each dtype, and measures one at a time.
 
     Args:
-        device: Where they compute.
-        build: Makes the layers on ``meta``, by their numbers.
-        buffers: The values of their buffers, by name; those that are missing are made up.
-        clock: Seconds that only grow.
+        device: Computes the layers.
+        build: Returns the layers on ``meta``, by number.
+        buffers: Values of buffers, by name; missing ones are made up.
+        clock: Returns seconds that only grow.
     """
 
     device: torch.device
@@ -212,7 +208,7 @@ class Bench:
     _dtype: torch.dtype | None = None
 
     def measure_layer(self, trial: LayerTrial) -> Measurement:
-        """What one forward and one backward take. Afterwards the layer has gradients.
+        """Measure one forward and one backward; afterwards the layer has gradients.
 
         Raises:
             ModelError: If there is no such layer.
@@ -223,14 +219,14 @@ class Bench:
         return measure_stage(self._stage(trial), hidden, around, patience_seconds, self.clock)
 
     def collected(self, trial: LayerTrial) -> Sequence[Collected]:
-        """The outputs that one forward adds to those that are collected."""
+        """The outputs that one forward of a layer collects."""
         hidden = torch.randn(trial.hidden_shape, device=self.device).to(trial.hidden_dtype)
         around = replace(trial.surroundings, grad_enabled=False)
         with torch.no_grad():
             return self._stage(trial).forward(Key(0), Activation(hidden), around).collected
 
     def measure_optimizer(self, trial: OptimizerTrial) -> OptimizerMeasurement:
-        """What a step over a layer takes."""
+        """Measure an optimizer's step over a layer."""
         layer = self._filled(trial.number, self._dtype, converts_weights=True)
         trained = {
             name: parameter
@@ -257,7 +253,7 @@ class Bench:
         return OptimizerMeasurement(seconds, state_bytes(optimizer.state().values()))
 
     def forget(self) -> None:
-        """Free the memory of all layers."""
+        """Drop all layers, and return their memory."""
         self._layers = nn.ModuleDict()
         device_for(self.device).free_cache()
 
@@ -267,7 +263,7 @@ class Bench:
         return Stage(layers, self.device, _STAGE_INDEX, trial.recompute, dtype=trial.dtype)
 
     def _filled(self, number: int, dtype: torch.dtype | None, converts_weights: bool) -> nn.Module:
-        """A layer with values, in a dtype; those in another are gone afterwards."""
+        """A layer with made-up values in a dtype; layers in another dtype are dropped."""
         if not self._layers or dtype != self._dtype:
             self._layers = nn.ModuleDict()
             device_for(self.device).free_cache()
@@ -275,7 +271,10 @@ class Bench:
             if dtype is not None:
                 multiply_in(self._layers, dtype)
         if str(number) not in self._layers:
-            raise ModelError(f"Layer {number} is none of those that are to be measured.")
+            raise ModelError(
+                f"Layer {number} is not among the layers to be measured, which are "
+                f"{sorted(map(int, self._layers))}."
+            )
         layer = self._layers[str(number)]
         dtypes = dtypes_on_stage({number: layer}, dtype if converts_weights else None)
         fill_with_made_up_values({number: layer}, dtypes, self.buffers, self.device)

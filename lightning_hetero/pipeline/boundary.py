@@ -1,8 +1,7 @@
-"""What goes from stage to stage: hidden states, and the outputs that were collected on the way.
+"""The boundary between stages: hidden states and collected outputs cross it, gradients return.
 
 A model may ask its layers for more than hidden states, such as the router logits of a mixture of
-experts. Each stage adds its own to those of the stages before, and they carry gradients like the
-hidden states:
+experts. Each stage adds its own outputs to those of earlier stages. All of them carry gradients:
 
     stage 1 ── hidden, logits 0-3 ──▶ stage 2 ── hidden, logits 0-3, logits 4-7 ──▶ coordinator
 """
@@ -20,7 +19,7 @@ from ..devices.copies import Land, already_here
 
 
 class Collected(NamedTuple):
-    """One output besides the hidden states, under the name that transformers has for its kind."""
+    """One output besides the hidden states, under transformers' name for its kind."""
 
     kind: str
     tensor: Tensor
@@ -28,9 +27,9 @@ class Collected(NamedTuple):
 
 @dataclass(frozen=True)
 class Activation:
-    """Hidden states and collected outputs, in the order of the layers they come from.
+    """Hidden states and collected outputs, in the order of their layers.
 
-    ``land`` is to be called before anything is computed with them.
+    Call ``land`` before you compute with them.
     """
 
     hidden: Tensor
@@ -44,21 +43,21 @@ class Activation:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a backward will want a gradient for any of it."""
+        """Whether a backward will want a gradient of any tensor."""
         return any(tensor.requires_grad for tensor in self.tensors)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Activation:
-        """The same with a function applied to every tensor."""
+        """An activation with a function applied to every tensor."""
         collected = (Collected(kind, function(tensor)) for kind, tensor in self.collected)
         return Activation(function(self.hidden), tuple(collected))
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """One gradient for each tensor of an activation, in its order; None where none is needed.
+    """One gradient, or None, for each tensor of an activation, in its order.
 
-    With ``keeps_graph`` another backward of the same activation may follow. ``land`` is to be
-    called before anything is computed with them.
+    With ``keeps_graph`` another backward of the same activation may follow. Call ``land`` before
+    you compute with the gradients.
     """
 
     tensors: tuple[Tensor | None, ...]
@@ -67,9 +66,9 @@ class Gradients:
 
 
 def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
-    """One activation for a batch whose pieces went through the stages, in their order.
+    """Join the activations of a batch's pieces, which are in the order of their samples.
 
-    ``dim`` counts the samples of the hidden states; it is 0 where outputs are collected.
+    ``dim`` counts the samples of the hidden states; it must be 0 if outputs are collected.
     """
     first = pieces[0]
     return Activation(
@@ -82,5 +81,5 @@ def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
-    """The tensor cut from its graph; it wants a gradient if it did."""
+    """The tensor without its graph, as a leaf that requires a gradient if the tensor did."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

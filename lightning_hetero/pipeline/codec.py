@@ -1,9 +1,7 @@
-"""What the pipeline passes on, as messages with tensors, and back.
+"""The codec of the pipeline: it encodes its values as messages with tensors, and decodes them.
 
-Narrower forms of what crosses a boundary, for links that are slower than the devices.
-
-bfloat16 and float16 round each number; int8 rounds the numbers of a block to 255 steps of the
-greatest of them:
+Tensors that cross a boundary may be narrowed, for links that are slower than the devices. bfloat16
+and float16 round each number. int8 rounds the numbers of a block to 255 steps of its greatest one:
 
     scale = max |x| / 127            an error of at most scale / 2
 """
@@ -30,7 +28,7 @@ _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def narrow(tensor: Tensor, wire_dtype: WireDtype | None) -> list[Tensor]:
-    """The tensor as it is sent: itself, or rounded, or rounded with its scales."""
+    """Encode a tensor: as it is, rounded, or rounded with its scales."""
     if wire_dtype is None or not tensor.is_floating_point():
         return [tensor]
     tensor = tensor.detach()
@@ -41,10 +39,10 @@ def narrow(tensor: Tensor, wire_dtype: WireDtype | None) -> list[Tensor]:
 
 
 def widen(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """What `narrow` was given, rounded.
+    """Decode the parts that `narrow` has made of a tensor.
 
     Raises:
-        ValueError: If the parts do not belong together.
+        ValueError: If the parts do not fit each other.
     """
     if len(parts) == 1:
         return parts[0].to(dtype)
@@ -61,7 +59,7 @@ def _to_steps(tensor: Tensor) -> list[Tensor]:
     blocked = torch.nn.functional.pad(values, (0, -length % INT8_BLOCK)).unflatten(
         -1, (-1, INT8_BLOCK)
     )
-    # A number that is none must arrive as none: its whole block does.
+    # The scale of a block with a NaN is NaN, so the whole block arrives as NaN.
     scales = blocked.abs().amax(-1) / _STEPS
     divisors = _spread(scales, length)
     steps = (values / divisors.where(divisors > 0, 1.0)).round().nan_to_num().to(torch.int8)
@@ -69,17 +67,17 @@ def _to_steps(tensor: Tensor) -> list[Tensor]:
 
 
 def _spread(scales: Tensor, length: int) -> Tensor:
-    """Each block's scale for each of its numbers."""
+    """The scale of each number, which is that of its block."""
     return scales.repeat_interleave(INT8_BLOCK, dim=-1)[..., :length]
 
 
 Content = tuple[m.Message, Sequence[Tensor]]
 
 
-def say_arguments(
+def encode_arguments(
     step: int, key: Key, surroundings: Surroundings, layers: Container[int], packer: Packer
 ) -> Content:
-    """What a stage with these layers runs them with.
+    """Encode the arguments of a stage with these layers.
 
     Raises:
         LocalProtocolError: If an argument cannot be sent.
@@ -91,7 +89,7 @@ def say_arguments(
             packer.pack(call.args, f"An argument of layer {call.layer_index}: args"),
             packer.pack(call.kwargs, f"An argument of layer {call.layer_index}: kwargs"),
             call.tuple_length,
-            None if call.cache is None else _say_cache(call.cache, packer),
+            None if call.cache is None else _encode_cache(call.cache, packer),
             list(call.other_mode),
         )
         for call in surroundings.calls
@@ -113,19 +111,19 @@ def say_arguments(
     return message, packer.tensors
 
 
-def read_arguments(
+def decode_arguments(
     message: m.Arguments, tensors: tuple[Tensor, ...], constants: KeptConstants
 ) -> Surroundings:
-    """What a stage runs its layers with; ``constants`` are brought up to date.
+    """Decode the arguments of a stage's layers, and update ``constants``.
 
     Raises:
-        RemoteProtocolError: If the message names a tensor, a dtype or a kind of output that there
-            is not, or a cache or a trial where gradients are wanted.
+        RemoteProtocolError: If the message names an unknown tensor, dtype or kind of output, or
+            wants gradients of a trial or with a cache.
     """
     for index, slot in message.kept.items():
         if index >= len(tensors):
             raise RemoteProtocolError(
-                f"Tensor {index} is to be kept and the frame carries {len(tensors)}."
+                f"Tensor {index} is to be kept, but the frame carries {len(tensors)} tensors."
             )
         constants.keep(slot, tensors[index])
     calls = [
@@ -135,14 +133,14 @@ def read_arguments(
             unpack(call.args, tensors, constants),
             unpack(call.kwargs, tensors, constants),
             call.tuple_length,
-            None if call.cache is None else _read_cache(call.cache, tensors, constants),
+            None if call.cache is None else _decode_cache(call.cache, tensors, constants),
             tuple(call.other_mode),
         )
         for call in message.calls
     ]
     autocast = message.autocast_dtype
     if autocast is not None and autocast not in DTYPES:
-        raise RemoteProtocolError(f"There is no autocast to {autocast!r}.")
+        raise RemoteProtocolError(f"The dtype {autocast!r} of autocast is unknown.")
     if len(set(message.collect)) < len(message.collect) or any(
         kind.startswith("_") for kind in message.collect
     ):
@@ -158,12 +156,12 @@ def read_arguments(
     return surroundings
 
 
-def _say_cache(use: CacheUse, packer: Packer) -> m.CacheArgument:
+def _encode_cache(use: CacheUse, packer: Packer) -> m.CacheArgument:
     rows = packer.pack(use.rows, "The samples wanted of a key-value cache")
     return m.CacheArgument(use.number, use.place, use.length, use.window, rows)
 
 
-def _read_cache(
+def _decode_cache(
     argument: m.CacheArgument, tensors: tuple[Tensor, ...], constants: KeptConstants
 ) -> CacheUse:
     rows = unpack(argument.rows, tensors, constants)
@@ -172,10 +170,10 @@ def _read_cache(
     return CacheUse(argument.number, argument.place, argument.length, argument.window, rows)
 
 
-def say_activation(
+def encode_activation(
     step: int, key: Key, activation: Activation, wire_dtype: WireDtype | None = None
 ) -> Content:
-    """An activation on its way downstream, rounded if a dtype is given."""
+    """Encode an activation, rounded if a dtype is given."""
     tensors = activation.tensors
     requires_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     kinds = [kind for kind, _ in activation.collected]
@@ -183,11 +181,11 @@ def say_activation(
     return m.Activation(step, *key, requires_grad, kinds, narrowed), sent
 
 
-def read_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activation:
-    """An activation that came.
+def decode_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activation:
+    """Decode an activation.
 
     Raises:
-        RemoteProtocolError: If the message describes other tensors than came with it.
+        RemoteProtocolError: If the message does not describe the tensors that came with it.
     """
     tensors = _widened(message, message.narrowed, tensors)
     if not len(tensors) == len(message.requires_grad) == len(message.collected) + 1:
@@ -199,21 +197,21 @@ def read_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activ
     return Activation(hidden, tuple(collected))
 
 
-def say_gradients(
+def encode_gradients(
     step: int, key: Key, gradients: Gradients, wire_dtype: WireDtype | None = None
 ) -> Content:
-    """The gradients of an activation on their way upstream, rounded if a dtype is given."""
+    """Encode the gradients of an activation, rounded if a dtype is given."""
     is_present = [gradient is not None for gradient in gradients.tensors]
     present = [gradient for gradient in gradients.tensors if gradient is not None]
     narrowed, sent = _narrowed(present, wire_dtype)
     return m.Gradient(step, *key, is_present, gradients.keeps_graph, narrowed), sent
 
 
-def read_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradients:
-    """Gradients that came.
+def decode_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradients:
+    """Decode gradients.
 
     Raises:
-        RemoteProtocolError: If the message describes other tensors than came with it.
+        RemoteProtocolError: If the message does not describe the tensors that came with it.
     """
     tensors = _widened(message, message.narrowed, tensors)
     if len(tensors) != sum(message.is_present) or not message.is_present:
@@ -226,7 +224,7 @@ def read_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradient
 def _narrowed(
     tensors: Sequence[Tensor], wire_dtype: WireDtype | None
 ) -> tuple[list[m.Narrowed | None], list[Tensor]]:
-    """What to say of each tensor, and what to send for them; nothing is said if none is rounded."""
+    """The description of each tensor and the tensors to send; no descriptions without rounding."""
     if wire_dtype is None:
         return [], list(tensors)
     parts = [narrow(tensor, wire_dtype) for tensor in tensors]
@@ -240,7 +238,7 @@ def _narrowed(
 def _widened(
     message: m.Message, narrowed: Sequence[m.Narrowed | None], tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The tensors as they were before they were rounded for their way."""
+    """Decode tensors that may have been narrowed."""
     if not narrowed:
         return tensors
     if sum(1 if said is None else said.num_parts for said in narrowed) != len(tensors):
@@ -262,7 +260,7 @@ def _check_rounded(narrowed: Sequence[m.Narrowed | None], tensors: Sequence[Tens
     """Refuse whole numbers where rounded ones should be.
 
     Raises:
-        ValueError: Then.
+        ValueError: With both dtypes.
     """
     left = iter(tensors)
     for said in narrowed:

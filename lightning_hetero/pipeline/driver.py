@@ -1,15 +1,14 @@
-"""The driver: runs `training_step` once per micro-batch, in turns, with the stages at work between.
+"""The driver: it runs `training_step` once per micro-batch, in turns.
 
-The autograd graph of a micro-batch is cut at each hand-over, and the driver runs the pieces'
-backwards itself, so that nothing ever waits inside the autograd engine:
+While one micro-batch is away on the stages, the driver runs another one. It cuts the autograd graph
+of a micro-batch at each hand-over and runs the backward of each piece itself, so no thread ever
+waits inside the autograd engine:
 
     embedding ─▶ out │ away: stages │ leaf ─▶ head ─▶ loss
               ◀─ 3.  │   2.         │ gradient  ◀─ 1. backward
 
-Keeps the gradients of a running step apart from those that Lightning knows of.
-
-Lightning's order is forward, `zero_grad`, backward. Under the driver the backwards run inside the
-forward, so their gradients must not be in `.grad` yet when `zero_grad` comes.
+Lightning's order is forward, `zero_grad`, backward. The driver runs backwards inside that forward,
+so `StepGradients` hides their gradients from `zero_grad` until Lightning's own backward.
 """
 
 from __future__ import annotations
@@ -33,98 +32,7 @@ from .rule import Action, Key, choose
 from .stage import seed_action
 from .turns import Finished, HandedOver, Turn, TurnThreads
 
-
-class StepGradients:
-    """Gradients of the coordinator's own parameters while a step's micro-batches run.
-
-    Args:
-        parameters: The coordinator's parameters.
-        tied: Those of them that several parts of the model use, such as an embedding that is also
-            the head. Their gradients come in several backwards per micro-batch; they are added up
-            per micro-batch first, as one backward would, so that the sums come out bit-equal.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._tied = tied
-        self._before: list[Tensor | None] | None = None
-        self._pending: list[Tensor | None] | None = None
-        self._partial: dict[int, list[Tensor | None]] = {}
-
-    def begin(self, accumulate: bool) -> None:
-        """Start a step; with ``accumulate`` its gradients are added to those already there."""
-        self._partial.clear()
-        self._pending = None
-        self._before = None if accumulate else self._take(self._parameters)
-
-    def finish(self) -> None:
-        """Set the step's gradients aside until `publish`, and show the ones from before."""
-        if self._before is not None:
-            self._pending = self._take(self._parameters)
-            self._put(self._parameters, self._before)
-            self._before = None
-
-    def publish(self) -> None:
-        """Add the step's gradients to `.grad`: this is the step's backward, seen from outside."""
-        if self._pending is None:
-            return
-        for parameter, gradient in zip(self._parameters, self._pending, strict=True):
-            _add(parameter, gradient)
-        self._pending = None
-
-    @contextmanager
-    def of_microbatch(self, microbatch: int) -> Iterator[None]:
-        """Inside, backwards of this micro-batch may run."""
-        total = self._take(self._tied)
-        self._put(self._tied, self._partial.pop(microbatch, [None] * len(self._tied)))
-        try:
-            yield
-        finally:
-            self._partial[microbatch] = self._take(self._tied)
-            self._put(self._tied, total)
-
-    def finish_microbatch(self, microbatch: int) -> None:
-        """All backwards of the micro-batch have run."""
-        partial = self._partial.pop(microbatch, [None] * len(self._tied))
-        for parameter, gradient in zip(self._tied, partial, strict=True):
-            _add(parameter, gradient)
-
-    def _take(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        taken = [parameter.grad for parameter in parameters]
-        self._put(parameters, [None] * len(parameters))
-        return taken
-
-    def _put(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-
-
-def _add(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient
-    elif gradient is not None:
-        parameter.grad += gradient
-
-
 COORDINATOR_STAGE = 0
-
-
-@dataclass
-class _Visit:
-    """One hand-over of a micro-batch: where its graph was left, and where it goes on."""
-
-    key: Key
-    out: Tensor
-    leaves: tuple[Tensor, ...] = ()
-
-
-@dataclass
-class _Microbatch:
-    """A micro-batch on its way."""
-
-    turn: Turn
-    loss_factor: Callable[[], float]
-    visits: list[_Visit] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -132,10 +40,10 @@ class MicrobatchStep:
     """What the driver runs for one micro-batch.
 
     Args:
-        run: Calls the user's ``training_step``; its result comes back from `Driver.run`.
-        loss_factor: What the loss is multiplied by before its backward; at 0 none is run, since
-            the loss of a micro-batch without counted labels is not a number. It is not looked at
-            before the loss is there.
+        run: Calls the user's ``training_step``; `Driver.run` returns its result.
+        loss_factor: Returns the factor of the loss for its backward. At 0 the driver runs no
+            backward, because the loss of a micro-batch without counted labels is NaN. The driver
+            calls it when the loss is there; it may wait for the device.
     """
 
     run: Callable[[], Any]
@@ -144,13 +52,13 @@ class MicrobatchStep:
 
 @dataclass
 class Driver:
-    """Runs the micro-batches of one step after the other.
+    """Runs the micro-batches of a step, and one step after the other.
 
     Args:
         stages: The remote stages.
         gradients: The coordinator's own gradients.
-        loss_of: Takes the loss out of what ``training_step`` returned; None skips the backward.
-        seed: Start of the coordinator's dropout masks.
+        loss_of: Returns the loss in a result of ``training_step``; None skips the backward.
+        seed: Seeds the coordinator's dropout masks.
         starts_first: Whether micro-batches begin as early as they may; see `choose`.
         recorder: Sums up the coordinator's own actions.
     """
@@ -171,23 +79,23 @@ class Driver:
         max_started: int | None = None,
         has_begun: bool = False,
     ) -> list[Any]:
-        """The results of all micro-batches; the gradients are in ``gradients``.
+        """Run one step and return the results of its micro-batches; ``gradients`` holds gradients.
 
-        What a ``training_step`` raises is raised here, with every other micro-batch unwound.
+        An error in a ``training_step`` is raised here, after all other micro-batches have unwound.
 
         Args:
-            dropout_step: Its number for dropout masks.
-            work: A micro-batch each.
-            max_in_flight: The bound on micro-batches in flight on each remote stage.
-            accumulate: Whether gradients are added to those that are there.
-            max_started: The bound on those that have begun here; None for the same.
+            dropout_step: The step's number for dropout masks.
+            work: One entry per micro-batch.
+            max_in_flight: The most micro-batches in flight on a remote stage.
+            accumulate: Whether the step adds to the present gradients.
+            max_started: The most micro-batches in flight here; None for ``max_in_flight``.
             has_begun: Whether the stages have begun the step already.
         """
         running = _RunningStep(self, dropout_step, work, max_started or max_in_flight)
         if not has_begun:
             self.stages.begin_step(max_in_flight, accumulate)
         self.gradients.begin(accumulate)
-        # Micro-batches draw from streams of their own; the user's stream stays where it is.
+        # Each action is seeded for itself; the user's own random numbers go on undisturbed.
         with forked_generators():
             try:
                 return running.run()
@@ -199,8 +107,26 @@ class Driver:
                 self.gradients.finish()
 
 
+@dataclass
+class _Visit:
+    """One hand-over of a micro-batch: where its graph ends, and the leaves where it goes on."""
+
+    key: Key
+    out: Tensor
+    leaves: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class _Microbatch:
+    """A micro-batch in flight."""
+
+    turn: Turn
+    loss_factor: Callable[[], float]
+    visits: list[_Visit] = field(default_factory=list)
+
+
 class _RunningStep:
-    """One step: the coordinator's actions that could run, and the micro-batches in flight."""
+    """One step: the coordinator's ready actions, and its micro-batches in flight."""
 
     def __init__(
         self, driver: Driver, dropout_step: int, work: Sequence[MicrobatchStep], max_started: int
@@ -219,7 +145,7 @@ class _RunningStep:
 
     def run(self) -> list[Any]:
         while self._not_started or self._in_flight:
-            # By the rule what has come back goes before a new forward.
+            # The rule prefers a returned micro-batch to a new one, so look for returned ones first.
             for returned in self._driver.stages.take_arrived():
                 self._take(returned)
             ready = self._ready()
@@ -233,12 +159,12 @@ class _RunningStep:
         if self._losses_have_graphs and not any(self._losses_have_graphs):
             raise BatchError(
                 "The loss that training_step returned has no gradient: it depends on no parameter "
-                "that trains. Unfreeze some, or see whether it was detached on its way."
+                "that trains. Unfreeze a parameter, or look for a detach() on the way to the loss."
             )
         return [self._results[index] for index in range(len(self._work))]
 
     def end(self) -> None:
-        """Unwind the micro-batches that an error left in flight, and end the threads."""
+        """Unwind the micro-batches that an error has left in flight, and end the threads."""
         for microbatch in self._in_flight.values():
             microbatch.turn.abandon()
         self._threads.close()
@@ -250,7 +176,7 @@ class _RunningStep:
         return ready
 
     def _kind_of(self, action: Action) -> ActionKind:
-        """What comes behind the layers on workers is the head and the loss, and its backward."""
+        """A forward that goes on behind the stages computes the head and the loss."""
         if action.kind == "B":
             return "backward"
         return "loss" if action.key in self._activations else "forward"
@@ -262,7 +188,7 @@ class _RunningStep:
             self._gradients[returned.key] = returned.content
 
     def _forward(self, key: Key) -> None:
-        """Run a micro-batch's `training_step` to its next hand-over or to its end."""
+        """Run a micro-batch's `training_step` up to its next hand-over or its end."""
         index = key.microbatch
         if index in self._not_started:
             self._not_started.remove(index)
@@ -295,8 +221,8 @@ class _RunningStep:
         self._driver.stages.send_forward(key, request.hidden, request.surroundings)
 
     def _finish_forward(self, index: int, result: Any) -> None:
-        """The loss is known: its backward starts at once."""
-        # Without its graph: the saved tensors of the head go when this micro-batch's backward ends.
+        """Start the backward of a micro-batch whose loss is there."""
+        # Detached, so that the head's saved tensors are freed when this backward ends.
         self._results[index] = apply_to_collection(result, Tensor, Tensor.detach)
         microbatch = self._in_flight[index]
         microbatch.visits = [
@@ -311,7 +237,7 @@ class _RunningStep:
         self._send_gradients(index)
 
     def _backward(self, key: Key) -> None:
-        """The stages' gradient has come: run the backward of the piece before the hand-over."""
+        """Run the backward of the piece before a hand-over, whose gradient has come."""
         index = key.microbatch
         gradients = self._gradients.pop(key)
         gradients.land()
@@ -322,14 +248,13 @@ class _RunningStep:
         self._send_gradients(index)
 
     def _run_backward(self, index: int, start: Tensor, gradient: Tensor) -> None:
-        """Run a piece's backward. Earlier pieces may share its graph, so it is kept for them; it
-        goes with its last tensor."""
+        """Run a piece's backward, and retain the graph that earlier pieces may share."""
         has_more = bool(self._in_flight[index].visits)
         with self._driver.gradients.of_microbatch(index):
             torch.autograd.backward(start, gradient, retain_graph=has_more)
 
     def _send_gradients(self, index: int) -> None:
-        """Send the gradients of the latest visit that is left, or end the micro-batch."""
+        """Send the gradients of the latest remaining visit, or end the micro-batch."""
         visits = self._in_flight[index].visits
         if not visits:
             self._driver.gradients.finish_microbatch(index)
@@ -341,5 +266,77 @@ class _RunningStep:
 
 
 def _leaf_on(device: torch.device, tensor: Tensor) -> Tensor:
-    """A new start of the micro-batch's graph."""
+    """The tensor on a device, as a leaf where the micro-batch's graph goes on."""
     return tensor.to(device).detach().requires_grad_(tensor.requires_grad)
+
+
+class StepGradients:
+    """Gradients of the coordinator's own parameters while a step's micro-batches run.
+
+    Args:
+        parameters: The coordinator's parameters.
+        tied: Parameters that several parts of the model use, such as an embedding that is also
+            the head. One micro-batch adds to their gradients in several backwards. These parts
+            are summed per micro-batch first, as a single backward does, so sums are bit-equal.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._tied = tied
+        self._before: list[Tensor | None] | None = None
+        self._pending: list[Tensor | None] | None = None
+        self._partial: dict[int, list[Tensor | None]] = {}
+
+    def begin(self, accumulate: bool) -> None:
+        """Start a step; with ``accumulate`` it adds to the present gradients."""
+        self._partial.clear()
+        self._pending = None
+        self._before = None if accumulate else self._take(self._parameters)
+
+    def finish(self) -> None:
+        """Set the step's gradients aside until `publish`, and restore the former ones."""
+        if self._before is not None:
+            self._pending = self._take(self._parameters)
+            self._put(self._parameters, self._before)
+            self._before = None
+
+    def publish(self) -> None:
+        """Add the step's gradients to `.grad`; to Lightning this is the step's backward."""
+        if self._pending is None:
+            return
+        for parameter, gradient in zip(self._parameters, self._pending, strict=True):
+            _add(parameter, gradient)
+        self._pending = None
+
+    @contextmanager
+    def of_microbatch(self, microbatch: int) -> Iterator[None]:
+        """Inside, backwards of this micro-batch may run."""
+        total = self._take(self._tied)
+        self._put(self._tied, self._partial.pop(microbatch, [None] * len(self._tied)))
+        try:
+            yield
+        finally:
+            self._partial[microbatch] = self._take(self._tied)
+            self._put(self._tied, total)
+
+    def finish_microbatch(self, microbatch: int) -> None:
+        """Add up a micro-batch whose backwards have all run."""
+        partial = self._partial.pop(microbatch, [None] * len(self._tied))
+        for parameter, gradient in zip(self._tied, partial, strict=True):
+            _add(parameter, gradient)
+
+    def _take(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        taken = [parameter.grad for parameter in parameters]
+        self._put(parameters, [None] * len(parameters))
+        return taken
+
+    def _put(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _add(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif gradient is not None:
+        parameter.grad += gradient

@@ -1,10 +1,9 @@
-"""The hand-over: where the coordinator's part of the model is left and entered again.
+"""The hand-over: a forward leaves the coordinator's part of the model, and comes back to it.
 
-In a driver's micro-batch the whole hand-over is the driver's business (`driver.py`). Everywhere
-else - evaluation, a whole batch at once, a user's call in a hook - it is one function of the
-hidden states: cut them into pieces, stream these through the stages, join what comes back.
-
-Cuts a hand-over of a whole batch into pieces that the stages work on one after the other.
+In the micro-batch of a driver, `driver.py` does the whole hand-over. Everywhere else (evaluation, a
+whole batch at once, a user's call in a hook) the hand-over is one function of the hidden states:
+it cuts a `Request` into pieces along the samples, streams the pieces through the stages, and joins
+the results. `Boundary` makes that function differentiable.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ Content = TypeVar("Content", Activation, Gradients)
 
 @dataclass(frozen=True)
 class Returned:
-    """Something that came back from the stages: an activation, or gradients."""
+    """An activation, or gradients, that came back from the stages."""
 
     key: Key
     content: Activation | Gradients
 
 
 class Stages(Protocol):
-    """The remote stages as the coordinator's part of the pipeline sees them."""
+    """The remote stages, seen from the coordinator's part of the pipeline."""
 
     def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
         """Start a step on every stage."""
 
     def abort_step(self) -> None:
-        """Make every stage forget the present step; must not raise."""
+        """Make every stage forget the present step; this must not raise."""
 
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Send hidden states to the first stage, and each stage its layers' arguments."""
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
-        """Send the gradients of a returned activation to the last stage."""
+        """Send the gradients of an activation that has come back to the last stage."""
 
     def receive(self) -> Returned:
-        """Wait for the next thing that comes back."""
+        """Wait for the next activation or gradients to come back."""
 
     def take_arrived(self) -> list[Returned]:
-        """What has come back by now; does not wait."""
+        """All activations and gradients that have come back by now; does not wait."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Hidden states that want to go through the stages."""
+    """Hidden states that are to go through the stages."""
 
     hidden: Tensor
     surroundings: Surroundings
@@ -67,10 +66,10 @@ class Request:
 def surroundings_here(
     hidden: Tensor, calls: list[LayerCall], collect: Sequence[str] = ()
 ) -> Surroundings:
-    """What this thread's forward runs under.
+    """The settings of this thread's forward, with the arguments of the layers.
 
     Raises:
-        ModelError: If an argument besides the hidden states wants a gradient.
+        ModelError: If an argument besides the hidden states requires a gradient.
     """
     device = hidden.device.type
     grad_enabled = torch.is_grad_enabled()
@@ -85,19 +84,19 @@ def _check_arguments_need_no_gradient(calls: list[LayerCall]) -> None:
         for name, tensor in call.named_tensors():
             if tensor.requires_grad:
                 raise ModelError(
-                    f"The argument {name} of layer {call.layer_index} requires a gradient; only "
-                    "the hidden states carry gradients between stages in this version. Keep the "
-                    "layers that use it with the coordinator, or detach it."
+                    f"The argument {name} of layer {call.layer_index} requires a gradient, but "
+                    "only the hidden states carry gradients between stages in this version. Keep "
+                    "the layers that use the argument with the coordinator, or detach it."
                 )
 
 
 def exchange_pieces(
     stages: Stages, requests: Sequence[Request], visit: int, most_under_way: int
 ) -> list[Activation]:
-    """Send all pieces, and wait until all have come back; the results in the pieces' order.
+    """Stream pieces through the stages, and return their results in the pieces' order.
 
-    No more than ``most_under_way`` are on their way at once, so that a slow stage has no more than
-    these in its memory; in a driver's step the rule sees to that.
+    At most ``most_under_way`` pieces are away at once, which bounds the memory of a slow stage. In
+    a driver's step the rule does that.
     """
 
     def send(index: int) -> None:
@@ -110,7 +109,10 @@ def exchange_pieces(
 def exchange_gradients(
     stages: Stages, gradients: Sequence[Gradients], visit: int, most_under_way: int
 ) -> list[Gradients]:
-    """The same for the gradients of what came back."""
+    """Stream the gradients of pieces back through the stages, and return those of their inputs.
+
+    At most ``most_under_way`` pieces are away at once.
+    """
 
     def send(index: int) -> None:
         stages.send_backward(Key(index, visit), gradients[index])
@@ -131,7 +133,7 @@ def _exchange(
         send(index)
     while len(found) < count:
         returned = stages.receive()
-        # What an exchange before has left under way, when it ended by an error, is passed over.
+        # An exchange that has failed may have left pieces of another visit under way.
         if isinstance(returned.content, kind) and returned.key.visit == visit:
             returned.content.land()
             found[returned.key.microbatch] = returned.content
@@ -142,11 +144,11 @@ def _exchange(
 
 
 class Boundary(torch.autograd.Function):
-    """A whole batch's hand-over as one differentiable function.
+    """The hand-over of a whole batch as one differentiable function.
 
-    ``anchor`` is a scalar that requires a gradient: without it a backward would never reach the
-    stages when everything before them is frozen. ``kinds`` is filled with the kinds of the
-    collected outputs that follow the hidden states. ``dim`` counts the samples.
+    ``anchor`` is a scalar that requires a gradient. Without it no backward would reach the stages
+    when all parameters before them are frozen. The forward appends the kinds of the collected
+    outputs to ``kinds``. ``dim`` counts the samples.
     """
 
     @staticmethod
@@ -167,14 +169,14 @@ class Boundary(torch.autograd.Function):
         ctx.stages, ctx.visit, ctx.device = stages, visit, hidden.device
         ctx.most_under_way, ctx.dim = most_under_way, dim
         ctx.sizes = [[tensor.shape[dim] for tensor in piece.tensors] for piece in returned]
-        # Otherwise autograd makes zeros for outputs that no loss depends on.
+        # None, and not zeros, for outputs that no loss depends on.
         ctx.set_materialize_grads(False)
         return joined.tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _check_backward(anchor_node=ctx.next_functions[1][0])
-        # What autograd itself asks when it runs compiled graphs: did the user say `retain_graph`?
+        # `retain_graph` of the user's backward; autograd asks for it here for compiled graphs too.
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         pieces = _split_gradients(gradients, ctx.sizes, keeps_graph, ctx.dim)
         returned = exchange_gradients(ctx.stages, pieces, ctx.visit, ctx.most_under_way)
@@ -185,25 +187,25 @@ class Boundary(torch.autograd.Function):
 
 
 def _check_backward(anchor_node: Any) -> None:
-    """Refuse a backward that the stages could not carry out as asked."""
+    """Refuse a backward that the stages cannot run as asked."""
     if torch.is_grad_enabled():
         raise ModelError(
-            "A backward with `create_graph=True` went to the layers on workers, and a gradient of "
-            "their gradients cannot be had; keep the model that needs it (a gradient penalty's "
-            "discriminator, say) with the coordinator."
+            "A backward with `create_graph=True` reached the layers on workers, which cannot "
+            "compute gradients of gradients. Keep the model that needs them, such as the "
+            "discriminator of a gradient penalty, with the coordinator."
         )
     if not torch._C._will_engine_execute_node(anchor_node):
         raise ModelError(
             "A backward for some tensors only (`torch.autograd.grad`, or `backward(inputs=...)`) "
-            "went to the layers on workers, which would add to the gradients of all their "
-            "parameters; use a whole `backward`, and `toggle_optimizer` to leave parameters out."
+            "reached the layers on workers, which would add to the gradients of all their "
+            "parameters. Use a whole `backward`, and `toggle_optimizer` to leave parameters out."
         )
 
 
 def _split_gradients(
     gradients: Sequence[Tensor | None], sizes: Sequence[Sequence[int]], keeps_graph: bool, dim: int
 ) -> list[Gradients]:
-    """The gradients of each piece; ``sizes`` holds the samples of each tensor in each piece."""
+    """The gradients of each piece; ``sizes`` counts the samples of each tensor in each piece."""
     columns = [
         [None] * len(sizes)
         if gradient is None
@@ -216,12 +218,12 @@ def _split_gradients(
 class SampleDimension:
     """Finds the dimension of hidden states that counts samples.
 
-    A batch that has as many samples as positions does not show it, so the class remembers what
-    other batches have shown.
+    A batch with as many samples as positions does not show the dimension, so the class remembers
+    the dimension of earlier batches.
 
     Args:
-        choice: The dimension that the user named, or None.
-        is_sequence_first: Whether the layers have a module that says ``batch_first=False``.
+        choice: The dimension that the user has named, or None.
+        is_sequence_first: Whether a module of the layers has ``batch_first=False``.
     """
 
     def __init__(self, choice: int | None, is_sequence_first: bool) -> None:
@@ -230,20 +232,20 @@ class SampleDimension:
         self._shown: int | None = None
 
     def find(self, hidden: Tensor, num_samples: int | None) -> int | None:
-        """The dimension, or None where nothing is known and the whole must stay in one piece.
+        """The dimension, or None if it is unknown and the batch must stay in one piece.
 
         Args:
             hidden: Hidden states, or token ids for an embedding.
-            num_samples: How many samples the batch has, if that is known.
+            num_samples: How many samples the batch has; None if unknown.
 
         Raises:
-            BatchError: If no dimension, or more than one, can be that of the samples.
+            BatchError: If no dimension fits the samples, or more than one does.
         """
         dims = range(hidden.ndim - 1 if hidden.is_floating_point() else hidden.ndim)
         if not dims:
             raise BatchError(
                 f"Hidden states of shape {tuple(hidden.shape)} have no dimension that counts "
-                "samples."
+                "samples. Keep the layers that take them with the coordinator."
             )
         if self._choice is not None and self._choice in dims:
             return self._choice
@@ -259,7 +261,7 @@ class SampleDimension:
     def _only(self, dims: set[int], hidden: Tensor, num_samples: int) -> int:
         if len(dims) != 1:
             raise BatchError(
-                f"The batch has {num_samples} samples, and the hidden states have the shape "
+                f"The batch has {num_samples} samples, but the hidden states have the shape "
                 f"{tuple(hidden.shape)}. Name the dimension that counts samples: `batch_dim=0`, or "
                 "`batch_dim=1` for layers that take the sequence first."
             )
@@ -267,31 +269,32 @@ class SampleDimension:
 
 
 def takes_sequence_first(layer: nn.Module) -> bool:
-    """Whether a module inside a layer says that samples are its second dimension.
+    """Whether a module inside a layer has samples as its second dimension, and says so.
 
-    torch's attention, transformer and recurrent modules do so unless they are told otherwise.
+    torch's attention, transformer and recurrent modules have by default.
     """
     return any(getattr(module, "batch_first", None) is False for module in layer.modules())
 
 
 def cut_request(request: Request, num_pieces: int, dim: int = 0) -> list[Request]:
-    """Pieces of a request along the samples. Tensors that hold no samples go into every piece.
+    """Cut a request along the samples. A tensor without samples goes into every piece.
 
     Args:
-        request: Of a whole batch.
-        num_pieces: The most that are made.
+        request: A request of a whole batch.
+        num_pieces: The most pieces.
         dim: The dimension of the hidden states that counts samples.
 
     Raises:
-        BatchError: If an argument can be read in two ways, or an output cannot be joined again.
+        BatchError: If an argument is ambiguous, or collected outputs could not be joined.
     """
     size = request.hidden.shape[dim]
     if size == 1 or num_pieces == 1:
         return [request]
     if dim and request.surroundings.collect:
         raise BatchError(
-            f"The outputs {list(request.surroundings.collect)} that the model collects have their "
-            "samples in a dimension that is not known."
+            f"The model collects the outputs {list(request.surroundings.collect)}, and their "
+            "dimension of samples is unknown. Collect no outputs, or use layers that take samples "
+            "first."
         )
     for call in request.surroundings.calls:
         for name, tensor in call.named_tensors():
@@ -300,19 +303,19 @@ def cut_request(request: Request, num_pieces: int, dim: int = 0) -> list[Request
 
 
 def first_of_request(request: Request, count: int, dim: int = 0) -> Request:
-    """The piece of the first samples.
+    """The piece of a request with its first samples.
 
     Raises:
-        BatchError: As `cut_request`.
+        BatchError: If an argument is ambiguous, or collected outputs could not be joined.
     """
     if count < request.hidden.shape[dim]:
-        cut_request(request, 2, dim)  # whether it can be cut
+        cut_request(request, 2, dim)  # raises if the request cannot be cut
     return _piece(request, 0, count, dim)
 
 
 def _piece(request: Request, start: int, end: int, dim: int) -> Request:
     size = request.hidden.shape[dim]
-    # Layers share tensors such as masks; each is cut once, so that it is sent once.
+    # Layers share tensors such as masks; cut each one once, so that it is sent once.
     cuts: dict[int, Tensor] = {}
 
     def cut(tensor: Tensor) -> Tensor:
@@ -330,20 +333,23 @@ def _piece(request: Request, start: int, end: int, dim: int) -> Request:
 
 
 def _dim_of_samples(tensor: Tensor, size: int, dim: int) -> int | None:
-    """The dimension of an argument that counts samples: that of the hidden states where the
-    argument has positions and features too, or else the first one."""
+    """The dimension of an argument that counts samples; None if it holds no samples.
+
+    It is ``dim`` if the argument has positions and features too, and otherwise the first one.
+    """
     if dim and tensor.ndim > dim + 1 and tensor.shape[dim] == size:
         return dim
     return 0 if tensor.ndim > 0 and tensor.shape[0] == size else None
 
 
 def _check_clear(name: str, tensor: Tensor, hidden: Tensor) -> None:
-    """With as many samples as positions, one row per sample looks like one row per position."""
+    """Refuse an argument whose rows may be samples or positions, as there are as many of both."""
     size, length = hidden.shape[0], hidden.shape[1] if hidden.ndim > 1 else 0
     if size == length and 1 <= tensor.ndim <= 2 and tensor.shape[0] == size:
         raise BatchError(
-            f"A layer's argument {name} of shape {tuple(tensor.shape)} may be one row per sample "
-            f"or one per position: the batch has {size} samples of length {length}."
+            f"The argument {name} of a layer has the shape {tuple(tensor.shape)}: it may have one "
+            f"row per sample or one per position, because the batch has {size} samples of length "
+            f"{length}. Use another batch size."
         )
 
 

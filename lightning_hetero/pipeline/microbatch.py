@@ -1,7 +1,4 @@
-"""Cuts a batch into micro-batches, and says how much each one's loss counts.
-
-A batch and its micro-batches.
-"""
+"""Micro-batches: how a batch is cut along its samples, and how much each loss counts."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch import Tensor
 from ..devices.copies import Copies
 from ..errors import BatchError
 
-# What Hugging Face and `torch.nn.functional.cross_entropy` leave out of a mean.
+# Hugging Face and `torch.nn.functional.cross_entropy` leave such labels out of a mean.
 IGNORED_LABEL = -100
 
 LossWeighting = Literal["auto", "samples", "labels", "sum"] | Callable[[Any], float]
@@ -29,11 +26,11 @@ class Samples:
     """Where the samples of a batch are.
 
     Args:
-        count: How many there are.
-        dim: The dimension of its tensors that counts them. A tensor whose first dimension alone
-            counts them, such as one label per sample, is cut along that one.
+        count: How many samples there are.
+        dim: The dimension of tensors that counts samples. A tensor in which only the first
+            dimension fits, such as one label per sample, is cut along the first one.
         are_listed: Whether the batch is a list with one entry per sample.
-        is_told: Whether the data loader says that there are so many.
+        is_told: Whether the data loader gives the same count.
     """
 
     count: int
@@ -45,14 +42,14 @@ class Samples:
 def find_samples(
     batch: Any, expected: int | None = None, dim: int | None = None, may_be_listed: bool = False
 ) -> Samples:
-    """Where the samples of a batch are.
+    """Find the samples of a batch.
 
     Args:
-        batch: What the data loader gave.
-        expected: How many samples the data loader put into it; None if that is not known.
-        dim: The dimension of its tensors that counts samples, if that is known. Otherwise it is
-            the one that has as many entries as ``expected``, or the first one.
-        may_be_listed: Whether a list may hold one entry per sample. The collate function of torch
+        batch: A batch of the data loader.
+        expected: How many samples the data loader has put into the batch; None if unknown.
+        dim: The dimension of tensors that counts samples, if it is known. Otherwise it is the
+            dimension of size ``expected``, or else the first one.
+        may_be_listed: Whether a list may hold one entry per sample. torch's collate function
             makes no such list.
 
     Raises:
@@ -62,7 +59,10 @@ def find_samples(
     if _is_list_of_samples(batch) and not _is_of_parts(batch, shapes, expected):
         return Samples(len(batch), 0, are_listed=True)
     if not shapes:
-        raise BatchError(f"A batch of type {type(batch).__name__} holds no tensor to be cut.")
+        raise BatchError(
+            f"A batch of type {type(batch).__name__} holds no tensor to be cut. Return tensors "
+            "with a dimension of samples from the data loader."
+        )
     if expected is not None and may_be_listed and _lists_samples(batch, shapes, expected):
         return Samples(len(batch), 0, are_listed=True)
     dim = _dim_of(shapes, expected, dim)
@@ -71,9 +71,9 @@ def find_samples(
 
 
 class SampleFinder:
-    """Finds the samples of one batch after another, and keeps to the dimension that one has shown.
+    """Finds the samples of successive batches, and remembers their dimension.
 
-    A batch with as many samples as positions does not show it.
+    A batch with as many samples as positions does not show the dimension, so earlier ones decide.
 
     Args:
         dim: The dimension that counts samples, if it is known.
@@ -83,7 +83,7 @@ class SampleFinder:
         self._dim = dim
 
     def find(self, batch: Any, expected: int | None, may_be_listed: bool) -> Samples:
-        """As `find_samples`."""
+        """Find the samples of the next batch; see `find_samples` for the arguments."""
         found = find_samples(batch, expected, self._dim, may_be_listed)
         is_square = all(t.shape[0] == t.shape[1] for t in _tensors(batch) if t.ndim > 1)
         if not found.are_listed and not is_square:
@@ -92,20 +92,21 @@ class SampleFinder:
 
 
 def _is_of_parts(batch: Any, shapes: Sequence[torch.Size], expected: int | None) -> bool:
-    """Whether a list of dicts holds a part of every sample in each of them, such as headers."""
+    """Whether each dict in a list holds a part of every sample, such as headers."""
     return len(batch) != expected and bool(shapes) and all(s[0] == expected for s in shapes)
 
 
 def _lists_samples(batch: Any, shapes: Sequence[torch.Size], expected: int) -> bool:
-    """Whether a list has one entry per sample. A list of two tensors that each hold all samples
-    has as many entries as a batch of two samples."""
+    """Whether a list has one entry per sample.
+
+    A list of two tensors that each hold all samples is as long as a batch of two samples.
+    """
     is_long_enough = isinstance(batch, list) and len(batch) == expected
     return is_long_enough and not all(shape[0] == expected for shape in shapes)
 
 
 def _dim_of(shapes: Sequence[torch.Size], expected: int | None, dim: int | None) -> int:
-    """The dimension that counts the samples: the one that is known, or the one that has as many
-    entries as are expected, or else the first one."""
+    """The dimension that counts samples: the known one, that of the expected size, or the first."""
     wide = [shape for shape in shapes if len(shape) > 1]
     if expected is None or not wide:
         return dim or 0
@@ -113,7 +114,7 @@ def _dim_of(shapes: Sequence[torch.Size], expected: int | None, dim: int | None)
     has_second = all(shape[1] == expected for shape in wide)
     if dim is None:
         return 1 if has_second and not has_first else 0
-    # A model may turn batches with their samples first into layers' arguments with them second.
+    # A model may transpose batches with samples first for layers that take samples second.
     return 0 if has_first and not has_second else dim
 
 
@@ -125,18 +126,18 @@ def split_batch(
 ) -> list[Any]:
     """Cut a batch along its samples into nearly equal micro-batches.
 
-    The containers keep their types. A batch of fewer samples gives fewer micro-batches. Tensors
-    without dimensions, numbers and texts go into every micro-batch. A list of dicts is one of
-    samples, unless it holds a batch of each of several data loaders.
+    Containers keep their types. A batch of fewer samples gives fewer micro-batches. Tensors without
+    dimensions, numbers and texts go into every micro-batch. A list of dicts is a list of samples,
+    unless it holds a batch of each of several data loaders.
 
     Args:
-        batch: What the data loader gave.
-        num_microbatches: The most that are made.
-        of_several_loaders: Whether the batch is a list with a batch of each loader.
-        samples: Where its samples are; None takes the first dimension.
+        batch: A batch of the data loader.
+        num_microbatches: The most micro-batches.
+        of_several_loaders: Whether the batch is a list with one batch per data loader.
+        samples: Where the samples are; None looks for them.
 
     Raises:
-        BatchError: If something in the batch cannot be cut; the text says what.
+        BatchError: If something in the batch cannot be cut; the message names it.
     """
     if of_several_loaders and isinstance(batch, list):
         return _split_each(batch, num_microbatches)
@@ -148,7 +149,7 @@ def split_batch(
 def first_samples(
     batch: Any, count: int, of_several_loaders: bool = False, samples: Samples | None = None
 ) -> Any:
-    """The first samples of a batch as a micro-batch; those of each loader where it is of several.
+    """The first samples of a batch as a micro-batch; of each data loader's batch if it has several.
 
     Raises:
         BatchError: If something in the batch cannot be cut.
@@ -160,11 +161,14 @@ def first_samples(
 
 
 def _split_each(batches: list[Any], num_microbatches: int) -> list[list[Any]]:
-    """Each micro-batch has a part of every loader's batch, and None of a loader that has ended."""
+    """Cut each loader's batch; micro-batches hold None for a loader that has ended."""
     columns = [split_batch(batch, num_microbatches) for batch in batches if batch is not None]
     counts = {len(column) for column in columns}
     if len(counts) != 1:
-        raise BatchError(f"The batches of {len(batches)} data loaders differ in their samples.")
+        raise BatchError(
+            f"The batches of {len(batches)} data loaders differ in their samples. Give them equal "
+            "batch sizes, or use micro_batching='boundary'."
+        )
     ended = [None] * counts.pop()
     remaining = iter(columns)
     rows = [ended if batch is None else next(remaining) for batch in batches]
@@ -172,8 +176,7 @@ def _split_each(batches: list[Any], num_microbatches: int) -> list[list[Any]]:
 
 
 def batch_size(batch: Any) -> int:
-    """Samples in a batch of which nothing else is known: the first dimension of its first tensor,
-    or the entries of a list of dicts.
+    """The number of samples: the first dimension of the first tensor, or the length of a list.
 
     Raises:
         BatchError: If there is no tensor with a dimension.
@@ -182,7 +185,7 @@ def batch_size(batch: Any) -> int:
 
 
 def spans(size: int, num_pieces: int) -> list[tuple[int, int]]:
-    """Half-open ranges that cut ``size`` into at most ``num_pieces``, the longer ones first."""
+    """Half-open ranges that cut ``size`` into at most ``num_pieces``, longer ones first."""
     num_pieces = max(1, min(size, num_pieces))
     quotient, remainder = divmod(size, num_pieces)
     ends = [(i + 1) * quotient + min(i + 1, remainder) for i in range(num_pieces)]
@@ -220,13 +223,13 @@ def loss_weights(
     sample_counts: Sequence[int],
     copies: Copies,
 ) -> LossWeights:
-    """Begin to find how much the micro-batches' losses count.
+    """Begin to compute how much each micro-batch's loss counts; does not wait for the device.
 
-    ``"labels"`` counts the labels that a token mean counts, ``"samples"`` the samples; ``"auto"``
-    takes labels where the batch has them. ``"sum"`` adds the losses up.
+    ``"labels"`` counts the labels of a token mean, ``"samples"`` the samples. ``"auto"`` counts
+    labels if the batch has them. ``"sum"`` adds the losses up.
 
     Raises:
-        BatchError: If labels are asked for and the batch has none, or a weight is negative.
+        BatchError: If labels are wanted and the batch has none, or a weight is negative.
     """
     if callable(weighting):
         counts = [float(weighting(microbatch)) for microbatch in microbatches]
@@ -249,7 +252,7 @@ def loss_weights(
 def _weights_by_samples(
     microbatches: Sequence[Any], sample_counts: Sequence[int], copies: Copies
 ) -> LossWeights:
-    """Those by samples; says so where a batch seems to have labels under another name."""
+    """Weigh by samples, and warn if the batch seems to have labels under another name."""
     are_ignored = [
         (tensor == IGNORED_LABEL).any()
         for tensor in _tensors(list(microbatches))
@@ -262,9 +265,9 @@ def _weights_by_samples(
         if any(map(bool, copy.tensors)):
             rank_zero_warn(
                 f"A batch holds the whole number {IGNORED_LABEL}, which marks labels that a loss "
-                "leaves out, and has no single entry `labels`. The losses of micro-batches are "
-                "weighted by their samples; if the loss is a mean over labels, pass a function "
-                "that counts them as `loss_weighting`, or 'samples' if it is not."
+                "leaves out, but has no single entry `labels`. So the losses of micro-batches are "
+                "weighted by samples. If the loss is a mean over labels, pass a function that "
+                "counts them as `loss_weighting`; otherwise pass 'samples'."
             )
         return _shares(sample_counts, sample_counts)
 
@@ -273,17 +276,20 @@ def _weights_by_samples(
 
 def _shares(counts: Sequence[float], sample_counts: Sequence[int]) -> list[float]:
     if any(not count >= 0 for count in counts):
-        raise BatchError(f"The loss weights {counts} of the micro-batches must not be negative.")
+        raise BatchError(
+            f"The loss weights {counts} of the micro-batches must not be negative. Correct the "
+            "function that you pass as `loss_weighting`."
+        )
     if sum(counts) == 0:
         counts = sample_counts
     return [count / sum(counts) for count in counts]
 
 
 def counted_labels(batch: Any) -> Tensor:
-    """Labels that a token-mean loss counts: those that are not -100. Does not wait for the device.
+    """Count the labels of a token mean, which are not -100; does not wait for the device.
 
-    Labels that equal ``input_ids`` wherever they count are shifted by the loss itself, as every
-    Hugging Face causal language model does, so that the first one of each row is not counted.
+    If all counted labels equal ``input_ids``, the loss shifts them itself, as every causal language
+    model of Hugging Face does. Then the first label of each row does not count.
 
     Raises:
         BatchError: If the batch has no labels.
@@ -291,7 +297,7 @@ def counted_labels(batch: Any) -> Tensor:
     labels = _labels(batch)
     if labels is None:
         raise BatchError(
-            "loss_weighting='labels' needs a batch with one `labels` entry; this one is a "
+            "loss_weighting='labels' needs a batch with one `labels` entry, but this batch is a "
             f"{type(batch).__name__} without it. Use 'samples' or pass a function."
         )
     counted = labels != IGNORED_LABEL
@@ -308,8 +314,10 @@ def _labels(batch: Any) -> Tensor | None:
 
 
 def _holder_of_labels(batch: Any) -> Any:
-    """The part of a batch with an entry ``labels`` of whole numbers. None if there is none, or if
-    there are several below the top, of which no one can tell which the loss counts."""
+    """The part of a batch with an entry ``labels`` of whole numbers.
+
+    None if there is no such part, or several below the top: the loss may count any of them.
+    """
     if _has_labels(batch):
         return batch
     inside = [part for part in _parts(batch) if _has_labels(part)]
@@ -328,7 +336,7 @@ def _entry(batch: Any, name: str) -> Any:
 
 
 def _parts(batch: Any) -> Iterator[Any]:
-    """Every container and every value inside a batch, at any depth."""
+    """All containers and values inside a batch, at any depth."""
     if isinstance(batch, Mapping):
         inside: list[Any] = list(batch.values())
     elif isinstance(batch, (list, tuple)):
@@ -356,7 +364,10 @@ def _cut(part: Any, start: int, end: int, samples: Samples) -> Any:
     if is_dataclass(part) and not isinstance(part, type):
         values = {each.name: getattr(part, each.name) for each in fields(part) if each.init}
         return replace(part, **{k: _cut(value, start, end, samples) for k, value in values.items()})
-    raise BatchError(f"A {type(part).__name__} in the batch cannot be cut.")
+    raise BatchError(
+        f"A {type(part).__name__} in the batch cannot be cut. Return tensors, numbers, texts, or "
+        "containers of these from the data loader, or use micro_batching='boundary'."
+    )
 
 
 def _cut_tensor(tensor: Tensor, start: int, end: int, samples: Samples) -> Tensor:
@@ -365,20 +376,21 @@ def _cut_tensor(tensor: Tensor, start: int, end: int, samples: Samples) -> Tenso
     dim = _dim_in(tensor, samples)
     if dim is None:
         raise BatchError(
-            f"The batch has {samples.count} samples and a tensor of shape {tuple(tensor.shape)}, "
-            f"whose {'second' if samples.dim else 'first'} dimension is not the samples."
+            f"The batch has {samples.count} samples, but a tensor of shape {tuple(tensor.shape)} "
+            f"does not have the samples as its {'second' if samples.dim else 'first'} dimension. "
+            "Name the dimension with `batch_dim`, or use micro_batching='boundary'."
         )
     return tensor.narrow(dim, start, end - start)
 
 
 def _dim_in(tensor: Tensor, samples: Samples) -> int | None:
-    """The dimension of a tensor that counts the samples."""
+    """The dimension of a tensor that counts samples; None if no dimension does."""
     dims = (d for d in (samples.dim, 0) if d < tensor.ndim and tensor.shape[d] == samples.count)
     return next(dims, None)
 
 
 def _cut_sequence(part: Sequence[Any], start: int, end: int, samples: Samples) -> Any:
-    """One entry per sample is cut; a container of batched things is cut inside."""
+    """Cut a sequence with one entry per sample, or the entries of one that holds batched values."""
     if samples.are_listed or (_is_list_of_samples(part) and len(part) == samples.count):
         return part[start:end]
     tensors = list(_tensors(part))
@@ -394,7 +406,7 @@ def _cut_sequence(part: Sequence[Any], start: int, end: int, samples: Samples) -
 
 
 def _is_list_of_samples(part: Any) -> bool:
-    """Whether samples were left uncollated."""
+    """Whether a batch is a list of samples that were not collated."""
     return isinstance(part, list) and bool(part) and all(isinstance(i, Mapping) for i in part)
 
 
@@ -404,12 +416,12 @@ def _tensors(part: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class CutBatch:
-    """A batch and the micro-batches that it is cut into.
+    """A batch and its micro-batches.
 
     Args:
         whole: The batch.
         microbatches: Its micro-batches, in the order of the samples.
-        num_samples: The samples of each.
+        num_samples: The number of samples of each micro-batch.
         samples: Where the samples of the batch are; None for a batch of several data loaders.
     """
 
@@ -420,10 +432,10 @@ class CutBatch:
 
     @classmethod
     def of(cls, batch: Any, num_microbatches: int, samples: Samples | None) -> CutBatch:
-        """Cut a batch; without ``samples`` it is a list with a batch of each data loader.
+        """Cut a batch; without ``samples`` it is a list with one batch per data loader.
 
         Raises:
-            BatchError: If something in it cannot be cut.
+            BatchError: If something in the batch cannot be cut.
         """
         if samples is None:
             pieces = split_batch(batch, num_microbatches, of_several_loaders=True)
@@ -438,7 +450,7 @@ class CutBatch:
         return cls(batch, [batch], [1], None)
 
     def first(self, count: int) -> CutBatch:
-        """The first micro-batches, and the batch that they would be the pieces of."""
+        """The first micro-batches, with the part of the batch that they make up."""
         if count >= len(self.microbatches):
             return self
         lengths = self.num_samples[:count]
@@ -448,12 +460,12 @@ class CutBatch:
         return CutBatch(whole, self.microbatches[:count], lengths, samples)
 
     def weights(self, weighting: LossWeighting, copies: Copies) -> LossWeights:
-        """How much the micro-batches' losses count; see `loss_weights`."""
+        """How much each micro-batch's loss counts; see `loss_weights`."""
         if len(self.microbatches) == 1:
             return LossWeights(lambda: [1.0])
         return loss_weights(self.microbatches, weighting, self.num_samples, copies)
 
 
 def _one_of(batches: Sequence[Any]) -> Any:
-    """The first of several loaders' batches; a loader that has ended has none."""
+    """The first batch of several data loaders that have not ended."""
     return next(batch for batch in batches if batch is not None)

@@ -1,6 +1,7 @@
-"""A stage's part of the optimizer: the same class and groups, for the stage's own parameters.
+"""A stage's part of the optimizer: its class and groups, for the stage's own parameters.
 
-A running average of weights, kept beside them.
+It includes what happens to gradients before a step (norms and clipping), and running averages of
+weights behind it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _BITSANDBYTES = "bitsandbytes."
 
 @dataclass(frozen=True)
 class Clipping:
-    """What happens to gradients: multiplied by a factor, or cut at a value."""
+    """How gradients are clipped: multiplied by a factor, or clamped to a value."""
 
     factor: float | None = None
     value: float | None = None
@@ -33,7 +34,7 @@ class Clipping:
 
 @dataclass(frozen=True)
 class Group:
-    """One parameter group: names of parameters, and all its options."""
+    """A parameter group: the names of its parameters, and all its options."""
 
     parameters: Sequence[str]
     options: Mapping[str, Any]
@@ -43,7 +44,7 @@ def optimizer_class_name(optimizer: Optimizer) -> str:
     """The name under which a worker finds the optimizer's class.
 
     Raises:
-        ModelError: If it is in no library that workers know, or needs all parameters in one place.
+        ModelError: If workers do not know its library, or it needs all parameters in one place.
     """
     kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS:
@@ -52,22 +53,22 @@ def optimizer_class_name(optimizer: Optimizer) -> str:
     if library is not None and getattr(library, kind.__name__, None) is kind:
         return f"{_BITSANDBYTES}{kind.__name__}"
     raise ModelError(
-        f"The optimizer {kind.__module__}.{kind.__qualname__} cannot be cut over stages; use "
+        f"The optimizer {kind.__module__}.{kind.__qualname__} cannot be cut over stages. Use "
         "one of torch.optim other than LBFGS, or one of bitsandbytes.optim."
     )
 
 
 def optimizer_defaults(optimizer: Optimizer) -> dict[str, Any]:
-    """What the optimizer was built with, as far as it still knows."""
-    # Those of bitsandbytes keep a part of it in an object of their own.
+    """The arguments the optimizer was built with, as far as it has kept them."""
+    # Optimizers of bitsandbytes keep a part of the arguments in ``args``.
     arguments = dict(vars(optimizer.args)) if hasattr(optimizer, "args") else {}
     if type(optimizer).__name__.endswith("bit"):
-        del arguments["optim_bits"]  # the class says it, and its constructor refuses to hear it
+        del arguments["optim_bits"]  # implied by the class, whose constructor has no such argument
     return {**optimizer.defaults, **arguments}
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything of a parameter group but its parameters."""
+    """The options of a parameter group: all its entries except its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -75,11 +76,11 @@ class StageOptimizer:
     """An optimizer over a stage's parameters.
 
     Args:
-        class_name: A class as `optimizer_class_name` names it.
-        defaults: The whole optimizer's own defaults; those that its constructor takes are given to
-            it, since some (Adagrad's initial value) are not read from the groups.
-        groups: All groups of the whole optimizer, each with the stage's parameters of it; their
-            number and order stay as they are, so that options can be sent by position.
+        class_name: A name that `optimizer_class_name` has returned.
+        defaults: The defaults of the whole optimizer. The constructor gets those that it takes,
+            because it reads some, like Adagrad's initial value, from its arguments only.
+        groups: All groups of the whole optimizer, with the stage's parameters among theirs. All
+            stages have as many groups in the same order, so options can be sent by position.
         parameters: The stage's parameters by name.
 
     Raises:
@@ -115,13 +116,13 @@ class StageOptimizer:
         return {name: p for name, p in self._parameters.items() if id(p) in held}
 
     def step(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Step with these options for each group."""
+        """Step with these options, one mapping per group."""
         for group, group_values in zip(self.optimizer.param_groups, options, strict=True):
             group.update(group_values)
         self.optimizer.step()
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The state of every parameter that has one, by its name."""
+        """The state of each parameter that has one, by name."""
         state = self.optimizer.state
         return {name: state[p] for name, p in self._parameters.items() if state.get(p)}
 
@@ -144,25 +145,28 @@ def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter]) -> Any:
         devices = {parameter.device.type for parameter in parameters.values()}
         if not devices <= set(package.supported_torch_devices):
             raise ModelError(
-                f"bitsandbytes has no optimizers for the device {', '.join(sorted(devices))}; use "
+                f"bitsandbytes has no optimizers for the device {', '.join(sorted(devices))}. Use "
                 "one of torch.optim, or leave this worker out."
             )
         library, class_name = package.optim, class_name.removeprefix(_BITSANDBYTES)
     kind: Any = getattr(library, class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise ModelError(f"{library.__name__} has no optimizer {class_name!r} here.")
+        raise ModelError(
+            f"{library.__name__} has no optimizer {class_name!r} here. Install the coordinator's "
+            "version of the library on this worker."
+        )
     return kind
 
 
 def beside(parameter: torch.Tensor, key: str, value: Any) -> Any:
-    """A state value where and as the optimizer keeps it: step counts stay on the CPU in fp32."""
+    """A state value on the device and in the dtype of its parameter; step counts stay unchanged."""
     if not isinstance(value, torch.Tensor) or key == "step":
         return value
     return in_dtype_of(parameter, key, value).to(parameter.device)
 
 
 def in_dtype_of(parameter: torch.Tensor, key: str, value: Any) -> Any:
-    """A state value in the dtype of its parameter, as far as it is a number like it."""
+    """A state value in the dtype of its parameter, if it is a tensor of its shape."""
     is_like = isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step"
     is_like = is_like and value.shape == parameter.shape
     return value.to(parameter.dtype) if is_like else value
@@ -175,7 +179,7 @@ def optimizer_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
-    """The 2-norm of each gradient, in float32 at least: float16 ends at 65504."""
+    """The 2-norm of each gradient, in float32 or wider, because float16 ends at 65504."""
     norms = [
         torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
         for g in gradients
@@ -183,13 +187,13 @@ def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
     if not norms:
         return []
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-    # All at once: each look at a single number would wait for the device.
+    # All at once, because each `item` would wait for the device.
     found: list[float] = torch.stack([norm.to(dtype) for norm in norms]).tolist()
     return found
 
 
 def clip_gradients(gradients: Sequence[torch.Tensor], clipping: Clipping) -> None:
-    """Apply the clipping in place."""
+    """Clip gradients in place."""
     for gradient in gradients:
         if clipping.factor is not None:
             gradient.mul_(clipping.factor)
@@ -198,14 +202,14 @@ def clip_gradients(gradients: Sequence[torch.Tensor], clipping: Clipping) -> Non
 
 
 def total_norm(norms: Sequence[float]) -> float:
-    """The norm of gradients taken together: the root of the sum of their squares."""
+    """The norm of all gradients together: the root of the sum of the squared norms."""
     return math.sqrt(sum(norm * norm for norm in norms))
 
 
 def clipping_factor(max_norm: float, norm: float) -> float:
-    """By what every stage multiplies its gradients, as `torch.nn.utils.clip_grad_norm_` does."""
+    """The factor for the gradients of all stages, as in `torch.nn.utils.clip_grad_norm_`."""
     factor = max_norm / (norm + 1e-6)
-    # Not min(): a norm that is not a number must stay one on every stage.
+    # Not min(): a norm of NaN must give a factor of NaN on every stage.
     return 1.0 if factor > 1.0 else factor
 
 
@@ -213,19 +217,19 @@ AveragingAction = Literal["begin", "update", "swap", "adopt"]
 
 
 class AveragesWeights(Protocol):
-    """Who keeps averages of weights that are not here."""
+    """Averages weights that are on other processes."""
 
     def average_weights(
         self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
     ) -> None:
-        """Do with those averages what is done with the ones here."""
+        """Do with the averages there what is done with the averages here."""
 
 
 class WeightAverages:
-    """The averages of some tensors, at first equal to them.
+    """Running averages of tensors; at first they equal the tensors.
 
     Args:
-        tensors: Parameters and buffers that real numbers are stored in.
+        tensors: Parameters and buffers of floating-point numbers.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -233,11 +237,11 @@ class WeightAverages:
 
     @torch.no_grad()
     def update(self, num_averaged: int, decay: float | None) -> None:
-        """Take the present weights in, as torch's `AveragedModel` does.
+        """Add the present weights to the averages, as torch's `AveragedModel` does.
 
         Args:
-            num_averaged: Updates before this one; the first one of all copies.
-            decay: How much of the average stays; None weighs all updates equally.
+            num_averaged: How many updates came before; the first update copies the weights.
+            decay: The share of the average that stays; None weighs all updates equally.
         """
         for tensor, average in self._pairs:
             if num_averaged == 0:
@@ -259,9 +263,9 @@ class WeightAverages:
 
 
 def averaged_tensors(module: nn.Module) -> list[Tensor]:
-    """What is averaged of a module: what trains, and its buffers, as far as they are here.
+    """The tensors of a module that are averaged: trained parameters and buffers held here.
 
-    What is frozen is its own average.
+    A frozen parameter equals its average.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
@@ -269,7 +273,7 @@ def averaged_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _exchange(tensor: Tensor, average: Tensor) -> Tensor:
-    """Give the tensor its average's content; what it had is returned. Nothing is copied."""
+    """Give a tensor the content of its average, and return the former content; copies nothing."""
     present = tensor.data
     tensor.data = average
     return present

@@ -1,9 +1,8 @@
-"""Merges what the micro-batches of one batch returned and logged into the batch's own values.
+"""Results: the values that micro-batches return and log, merged into those of their batch.
 
-Torchmetrics objects whose value for the batch is wanted, and that see it in micro-batches.
-
-What a metric accumulates over the epoch is right by itself. The value of the present batch, which
-its ``forward`` keeps for logging on step, would be that of one micro-batch.
+`merge_values` merges return values, `StepLog` logged values. Metrics of torchmetrics accumulate
+correctly over an epoch by themselves. But the value that their ``forward`` keeps for logging on
+step would be that of one micro-batch, so `BatchMetrics` computes the batch's own value.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from ..errors import BatchError
 
 
 class BatchMetrics:
-    """Copies of metrics that see the micro-batches of one batch and nothing else.
+    """Copies of metrics that see only the micro-batches of one batch.
 
-    A metric that is called several times in a ``training_step`` has a copy for each of its calls.
+    A metric that a ``training_step`` calls several times has one copy per call.
     """
 
     def __init__(self) -> None:
-        # By the metrics' ids: their hashes and their equality follow their states.
+        # By id, because the hash and the equality of a metric follow its state.
         self._copies: dict[int, list[Metric]] = defaultdict(list)
         self._here = threading.local()
 
     @contextmanager
     def gathering(self, module: nn.Module) -> Iterator[None]:
-        """Inside, what the module's metrics are called with reaches their copies too."""
+        """Inside, the copies are updated with each call of the module's metrics."""
         with ExitStack() as hooks:
             for metric in module.modules():
                 if isinstance(metric, Metric):
@@ -45,24 +44,24 @@ class BatchMetrics:
             yield
 
     def begin_microbatch(self) -> None:
-        """From now on this thread runs another micro-batch."""
+        """Start another micro-batch in this thread."""
         self._here.calls = Counter()
 
     def of_latest_call(self, metric: Metric) -> Metric | None:
-        """The copy for the present micro-batch's latest call of a metric; None if it has none."""
+        """The copy for the present micro-batch's latest call of a metric; None without a call."""
         count = self._calls_here[id(metric)]
         return self._copies[id(metric)][count - 1] if count else None
 
     @property
     def _calls_here(self) -> Counter[int]:
-        """How often the micro-batch that runs in this thread has called each metric."""
+        """How often the micro-batch of this thread has called each metric."""
         if not hasattr(self._here, "calls"):
             self._here.calls = Counter()
         calls: Counter[int] = self._here.calls
         return calls
 
     def _hook_of(self, metric: Metric) -> Callable[..., None]:
-        # A plain function: a metric is copied with its hooks, and so would be what they belong to.
+        # A plain function: copying a metric copies its hooks, and the object of a bound method too.
         def gather(_metric: nn.Module, args: Any, kwargs: dict[str, Any], _result: Any) -> None:
             value: Any = metric._forward_cache
             if value is not None:
@@ -80,9 +79,9 @@ class BatchMetrics:
 
 
 def _copy_without_state(metric: Metric) -> Metric:
-    """A metric like this one that has seen nothing, and that shares its networks, if it has any.
+    """Copy a metric without its state; the copy shares the networks of the metric.
 
-    What it has seen may be much, and may hang on graphs, which cannot be copied.
+    The state may be large, and may be part of graphs, which cannot be copied.
     """
     kept: dict[int, Any] = {id(tensor): tensor for tensor in metric.parameters()}
     kept.update({id(tensor): tensor for tensor in metric.buffers()})
@@ -97,24 +96,24 @@ def _copy_without_state(metric: Metric) -> Metric:
 
 
 def loss_of(result: Any) -> Tensor | None:
-    """The loss in what ``training_step`` returned; None where it asks to skip the batch.
+    """The loss in a result of ``training_step``; None if the result asks to skip the batch.
 
     Raises:
-        BatchError: If there is no loss where one must be.
+        BatchError: If the result holds no loss tensor.
     """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if loss is None and result is None:
         return None
     if not isinstance(loss, Tensor):
         raise BatchError(
-            f"training_step returned {type(result).__name__} without a loss tensor; return the "
+            f"training_step returned {type(result).__name__} without a loss tensor. Return the "
             "loss, a dict with a 'loss' entry, or None to skip the batch."
         )
     return loss
 
 
 def are_losses(values: Sequence[Any], losses: Sequence[Any]) -> bool:
-    """Whether values that were logged or returned are the losses of their micro-batches."""
+    """Whether logged or returned values are the losses of their micro-batches."""
     are_numbers = all(
         isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.numel() == 1) for v in values
     )
@@ -127,10 +126,10 @@ def _number(value: Any) -> float:
 
 
 def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> Any:
-    """One value for the batch: scalars are averaged by weight, tensors and lists are joined.
+    """Merge values into one for the batch: average scalars by weight, join tensors and lists.
 
     Raises:
-        BatchError: For a kind of value that has no merged form.
+        BatchError: If the values have no merged form.
     """
     first = values[0]
     kinds = {type(value) for value in values}
@@ -155,13 +154,13 @@ def merge_values(values: Sequence[Any], weights: Sequence[float], name: str) -> 
             }
     raise BatchError(
         f"training_step returned {name!r} as {first!r:.60} for one micro-batch and "
-        f"{values[-1]!r:.60} for another, and there is no telling what it is for the batch; leave "
-        "it out, or use micro_batching='boundary'."
+        f"{values[-1]!r:.60} for another, so its value for the batch is unknown. Leave it out, or "
+        "use micro_batching='boundary'."
     )
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The mean of scalars by weight. A micro-batch of weight 0 has no say, not even a NaN."""
+    """The mean of scalars by weight. A micro-batch of weight 0 does not count, even with a NaN."""
     terms = [
         (value.detach() if isinstance(value, Tensor) else value) * weight
         for value, weight in zip(values, weights, strict=True)
@@ -188,35 +187,38 @@ class _Logged:
 
 
 class StepLog:
-    """Stands in for `LightningModule.log` while micro-batches run, and logs once at their end.
+    """Replaces `LightningModule.log` while micro-batches run, and logs once at their end.
 
-    A number is averaged with the loss's weights; with ``reduce_fx`` "sum", "max" or "min" it is
-    summed up, or the greatest or least is taken. What a name is given twice in a micro-batch is
-    logged twice. A torchmetrics object has been updated by every
-    micro-batch by then; where it was called, its value on step becomes that of the whole batch.
+    A number is averaged with the weights of the losses, or reduced as ``reduce_fx`` "sum", "max" or
+    "min" asks. A name that a micro-batch logs twice is logged twice. A torchmetrics object has been
+    updated by every micro-batch; if it was called, its value on step becomes that of the batch.
 
     Args:
-        metrics: Has gathered what the micro-batches called metrics with.
-        adds_losses: Whether the batch's loss is the sum of the micro-batches' losses. What is
-            logged then adds up too where it is the loss itself.
+        metrics: Copies of the metrics that the micro-batches have called.
+        adds_losses: Whether the batch's loss is the sum of the micro-batches' losses. Then a
+            logged value that is the loss adds up too.
     """
 
     def __init__(self, metrics: BatchMetrics, adds_losses: bool = False) -> None:
         self._metrics = metrics
         self._adds_losses = adds_losses
-        # By the name, and by how often its micro-batch had logged it before.
+        # By the name, and by how often the micro-batch had logged that name before.
         self._logged: dict[tuple[str, int], _Logged] = {}
         self._here = threading.local()
 
     def weigh(self, weight: Callable[[], float]) -> None:
-        """Say how much the micro-batch counts that runs in this thread."""
+        """Start a micro-batch in this thread.
+
+        Args:
+            weight: Returns how much the micro-batch counts; called when the log is published.
+        """
         self._here.weight = weight
         self._here.counts = Counter()
         self._here.entries = []
         self._metrics.begin_microbatch()
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Note the value that this thread's micro-batch logs."""
+        """Note a value that the micro-batch of this thread logs."""
         counts: Counter[str] = self._here.counts
         entry = self._logged.setdefault((name, counts[name]), _Logged(args, kwargs))
         counts[name] += 1
@@ -229,13 +231,13 @@ class StepLog:
             entry.batch_sizes.append(kwargs["batch_size"])
 
     def note_loss(self, loss: Tensor | None) -> None:
-        """Say what loss this thread's micro-batch has returned, after all that it has logged."""
+        """Note the loss that the micro-batch of this thread has returned, after all its logging."""
         if self._adds_losses and loss is not None:
             for entry, value in self._here.entries:
                 entry.are_losses.append(are_losses([value], [loss]))
 
     def publish(self, log: LogFunction) -> None:
-        """Log every name as often as a micro-batch did, in the order of the first appearances."""
+        """Log each name as often as a micro-batch did, in the order of first appearance."""
         for (name, _), entry in self._logged.items():
             kwargs = dict(entry.kwargs)
             if entry.batch_sizes:

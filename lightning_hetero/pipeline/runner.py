@@ -1,7 +1,7 @@
-"""What a worker does with what arrives: gathers inputs, asks the rule, runs one action at a time.
+"""The runner of a stage: it gathers inputs, asks the rule, and runs one action at a time.
 
-Knows no socket. `StageRunner` is fed by method calls and answers with values, so a chain of
-runners in one process is a whole pipeline.
+It knows no socket. Method calls feed a `StageRunner`, and it returns values, so a chain of runners
+in one process is a whole pipeline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Content = TypeVar("Content", Activation, Gradients)
 
 @dataclass(frozen=True)
 class Result:
-    """What an action made: an activation for downstream or gradients for upstream."""
+    """The result of an action: an activation for downstream, or gradients for upstream."""
 
     action: Action
     content: Activation | Gradients
@@ -30,7 +30,7 @@ class Result:
 class StageRunner:
     """Runs a stage's actions in the order of the rule, one step after the other.
 
-    ``num_ready`` is how many could have run when one was last chosen.
+    ``num_ready`` is how many actions were ready at the latest choice.
     """
 
     stage: Stage
@@ -47,8 +47,14 @@ class StageRunner:
     def begin(
         self, step: int, max_in_flight: int, accumulate: bool, dropout_step: int | None = None
     ) -> None:
-        """Start a step; without ``accumulate`` the gradients of earlier steps are dropped, and
-        dropout masks are drawn for the step of that number if one is given."""
+        """Start a step.
+
+        Args:
+            step: Its number.
+            max_in_flight: The most micro-batches in flight on this stage.
+            accumulate: Whether the step adds to the present gradients.
+            dropout_step: The step's number for dropout masks; None for ``step``.
+        """
         self._forget()
         self._is_aborted = False
         self.step = step
@@ -61,29 +67,28 @@ class StageRunner:
             take()
 
     def abort(self) -> None:
-        """Forget the present step with what still comes of it, the gradients gathered so far, and
-        the key-value caches."""
+        """Forget the present step, its late arrivals, all gradients, and the key-value caches."""
         self._forget()
-        # Some stages may have extended them in this step and others not.
+        # Some stages may have extended the caches in this step, and others may not.
         self.stage.caches.clear()
         self._is_aborted = True
         self.stage.layers.zero_grad(set_to_none=True)
 
     def take_arguments(self, key: Key, surroundings: Surroundings) -> None:
-        """What the coordinator's model passed to this stage's layers."""
+        """Take the arguments that the coordinator's model passed to this stage's layers."""
         if not self._is_aborted:
             self._surroundings[key] = surroundings
 
     def take_activation(self, step: int, key: Key, activation: Activation) -> None:
-        """Hidden states from upstream, with what is collected so far."""
+        """Take hidden states from upstream, with the outputs collected so far."""
         self._take(step, key, activation, self._activations)
 
     def take_gradients(self, step: int, key: Key, gradients: Gradients) -> None:
-        """Gradients from downstream, in the order of the activation that went there."""
+        """Take gradients from downstream, in the order of the activation's tensors."""
         self._take(step, key, gradients, self._gradients)
 
     def next_action(self) -> Action | None:
-        """The action that the rule takes among those whose inputs are there."""
+        """The action that the rule chooses among the ready ones."""
         index = self.stage.stage_index
         ready = [Action(index, "B", key) for key in self._gradients]
         ready += [Action(index, "F", key) for key in self._activations if key in self._surroundings]
@@ -113,7 +118,10 @@ class StageRunner:
         return gradients
 
     def _take(self, step: int, key: Key, arrived: Content, due: dict[Key, Content]) -> None:
-        """Neighbors may be one step ahead of the coordinator's word, or behind an abort."""
+        """Keep an arrival of the present step, and one of a later step until that step begins.
+
+        Neighbors may learn of a new step, or of an abort, earlier or later than this stage.
+        """
         if step > self.step:
             self._early.append(partial(self._take, step, key, arrived, due))
         elif step == self.step and not self._is_aborted:

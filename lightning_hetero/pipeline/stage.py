@@ -1,59 +1,65 @@
-"""A stage: consecutive layers, and their forward and backward on one micro-batch at a time.
+"""A stage: consecutive layers, with their forward and backward on one micro-batch at a time.
 
-Random numbers that do not depend on who runs when.
-
-Layers compiled by `torch.compile`, each by itself, as the plan's ``compile`` asks.
-
-Layers that are alike share what is compiled: torch keeps it by the code of their class.
-
-A trial: a layer's forward that computes what it would in training, and leaves nothing behind.
+The file begins with what a forward needs: the seed of its dropout masks, compiled layers, trials,
+and `Surroundings`, the arguments of its layers. Then come `StageCaches`, the key-value caches that
+the stage keeps between forwards, and `LayerState`, which refuses or reports any other state that
+layers keep. `Stage` is at the end.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..devices.copies import Land, already_here
 from ..devices.device import seed_generators
-from ..errors import RemoteProtocolError
+from ..errors import ModelError, RemoteProtocolError
+from ..model.attributes import AttributeState
 from ..model.captured_outputs import collect_embedded, collecting
-from ..model.layer_call import LayerCall, hidden_of
-from ..model.layers import EMBEDDING_LAYER
+from ..model.kv_cache import cache_index
+from ..model.layer_call import CacheUse, LayerCall, hidden_of
+from ..model.layers import EMBEDDING_LAYER, describe_layer
 from .boundary import Activation, Collected, Gradients, leaf_of
 from .rule import Key
-from .stage_state import LayerState, StageCaches
+
+Call = Callable[..., Any]
+
+INDUCTOR = "inductor"
+
+MOST_CACHES = 1024
+"""A coordinator that holds more caches does not let go of old ones."""
+
+# Layers of these libraries change no attribute that another forward computes with.
+_TRUSTED = frozenset({"torch", "bitsandbytes", "peft"})
 
 
 def seed_action(seed: int, *place: int) -> None:
-    """Seed torch for one action, by its place: (step, stage, micro-batch, visit).
+    """Seed torch for one action by its place: step, stage, micro-batch and visit.
 
-    A replayed step and a recomputed forward draw the same dropout mask.
+    So a replayed step and a recomputed forward draw the same dropout masks.
     """
     digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
     seed_generators(number)
 
 
-Call = Callable[..., Any]
-
-INDUCTOR = "inductor"
-
-
 def compiled(function: Call, backend: str = INDUCTOR) -> Call:
-    """The function, compiled when it is first called; sizes that change become dynamic.
+    """A function that compiles at its first call; sizes that change become dynamic.
 
     Args:
-        backend: torch's name for what compiles.
+        function: Is to be compiled.
+        backend: torch's name for a compiler.
     """
-    # Random numbers as without compilation, so that a forward that runs again has the same masks.
+    # Random numbers as without compilation: a recomputed forward must draw the same masks.
     options: dict[str, Any] | None = {"fallback_random": True} if backend == INDUCTOR else None
     found: Call = torch.compile(function, backend=backend, options=options)
     return found
@@ -61,17 +67,19 @@ def compiled(function: Call, backend: str = INDUCTOR) -> Call:
 
 @dataclass
 class CompiledLayers:
-    """The layers of a stage, each compiled when it is first called.
+    """The layers of a stage, each compiled by itself when it is first called.
+
+    Layers of one class share their compiled code, which torch keeps by the code of the class.
 
     Args:
-        backend: As in `compiled`.
+        backend: torch's name for a compiler.
     """
 
     backend: str = INDUCTOR
     _calls: dict[nn.Module, Call] = field(default_factory=dict)
 
     def of(self, layer: nn.Module) -> Call:
-        """What is called instead of the layer."""
+        """The compiled forward of a layer."""
         if layer not in self._calls:
             self._calls[layer] = compiled(layer.forward, self.backend)
         return self._calls[layer]
@@ -79,8 +87,11 @@ class CompiledLayers:
 
 @contextmanager
 def on_trial(layer: nn.Module) -> Iterator[None]:
-    """Inside, a layer drops nothing at random, and only what normalizes over a batch keeps its
-    mode. Behind it modes and buffers are what they were, and no buffer counts as changed."""
+    """Inside, a layer computes as in training, without dropout; afterwards it is as before.
+
+    Batch norms keep their mode, all other modules evaluate. Buffers are copies inside, so the
+    layer's own buffers do not count as changed.
+    """
     modes = {module: module.training for module in layer.modules()}
     buffers = {module: dict(module._buffers) for module in modes}
     copies: dict[Tensor, Tensor] = {}
@@ -90,7 +101,7 @@ def on_trial(layer: nn.Module) -> Iterator[None]:
                 module.training = False
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    # Modules may share one, and what one writes the other one reads.
+                    # Modules that share a buffer must share its copy.
                     module._buffers[name] = copies.setdefault(buffer, buffer.clone())
         yield
     finally:
@@ -102,9 +113,16 @@ def on_trial(layer: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a forward runs under: grad mode, autocast, what the model passed to each layer, and the
-    kinds of outputs that it collects besides the hidden states. ``land`` is to be called first.
-    With ``is_trial`` it leaves nothing behind; see `on_trial`."""
+    """The settings and arguments of a forward.
+
+    Args:
+        grad_enabled: torch's grad mode.
+        autocast_dtype: The dtype of autocast; None without autocast.
+        calls: The arguments of each layer.
+        collect: The kinds of outputs that the model collects besides the hidden states.
+        land: Call this before you compute with the tensors.
+        is_trial: Whether the forward leaves nothing behind; see `on_trial`.
+    """
 
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
@@ -115,18 +133,259 @@ class Surroundings:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """What the layers are called with besides the hidden states."""
+        """The tensors among the layers' arguments."""
         return [tensor for call in self.calls for _, tensor in call.named_tensors()]
 
     @property
     def has_cache(self) -> bool:
-        """Whether a key-value cache is read and extended."""
+        """Whether the forward reads and extends a key-value cache."""
         return any(call.cache is not None for call in self.calls)
+
+
+class StageCaches:
+    """The key-value caches of a stage, by number, with the keys and values of its own layers.
+
+    The coordinator counts the positions of each cache and sends the count with every call. So a
+    stage notices a cache in which it has lost a forward, or has one that other stages have not.
+    """
+
+    def __init__(self) -> None:
+        self._caches: dict[int, Cache] = {}
+        self._elsewhere = _Elsewhere()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forget caches that the coordinator has let go of."""
+        for number in numbers:
+            self._caches.pop(number, None)
+
+    def clear(self) -> None:
+        """Forget all caches; a later call that uses one is refused."""
+        self._caches.clear()
+
+    def arguments(
+        self, call: LayerCall, layer: nn.Module, hidden: Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The layer's arguments besides the hidden states, with the cache in its place.
+
+        Raises:
+            ModelError: If the cache has another length than the coordinator counts.
+        """
+        use = call.cache
+        if use is None:
+            return call.args, call.kwargs
+        cache = self._cache(use)
+        self._prepare(cache, use, call.layer_index, layer, hidden)
+        if isinstance(use.place, str):
+            return call.args, {**call.kwargs, use.place: cache}
+        before, after = call.args[: use.place], call.args[use.place + 1 :]
+        return (*before, cache, *after), call.kwargs
+
+    def _cache(self, use: CacheUse) -> Cache:
+        if use.number not in self._caches:
+            if len(self._caches) >= MOST_CACHES:
+                raise ModelError(
+                    f"{MOST_CACHES} key-value caches are held at once; delete those that are no "
+                    "more in use, such as `past_key_values` in the outputs of `generate`."
+                )
+            # `_prepare` puts its layers in, one by one.
+            cache = DynamicCache()
+            cache.layer_class_to_replicate = None
+            self._caches[use.number] = cache
+        return self._caches[use.number]
+
+    def _prepare(
+        self, cache: Cache, use: CacheUse, number: int, layer: nn.Module, hidden: Tensor
+    ) -> None:
+        """Bring the layer's part of the cache to the begin of the call."""
+        index = cache_index(layer)
+        if index is None:
+            raise ModelError(
+                f"Layer {number} has no place in a key-value cache (`layer_idx`). Generate with "
+                "`use_cache=False`, or keep the layer with the coordinator."
+            )
+        while len(cache.layers) <= index:
+            cache.layers.append(self._elsewhere)
+        found = cache.layers[index]
+        if not isinstance(found, DynamicLayer):
+            found = cache.layers[index] = _new_layer(use)
+        if found.get_seq_length() != use.length:
+            raise ModelError(
+                f"The key-value cache holds {found.get_seq_length()} positions of layer {number}, "
+                f"and {use.length} have gone through the model: a forward with this cache failed, "
+                "or a step was aborted. Start with a new cache."
+            )
+        if use.rows is not None:
+            _check_rows(use.rows, found, hidden)
+            found.batch_select_indices(use.rows)
+
+
+def _new_layer(use: CacheUse) -> DynamicLayer:
+    """A cache layer of the coordinator's class for it, so that both count alike."""
+    return DynamicLayer() if use.window is None else DynamicSlidingWindowLayer(use.window)
+
+
+def _check_rows(rows: Tensor, found: DynamicLayer, hidden: Tensor) -> None:
+    """Refuse wrong rows, which would end the context of a GPU, or take too much memory."""
+    is_index = rows.dtype == torch.int64 and rows.shape == (hidden.shape[0],)
+    num_rows = 0 if found.keys is None else found.keys.shape[0]
+    if not is_index or not bool(((rows >= 0) & (rows < num_rows)).all()):
+        raise ModelError(
+            f"The samples {rows.tolist()[:5]} cannot be taken from a key-value cache of {num_rows} "
+            f"for a batch of {hidden.shape[0]}."
+        )
+
+
+class _Elsewhere(CacheLayerMixin):
+    """Takes the places of other stages' layers in a cache."""
+
+    def update(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise ModelError(
+            "A layer asks for the key-value cache of a layer on another stage; generate with "
+            "`use_cache=False`, or put both layers into one stage."
+        )
+
+    lazy_initialization = get_seq_length = get_mask_sizes = get_max_length = update
+
+
+# A buffer and its version, which counts changes in place.
+_Seen = tuple[Tensor | None, int]
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Buffers that are updated more often than on one device.
+
+    Args:
+        names: The buffers.
+        is_again: Whether a recomputed forward updated them, and not several micro-batches.
+    """
+
+    names: tuple[str, ...]
+    is_again: bool
+
+
+@dataclass
+class _Step:
+    """The micro-batches of a step so far, and the buffers that their forwards updated."""
+
+    microbatches: set[int] = field(default_factory=set)
+    updated: set[str] = field(default_factory=set)
+
+
+class LayerState:
+    """The attributes and buffers that layers keep from one forward to the next.
+
+    A forward that changes a plain attribute is refused. Buffers that are updated more often than
+    on one device, because each micro-batch is a forward, are reported by `take_updates`.
+
+    Args:
+        layers: The layers by number, with attributes as on the coordinator.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        self._layers = layers
+        self._attributes = AttributeState(layers, _may_keep_state)
+        self._modules = [
+            (f"{number}.{path}".rstrip("."), module)
+            for number, layer in layers.items()
+            for path, module in layer.named_modules()
+        ]
+        self._step = _Step()
+        self._updates: list[Updates] = []
+        self._told: set[Updates] = set()
+
+    def begin_step(self) -> None:
+        """The next forwards are of another batch."""
+        self._step = _Step()
+
+    def note_attributes(self) -> None:
+        """Accept the present attributes, which the coordinator has just set."""
+        self._attributes.note()
+
+    @contextmanager
+    def watching(self, microbatch: int | None, is_again: bool) -> Iterator[None]:
+        """Inside, a forward of all layers runs; without a micro-batch it is a trial.
+
+        Raises:
+            ModelError: If the forward has changed an attribute.
+        """
+        before = self._buffers()
+        yield
+        self._check_attributes()
+        if microbatch is None:
+            return
+        self._step.microbatches.add(microbatch)
+        updated = _updated(before, self._buffers()) | self._statistics()
+        self._step.updated |= updated
+        if is_again:
+            self._note(updated, is_again=True)
+        if len(self._step.microbatches) > 1:
+            self._note(self._step.updated, is_again=False)
+
+    def take_updates(self) -> list[Updates]:
+        """The reports since the last call; each set of buffers is reported once."""
+        taken, self._updates = self._updates, []
+        return taken
+
+    def _check_attributes(self) -> None:
+        changes = self._attributes.take_changes()
+        if not changes:
+            return
+        change, layer = changes[0], self._layers[changes[0].layer_index]
+        name = ".".join(part for part in (change.path, change.names[0]) if part)
+        raise ModelError(
+            f"The forward of {describe_layer(change.layer_index)} ({type(layer).__name__}) changed "
+            f"its attribute {name!r} on a worker. Neither the model nor another worker would see "
+            "the change, and each micro-batch would find what the one before has left. Keep the "
+            "state in a buffer, pass it as an argument, or keep the layer with the coordinator."
+        )
+
+    def _buffers(self) -> dict[str, _Seen]:
+        return {
+            f"{place}.{name}": (buffer, 0 if buffer is None else _version(buffer))
+            for place, module in self._modules
+            for name, buffer in module._buffers.items()
+        }
+
+    def _statistics(self) -> set[str]:
+        """The running statistics of norms: torch updates them without a new version."""
+        return {
+            f"{place}.{name}"
+            for place, module in self._modules
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def _note(self, updated: set[str], is_again: bool) -> None:
+        updates = Updates(tuple(sorted(updated)), is_again)
+        if updated and updates not in self._told:
+            self._told.add(updates)
+            self._updates.append(updates)
+
+
+def _may_keep_state(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] not in _TRUSTED
+
+
+def _updated(before: Mapping[str, _Seen], now: Mapping[str, _Seen]) -> set[str]:
+    return {
+        name
+        for name, (buffer, version) in now.items()
+        if name not in before or before[name][0] is not buffer or before[name][1] != version
+    }
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a forward keeps for its backward: its graph, or its inputs to run it again."""
+    """What a forward saves for its backward: its graph, or its inputs to run it again."""
 
     leaf: Tensor
     num_passed_on: int
@@ -137,19 +396,19 @@ class _Saved:
 
 @dataclass
 class Stage:
-    """Layers keyed by their numbers, and what is saved for backwards.
+    """Layers, and what their forwards save for their backwards.
 
     Args:
-        layers: The layers, keyed by their numbers, with real weights.
-        device: Where they compute.
+        layers: The layers by number, with real weights.
+        device: Computes the layers.
         stage_index: Number of the stage; the coordinator's part is stage 0.
-        recompute: Keep only the inputs and run the forward again in the backward.
-        seed: Start of all dropout masks.
-        dtype: What the layers compute in; None for what they are given.
-        compiled: Compiles the layers; None for not at all.
-        dropout_step: What dropout masks are drawn for: the number of the present step without the
-            trials before it.
-        state: Watches what the layers keep between forwards; None for nobody.
+        recompute: Whether to save only the inputs, and run the forward again in the backward.
+        seed: Seeds all dropout masks.
+        dtype: The dtype the layers compute in; None for that of their input.
+        compiled: Compiles the layers; None runs them uncompiled.
+        dropout_step: The present step's number for dropout masks; it does not count trials.
+        state: Watches what the layers keep between forwards; None watches nothing.
+        caches: The key-value caches.
     """
 
     layers: nn.ModuleDict
@@ -165,15 +424,15 @@ class Stage:
     _saved: dict[Key, _Saved] = field(default_factory=dict)
 
     def begin_step(self, dropout_step: int) -> None:
-        """Forwards from now on are of another batch."""
+        """The next forwards are of another batch."""
         self.dropout_step = dropout_step
         if self.state is not None:
             self.state.begin_step()
 
     def forward(self, key: Key, incoming: Activation, surroundings: Surroundings) -> Activation:
-        """The hidden states behind the last layer, and what is collected up to it.
+        """The hidden states behind the last layer, and the outputs collected up to it.
 
-        Cut from the graph; ``requires_grad`` says where a backward will want a gradient.
+        The tensors are detached; ``requires_grad`` tells where a backward will want a gradient.
         """
         _check_incoming(incoming, surroundings)
         incoming.land()
@@ -202,7 +461,7 @@ class Stage:
         return outgoing
 
     def backward(self, key: Key, gradients: Gradients) -> Gradients:
-        """Accumulate parameter gradients; the gradients of what came in, where it wants some."""
+        """Accumulate parameter gradients, and return the gradients of the incoming tensors."""
         saved = self._saved.get(key)
         if saved is None:
             return Gradients((None,))
@@ -226,18 +485,18 @@ class Stage:
         return Gradients((incoming, *passed_on), gradients.keeps_graph)
 
     def has_saved(self, microbatch: int) -> bool:
-        """Whether a backward of the micro-batch is still to come."""
+        """Whether the micro-batch still waits for a backward."""
         return any(key.microbatch == microbatch for key in self._saved)
 
     def forget(self) -> None:
-        """Drop everything saved for backwards."""
+        """Drop all that forwards have saved."""
         self._saved.clear()
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.layers.parameters() if parameter.requires_grad]
 
     def _run_again(self, key: Key, saved: _Saved) -> Activation:
-        """The forward once more, with what was to be trained when it ran first."""
+        """Run the forward again, with the parameters that trained when it ran first."""
         trained_now = self._trained()
         self.layers.requires_grad_(False)
         try:
@@ -262,8 +521,8 @@ class Stage:
     ) -> Activation:
         seed_action(self.seed, self.dropout_step, self.stage_index, *key)
         given, inside = hidden.dtype, self._inside_dtype(surroundings)
-        # What is collected is seen by hooks inside the layers, and a cache grows with every call.
-        # For a trial, whose modes are its own, layers would be compiled once more.
+        # Compiled layers skip the hooks that collect outputs, and a growing cache or the modes of a
+        # trial would have them compiled again and again.
         is_plain = surroundings.collect or surroundings.is_trial
         compiled = None if is_plain else self.compiled
         with (
@@ -284,41 +543,40 @@ class Stage:
                     collect_embedded(hidden)
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in collected()))
-            # Behind the stage everything is as it would be without its own dtype.
+            # Behind the stage all tensors have the dtypes they have without its own dtype.
             others = (Collected(k, t.to(given) if t.dtype == inside else t) for k, t in collected())
             return Activation(hidden.to(given), tuple(others))
 
     def _inside_dtype(self, surroundings: Surroundings) -> torch.dtype | None:
-        """The dtype of hidden states between the layers, if it is the stage's own.
-
-        Under Lightning's own autocast they stay as they are.
-        """
+        """The stage's own dtype for hidden states; None under Lightning's own autocast."""
         return self.dtype if surroundings.autocast_dtype is None else None
 
     def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         if dtype is None or dtype == torch.float32:
             return nullcontext()
-        # As Lightning does it; a cached copy of a weight would outlive the weight's next step.
+        # Without a cache, as in Lightning: a cached cast of a weight would outlive its next step.
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
 
 
 def _check_incoming(incoming: Activation, surroundings: Surroundings) -> None:
-    """Refuse hidden states that are whole numbers where no token ids are wanted.
+    """Refuse whole numbers as hidden states, unless the embedding takes them as token ids.
 
     Raises:
-        RemoteProtocolError: Then.
+        RemoteProtocolError: With the dtype.
     """
     calls = surroundings.calls
     begins_with_ids = bool(calls) and calls[0].layer_index == EMBEDDING_LAYER
     if not begins_with_ids and not incoming.hidden.is_floating_point():
-        raise RemoteProtocolError(f"Hidden states came as {incoming.hidden.dtype}.")
+        raise RemoteProtocolError(
+            f"Hidden states came as {incoming.hidden.dtype}; they must be floating-point numbers."
+        )
 
 
 def _fitting(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """The gradient, if it has the form of its tensor; autograd would convert its dtype.
+    """The gradient, checked here because autograd would convert its dtype silently.
 
     Raises:
-        RemoteProtocolError: If not.
+        RemoteProtocolError: If its shape or dtype differs from its tensor's.
     """
     if gradient.shape != tensor.shape or gradient.dtype != tensor.dtype:
         raise RemoteProtocolError(

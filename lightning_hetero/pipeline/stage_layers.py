@@ -1,11 +1,10 @@
-"""Builds on a worker the layers that a coordinator describes.
+"""The layers of a stage: a worker builds them, and keeps tensors of its last run for the next one.
 
-What a worker still holds of its last run: tensors that need not be sent again.
-
-A worker forgets nothing when a session ends. The next one's `Deploy` makes it drop every tensor
-that it could not use, of each other one the coordinator tells the fingerprint, and what does not
-have it is dropped too. So a second run of the same model gets no frozen weight again, a validation
-after a training none at all, and layers that move leave those alone that stay.
+A worker keeps all tensors when a session ends. On the next `Deploy` it drops the tensors that the
+new stage cannot use. For each remaining one the coordinator sends a fingerprint; the worker drops a
+tensor whose fingerprint differs. So frozen weights are not sent again for a second run of a model,
+no weight is sent for a validation after a training, and layers that stay in place while others move
+are left alone.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from ..protocol.tensors import TensorSpec, dtype_name, tensor_bytes
 def build_described(
     recipe: str, parameters: Sequence[m.ParameterSpec], allowed: Allowed
 ) -> nn.ModuleDict:
-    """The layers of a recipe on ``meta``, with what trains of them as described.
+    """Build the layers of a recipe on ``meta``, with ``requires_grad`` as described.
 
     Raises:
-        ModelError: If they cannot be built, or differ from what is described.
+        ModelError: If the layers cannot be built, or differ from the description.
     """
     layers = build_layers(Recipe.from_json(recipe), allowed)
     specs = {spec.name: spec for spec in parameters}
@@ -47,7 +46,7 @@ def build_described(
 def build_for_values(
     recipe: str, parameters: Sequence[m.ParameterSpec], allowed: Allowed
 ) -> nn.ModuleDict:
-    """The same with all tensors in the dtypes that are described, for values to be made up."""
+    """Build the layers of a recipe on ``meta``, in the described dtypes, for made-up values."""
     layers = build_described(recipe, parameters, allowed)
     numbered = numbered_layers(layers)
     dtypes = {spec.name: spec.tensor.torch_dtype for spec in parameters}
@@ -61,7 +60,7 @@ def build_for_values(
 def describe_parameters(
     layers: Mapping[int, nn.Module], dtypes: Mapping[str, torch.dtype] | None = None
 ) -> list[m.ParameterSpec]:
-    """The tensors of layers for `build_described`, in ``dtypes`` where these differ from here."""
+    """Describe the tensors of layers for `build_described`; ``dtypes`` replace their own."""
     return [
         m.ParameterSpec(
             name,
@@ -73,65 +72,65 @@ def describe_parameters(
 
 
 def numbered_layers(layers: nn.ModuleDict) -> dict[int, nn.Module]:
-    """Layers by their numbers."""
+    """The layers by number."""
     return {int(number): layer for number, layer in layers.items()}
 
 
 def _check_parameters(
     layers: Mapping[int, nn.Module], specs: Mapping[str, m.ParameterSpec]
 ) -> None:
-    """Refuse layers that are not those of the coordinator, before any weight comes."""
+    """Refuse layers that differ from the coordinator's, before any weight is sent."""
     built = {name: TensorSpec.of(tensor).shape for name, tensor in named_tensors(layers)}
     wanted = {name: spec.tensor.shape for name, spec in specs.items()}
     names = built.keys() | wanted.keys()
     differing = sorted(name for name in names if built.get(name) != wanted.get(name))
     if differing:
         raise ModelError(
-            f"The layers built here differ from the coordinator's in {differing[:5]}; install the "
-            "same transformers version on both, and see whether the model was changed after it "
+            f"The layers built here differ from the coordinator's in {differing[:5]}. Install the "
+            "same transformers version on both, and check whether the model was changed after it "
             "was built."
         )
 
 
-# A worker that nobody uses gives its memory back.
 KEPT_SECONDS = 600.0
+"""After so long without a session, a worker frees the tensors that it keeps."""
 
 
 class Content(NamedTuple):
-    """A tensor, and its state if it is stored in 4 bits."""
+    """A tensor, with its state if it is stored in 4 bits."""
 
     tensor: Tensor
     state: State
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all of it."""
+        """Bytes of the tensor and its state."""
         return self.tensor.nbytes + sum(part.nbytes for part in self.state.values())
 
 
 class KeptTensors:
-    """Tensors of the layers that a worker had, by their names; none is ever in use elsewhere."""
+    """Tensors of a worker's former layers, by name; no layer uses them any more."""
 
     def __init__(self) -> None:
         self._contents: dict[str, Content] = {}
 
     @property
     def num_bytes(self) -> int:
-        """The memory that is held."""
+        """Bytes of memory that the tensors take."""
         return sum(content.num_bytes for content in list(self._contents.values()))
 
     def keep(self, layers: Mapping[int, nn.Module]) -> None:
-        """Hold the tensors of layers that nobody will use any more."""
+        """Keep the tensors of layers that are no more in use, and drop those kept before."""
         self.forget()
         seen: set[int] = set()
         for name, tensor, state in named_contents(layers):
-            # Of one that occurs twice, one: the layers to come may have two that happen to agree.
+            # A shared tensor is kept once: the next layers may have two tensors of equal content.
             if not tensor.is_meta and tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
                 self._contents[name] = Content(tensor.detach().as_subclass(Tensor), state)
 
     def restrict_to(self, specs: Sequence[m.ParameterSpec]) -> list[str]:
-        """Drop what could not be one of these tensors; the names of those that are left."""
+        """Drop tensors that cannot be one of these, and return the names of the others."""
         wanted = {spec.name: spec.tensor for spec in specs}
         self._contents = {
             name: content
@@ -141,26 +140,26 @@ class KeptTensors:
         return list(self._contents)
 
     def take(self, name: str, fingerprint: bytes) -> Content | None:
-        """What is held under that name, if it has that fingerprint; it is not held any more."""
+        """Remove a tensor, and return it if it has this fingerprint."""
         content = self._contents.pop(name, None)
         if content is None or fingerprint_of(content) != fingerprint:
             return None
         return content
 
     def drop(self, name: str) -> None:
-        """Free the memory of one tensor."""
+        """Drop one tensor."""
         self._contents.pop(name, None)
 
     def forget(self) -> None:
-        """Free the memory of all."""
+        """Drop all tensors."""
         self._contents.clear()
 
 
 def fingerprint_of(content: Content) -> bytes:
-    """What tells this content, its dtype and its shape from any other.
+    """SHA-256 of the content, the dtype and the shape.
 
-    SHA-256, which processors have instructions for, takes about an eighth of the time in which
-    1 Gbit/s carries the bytes.
+    Processors have instructions for SHA-256: it takes about an eighth of the time that a link of
+    1 Gbit/s takes for the bytes.
     """
     found = hashlib.sha256()
     for name, tensor in {"": content.tensor, **content.state}.items():

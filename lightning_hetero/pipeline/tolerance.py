@@ -1,4 +1,4 @@
-"""How far apart two results of one computation are, and how far rounding may bring them: rules."""
+"""Tolerances: how far apart two results of one computation are, and how much rounding explains."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 # root of n: N. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM
 # J. Sci. Comput. 41 (2019).
 _ROUNDING_OF_SUMS = torch.finfo(torch.float32).eps
-# By the same rule errors of layers in a row grow as the root of their number. This many times the
-# expected error does not come by chance.
+# By the same rule the errors of consecutive layers grow as the root of their number. So many times
+# the expected error do not come by chance.
 _SAFETY = 4.0
 
 
@@ -22,7 +22,7 @@ def rounding_of_hidden(dtype: torch.dtype, num_layers: int, widest_sum: int) -> 
     """The largest error of hidden states, relative to their norm, that rounding explains.
 
     Args:
-        dtype: The coarsest that the layers compute in.
+        dtype: The coarsest dtype that the layers compute in.
         num_layers: How many layers follow each other.
         widest_sum: The terms of the longest sum in a product of matrices.
     """
@@ -30,13 +30,19 @@ def rounding_of_hidden(dtype: torch.dtype, num_layers: int, widest_sum: int) -> 
 
 
 def rounding_of_loss(dtype: torch.dtype, widest_sum: int) -> float:
-    """The same of a loss. It is a mean over many numbers, whose errors cancel each other."""
+    """The largest relative error of a loss that rounding explains.
+
+    A loss is a mean over many numbers, whose errors cancel each other.
+    """
     return _unit(dtype) + _SAFETY * _of_sums(widest_sum)
 
 
 def norm_error(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference, relative to that of ``expected``. Equal infinite or undefined
-    numbers count as no difference; others, and other shapes, are infinitely far apart."""
+    """The norm of the difference, relative to the norm of ``expected``.
+
+    Infinite or undefined numbers on both sides count as equal. On one side only, or with different
+    shapes, the error is infinite.
+    """
     if found.shape != expected.shape:
         return math.inf
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
@@ -57,8 +63,8 @@ def _of_sums(widest_sum: int) -> float:
     return _ROUNDING_OF_SUMS * math.sqrt(widest_sum)
 
 
-# What `torch.testing.assert_close` takes two results of one operation for equal by; its
-# documentation has the table.
+# Up to these relative differences `torch.testing.assert_close` takes two results of one operation
+# for equal; its documentation has the table.
 _ONE_OPERATION = {
     torch.float64: 1e-7,
     torch.float32: 1.3e-6,
@@ -67,8 +73,8 @@ _ONE_OPERATION = {
 }
 _ROUNDING_OF_DOUBLE_SUMS = torch.finfo(torch.float64).eps
 
-# Gradients that are zero but for rounding, as those of a key's bias, have no relative error of
-# their own: below this part of the largest one in their layer they are held against that.
+# Some gradients are zero except for rounding, such as those of a key's bias. They have no relative
+# error of their own, so their scale is at least this part of the largest gradient in their layer.
 _LEAST_PART = 0.1
 
 
@@ -76,9 +82,9 @@ def tolerance(dtype: torch.dtype, num_layers: int, widest_sum: int) -> float:
     """The largest relative error that rounding explains.
 
     Args:
-        dtype: The coarsest that is computed in.
-        num_layers: In a row.
-        widest_sum: Terms of the longest sum in a product of matrices.
+        dtype: The coarsest dtype of the computation.
+        num_layers: How many layers follow each other.
+        widest_sum: The terms of the longest sum in a product of matrices.
     """
     is_double = dtype == torch.float64
     of_sums = _ROUNDING_OF_DOUBLE_SUMS if is_double else _ROUNDING_OF_SUMS
@@ -87,15 +93,15 @@ def tolerance(dtype: torch.dtype, num_layers: int, widest_sum: int) -> float:
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype with the largest rounding errors, of those that layers compute in; else float32."""
+    """The dtype with the largest rounding errors; float32 if none is a dtype to compute in."""
     known = [dtype for dtype in dtypes if dtype in _ONE_OPERATION]
     return max(known, key=lambda dtype: _ONE_OPERATION[dtype], default=torch.float32)
 
 
 def relative_error(found: Tensor, expected: Tensor, least_scale: float = 0.0) -> float:
-    """The largest difference, relative to the largest number that was expected.
+    """The largest difference, relative to the largest expected number.
 
-    Infinite where numbers are missing or are none.
+    It is infinite if numbers are missing or NaN.
     """
     if found.shape != expected.shape:
         return math.inf
@@ -103,7 +109,7 @@ def relative_error(found: Tensor, expected: Tensor, least_scale: float = 0.0) ->
         return 0.0
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
     difference = (found - expected).abs()
-    # What is infinite on both sides is equal.
+    # Infinite numbers on both sides are equal.
     difference = difference.masked_fill(found == expected, 0.0)
     if not bool(torch.isfinite(difference).all()):
         return math.inf
@@ -114,14 +120,14 @@ def relative_error(found: Tensor, expected: Tensor, least_scale: float = 0.0) ->
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest of several relative errors, and what has it."""
+    """The largest of several relative errors, and the name of its tensor."""
 
     error: float
     name: str
 
 
 def worst_gradient(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Worst:
-    """The gradient of one layer that is furthest off, by its parameter's name."""
+    """The gradient of a layer with the largest error, by its parameter's name."""
     missing = sorted(found.keys() ^ expected.keys())
     if missing:
         return Worst(math.inf, missing[0])
@@ -139,16 +145,16 @@ def _largest(gradient: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a step was from that on one device, with some layers away.
+    """The relative errors of a step with some layers on workers, against a step on one device.
 
     Args:
-        who: The worker of these layers, or all of them.
-        layers: Half-open range of the layers that were away.
-        loss: Relative error of the loss.
-        activation: That of the hidden states behind the last of these layers.
-        gradient: That of the gradient that comes out before the first of them; None without one.
-        parameters: The worst of the gradients of their parameters.
-        tolerance: What rounding explains.
+        who: The worker of these layers, or all workers.
+        layers: Half-open range of the layers on workers.
+        loss: Error of the loss.
+        activation: Error of the hidden states behind the last of these layers.
+        gradient: Error of the gradient of the first layer's input; None if it has none.
+        parameters: The worst error among the gradients of the layers' parameters.
+        tolerance: The largest error that rounding explains.
     """
 
     who: str
@@ -172,11 +178,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was compared: each stage away by itself, then all of them.
+    """Comparisons with each stage alone on its worker, then with all of them.
 
     Args:
-        stages: In the order of the layers.
-        together: All layers of the plan away.
+        stages: One comparison per stage, in the order of the layers.
+        together: The comparison with all layers of the plan on workers.
     """
 
     stages: Sequence[Comparison]
@@ -189,20 +195,20 @@ class Verdict:
 
     @property
     def wrong(self) -> list[str]:
-        """The workers that compute wrongly."""
+        """The workers whose results are wrong."""
         return [stage.who for stage in self.stages if not stage.is_right]
 
     @property
     def sentence(self) -> str:
-        """What follows."""
+        """The verdict in words, with the remedy."""
         if self.wrong:
             return (
-                f"{' and '.join(self.wrong)} computed wrongly: look at memory, clock and driver of "
-                "that device, and leave it out until then."
+                f"{' and '.join(self.wrong)} computed wrongly. Check memory, clock and driver "
+                "of that device, and leave it out until it is repaired."
             )
         if not self.together.is_right:
             return (
-                "Each stage alone computed right and all together did not: look at what is between "
-                "the workers."
+                "Each stage alone computed right results, but all stages together did not. Check "
+                "the links between the workers."
             )
         return "All workers compute what one device computes."

@@ -1,4 +1,4 @@
-"""A function on another thread that runs only when it is given the turn.
+"""Turns: a function runs on a thread of its own, but only while the driver lets it.
 
     driver                      thread
     start() / resume(value) ──▶ runs …
@@ -6,10 +6,10 @@
     resume(value) ────────────▶ … gets value, runs on
     Finished(result) ◀───────── returns
 
-At any time either the driver or one such thread runs, never two. Threads and not greenlets,
-because torch keeps grad mode and autocast per thread. Its default dtype is one for all, so it
-changes hands with the turn. A thread whose function has ended runs another one: to start a thread
-takes up to a millisecond.
+At any time either the driver or one such thread runs, never two. These are threads and not
+greenlets, because torch keeps grad mode and autocast per thread. torch has a single default dtype
+for all threads, so each turn sets its own. A thread whose function has ended runs the next one,
+because starting a thread takes up to a millisecond.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The function waits for the answer to a request."""
+    """The function has made a request, and waits for its answer."""
 
     request: Any
 
@@ -46,14 +46,14 @@ class _Raised:
 
 
 class _Abandoned(BaseException):
-    """Unwinds a function that the driver has given up; no user code should catch it."""
+    """Unwinds a function that the driver has given up; user code should not catch it."""
 
 
 _current: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
 class TurnThreads:
-    """Threads that run turns; there are as many as there were turns at once. End with `close`."""
+    """Threads that run turns, as many as there are turns at once. Call `close` at the end."""
 
     def __init__(self) -> None:
         self._idle: list[_TurnThread] = []
@@ -67,7 +67,7 @@ class TurnThreads:
         self._idle.pop().run(function, name, self._idle)
 
     def close(self) -> None:
-        """End the threads, whose turns have all ended or were abandoned."""
+        """End the threads; all turns must have ended or been abandoned."""
         for thread in self._all:
             thread.end()
         self._all.clear()
@@ -82,7 +82,7 @@ class _Job:
 
 
 class _TurnThread:
-    """One thread, and what it is to run next."""
+    """One thread, and the queue of its functions."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -90,7 +90,7 @@ class _TurnThread:
         self._thread.start()
 
     def run(self, function: Callable[[], Any], name: str, idle: list[_TurnThread]) -> None:
-        """Run a function, which reports its end by itself, and go back to the idle ones."""
+        """Run a function that returns its report, and join the idle threads before it reports."""
         self._jobs.put(_Job(function, name, idle))
 
     def end(self) -> None:
@@ -101,15 +101,15 @@ class _TurnThread:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._thread.name = job.name
-            # It may be given the next one before it has come back here.
+            # Idle before the report: the driver may have the next function ready at once.
             report = job.function()
             job.idle.append(self)
             report()
-            del job, report  # the next wait must not keep anything alive
+            del job, report  # waiting must not keep their values alive
 
 
 class Turn:
-    """One function on a thread, and the baton between it and the driver."""
+    """One function on a thread, and the two queues that pass the turn to and fro."""
 
     def __init__(self, function: Callable[[], Any], name: str, threads: TurnThreads) -> None:
         self._function = function
@@ -121,21 +121,21 @@ class Turn:
         self._default_dtype = torch.get_default_dtype()
         self._to_thread: SimpleQueue[Any] = SimpleQueue()
         self._to_driver: SimpleQueue[HandedOver | Finished | _Raised] = SimpleQueue()
-        # The user's context variables hold in the thread as they do in the driver.
+        # The thread sees the user's context variables as the driver does.
         self._context = contextvars.copy_context()
 
     def start(self) -> HandedOver | Finished:
-        """Run the function until it hands over or returns; what it raises is raised here."""
+        """Run the function until it hands over or returns; its errors are raised here."""
         self._threads.run(partial(self._context.run, self._run), self._name)
         return self._wait()
 
     def resume(self, value: Any) -> HandedOver | Finished:
-        """Answer the function's request and run it on."""
+        """Answer the function's request, and let it run on."""
         self._to_thread.put(value)
         return self._wait()
 
     def abandon(self) -> None:
-        """Unwind the function where it waits, and wait for its end."""
+        """Unwind the function where it waits, and wait until it has ended."""
         self._is_abandoned = True
         if self._is_started and not self._has_ended.is_set():
             self._to_thread.put(_Raised(_Abandoned()))
@@ -143,7 +143,7 @@ class Turn:
             torch.set_default_dtype(self._default_dtype)
 
     def hand_over(self, request: Any) -> Any:
-        """Called in the thread: give the turn back with a request, return with its answer."""
+        """Give the turn back with a request, and return its answer; call this in the thread."""
         if self._is_abandoned:
             raise _Abandoned
         default_dtype = torch.get_default_dtype()
@@ -162,11 +162,11 @@ class Turn:
         return report
 
     def _run(self) -> Callable[[], None]:
-        """Run the function; what is returned reports its end."""
+        """Run the function and return what reports its end to the driver."""
         _current.set(self)
         self._is_started = True
         try:
-            # Whoever abandons a turn before this does not wait for it.
+            # `abandon` does not wait for a turn that has not started.
             if self._is_abandoned:
                 raise _Abandoned
             report: Finished | _Raised = Finished(self._function())
@@ -180,5 +180,5 @@ class Turn:
 
 
 def current_turn() -> Turn | None:
-    """The turn whose thread this is, or None in any other thread."""
+    """The turn that runs in this thread; None in any other thread."""
     return _current.get()

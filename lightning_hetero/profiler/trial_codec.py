@@ -10,7 +10,7 @@ from ..errors import RemoteProtocolError
 from ..model.custom_layers import BlocksRecipe
 from ..model.recipe import Recipe
 from ..pipeline.bench import Failed, LayerTrial, Measurement, OptimizerMeasurement, OptimizerTrial
-from ..pipeline.codec import Content, say_arguments
+from ..pipeline.codec import Content, encode_arguments
 from ..pipeline.rule import Key
 from ..pipeline.stage_layers import describe_parameters
 from ..protocol import messages as m
@@ -41,7 +41,7 @@ def say_trial(trial: Trial) -> Content:
             trial.number, trial.class_name, defaults, options, trial.patience_seconds
         )
         return message, packer.tensors
-    arguments, tensors = say_arguments(0, Key(0), trial.surroundings, [trial.number], Packer())
+    arguments, tensors = encode_arguments(0, Key(0), trial.surroundings, [trial.number], Packer())
     if not isinstance(arguments, m.Arguments):
         raise TypeError(f"{arguments} are not the arguments of a layer.")
     return (

@@ -32,16 +32,15 @@ from ..model.layers import EMBEDDING_LAYER, check_token_ids
 from ..pipeline.boundary import Activation
 from ..pipeline.codec import (
     Content,
-    read_activation,
-    read_arguments,
-    read_gradients,
-    say_activation,
-    say_gradients,
+    decode_activation,
+    decode_arguments,
+    decode_gradients,
+    encode_activation,
+    encode_gradients,
 )
 from ..pipeline.rule import Action
 from ..pipeline.runner import Result, StageRunner
-from ..pipeline.stage import CompiledLayers, Stage
-from ..pipeline.stage_state import LayerState
+from ..pipeline.stage import CompiledLayers, LayerState, Stage
 from ..plan import Narrowing
 from ..protocol import messages as m
 from ..protocol.frames import Frame
@@ -398,18 +397,18 @@ class StageSession:
             self._runner.stage.state.note_attributes()
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
-        read = partial(read_arguments, message, constants=self._constants)
+        read = partial(decode_arguments, message, constants=self._constants)
         self._runner.take_arguments(message.key, self._copies.to_device(tensors, read))
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
         embedding = self._layers.numbered.get(EMBEDDING_LAYER)
         if embedding is not None and tensors:
             check_token_ids(embedding, tensors[0])
-        activation = self._copies.to_device(tensors, partial(read_activation, message))
+        activation = self._copies.to_device(tensors, partial(decode_activation, message))
         self._runner.take_activation(message.step, message.key, activation)
 
     def _on_gradient(self, message: m.Gradient, tensors: tuple[Tensor, ...]) -> None:
-        gradients = self._copies.to_device(tensors, partial(read_gradients, message))
+        gradients = self._copies.to_device(tensors, partial(decode_gradients, message))
         self._runner.take_gradients(message.step, message.key, gradients)
 
     def _on_drop_caches(self, message: m.DropCaches, _tensors: tuple[Tensor, ...]) -> None:
@@ -430,10 +429,10 @@ class StageSession:
         with self._recorder.span("pack", key, type(content).__name__):
             if isinstance(content, Activation):
                 channel = self._neighbors.downstream
-                said = say_activation(step, key, content, self._narrowing.activation_dtype)
+                said = encode_activation(step, key, content, self._narrowing.activation_dtype)
             else:
                 channel = self._neighbors.upstream
-                said = say_gradients(step, key, content, self._narrowing.gradient_dtype)
+                said = encode_gradients(step, key, content, self._narrowing.gradient_dtype)
             self._neighbors.pass_on(channel, said, self._copies)
 
 

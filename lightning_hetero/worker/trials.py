@@ -13,7 +13,7 @@ from ..devices.description import describe_device
 from ..devices.device import device_for
 from ..errors import ModelError
 from ..pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
-from ..pipeline.codec import read_arguments
+from ..pipeline.codec import decode_arguments
 from ..pipeline.stage_layers import build_for_values
 from ..protocol import messages as m
 from ..protocol.tensors import DTYPES
@@ -93,7 +93,7 @@ class MeasuredSide:
 
     def _measure_layer(self, message: m.MeasureLayer, tensors: tuple[Tensor, ...]) -> m.Message:
         here = tuple(tensor.to(self._device) for tensor in tensors)
-        around = read_arguments(message.arguments, here, KeptConstants())
+        around = decode_arguments(message.arguments, here, KeptConstants())
         if len(around.calls) != 1:
             raise ModelError(f"One layer is measured at a time, not {len(around.calls)}.")
         trial = LayerTrial(

@@ -1,7 +1,7 @@
-"""A device with streams that is made up: nothing in them happens before it must, or is let.
+"""A made-up device with streams, in which work is done as late as the marks allow.
 
-Each stream is a queue of things to do. They are done when somebody waits for a mark, in the
-latest order that the marks allow; so what relies on luck comes out wrong.
+Each stream is a queue of work. The device does the work when somebody waits for a mark, in the
+latest order that the marks allow. So code that relies on luck gets wrong values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Copies: who waits for what, and when memory is used again. The device is made up.
+"""Copies: what waits for what, and when memory is reused.
 
-What is asked of a CUDA device, and in which order. Its library is played, call by call.
+The first tests run on a made-up device with streams. The last ones replace the functions of
+`torch.cuda` that copies call, and check the calls and their order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processor: its memory and its sensors, which are files and values of psutil here."""
+"""The processor: its memory, and its sensors, replaced by files and by values of psutil."""
 
 from __future__ import annotations
 

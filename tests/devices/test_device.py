@@ -1,4 +1,4 @@
-"""A backend is one class: here is a new one, and the others with a torch that is played."""
+"""A new backend is one class; the known backends run here on a replaced torch."""
 
 from __future__ import annotations
 

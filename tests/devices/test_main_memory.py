@@ -1,4 +1,4 @@
-"""How many arenas the C library makes for threads, as it tells itself, and what it gives back."""
+"""Main memory: how many arenas glibc makes for threads, and what it gives back."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_hetero.errors import HeteroError, RemoteProtocolError
-from lightning_hetero.pipeline.codec import read_activation, read_arguments, read_gradients
+from lightning_hetero.pipeline.codec import decode_activation, decode_arguments, decode_gradients
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, OpeningReader
 from lightning_hetero.protocol.session import Session, State, coordinator_session, worker_session
@@ -60,11 +60,11 @@ def _as_serving(session: Session) -> Session:
 def _interpret(frame: Frame) -> None:
     """What is done with a message before anything is computed."""
     if isinstance(frame.message, m.Activation):
-        read_activation(frame.message, frame.tensors)
+        decode_activation(frame.message, frame.tensors)
     elif isinstance(frame.message, m.Gradient):
-        read_gradients(frame.message, frame.tensors)
+        decode_gradients(frame.message, frame.tensors)
     elif isinstance(frame.message, m.Arguments):
-        read_arguments(frame.message, frame.tensors, KeptConstants())
+        decode_arguments(frame.message, frame.tensors, KeptConstants())
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Nothing is computed with before it is there: what arrives holds nonsense until it has landed.
+"""The coordinator and workers compute with a tensor only when its copy is there.
 
-Coordinator and workers are threads of this process, and their copies those of a made-up device
-that makes each of them as late as it may.
+They are threads of this process. Their copies are those of a made-up device, in which a tensor
+holds nonsense as long as possible.
 """
 
 from __future__ import annotations

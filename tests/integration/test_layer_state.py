@@ -74,7 +74,7 @@ def test_state_in_an_attribute_is_refused_by_name(
     with pytest.raises(
         StageFailed,
         match=rf"forward of layer 0 \({kind.__name__}\) changed its attribute '{KEEPING[kind]}'.*"  # type: ignore[index, attr-defined]
-        r"must be a buffer or come as an argument; or keep the layer with the coordinator\.",
+        r"pass it as an argument, or keep the layer with the coordinator\.",
     ):
         train(LayeredModule(kind), pipeline(allowing, 1))
 

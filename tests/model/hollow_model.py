@@ -23,7 +23,7 @@ from lightning_hetero.model.hollow import Exchange, HollowLayers
 from lightning_hetero.model.layer_call import LayerCall, hidden_of
 from lightning_hetero.model.layers import EMBEDDING_LAYER, find_decoder_layers, find_embedding
 from lightning_hetero.model.tensors import named_tensors, set_tensor
-from lightning_hetero.pipeline.stage_state import StageCaches
+from lightning_hetero.pipeline.stage import StageCaches
 
 from ..models import VOCABULARY, tiny_llama
 

@@ -1,4 +1,4 @@
-"""What is measured of a stage, with a clock that its layers turn."""
+"""The bench measures a stage; here with a clock that the layers turn."""
 
 from __future__ import annotations
 
@@ -199,5 +199,5 @@ def test_the_optimizer_steps_over_one_layer() -> None:
     assert found.step_seconds > 0
     assert found.state_bytes == 2 * (16 + 4) * 4 + 2 * 4
     assert attempt(partial(bench.measure_layer, trial(7)), CPU).reason.endswith(  # type: ignore[union-attr]
-        "Layer 7 is none of those that are to be measured."
+        "Layer 7 is not among the layers to be measured, which are [0, 1]."
     )

@@ -1,4 +1,4 @@
-"""Activations: hidden states and what was collected, kept in one order."""
+"""An activation keeps its hidden states and collected outputs in one order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What crosses a boundary in fewer bits arrives within stated bounds.
-
-What the pipeline passes on survives its way as messages; other messages are refused.
-"""
+"""The codec decodes what it encodes, refuses other messages, and rounds within stated bounds."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from lightning_hetero.model.layer_call import CacheUse, LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients
 from lightning_hetero.pipeline.codec import (
     Content,
+    decode_activation,
+    decode_arguments,
+    decode_gradients,
+    encode_activation,
+    encode_arguments,
+    encode_gradients,
     narrow,
-    read_activation,
-    read_arguments,
-    read_gradients,
-    say_activation,
-    say_arguments,
-    say_gradients,
     widen,
 )
 from lightning_hetero.pipeline.rule import Key
@@ -137,10 +134,10 @@ def test_arguments_arrive_as_they_were(grad_enabled: bool, dtype: torch.dtype | 
         LayerCall(5, False, (), {"mask": mask}),
     ]
     sent = Surroundings(grad_enabled, dtype, calls, ["router_logits", "attentions"])
-    frame = carried(say_arguments(7, KEY, sent, range(4, 6), Packer()))
+    frame = carried(encode_arguments(7, KEY, sent, range(4, 6), Packer()))
     assert isinstance(frame.message, m.Arguments)
     assert (frame.message.step, frame.message.microbatch, frame.message.visit) == (7, 3, 1)
-    found = read_arguments(frame.message, frame.tensors, KeptConstants())
+    found = decode_arguments(frame.message, frame.tensors, KeptConstants())
     assert (found.grad_enabled, found.autocast_dtype) == (grad_enabled, dtype)
     assert found.collect == ["router_logits", "attentions"]
     first, second = found.calls
@@ -155,13 +152,13 @@ def test_arguments_arrive_as_they_were(grad_enabled: bool, dtype: torch.dtype | 
 def test_a_trial_arrives_as_one_and_carries_no_gradients() -> None:
     for grad_enabled in (False, True):
         sent = Surroundings(grad_enabled, None, [], is_trial=True)
-        frame = carried(say_arguments(7, KEY, sent, (), Packer()))
+        frame = carried(encode_arguments(7, KEY, sent, (), Packer()))
         assert isinstance(frame.message, m.Arguments)
         if grad_enabled:
             with pytest.raises(RemoteProtocolError, match=r"A trial carries no gradients\."):
-                read_arguments(frame.message, frame.tensors, KeptConstants())
+                decode_arguments(frame.message, frame.tensors, KeptConstants())
         else:
-            assert read_arguments(frame.message, frame.tensors, KeptConstants()).is_trial
+            assert decode_arguments(frame.message, frame.tensors, KeptConstants()).is_trial
 
 
 ROWS = torch.tensor([1, 0])
@@ -172,7 +169,7 @@ def with_cache(grad_enabled: bool = False) -> m.Arguments:
         LayerCall(4, False, (None,), {}, cache=CacheUse(3, 0, 7, None, ROWS)),
         LayerCall(5, False, (), {}, cache=CacheUse(3, "past", 7, 4)),
     ]
-    message, tensors = say_arguments(
+    message, tensors = encode_arguments(
         7, KEY, Surroundings(grad_enabled, None, calls), range(4, 6), Packer()
     )
     assert isinstance(message, m.Arguments)
@@ -181,7 +178,7 @@ def with_cache(grad_enabled: bool = False) -> m.Arguments:
 
 
 def test_what_a_call_does_with_a_cache_arrives_as_it_was() -> None:
-    found = read_arguments(carried((with_cache(), [ROWS])).message, (ROWS,), KeptConstants())  # type: ignore[arg-type]
+    found = decode_arguments(carried((with_cache(), [ROWS])).message, (ROWS,), KeptConstants())  # type: ignore[arg-type]
     assert found.has_cache
     assert found.calls[0].cache == CacheUse(3, 0, 7, None, ROWS)
     assert found.calls[1].cache == CacheUse(3, "past", 7, 4)
@@ -189,7 +186,7 @@ def test_what_a_call_does_with_a_cache_arrives_as_it_was() -> None:
 
 def test_a_cache_where_gradients_are_wanted_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="carries no gradients"):
-        read_arguments(with_cache(grad_enabled=True), (ROWS,), KeptConstants())
+        decode_arguments(with_cache(grad_enabled=True), (ROWS,), KeptConstants())
 
 
 def test_samples_that_are_no_tensor_are_refused() -> None:
@@ -198,12 +195,12 @@ def test_samples_that_are_no_tensor_are_refused() -> None:
     cache = msgspec.structs.replace(message.calls[0].cache, rows=3)
     call = msgspec.structs.replace(message.calls[0], cache=cache)
     with pytest.raises(RemoteProtocolError, match="wanted of a key-value cache are 3"):
-        read_arguments(msgspec.structs.replace(message, calls=[call]), (ROWS,), KeptConstants())
+        decode_arguments(msgspec.structs.replace(message, calls=[call]), (ROWS,), KeptConstants())
 
 
 def test_a_stage_is_told_of_its_own_layers_only() -> None:
     calls = [LayerCall(number, True, (torch.ones(number),), {}) for number in range(1, 5)]
-    message, tensors = say_arguments(1, KEY, Surroundings(True, None, calls), {2, 3}, Packer())
+    message, tensors = encode_arguments(1, KEY, Surroundings(True, None, calls), {2, 3}, Packer())
     assert isinstance(message, m.Arguments)
     assert [call.layer_index for call in message.calls] == [2, 3]
     assert [len(tensor) for tensor in tensors] == [2, 3]
@@ -212,7 +209,7 @@ def test_a_stage_is_told_of_its_own_layers_only() -> None:
 def test_an_argument_that_cannot_be_sent_is_refused_by_its_layer() -> None:
     calls = [LayerCall(4, True, (), {"what": object()})]
     with pytest.raises(LocalProtocolError, match="layer 4"):
-        say_arguments(1, KEY, Surroundings(True, None, calls), {4}, Packer())
+        encode_arguments(1, KEY, Surroundings(True, None, calls), {4}, Packer())
 
 
 def activation(*collected: bool) -> Activation:
@@ -229,10 +226,10 @@ def activation(*collected: bool) -> Activation:
 @pytest.mark.parametrize("collected", [(), (True,), (False, True, False)], ids=str)
 def test_an_activation_arrives_as_it_was(collected: tuple[bool, ...]) -> None:
     sent = activation(*collected)
-    frame = carried(say_activation(7, KEY, sent))
+    frame = carried(encode_activation(7, KEY, sent))
     assert isinstance(frame.message, m.Activation)
     assert (frame.message.step, frame.message.microbatch, frame.message.visit) == (7, 3, 1)
-    found = read_activation(frame.message, frame.tensors)
+    found = decode_activation(frame.message, frame.tensors)
     assert [kind for kind, _ in found.collected] == [kind for kind, _ in sent.collected]
     assert [t.requires_grad for t in found.tensors] == [t.requires_grad for t in sent.tensors]
     assert all(tensor.is_leaf for tensor in found.tensors)
@@ -242,14 +239,14 @@ def test_an_activation_arrives_as_it_was(collected: tuple[bool, ...]) -> None:
 
 def test_without_grad_mode_no_gradient_is_asked_for() -> None:
     with torch.no_grad():
-        message, _ = say_activation(1, KEY, activation(True))
+        message, _ = encode_activation(1, KEY, activation(True))
     assert isinstance(message, m.Activation)
     assert message.requires_grad == [False, False]
 
 
 def test_whole_numbers_never_want_a_gradient() -> None:
     message = m.Activation(1, 0, 0, [True, True], ["choices"])
-    found = read_activation(message, (torch.ones(2), torch.ones(2, dtype=torch.int64)))
+    found = decode_activation(message, (torch.ones(2), torch.ones(2, dtype=torch.int64)))
     assert [tensor.requires_grad for tensor in found.tensors] == [True, False]
 
 
@@ -262,10 +259,10 @@ TWO = torch.full((1,), 2.0)
 def test_gradients_arrive_in_their_places(
     tensors: tuple[Tensor | None, ...], keeps_graph: bool
 ) -> None:
-    frame = carried(say_gradients(7, KEY, Gradients(tensors, keeps_graph)))
+    frame = carried(encode_gradients(7, KEY, Gradients(tensors, keeps_graph)))
     assert isinstance(frame.message, m.Gradient)
     assert (frame.message.step, frame.message.microbatch, frame.message.visit) == (7, 3, 1)
-    found = read_gradients(frame.message, frame.tensors)
+    found = decode_gradients(frame.message, frame.tensors)
     assert found.keeps_graph is keeps_graph
     torch.testing.assert_close(found.tensors, tensors, rtol=0, atol=0)
 
@@ -288,7 +285,7 @@ def test_an_activation_that_does_not_describe_its_tensors_is_refused(
 ) -> None:
     message = m.Activation(1, 2, 0, requires_grad, collected)
     with pytest.raises(RemoteProtocolError, match=f"does not describe its {len(tensors)} tensors"):
-        read_activation(message, tensors)
+        decode_activation(message, tensors)
 
 
 @pytest.mark.parametrize(
@@ -300,30 +297,32 @@ def test_gradients_that_do_not_describe_their_tensors_are_refused(
 ) -> None:
     message = m.Gradient(1, 2, 0, is_present)
     with pytest.raises(RemoteProtocolError, match=f"does not describe its {len(tensors)} tensors"):
-        read_gradients(message, tensors)
+        decode_gradients(message, tensors)
 
 
 def test_an_argument_that_names_a_tensor_that_did_not_come_is_refused() -> None:
     calls = [LayerCall(4, True, (ONE,), {})]
-    message, _ = say_arguments(1, KEY, Surroundings(True, None, calls), {4}, Packer())
+    message, _ = encode_arguments(1, KEY, Surroundings(True, None, calls), {4}, Packer())
     assert isinstance(message, m.Arguments)
     with pytest.raises(RemoteProtocolError):
-        read_arguments(message, (), KeptConstants())
+        decode_arguments(message, (), KeptConstants())
 
 
 def test_an_autocast_that_is_no_dtype_is_refused() -> None:
-    message, _ = say_arguments(1, KEY, Surroundings(True, None, []), (), Packer())
+    message, _ = encode_arguments(1, KEY, Surroundings(True, None, []), (), Packer())
     assert isinstance(message, m.Arguments)
     with pytest.raises(RemoteProtocolError, match="'code'"):
-        read_arguments(msgspec.structs.replace(message, autocast_dtype="code"), (), KeptConstants())
+        decode_arguments(
+            msgspec.structs.replace(message, autocast_dtype="code"), (), KeptConstants()
+        )
 
 
 @pytest.mark.parametrize("kinds", [["_hidden_states_layers"], ["attentions", "attentions"]])
 def test_outputs_that_no_model_collects_are_refused(kinds: list[str]) -> None:
-    message, _ = say_arguments(1, KEY, Surroundings(True, None, []), (), Packer())
+    message, _ = encode_arguments(1, KEY, Surroundings(True, None, []), (), Packer())
     assert isinstance(message, m.Arguments)
     with pytest.raises(RemoteProtocolError, match="cannot be collected"):
-        read_arguments(msgspec.structs.replace(message, collect=kinds), (), KeptConstants())
+        decode_arguments(msgspec.structs.replace(message, collect=kinds), (), KeptConstants())
 
 
 def test_what_comes_again_and_again_is_sent_twice_and_then_named() -> None:
@@ -334,17 +333,17 @@ def test_what_comes_again_and_again_is_sent_twice_and_then_named() -> None:
         mask = torch.full((4, 8), float(microbatch))
         calls = [LayerCall(4, True, (), {"table": table.clone(), "mask": mask})]
         packer = Packer(sent)
-        content = say_arguments(1, KEY, Surroundings(True, None, calls), {4}, packer)
+        content = encode_arguments(1, KEY, Surroundings(True, None, calls), {4}, packer)
         frame = carried(content)
         assert isinstance(frame.message, m.Arguments)
         num_tensors.append(len(frame.tensors))
-        [call] = read_arguments(frame.message, frame.tensors, kept).calls
+        [call] = decode_arguments(frame.message, frame.tensors, kept).calls
         assert torch.equal(call.kwargs["table"], table)
         assert torch.equal(call.kwargs["mask"], mask)
     assert num_tensors == [2, 2, 1, 1]
 
 
 def test_a_tensor_that_does_not_come_cannot_be_kept() -> None:
-    message, _ = say_arguments(1, KEY, Surroundings(True, None, []), (), Packer())
+    message, _ = encode_arguments(1, KEY, Surroundings(True, None, []), (), Packer())
     with pytest.raises(RemoteProtocolError, match="Tensor 3 is to be kept"):
-        read_arguments(msgspec.structs.replace(message, kept={3: 0}), (), KeptConstants())
+        decode_arguments(msgspec.structs.replace(message, kept={3: 0}), (), KeptConstants())

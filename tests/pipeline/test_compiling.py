@@ -1,6 +1,6 @@
-"""Compiled stages compute what the others do, also when they run again, and with adapters.
+"""Compiled stages compute the same results, also in recomputed forwards and with adapters.
 
-The backend traces forward and backward as every one does, and leaves out the C++ compiler.
+The backend of these tests traces forward and backward, and skips the C++ compiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The driver gives what the micro-batches one after the other would give, whatever the timing."""
+"""The driver gives the results of sequential micro-batches, under any timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With dropout, the gradient is that of the forward that was run, recomputed or not."""
+"""With dropout, a gradient belongs to the forward that ran, recomputed or not."""
 
 from __future__ import annotations
 

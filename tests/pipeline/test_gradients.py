@@ -1,4 +1,4 @@
-"""Gradients of a running step, and what Lightning sees of them and when."""
+"""The gradients of a running step, and when Lightning sees them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The hand-over of a whole batch: a function of the hidden states, and differentiable.
-
-Cutting a whole batch's hand-over along its samples.
-"""
+"""The hand-over of a whole batch is a differentiable function, which cuts it along its samples."""
 
 from __future__ import annotations
 

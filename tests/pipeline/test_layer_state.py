@@ -1,3 +1,5 @@
+"""State that layers keep between forwards is refused or reported."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,8 +14,7 @@ from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Stage, Surroundings
-from lightning_hetero.pipeline.stage_state import LayerState, Updates
+from lightning_hetero.pipeline.stage import LayerState, Stage, Surroundings, Updates
 
 from ..own_layers import WIDTH
 from ..stateful_layers import Averaging, Caching, Listing, Restoring, Running

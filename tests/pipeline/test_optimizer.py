@@ -1,4 +1,4 @@
-"""A stage's optimizer does to its parameters what the whole one would do."""
+"""The optimizer of a stage steps its parameters as one whole optimizer would."""
 
 from __future__ import annotations
 

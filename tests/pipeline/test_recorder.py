@@ -1,4 +1,4 @@
-"""What a recorder adds up, told by a clock that is moved by hand."""
+"""The recorder's sums and spans, on a clock that the tests move."""
 
 from __future__ import annotations
 

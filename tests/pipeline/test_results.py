@@ -1,7 +1,4 @@
-"""What micro-batches returned and logged becomes the batch's own, once.
-
-A metric's value for the batch, when the batch comes in micro-batches.
-"""
+"""Returned and logged values of micro-batches, and metrics, give the values of their batch."""
 
 from __future__ import annotations
 

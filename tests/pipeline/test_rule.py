@@ -1,4 +1,4 @@
-"""The rule: which action goes first, and never more in flight than allowed."""
+"""The rule: which action goes first, and how many micro-batches are in flight at most."""
 
 from __future__ import annotations
 

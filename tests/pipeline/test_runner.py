@@ -1,4 +1,4 @@
-"""A runner gathers what arrives in any order and acts by the rule, one step after the other."""
+"""A runner gathers inputs in any order, and acts by the rule, one step after the other."""
 
 from __future__ import annotations
 

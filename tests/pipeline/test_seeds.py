@@ -1,4 +1,4 @@
-"""The random numbers of an action depend on its place and on nothing else."""
+"""The random numbers of an action depend on its place alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage's forward and backward are those of its layers, run one after the other."""
+"""A stage computes the forward and backward of its layers, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that holds a tensor of the same content from before does not get it again."""
+"""A worker that keeps a tensor of equal content does not get it again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How far apart rounding may bring two results.
-
-Relative errors, what rounding explains, and the verdict.
-"""
+"""Relative errors, how much of them rounding explains, and the verdict."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""A trial computes a layer's forward, and leaves nothing behind."""
+
 from __future__ import annotations
 
 import copy

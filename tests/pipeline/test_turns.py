@@ -1,4 +1,4 @@
-"""A turn: a function that runs on its own thread, and only while the driver waits for it."""
+"""A turn: a function runs on its own thread, but only while the driver waits for it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from lightning_hetero.errors import (
 )
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation
-from lightning_hetero.pipeline.codec import read_activation, read_arguments, say_activation
+from lightning_hetero.pipeline.codec import decode_activation, decode_arguments, encode_activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.protocol import messages as m
@@ -323,13 +323,13 @@ def test_frames_arrive_in_the_order_in_which_they_were_begun() -> None:
             hidden = memory if number == 2 else on_device(memory)
             if number != 2:
                 streams.compute(lambda m=memory, n=number: m.fill_(n))  # type: ignore[misc]
-            content = say_activation(1, Key(number), Activation(hidden))
+            content = encode_activation(1, Key(number), Activation(hidden))
             send_copied(up.channel, content, copies)
         for number in range(4):
             frame = received(down)
             assert isinstance(frame.message, m.Activation)
             assert frame.message.microbatch == number
-            [hidden] = read_activation(frame.message, frame.tensors).tensors
+            [hidden] = decode_activation(frame.message, frame.tensors).tensors
             assert hidden.eq(-1 if number == 2 else number).all()
 
 
@@ -352,7 +352,7 @@ def test_what_a_worker_keeps_is_sent_twice_and_then_no_more(is_streamed: bool) -
             frame = received(down)
             assert isinstance(frame.message, m.Arguments)
             num_tensors.append(len(frame.tensors))
-            [call] = read_arguments(frame.message, frame.tensors, kept).calls
+            [call] = decode_arguments(frame.message, frame.tensors, kept).calls
             assert torch.equal(call.args[0], table)
             assert torch.equal(call.args[1], mask)
             assert call.kwargs["again"] is call.args[0]

@@ -8,7 +8,7 @@ import torch
 from lightning_hetero.devices.copies import PlainCopies
 from lightning_hetero.errors import LocalProtocolError, ModelError
 from lightning_hetero.pipeline.boundary import Activation, Gradients
-from lightning_hetero.pipeline.codec import say_activation, say_gradients
+from lightning_hetero.pipeline.codec import encode_activation, encode_gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
@@ -20,8 +20,8 @@ from ..transport.pairs import End, channel_pair
 COPIES = PlainCopies(torch.device("cpu"))
 
 
-ACTIVATION = say_activation(1, Key(0), Activation(torch.ones(2)))
-GRADIENT = say_gradients(1, Key(0), Gradients((torch.ones(2),)))
+ACTIVATION = encode_activation(1, Key(0), Activation(torch.ones(2)))
+GRADIENT = encode_gradients(1, Key(0), Gradients((torch.ones(2),)))
 
 
 def arrived(end: End) -> m.Message:

@@ -1,4 +1,4 @@
-"""A stage's caches: by number, counted along, and refused wherever the counts differ."""
+"""A stage keeps caches by number, and refuses those whose count differs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from transformers import Cache
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layer_call import CacheUse, LayerCall
-from lightning_hetero.pipeline import stage_state
+from lightning_hetero.pipeline import stage as stage_module
 from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.runner import StageRunner
-from lightning_hetero.pipeline.stage import Stage, Surroundings
-from lightning_hetero.pipeline.stage_state import StageCaches
+from lightning_hetero.pipeline.stage import Stage, StageCaches, Surroundings
 
 ONE = torch.ones(2, 1, 3)
 
@@ -144,7 +143,7 @@ def test_a_layer_without_a_place_is_refused(index: Any) -> None:
 
 
 def test_a_stage_keeps_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_state, "MOST_CACHES", 3)
+    monkeypatch.setattr(stage_module, "MOST_CACHES", 3)
     stage = stage_of(Remembering(0))
     for number in range(3):
         run(stage, use(number))
