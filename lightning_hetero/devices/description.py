@@ -18,7 +18,6 @@ import statistics
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +27,7 @@ import transformers
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ..plan import Dtype
-from ..protocol.messages import Equipment
+from ..protocol.messages import DeviceDescribed, Equipment
 from ..protocol.tensors import dtype_name
 from ..version import __version__
 from .memory import free_cached_memory, synchronize
@@ -138,28 +137,7 @@ _TRIED_SIZE_ON_CPU = 256
 _CANDIDATES: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class DeviceDescription:
-    """One process and its device.
-
-    Args:
-        device: What it is, with the number of compute threads where it is a processor.
-        memory: Which memory it has; processes that name the same one share it.
-        free_bytes: What is free of it now.
-        base_bytes: What this process takes already.
-        dtypes: What the device multiplies in at a reasonable speed.
-        versions: Libraries and drivers that its speed may depend on.
-    """
-
-    device: str
-    memory: str
-    free_bytes: int
-    base_bytes: int
-    dtypes: list[Dtype]
-    versions: dict[str, str]
-
-
-def describe_device(device: torch.device, kept_bytes: int = 0) -> DeviceDescription:
+def describe_device(device: torch.device, kept_bytes: int = 0) -> DeviceDescribed:
     """What this process has; tries its dtypes for a moment.
 
     Args:
@@ -169,7 +147,7 @@ def describe_device(device: torch.device, kept_bytes: int = 0) -> DeviceDescript
     free_bytes, base_bytes = _memory(device, kept_bytes)
     equipment = equipment_here(device)
     threads = f", {_count(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
-    return DeviceDescription(
+    return DeviceDescribed(
         equipment.device_name + threads,
         f"{_machine()}/{_memory_name(device)}",
         free_bytes,

@@ -78,7 +78,7 @@ Content = tuple[m.Message, Sequence[Tensor]]
 
 def say_arguments(
     step: int, key: Key, surroundings: Surroundings, layers: Container[int], packer: Packer
-) -> Content:
+) -> tuple[m.Arguments, Sequence[Tensor]]:
     """What a stage with these layers runs them with.
 
     Raises:

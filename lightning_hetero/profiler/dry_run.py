@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..devices.memory import synchronize
 from ..errors import BatchError, HeteroError
 from ..model.attributes import Attributes, contents_kept, restoring_generator
-from ..pipeline.bench import Clock, OptimizerMeasurement, median_of_blocks, state_bytes
+from ..pipeline.bench import Clock, median_of_blocks, state_bytes
 from ..pipeline.microbatch import batch_size, first_samples
 from ..pipeline.optimizer import (
     Group,
@@ -41,6 +41,7 @@ from ..pipeline.optimizer import (
     optimizer_class_name,
     optimizer_defaults,
 )
+from ..protocol import messages as m
 
 
 @contextmanager
@@ -364,17 +365,17 @@ def step_like(
     settings: OptimizerSettings,
     device: torch.device,
     clock: Clock,
-) -> OptimizerMeasurement:
+) -> m.OptimizerMeasured:
     """What a step over parameters like these takes. They themselves stay as they are."""
     found = [_step_like_one(p, settings, device, clock) for p in parameters if p.requires_grad]
-    return OptimizerMeasurement(
+    return m.OptimizerMeasured(
         sum(one.step_seconds for one in found), sum(one.state_bytes for one in found)
     )
 
 
 def _step_like_one(
     parameter: nn.Parameter, settings: OptimizerSettings, device: torch.device, clock: Clock
-) -> OptimizerMeasurement:
+) -> m.OptimizerMeasured:
     rows = max(1, _MOST_ELEMENTS * len(parameter) // parameter.numel()) if parameter.ndim else 1
     shape = (min(rows, len(parameter)), *parameter.shape[1:]) if parameter.ndim else ()
     twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
@@ -393,4 +394,4 @@ def _step_like_one(
     [seconds] = median_of_blocks(step, 0.0)
     scale = parameter.numel() / max(twin.numel(), 1)
     num_bytes = round(state_bytes(optimizer.state().values()) * scale)
-    return OptimizerMeasurement(seconds * scale, num_bytes)
+    return m.OptimizerMeasured(seconds * scale, num_bytes)

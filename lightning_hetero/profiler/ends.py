@@ -39,10 +39,11 @@ from ..model.layer_call import LayerCall, expected_result, take_hidden, without_
 from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alone, find_embedding
 from ..model.override import stand_in
 from ..model.tensors import ends_of
-from ..pipeline.bench import Clock, Measurement, median_of_blocks
+from ..pipeline.bench import Clock, median_of_blocks
 from ..pipeline.handover import surroundings_here
 from ..pipeline.results import loss_of
 from ..pipeline.stage import Surroundings
+from ..protocol import messages as m
 
 
 def embedding_to_leave(root: nn.Module, layers: Sequence[DecoderLayer]) -> nn.Module | None:
@@ -252,8 +253,8 @@ class Example:
 class Ends:
     """What the coordinator's own ends took."""
 
-    embedding: Measurement
-    head: Measurement
+    embedding: m.LayerMeasured
+    head: m.LayerMeasured
 
 
 @dataclass
@@ -369,10 +370,10 @@ class EndsRunner:
         _, kept, _, with_loss, _, _ = metered.taken_bytes
         _, embedding_peak, _, head_peak, loss_peak, last_peak = metered.peak_bytes
         return Ends(
-            Measurement(
+            m.LayerMeasured(
                 embedding_forward, embedding_backward, kept, max(embedding_peak, last_peak)
             ),
-            Measurement(
+            m.LayerMeasured(
                 head_forward,
                 head_backward,
                 max(0, with_loss - kept),

@@ -20,30 +20,35 @@ from torch import nn
 
 from ..coordinator.progress import progress_of_parts
 from ..coordinator.stages import Coordinator
-from ..devices.description import DeviceDescription
-from ..errors import StageFailed
+from ..errors import RemoteProtocolError, StageFailed
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of
-from ..pipeline.bench import Clock, Failed, Measurement, OptimizerMeasurement, attempt
+from ..pipeline.bench import Clock, attempt
+from ..pipeline.codec import Content
 from ..plan import COORDINATOR, Dtype
-from ..planner.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Timing
+from ..planner.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Timing, fit_link
+from ..protocol import messages as m
+from ..transport.link_probe import measure_link, payload
 from .dry_run import step_like
 from .ends import Ends
-from .model_view import Cutting, Sighting, Subject, model_profile
-from .remote import measure_links, measure_on_workers, prepare_workers
-from .schedule import (
-    LayerJob,
+from .model_view import Cutting, LayerJob, Sighting, Subject, model_profile
+from .trials import (
+    DeviceResult,
     LayerSchedule,
+    Tick,
+    Trials,
     change_of_speed,
     dtypes_to_measure,
+    failure,
+    first_again,
     is_worth_repeating,
     layer_jobs,
-    patience_seconds,
+    lead_here,
+    lead_on_workers,
+    timing_of,
+    trials,
 )
-from .schedule import patience_seconds as patience_for
-from .trials import DeviceResult, Trials, first_again, run_here, timing_of, trials
-
-Tick = Callable[[], None]
+from .trials import patience_seconds as patience_for
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ def measure_ends(
         StageFailed: If the ends cannot be run.
     """
     sizes = sorted(sighting.subject.examples)
-    patience = patience_seconds(budget_seconds, len(sizes))
+    patience = patience_for(budget_seconds, len(sizes))
     if cutting.at_boundary:
         return _measure_whole(sighting, cutting, patience, tick)
     timings: list[Timing] = []
@@ -76,7 +81,7 @@ def measure_ends(
             break
         found = _measure_batch(sighting, cutting.sample.first(size), patience)
         tick()
-        if isinstance(found, Failed):
+        if isinstance(found, m.NotMeasured):
             _check_only_memory(found, size)
             return EndsResult(timings, max((t.micro_batch_size for t in timings), default=0))
         timings += _timings(sighting, size, found)
@@ -90,8 +95,8 @@ def _measure_whole(
     """The ends run once for a batch, so each micro-batch has its part of that."""
     found = _measure_batch(sighting, cutting.sample.batch, patience_seconds)
     tick()
-    if isinstance(found, Failed):
-        raise _failure(found, sighting.batch_size)
+    if isinstance(found, m.NotMeasured):
+        raise _ends_failed(found, sighting.batch_size)
     timings = []
     for size in sorted(sighting.subject.examples):
         share = size / sighting.batch_size
@@ -100,8 +105,8 @@ def _measure_whole(
     return EndsResult(timings)
 
 
-def _part(whole: Measurement, share: float) -> Measurement:
-    return Measurement(
+def _part(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
+    return m.LayerMeasured(
         whole.forward_seconds * share,
         whole.backward_seconds * share,
         round(whole.saved_bytes * share),
@@ -109,7 +114,9 @@ def _part(whole: Measurement, share: float) -> Measurement:
     )
 
 
-def _measure_batch(sighting: Sighting, batch: object, patience_seconds: float) -> Ends | Failed:
+def _measure_batch(
+    sighting: Sighting, batch: object, patience_seconds: float
+) -> Ends | m.NotMeasured:
     measure = partial(sighting.runner.measure, batch, patience_seconds)
     return attempt(measure, sighting.bench.device)
 
@@ -120,30 +127,90 @@ def _timings(sighting: Sighting, size: int, ends: Ends) -> list[Timing]:
     return [timing_of(LayerJob(dtype, size, part, False), taken) for part, taken in found]
 
 
-def _check_only_memory(failed: Failed, size: int) -> None:
+def _check_only_memory(failed: m.NotMeasured, size: int) -> None:
     if not failed.is_out_of_memory or size == 1:
-        raise _failure(failed, size)
+        raise _ends_failed(failed, size)
     rank_zero_info(f"the coordinator has not enough memory for its ends on {size} samples")
 
 
-def _failure(failed: Failed, size: int) -> StageFailed:
-    return StageFailed(
-        f"The coordinator failed while it measured `training_step` on {size} samples: "
-        f"{failed.reason}\n\n{failed.traceback}"
-    )
+def _ends_failed(failed: m.NotMeasured, size: int) -> StageFailed:
+    what = f"The coordinator failed while it measured `training_step` on {size} samples"
+    return failure(what, failed)
 
 
-def lead_trials(sighting: Sighting, trials: Trials, tick: Tick) -> DeviceResult:
-    """Lead trials with this process's own bench."""
-    try:
-        trial = next(trials)
-        while True:
-            outcome = run_here(sighting.bench, trial)
-            tick()
-            trial = trials.send(outcome)
-    except StopIteration as end:
-        result: DeviceResult = end.value
-        return result
+def describe_workers(
+    coordinator: Coordinator, names: Sequence[str]
+) -> dict[str, m.DeviceDescribed]:
+    """The devices of workers, in the order of the names."""
+    for name in names:
+        coordinator.tell(name, m.DescribeDevice())
+    found: dict[str, m.DeviceDescribed] = {}
+    while len(found) < len(names):
+        name, frame = coordinator.hear()
+        if isinstance(frame.message, m.DeviceDescribed):
+            found[name] = frame.message
+    return {name: found[name] for name in names}
+
+
+def prepare_workers(coordinator: Coordinator, names: Sequence[str], content: Content) -> None:
+    """Let workers build the layers that they are to measure.
+
+    Raises:
+        StageFailed: If one cannot.
+    """
+    message, tensors = content
+    for name in names:
+        coordinator.tell(name, message, *tensors)
+    waiting = set(names)
+    while waiting:
+        name, frame = coordinator.hear()
+        if isinstance(frame.message, m.NotMeasured):
+            raise failure(f"{name} cannot build the layers that it is to measure", frame.message)
+        waiting.discard(name)
+
+
+def measure_links(
+    coordinator: Coordinator,
+    pairs: Sequence[tuple[str, str]],
+    seconds: float,
+    tick: Callable[[], None],
+) -> Iterator[Link]:
+    """Both directions of each pair, one pair after the other so that none slows another."""
+    for first, second in pairs:
+        patience_seconds = seconds / len(pairs)
+        if first == COORDINATOR:
+            found = _link_from_here(coordinator, second, patience_seconds)
+        else:
+            found = _link_between(coordinator, first, second, patience_seconds)
+        tick()
+        yield fit_link(first, second, [(s.num_bytes, s.seconds) for s in found.there])
+        yield fit_link(second, first, [(s.num_bytes, s.seconds) for s in found.back])
+
+
+def _link_from_here(coordinator: Coordinator, name: str, patience_seconds: float) -> m.LinkMeasured:
+    def exchange(there_bytes: int, back_bytes: int) -> None:
+        coordinator.tell(name, m.Probe(back_bytes), *payload(there_bytes))
+        _, frame = coordinator.hear()
+        if not isinstance(frame.message, m.ProbeAnswer):
+            raise RemoteProtocolError(f"{name} answered a probe with {frame.message}.")
+
+    return measure_link(exchange, patience_seconds)
+
+
+def _link_between(
+    coordinator: Coordinator, first: str, second: str, patience_seconds: float
+) -> m.LinkMeasured:
+    address = str(coordinator.address_of(second))
+    coordinator.tell(first, m.MeasureLink(address, patience_seconds))
+    _, frame = coordinator.hear()
+    if isinstance(frame.message, m.NotMeasured):
+        raise failure(
+            f"{first} could not measure its link to {second}, which may become its neighbor",
+            frame.message,
+        )
+    if not isinstance(frame.message, m.LinkMeasured):
+        raise RemoteProtocolError(f"{first} measured a link and answered {frame.message}.")
+    return frame.message
 
 
 # Of the time budget; each part has its share from when it begins.
@@ -248,7 +315,7 @@ class Measuring:
     options: ProfilingOptions
     sighting: Sighting
     cutting: Cutting
-    described: Mapping[str, DeviceDescription]
+    described: Mapping[str, m.DeviceDescribed]
     fingerprint: str
     clock: Clock = time.perf_counter
 
@@ -266,7 +333,7 @@ class Measuring:
             if COORDINATOR in wanted.devices:
                 ends = self._measure_ends(tick)
                 trials_here = self._trials(COORDINATOR, jobs)
-                results[COORDINATOR] = here = lead_trials(self.sighting, trials_here, tick)
+                results[COORDINATOR] = here = lead_here(self.sighting.bench, trials_here, tick)
                 here.optimizers.update(self._optimizers_of_ends())
             self.sighting.bench.forget()
             results.update(self._measure_workers(wanted.workers, jobs, tick))
@@ -315,9 +382,9 @@ class Measuring:
         repeated = {name: trials for name, trials in again.items() if trials is not None}
         found = {}
         if (here := repeated.pop(COORDINATOR, None)) is not None:
-            found[COORDINATOR] = lead_trials(self.sighting, here, _no_tick)
+            found[COORDINATOR] = lead_here(self.sighting.bench, here, _no_tick)
             self.sighting.bench.forget()
-        found.update(measure_on_workers(self.coordinator, repeated, _no_tick))
+        found.update(lead_on_workers(self.coordinator, repeated, _no_tick))
         for name, result in found.items():
             for timing in result.timings:
                 if told := change_of_speed(name, results[name].timings[0], timing):
@@ -353,9 +420,9 @@ class Measuring:
             return {}
         prepare_workers(self.coordinator, names, self._subject.blueprint.for_workers())
         trials_of = {name: self._trials(name, jobs) for name in names}
-        return measure_on_workers(self.coordinator, trials_of, tick)
+        return lead_on_workers(self.coordinator, trials_of, tick)
 
-    def _optimizers_of_ends(self) -> dict[str, OptimizerMeasurement]:
+    def _optimizers_of_ends(self) -> dict[str, m.OptimizerMeasured]:
         found = {}
         optimizer, device = self._subject.optimizer, self.sighting.bench.device
         if optimizer is not None:
@@ -401,9 +468,9 @@ def _no_tick() -> None:
     """What takes no time worth a bar."""
 
 
-def _optimizers(results: Mapping[str, DeviceResult]) -> dict[str, OptimizerMeasurement]:
+def _optimizers(results: Mapping[str, DeviceResult]) -> dict[str, m.OptimizerMeasured]:
     """What the optimizer takes for each part, on the first device where that was measured."""
-    found: dict[str, OptimizerMeasurement] = {}
+    found: dict[str, m.OptimizerMeasured] = {}
     for result in results.values():
         found = {**result.optimizers, **found}
     return found

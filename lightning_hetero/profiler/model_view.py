@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -21,15 +21,24 @@ from ..devices.memory import free_cached_memory, is_out_of_memory
 from ..errors import BatchError, ModelError
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
-from ..pipeline.bench import Bench, Clock, LayerTrial, OptimizerMeasurement, OptimizerTrial
+from ..pipeline.bench import Bench, Clock, LayerTrial, OptimizerTrial
 from ..pipeline.handover import Request, first_of_request
 from ..plan import Dtype
 from ..planner.profile import EMBEDDING, HEAD, ModelProfile, Part
+from ..protocol import messages as m
 from ..protocol.tensors import DTYPES, dtype_name
 from .dry_run import OptimizerSettings, SampleBatch
 from .ends import EndsRunner, Example, embedding_to_leave
 from .sample_layers import Blueprint, MadeUpOutputs, kinds_of_layers, wants_gradient
-from .schedule import LayerJob, micro_batch_sizes
+
+
+class LayerJob(NamedTuple):
+    """One kind of layer, to be run forward and backward in one way."""
+
+    dtype: Dtype
+    micro_batch_size: int
+    kind: str
+    recompute: bool
 
 
 @dataclass(frozen=True)
@@ -224,6 +233,12 @@ def _embedding_may_leave(
     return runner.only_layers_read(embedding, batch)
 
 
+def micro_batch_sizes(batch_size: int) -> list[int]:
+    """1, 2, 4, … and the whole batch."""
+    powers = [2**exponent for exponent in range(batch_size.bit_length())]
+    return sorted({*powers, batch_size})
+
+
 def _sizes(batch_size: int, cutting: Cutting) -> list[int]:
     if cutting.sizes is None:
         return micro_batch_sizes(batch_size)
@@ -244,7 +259,7 @@ def model_profile(
     root: nn.Module,
     layers: Sequence[DecoderLayer],
     subject: Subject,
-    optimizers: Mapping[str, OptimizerMeasurement],
+    optimizers: Mapping[str, m.OptimizerMeasured],
     fingerprint: str,
 ) -> ModelProfile:
     """A model's part of the profile.
@@ -274,9 +289,7 @@ def model_profile(
     )
 
 
-def _layer_part(
-    subject: Subject, kind: str, optimizers: Mapping[str, OptimizerMeasurement]
-) -> Part:
+def _layer_part(subject: Subject, kind: str, optimizers: Mapping[str, m.OptimizerMeasured]) -> Part:
     number = subject.blueprint.number_of(kind)
     layer = subject.blueprint.layers[number]
     plain = stored_bytes({number: layer})
@@ -298,7 +311,7 @@ def _layer_part(
 
 
 def _end_parts(
-    root: nn.Module, layers: Sequence[DecoderLayer], optimizers: Mapping[str, OptimizerMeasurement]
+    root: nn.Module, layers: Sequence[DecoderLayer], optimizers: Mapping[str, m.OptimizerMeasured]
 ) -> list[Part]:
     parts = []
     for name, tensors in zip((EMBEDDING, HEAD), ends_of(root, layers), strict=True):
@@ -315,5 +328,5 @@ def _end_parts(
     return parts
 
 
-def _state_bytes(optimizers: Mapping[str, OptimizerMeasurement], part: str) -> int:
+def _state_bytes(optimizers: Mapping[str, m.OptimizerMeasured], part: str) -> int:
     return optimizers[part].state_bytes if part in optimizers else 0

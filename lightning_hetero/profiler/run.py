@@ -27,7 +27,7 @@ from msgspec import structs
 from ..atomic_file import replacing
 from ..coordinator.stages import Coordinator
 from ..devices.arenas import give_back_free_memory
-from ..devices.description import DeviceDescription, describe_device
+from ..devices.description import describe_device
 from ..errors import ProfileError
 from ..model.hollow import hold_in_place, let_move
 from ..model.layers import DecoderLayer
@@ -35,6 +35,7 @@ from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..pipeline.bench import Clock
 from ..plan import COORDINATOR
 from ..planner.profile import VERSION, DeviceProfile, Link, Profile
+from ..protocol import messages as m
 from .dry_run import (
     OptimizerSettings,
     SampleBatch,
@@ -44,9 +45,8 @@ from .dry_run import (
     with_optimizers,
 )
 from .ends import embedding_to_leave
-from .measure import Found, Measuring, ProfilingOptions, Wanted
+from .measure import Found, Measuring, ProfilingOptions, Wanted, describe_workers
 from .model_view import Cutting, sight
-from .remote import describe_workers
 from .sample_layers import fingerprint
 
 logger = logging.getLogger(__name__)
@@ -123,51 +123,30 @@ def write_known(path: Path, profile: Profile) -> None:
         rank_zero_info(f"what was measured is kept in {path}")
 
 
-@dataclass(frozen=True)
-class Station:
-    """A process as it is now, measured or not.
-
-    Args:
-        name: As plans call it.
-        device: What it computes on.
-        memory: Which memory it has; stations of one share it.
-        free_bytes: What is free of that.
-        base_bytes: What the process takes already, without the model.
-        held_bytes: What it holds of the model before that is put where it belongs.
-        versions: Of libraries and drivers.
-    """
-
-    name: str
-    device: str
-    memory: str
-    free_bytes: int
-    base_bytes: int
-    versions: Mapping[str, str]
-    held_bytes: int = 0
-
-    def is_of(self, profile: DeviceProfile) -> bool:
-        """Whether a profile was measured here, with the same libraries."""
-        known = (profile.name, profile.device, profile.versions)
-        return known == (self.name, self.device, dict(self.versions))
+Described = Mapping[str, m.DeviceDescribed]
 
 
-def shared_memory_bytes(stations: Sequence[Station]) -> dict[str, int]:
-    """What each station may use, its base included; what is free is shared out evenly among those
-    of one memory."""
-    sharers = Counter(station.memory for station in stations)
+def shared_memory_bytes(described: Described) -> dict[str, int]:
+    """What each process may use: what it takes already, and an even share of the free memory that
+    it has in common with others."""
+    sharers = Counter(found.memory for found in described.values())
     return {
-        station.name: max(
-            1,
-            station.base_bytes + station.held_bytes + station.free_bytes // sharers[station.memory],
-        )
-        for station in stations
+        name: max(1, found.base_bytes + found.free_bytes // sharers[found.memory])
+        for name, found in described.items()
     }
 
 
-def with_present_memory(profile: Profile, stations: Sequence[Station]) -> Profile:
-    """The profile with the memory that its devices have now."""
-    memory_bytes = shared_memory_bytes(stations)
-    base_bytes = {station.name: station.base_bytes for station in stations}
+def with_present_memory(profile: Profile, described: Described, held_bytes: int) -> Profile:
+    """The profile with the memory that its devices have now.
+
+    Args:
+        profile: Of these devices.
+        described: The devices as they are now.
+        held_bytes: What the coordinator holds of the model, which the layers will free.
+    """
+    memory_bytes = shared_memory_bytes(described)
+    base_bytes = {name: found.base_bytes for name, found in described.items()}
+    base_bytes[COORDINATOR] = max(0, base_bytes.get(COORDINATOR, 0) - held_bytes)
     devices = [
         structs.replace(
             device, memory_bytes=memory_bytes[device.name], base_bytes=base_bytes[device.name]
@@ -177,17 +156,21 @@ def with_present_memory(profile: Profile, stations: Sequence[Station]) -> Profil
     return structs.replace(profile, devices=devices)
 
 
-def still_true(profile: Profile, stations: Sequence[Station]) -> Profile:
-    """The profile without what is now another device of the same name, or has other libraries."""
-    present = {station.name: station for station in stations}
+def still_true(profile: Profile, described: Described) -> Profile:
+    """The profile without devices that have changed, or that have other libraries now."""
     devices = [
         device
         for device in profile.devices
-        if device.name not in present or present[device.name].is_of(device)
+        if device.name not in described or _is_same(device, described[device.name])
     ]
     names = {device.name for device in devices}
     links = [link for link in profile.links if {*_ends(link)} <= names]
     return structs.replace(profile, devices=devices, links=links)
+
+
+def _is_same(device: DeviceProfile, described: m.DeviceDescribed) -> bool:
+    known = (device.device, device.versions)
+    return known == (described.device, described.versions)
 
 
 def merged(new: Profile, old: Profile | None) -> Profile:
@@ -272,10 +255,9 @@ class ProfilingRun:
     def _profile(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Profile:
         identity = self._identity(sample, optimizer)
         path = self.options.path or cache_file(identity)
-        described = self._describe()
-        stations = [self._station(name, found) for name, found in described.items()]
+        described, held_bytes = self._describe(), self._held_bytes()
         known = None if self.options.force else read_known(path, identity)
-        known = None if known is None else still_true(known, stations)
+        known = None if known is None else still_true(known, described)
         wanted = _wanted(list(described), known)
         if known is not None and not wanted.devices and not wanted.pairs:
             rank_zero_info(f"nothing is measured: {path} has the profile of this model here")
@@ -283,7 +265,8 @@ class ProfilingRun:
             found = self._measure(sample, optimizer, described, identity.fingerprint, wanted)
             known = merged(_joined(found, identity, known), known)
             write_known(path, known)
-        return with_present_memory(restricted(known, list(described)), stations)
+        here = restricted(known, list(described))
+        return with_present_memory(here, described, held_bytes)
 
     def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Identity:
         could_leave = embedding_to_leave(self.module, self.layers) is not None
@@ -299,32 +282,21 @@ class ProfilingRun:
         digest = fingerprint(self.module, self.layers)
         return Identity(type(self.module).__name__, digest, settings)
 
-    def _describe(self) -> dict[str, DeviceDescription]:
+    def _describe(self) -> dict[str, m.DeviceDescribed]:
         """The devices as they are now, the coordinator's first."""
         here = describe_device(self.module.trainer.strategy.root_device)
         return {COORDINATOR: here, **describe_workers(self.coordinator, self.workers)}
 
-    def _station(self, name: str, described: DeviceDescription) -> Station:
-        """A process as it is now. The coordinator may hold the whole model in main memory."""
-        held_bytes = 0
-        if name == COORDINATOR and described.base_bytes:
-            tensors = itertools.chain(self.module.parameters(), self.module.buffers())
-            held_bytes = sum(t.nbytes for t in tensors if t.device.type == "cpu")
-        return Station(
-            name=name,
-            device=described.device,
-            memory=described.memory,
-            free_bytes=described.free_bytes,
-            base_bytes=max(0, described.base_bytes - held_bytes),
-            versions=described.versions,
-            held_bytes=min(held_bytes, described.base_bytes),
-        )
+    def _held_bytes(self) -> int:
+        """What this process holds of the model in main memory."""
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        return sum(t.nbytes for t in tensors if t.device.type == "cpu")
 
     def _measure(
         self,
         sample: SampleBatch,
         optimizer: OptimizerSettings | None,
-        described: Mapping[str, DeviceDescription],
+        described: Mapping[str, m.DeviceDescribed],
         fingerprint: str,
         wanted: Wanted,
     ) -> Found:

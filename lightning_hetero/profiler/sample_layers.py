@@ -30,7 +30,7 @@ from ..pipeline.bench import Bench, Clock, LayerTrial
 from ..pipeline.codec import Content
 from ..pipeline.handover import surroundings_here
 from ..pipeline.stage_layers import build_for_values, describe_parameters
-from .trial_codec import say_prepare
+from ..protocol import messages as m
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ class Blueprint:
 
     def for_workers(self) -> Content:
         """What a worker builds them from."""
-        return say_prepare(self.recipe, self.layers, self.buffers)
+        specs = describe_parameters(self.layers)
+        message = m.PrepareLayers(self.recipe.to_json(), specs, list(self.buffers))
+        return message, list(self.buffers.values())
 
 
 class MadeUpOutputs:

@@ -5,14 +5,13 @@ from collections.abc import Callable
 import pytest
 
 from lightning_hetero.planner.profile import Timing
-from lightning_hetero.profiler.schedule import (
-    LayerJob,
+from lightning_hetero.profiler.model_view import LayerJob, micro_batch_sizes
+from lightning_hetero.profiler.trials import (
     LayerSchedule,
     change_of_speed,
     dtypes_to_measure,
     is_worth_repeating,
     layer_jobs,
-    micro_batch_sizes,
     patience_seconds,
 )
 
