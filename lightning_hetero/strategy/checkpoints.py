@@ -119,11 +119,8 @@ class Checkpoints:
         state_dict: Callable[[], dict[str, Any]],
     ) -> dict[str, Any]:
         """The module's state dict for a checkpoint."""
-        self._unsaved = None
-        state: dict[str, Any] = {}
-        with self._gathering(module, deployment):
-            if self._loss is not None and not self._loss.are_weights_whole:
-                raise WeightsLost(str(self._loss)) from self._loss
+
+        def gather() -> dict[str, Any]:
             self.note_trained(module)
             left_out: set[Tensor] = set()
             if self._trainable_only:
@@ -132,7 +129,10 @@ class Checkpoints:
                 state = state_dict()
             if left_out:
                 leave_out(state, keys_of(left_out, module))
-        return state
+            return state
+
+        self._unsaved = None
+        return self._gathered(module, deployment, gather, weights_alone=True)
 
     def optimizer_state(
         self,
@@ -141,18 +141,17 @@ class Checkpoints:
         state_dict: Callable[[], dict[str, Any]],
     ) -> dict[str, Any]:
         """An optimizer's state dict for a checkpoint."""
-        state: dict[str, Any] = {}
-        with self._gathering(module, deployment):
-            if self._loss is not None:
-                raise WeightsLost(str(self._loss), True) from self._loss
-            state.update(state_dict())
-        return state
+        return self._gathered(module, deployment, state_dict, weights_alone=False)
 
-    @contextmanager
-    def _gathering(
-        self, module: pl.LightningModule, deployment: Deployment | None
-    ) -> Iterator[None]:
-        """Inside, the content of a checkpoint is gathered.
+    def _gathered(
+        self,
+        module: pl.LightningModule,
+        deployment: Deployment | None,
+        gather: Callable[[], dict[str, Any]],
+        *,
+        weights_alone: bool,
+    ) -> dict[str, Any]:
+        """A part of a checkpoint; empty if it cannot be gathered after an exception.
 
         An exception that ends the run makes callbacks write checkpoints. An error of theirs is
         kept for the log: Lightning would raise it in place of the exception and leave the workers
@@ -161,11 +160,15 @@ class Checkpoints:
         try:
             if deployment is not None:
                 deployment.check_between_steps()
-            yield
+            loss = self._loss
+            if loss is not None and not (weights_alone and loss.are_weights_whole):
+                raise WeightsLost(str(loss), are_weights_whole=not weights_alone) from loss
+            return gather()
         except HeteroError as error:
             if not self._is_in_run or not _is_interrupted(module):
                 raise
             self._unsaved = error
+            return {}
 
     def save(
         self,
