@@ -1,7 +1,4 @@
-"""Measures what is not known of a model: its ends and layers here, layers on workers, and links.
-
-Measures in this process: the coordinator's ends, and layers as they would run here.
-"""
+"""Measures a model: its ends and layers here, its layers on workers, and the links between them."""
 
 from __future__ import annotations
 
@@ -53,8 +50,8 @@ from .trials import patience_seconds as patience_for
 
 @dataclass(frozen=True)
 class EndsResult:
-    """What was measured of the coordinator's ends, and the largest micro-batch that fits if a
-    larger one did not."""
+    """The times of the coordinator's ends, and the largest micro-batch that fits if a larger one
+    did not."""
 
     timings: list[Timing]
     largest_micro_batch: int | None = None
@@ -63,7 +60,7 @@ class EndsResult:
 def measure_ends(
     sighting: Sighting, cutting: Cutting, budget_seconds: float, clock: Clock, tick: Tick
 ) -> EndsResult:
-    """Embedding, head and loss at every size that memory and time allow; the smallest in any case.
+    """Measure embedding, head and loss at every size that memory and time allow, at least one.
 
     Raises:
         StageFailed: If the ends cannot be run.
@@ -92,7 +89,7 @@ def measure_ends(
 def _measure_whole(
     sighting: Sighting, cutting: Cutting, patience_seconds: float, tick: Tick
 ) -> EndsResult:
-    """The ends run once for a batch, so each micro-batch has its part of that."""
+    """Measure ends that run once per batch: each micro-batch gets its share of the time."""
     found = _measure_batch(sighting, cutting.sample.batch, patience_seconds)
     tick()
     if isinstance(found, m.NotMeasured):
@@ -153,7 +150,7 @@ def describe_workers(
 
 
 def prepare_workers(coordinator: Coordinator, names: Sequence[str], content: Content) -> None:
-    """Let workers build the layers that they are to measure.
+    """Have workers build the layers that they will measure.
 
     Raises:
         StageFailed: If one cannot.
@@ -213,13 +210,13 @@ def _link_between(
     return frame.message
 
 
-# Of the time budget; each part has its share from when it begins.
+# Shares of the time budget; each part's share starts when the part begins.
 _SHARE_OF_ENDS = 0.15
 _SHARE_OF_LAYERS_HERE = 0.3
 _SHARE_OF_WORKERS = 0.4
 _SHARE_OF_LINKS = 0.15
 
-# Below this nobody needs a progress bar.
+# A shorter time budget needs no progress bar.
 _PROGRESS_FROM_SECONDS = 5.0
 
 
@@ -228,13 +225,13 @@ class ProfilingOptions:
     """How a model is measured on its devices.
 
     Args:
-        budget_seconds: About how long it may take; one pass of each kind of layer on each device is
-            made in any case.
+        budget_seconds: About how long it may take; each kind of layer runs at least once on each
+            device.
         micro_batch_sizes: Samples of the micro-batches; None for 1, 2, 4, … up to the batch.
         dtypes: What layers on workers multiply in besides the user's precision; None for float32,
-            and on a device that does not do that precision well for all that it does.
-        path: The file that is read and written; None for one in the cache folder.
-        force: Measure, whatever the file says.
+            and for all its dtypes on a device that is slow in that precision.
+        path: The profile's file; None for one in the cache folder.
+        force: Measure even what the file has.
     """
 
     budget_seconds: float = 60.0
@@ -258,7 +255,7 @@ class ProfilingOptions:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be measured.
+    """The devices and links to measure.
 
     Args:
         devices: Names of processes.
@@ -270,7 +267,7 @@ class Wanted:
 
     @property
     def workers(self) -> list[str]:
-        """The devices but the coordinator's."""
+        """The devices without the coordinator's."""
         return [name for name in self.devices if name != COORDINATOR]
 
 
@@ -279,10 +276,10 @@ class Found:
     """What was measured.
 
     Args:
-        devices: Those that were wanted.
-        links: Both directions of the pairs that were wanted.
-        model: What the planner has to know of the model.
-        model_is_measured: Whether the optimizer's part of that was measured too.
+        devices: The wanted devices.
+        links: Both directions of the wanted pairs.
+        model: What the planner needs to know of the model.
+        model_is_measured: Whether that includes the optimizer's part.
         batch_size: Samples in a training batch.
     """
 
@@ -295,7 +292,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Measuring:
-    """Measures a model that was looked at.
+    """Measures a model after its dry run.
 
     Args:
         module: The LightningModule, attached to its Trainer.
@@ -323,7 +320,7 @@ class Measuring:
         """Measure devices and links.
 
         Raises:
-            WorkerError: If a worker is lost, or somebody cannot run a layer.
+            WorkerError: If a worker is lost, or a process cannot run a layer.
         """
         jobs = {name: self._jobs(name) for name in wanted.devices}
         num_ticks = sum(map(len, jobs.values())) + len(wanted.pairs)
@@ -377,7 +374,7 @@ class Measuring:
     def _warn_of_changes(
         self, results: Mapping[str, DeviceResult], jobs: Mapping[str, list[LayerJob]]
     ) -> None:
-        """Say whose speed is no more what it was when it was measured."""
+        """Warn of devices whose speed has changed since they were measured."""
         again = {name: self._again(name, found, jobs[name]) for name, found in results.items()}
         repeated = {name: trials for name, trials in again.items() if trials is not None}
         found = {}
@@ -391,7 +388,7 @@ class Measuring:
                     rank_zero_warn(told)
 
     def _again(self, name: str, found: DeviceResult, jobs: Sequence[LayerJob]) -> Trials | None:
-        """Its first trial once more; None without one, or if that would tell little."""
+        """A device's first trial again; None if it has none, or if repeating it tells little."""
         seconds = self._seconds(_share_of(name))
         patience = patience_for(seconds, len(jobs))
         if found.timings and is_worth_repeating(found.timings[0], patience, seconds):
@@ -399,7 +396,7 @@ class Measuring:
         return None
 
     def _trials(self, name: str, jobs: Mapping[str, list[LayerJob]]) -> Trials:
-        """The trials of one device, from now on."""
+        """The trials of one device, starting now."""
         seconds = self._seconds(_share_of(name))
         is_cuda = "cuda" in self.described[name].versions
         most_bytes = None if is_cuda else self._free_bytes(name)
@@ -408,7 +405,7 @@ class Measuring:
         return trials(self._subject, schedule, patience, self.clock, name)
 
     def _free_bytes(self, name: str) -> int:
-        """A device's part of what is free where it is."""
+        """A device's share of the free memory."""
         sharers = Counter(described.memory for described in self.described.values())
         described = self.described[name]
         return described.free_bytes // sharers[described.memory]
@@ -436,7 +433,7 @@ class Measuring:
         described, is_here = self.described[name], name == COORDINATOR
         limits = [result.largest_micro_batch]
         if is_here:
-            # Without memory for a single layer it still has its ends.
+            # The coordinator has its ends even without memory for a layer.
             limits = [result.largest_micro_batch or None, ends.largest_micro_batch]
         return DeviceProfile(
             name=name,
@@ -460,16 +457,16 @@ class Measuring:
 
 
 def _share_of(name: str) -> float:
-    """Of the time budget, for the layers on one device."""
+    """The share of the time budget for the layers on one device."""
     return _SHARE_OF_LAYERS_HERE if name == COORDINATOR else _SHARE_OF_WORKERS
 
 
 def _no_tick() -> None:
-    """What takes no time worth a bar."""
+    """For measurements that are too short for a progress bar."""
 
 
 def _optimizers(results: Mapping[str, DeviceResult]) -> dict[str, m.OptimizerMeasured]:
-    """What the optimizer takes for each part, on the first device where that was measured."""
+    """The optimizer's step for each part, on the first device that measured it."""
     found: dict[str, m.OptimizerMeasured] = {}
     for result in results.values():
         found = {**result.optimizers, **found}

@@ -1,9 +1,4 @@
-"""Looks at a model in its run: its kinds of layers, and what it passes to them.
-
-What is measured: layers of each kind, how the model calls them, and what steps over them.
-
-What the planner has to know of a model, wherever its parts are.
-"""
+"""What a dry run shows of a model: kinds of layers, their calls, and its part of the profile."""
 
 from __future__ import annotations
 
@@ -43,7 +38,7 @@ class LayerJob(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with everything that a device needs to be measured on it.
+    """A model with everything that a device needs to measure it.
 
     Args:
         blueprint: One layer of each kind.
@@ -106,8 +101,8 @@ class Subject:
 
 
 def cut_example(whole: Example, sizes: Sequence[int]) -> dict[int, Example]:
-    """Examples for micro-batches that are cut where the layers begin; only the whole one, if they
-    cannot be."""
+    """Examples for micro-batches that are cut before the first layer; only the whole one if they
+    cannot be cut."""
     calls = list(whole.calls.values())
     request = Request(whole.hidden, replace(whole.surroundings, calls=calls))
     found = {}
@@ -142,10 +137,10 @@ class Cutting:
 
 @dataclass(frozen=True)
 class Sighting:
-    """A model that was looked at.
+    """A model after its dry run.
 
     Args:
-        subject: What is to be measured of it.
+        subject: What to measure.
         bench: Where its layers are measured in this process.
         runner: Runs its ends.
         batch_size: Samples in a training batch; one, if it cannot be cut.
@@ -164,10 +159,10 @@ def sight(
     optimizer: OptimizerSettings | None,
     clock: Clock,
 ) -> Sighting:
-    """Look at a model by running ``training_step`` while no layer computes.
+    """Run ``training_step`` while no layer computes, to see how the model calls its layers.
 
     Args:
-        module: Attached to its Trainer; what is no layer of it is on its device.
+        module: Attached to its Trainer; all modules but its layers are on their device.
         layers: All its decoder layers.
         cutting: How training batches become micro-batches.
         optimizer: What steps over the parameters.
@@ -202,7 +197,7 @@ def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Exam
         batch_size = whole.hidden.shape[0]
         return batch_size, cut_example(whole, _sizes(batch_size, cutting))
     if cutting.sample.size is None:
-        # A batch that runs in one piece is one sample, so that nobody plans to cut it.
+        # A batch that runs in one piece counts as one sample, so that no plan cuts it.
         return 1, {1: runner.example(cutting.sample.batch)}
     sizes = _sizes(cutting.sample.size, cutting)
     examples: dict[int, Example] = {}
@@ -246,7 +241,7 @@ def _sizes(batch_size: int, cutting: Cutting) -> list[int]:
 
 
 def _dtype(example: Example) -> Dtype:
-    """What the user's precision multiplies in; one that plans do not know goes as float32."""
+    """The compute dtype of the user's precision; float32 for one that plans do not know."""
     dtype = example.surroundings.autocast_dtype or example.hidden.dtype
     name: Dtype
     for name in get_args(Dtype):

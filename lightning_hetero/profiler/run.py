@@ -1,8 +1,7 @@
-"""From a Trainer that is about to train to the profile of its model on its devices.
+"""A profiling run: read the cached profile, measure what it lacks, write it back.
 
-The file of what was measured: where it is, what it is for, and whether it is to be believed.
-
-Puts what was measured on each device together, and to what was measured before.
+The cache holds one file per model and per setting that the measured times depend on. A device
+that has changed since, or that has other libraries now, is measured again.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _NUM_DIGITS = 12
 
 
 def cache_folder() -> Path:
-    """Where programs of this user keep what can be made again."""
+    """The folder of this user's cached profiles."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     # As its specification says, a relative one is invalid and ignored.
     base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
@@ -64,12 +63,12 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a profile is of.
+    """The model and the settings that a profile is for.
 
     Args:
-        model_name: The LightningModule's class, for people.
+        model_name: The LightningModule's class.
         fingerprint: Tells the model from others.
-        settings: What else measurements hold for.
+        settings: What else the measured times depend on.
     """
 
     model_name: str
@@ -78,23 +77,23 @@ class Identity:
 
 
 def cache_file(identity: Identity) -> Path:
-    """The file for a model and for what its measurements hold for."""
+    """The cache file of a model and its settings."""
     text = repr((identity.fingerprint, sorted(identity.settings.items())))
     digest = hashlib.sha256(text.encode()).hexdigest()[:_NUM_DIGITS]
     return cache_folder() / f"{identity.model_name}-{digest}.yaml"
 
 
 def read_known(path: Path, identity: Identity) -> Profile | None:
-    """What the file knows of this model; None, with a line that says why, where it is of no use."""
+    """The cached profile of this model; None, with a log line, if it cannot be used."""
     if not path.exists():
         return None
     try:
         profile = Profile.from_yaml(path)
     except ProfileError as error:
-        rank_zero_info(f"The profile is measured anew. {error}")
+        rank_zero_info(f"The profile is measured again. {error}")
         return None
     if profile.model.fingerprint != identity.fingerprint:
-        rank_zero_info(f"{path} is the profile of another model, so this one is measured anew.")
+        rank_zero_info(f"{path} is the profile of another model, so this one is measured again.")
         return None
     settings = identity.settings
     differing = [
@@ -103,22 +102,22 @@ def read_known(path: Path, identity: Identity) -> Profile | None:
         if settings.get(key) != profile.settings.get(key)
     ]
     if differing:
-        rank_zero_info(f"The profile {path} is measured anew: other {', '.join(differing)}.")
+        rank_zero_info(f"The profile {path} is measured again: other {', '.join(differing)}.")
         return None
     return profile
 
 
 def write_known(path: Path, profile: Profile) -> None:
-    """Put the profile into the file at once; a reader sees the old one or the new one.
+    """Write the cache file; a reader sees the old one or the new one.
 
-    What is measured holds without the file, so a folder that cannot be written to is only said.
+    The profile is valid without its file, so a file that cannot be written is only logged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, mode=0o600) as file:
             file.write(profile.as_yaml().encode())
     except OSError as error:
-        rank_zero_info(f"The profile cannot be kept in {path}: {error}.")
+        rank_zero_info(f"The profile cannot be written to {path}: {error}.")
     else:
         rank_zero_info(f"what was measured is kept in {path}")
 
@@ -174,7 +173,7 @@ def _is_same(device: DeviceProfile, described: m.DeviceDescribed) -> bool:
 
 
 def merged(new: Profile, old: Profile | None) -> Profile:
-    """A profile with the devices and links of an older one that it does not have."""
+    """A profile, completed with the devices and links of an older one."""
     if old is None:
         return new
     names = {device.name for device in new.devices}
@@ -189,7 +188,7 @@ def merged(new: Profile, old: Profile | None) -> Profile:
 
 
 def restricted(profile: Profile, names: Sequence[str]) -> Profile:
-    """The profile of these devices alone, in this order."""
+    """The part of a profile that is about some devices, in their order."""
     return structs.replace(
         profile,
         devices=[profile.device(name) for name in names],
@@ -198,7 +197,7 @@ def restricted(profile: Profile, names: Sequence[str]) -> Profile:
 
 
 def pairs_without_link(names: Sequence[str], links: Iterable[Link]) -> list[tuple[str, str]]:
-    """Pairs of processes whose link has not been measured, each once."""
+    """Pairs of processes whose link was not measured, each once."""
     known = {_ends(link) for link in links}
     return [
         (first, second)
@@ -214,7 +213,7 @@ def _ends(link: Link) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ProfilingRun:
-    """A run whose model is measured before it is deployed.
+    """Measures the model of a run before it is deployed.
 
     Args:
         module: The LightningModule, attached to its Trainer.
@@ -235,12 +234,14 @@ class ProfilingRun:
     clock: Clock = time.perf_counter
 
     def profile(self) -> Profile:
-        """Read what is known, measure the rest, and keep both. The module and its Trainer are as
-        before, but for what is no decoder layer: that is on its device then.
+        """Read the cache, measure what it lacks, and write it.
+
+        Afterwards the module and its Trainer are as before, except that all modules but decoder
+        layers are on their device.
 
         Raises:
             NoSample: If there is no training batch to measure with.
-            WorkerError: If a worker is lost, or somebody cannot run a layer.
+            WorkerError: If a worker is lost, or a process cannot run a layer.
         """
         try:
             with no_trace(self.module, [layer.module for layer in self.layers]):
@@ -248,7 +249,7 @@ class ProfilingRun:
                 with with_optimizers(self.module) as optimizer:
                     return self._profile(sample, optimizer)
         finally:
-            # Optimizers that were only looked at may hold state of all parameters.
+            # The optimizers of the dry run may hold state for all parameters.
             gc.collect()
             give_back_free_memory()
 
@@ -319,7 +320,7 @@ class ProfilingRun:
 
 
 def _joined(found: Found, identity: Identity, known: Profile | None) -> Profile:
-    """What is measured now, with what was known of the model where the coordinator was not."""
+    """The new measurements; if the coordinator was not measured, with the known model."""
     model = found.model
     if known is not None and not found.model_is_measured:
         model = msgspec.structs.replace(known.model, embedding_may_leave=model.embedding_may_leave)
@@ -334,7 +335,7 @@ def _joined(found: Found, identity: Identity, known: Profile | None) -> Profile:
 
 
 def _wanted(names: Sequence[str], known: Profile | None) -> Wanted:
-    """What is not known of these processes."""
+    """The devices and links that a profile lacks."""
     measured = [] if known is None else [device.name for device in known.devices]
     links = [] if known is None else known.links
     return Wanted(
@@ -344,7 +345,7 @@ def _wanted(names: Sequence[str], known: Profile | None) -> Wanted:
 
 @contextmanager
 def _ends_here(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> Iterator[None]:
-    """Inside, what is no decoder layer has its weights, on its device; there it stays."""
+    """Inside, all modules but decoder layers have their weights on the device; they stay there."""
     weights = weights_in_checkpoint(module)
     device = module.trainer.strategy.root_device
     with ExitStack() as undo:

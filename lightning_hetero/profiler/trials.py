@@ -28,22 +28,22 @@ Outcome = m.LayerMeasured | m.OptimizerMeasured | m.NotMeasured
 Tick = Callable[[], None]
 
 _MOST_PATIENCE_SECONDS = 0.6
-# Beside the runs that are timed there are those that warm up and those that count memory.
+# The other runs warm up and measure the memory.
 _SHARE_OF_TIMED_RUNS = 0.5
-# A speed that changes by more while it is measured makes plans that are off by as much.
+# A plan is off by as much as a speed changes while it is measured.
 _MOST_CHANGE = 0.25
-# A shorter measurement is off by that much on a busy machine, whatever its speed.
+# A shorter measurement varies by that much on a busy machine.
 _LEAST_PATIENCE_SECONDS = 0.1
-# The first trial is run again in so much of the time that the device had for all.
+# The share of a device's time in which its first trial may run again.
 _MOST_SHARE_OF_REPEAT = 0.1
-# A trial's runs that are not for the time, and those that take place in any case.
+# The least number of runs of a trial, timed and untimed.
 _RUNS_OF_TRIAL = 5
 
 
 def dtypes_to_measure(wanted: Dtype, offered: Sequence[Dtype]) -> list[Dtype]:
-    """The user's precision, and float32, which loses nothing where it is faster.
+    """The user's precision, and float32, which is more precise and sometimes faster.
 
-    A device that does not do the user's precision at a reasonable speed is measured in all others.
+    A device that is slow in the user's precision is measured in all its other dtypes.
     """
     if wanted not in offered:
         return list(offered)
@@ -51,21 +51,21 @@ def dtypes_to_measure(wanted: Dtype, offered: Sequence[Dtype]) -> list[Dtype]:
 
 
 def patience_seconds(budget_seconds: float, num_jobs: int) -> float:
-    """The time to spend on the timed runs of each job."""
+    """The time for the timed runs of each job."""
     share = _SHARE_OF_TIMED_RUNS * budget_seconds / max(num_jobs, 1)
     return min(_MOST_PATIENCE_SECONDS, share)
 
 
 def is_worth_repeating(first: Timing, patience_seconds: float, budget_seconds: float) -> bool:
-    """Whether a device's first trial may be run once more when all others are done."""
+    """Whether a device's first trial may run again after all others."""
     run_seconds = _RUNS_OF_TRIAL * (first.forward_seconds + first.backward_seconds)
     is_telling = patience_seconds >= _LEAST_PATIENCE_SECONDS
     return is_telling and run_seconds <= _MOST_SHARE_OF_REPEAT * budget_seconds
 
 
 def change_of_speed(name: str, first: Timing, again: Timing) -> str | None:
-    """What to say of a device that took so long at first, and so long for the same when all was
-    measured; None of one whose speed has not changed much."""
+    """The warning for a device whose first trial takes another time at the end; None if the times
+    are about the same."""
     before, after = (one.forward_seconds + one.backward_seconds for one in (first, again))
     least, most = sorted((before, after))
     if most <= (1 + _MOST_CHANGE) * least:
@@ -82,14 +82,14 @@ def change_of_speed(name: str, first: Timing, again: Timing) -> str | None:
 
 @dataclass
 class LayerSchedule:
-    """The jobs of one device: small micro-batches before large ones, the first dtype before others.
+    """Orders the jobs of a device: small micro-batches first, the first dtype before others.
 
     Args:
         jobs: All of them in their order; see `layer_jobs`.
-        end_seconds: When to stop, on the clock of `next`. The first job of every kind is done in
-            any case: without it there is no plan.
-        most_peak_bytes: A job that would take more is not tried, where running out of memory would
-            be the end of the process.
+        end_seconds: When to stop, on the clock of `next`. The first job of every kind runs even
+            later: without it there is no plan.
+        most_peak_bytes: Jobs that need more are skipped, where running out of memory would end
+            the process.
 
     Attributes:
         timings: What has been measured.
@@ -104,10 +104,10 @@ class LayerSchedule:
     _next: int = 0
     _seconds: dict[tuple[Dtype, str, bool], tuple[int, float]] = field(default_factory=dict)
     _limits: dict[Dtype, int] = field(default_factory=dict)
-    _left_out: set[Dtype] = field(default_factory=set)
+    _skipped: set[Dtype] = field(default_factory=set)
 
     def next(self, now_seconds: float) -> LayerJob | None:
-        """The next job; None when there is none left, or no time."""
+        """The next job; None if no job or no time is left."""
         while self._next < len(self.jobs):
             job = self.jobs[self._next]
             self._next += 1
@@ -116,25 +116,25 @@ class LayerSchedule:
         return None
 
     def note_timing(self, timing: Timing, seconds: float) -> None:
-        """A job was done, and took so many seconds in all."""
+        """Note the timing of a job, and the seconds that the job took in all."""
         self.timings.append(timing)
         key = timing.dtype, timing.part, timing.recompute
         self._seconds[key] = timing.micro_batch_size, seconds
 
     def note_out_of_memory(self, job: LayerJob) -> None:
-        """A job did not fit: neither will larger ones."""
+        """Note that a job did not fit: larger ones will not fit either."""
         self._limits[job.dtype] = job.micro_batch_size
         if job.dtype == self.jobs[0].dtype:
             smaller = [j.micro_batch_size for j in self.jobs]
             below = [size for size in smaller if size < job.micro_batch_size]
             self.largest_micro_batch = max(below, default=0)
 
-    def leave_out(self, dtype: Dtype) -> None:
-        """The device cannot do this dtype."""
-        self._left_out.add(dtype)
+    def skip(self, dtype: Dtype) -> None:
+        """Skip the other jobs in a dtype that the device cannot run."""
+        self._skipped.add(dtype)
 
     def _is_worth_it(self, job: LayerJob, now_seconds: float) -> bool:
-        if job.dtype in self._left_out or self._is_too_large(job):
+        if job.dtype in self._skipped or self._is_too_large(job):
             return False
         if job.recompute and self._timing(job._replace(recompute=False)) is None:
             return False
@@ -170,7 +170,7 @@ class LayerSchedule:
         return None
 
     def _predicted_seconds(self, job: LayerJob) -> float:
-        """In proportion to the largest that was done; nothing where none was."""
+        """In proportion to the largest finished job of its kind; 0 without one."""
         size, seconds = self._seconds.get((job.dtype, job.kind, job.recompute), (1, 0.0))
         return seconds * job.micro_batch_size / size
 
@@ -204,14 +204,14 @@ Trials = Generator[Trial, Outcome, DeviceResult]
 def trials(
     subject: Subject, schedule: LayerSchedule, patience_seconds: float, clock: Clock, where: str
 ) -> Trials:
-    """The trials of one device one after the other, as long as its schedule has jobs.
+    """Yield the trials of one device, as long as its schedule has jobs.
 
     Args:
         subject: What is measured.
         schedule: The jobs.
-        patience_seconds: To be spent on each.
-        clock: That of the schedule's end.
-        where: The device's process, for errors.
+        patience_seconds: The time for each trial.
+        clock: The clock of the schedule.
+        where: The name of the device's process.
 
     Raises:
         StageFailed: If a layer cannot be run in the user's precision.
@@ -232,7 +232,7 @@ def trials(
 
 
 def first_again(subject: Subject, first: Timing, patience_seconds: float) -> Trials:
-    """A device's first trial once more; no timing comes of it where it fails now."""
+    """Yield a device's first trial again; the result has no timing if it fails."""
     job = LayerJob(first.dtype, first.micro_batch_size, first.part, first.recompute)
     outcome = yield subject.layer_trial(job, patience_seconds)
     return DeviceResult([timing_of(job, outcome)] if isinstance(outcome, m.LayerMeasured) else [])
@@ -277,7 +277,7 @@ def _note_failure(
         schedule.note_out_of_memory(job)
         rank_zero_info(f"{where} has not enough memory for {what}; it goes on with smaller ones")
     elif job.dtype != subject.dtype:
-        schedule.leave_out(job.dtype)
+        schedule.skip(job.dtype)
         rank_zero_info(f"{where} cannot run {what}: {outcome.reason}")
     else:
         raise failure(f"{where} failed while it measured {what}", outcome)

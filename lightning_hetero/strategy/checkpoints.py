@@ -39,13 +39,13 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Lightning's own checkpoints; those on local disks are written without a copy in memory."""
+    """Writes Lightning's checkpoints; on a local disk, without a copy in memory."""
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write the file; what was there before stays until the new one is whole.
+        """Write the file; the file before it stays until the new one is complete.
 
         Raises:
             SaveError: If it cannot be written.
@@ -228,14 +228,14 @@ def _is_interrupted(module: pl.LightningModule) -> bool:
 
 
 def checkpoint_io_or_ours(chosen: CheckpointIO | None) -> CheckpointIO:
-    """The user's own choice, or what writes our checkpoints where nothing is chosen."""
+    """The user's own choice, or else `FileCheckpointIO`."""
     if isinstance(chosen, _WrappingCheckpointIO):
-        chosen.checkpoint_io = FileCheckpointIO()  # it keeps another one that it has
+        chosen.checkpoint_io = FileCheckpointIO()  # Ignored if it wraps another one already.
     return chosen or FileCheckpointIO()
 
 
 def _check_complete(checkpoint: Mapping[str, Any], path: str | Path) -> None:
-    """Refuse to write weights that are not here.
+    """Refuse to write a checkpoint with missing weights.
 
     Raises:
         ModelError: With their names.
@@ -247,7 +247,7 @@ def _check_complete(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 
 def keeping_frozen(checkpoint: Mapping[str, Any], root: nn.Module) -> Mapping[str, Any]:
-    """The checkpoint, with the root's own frozen weights for those that were left out of it."""
+    """The checkpoint, completed with the frozen weights of the module that loads it."""
     missing = left_out_of(checkpoint["state_dict"], root)
     if not missing:
         return checkpoint
@@ -268,7 +268,7 @@ def _saying_why(path: str) -> Iterator[None]:
         first = _what_ended_it(error)
         if not isinstance(first, OSError):
             raise first from first.__cause__
-        remedy = "make room there" if first.errno in _NO_ROOM else "see to it"
+        remedy = "free some space there" if first.errno in _NO_ROOM else "fix the cause above"
         raise SaveError(
             f"The checkpoint {path!r} could not be written: {first.strerror or first}. Nothing of "
             f"it is left, and what was in its place is untouched; {remedy}, or save to another "
@@ -277,7 +277,7 @@ def _saying_why(path: str) -> Iterator[None]:
 
 
 def _what_ended_it(error: Exception) -> BaseException:
-    """The system's error, or an interrupt: torch's writer raises an error of its own after it."""
+    """The first error: the system's, or an interrupt. Torch's writer raises its own after it."""
     link: BaseException | None = error
     while isinstance(link, Exception) and not isinstance(link, OSError):
         link = link.__context__
