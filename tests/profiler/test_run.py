@@ -211,7 +211,7 @@ def test_a_new_worker_is_measured_alone(workers: list[str], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("devices: [", "is measured anew"),
+        ("devices: [", "is measured again"),
         ("another batch", "other batch"),
     ],
 )
