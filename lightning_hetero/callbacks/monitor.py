@@ -1,7 +1,4 @@
-"""StageMonitor: what every stage does with its time, through the run's own loggers.
-
-What callbacks that look at the stages need of the strategy.
-"""
+"""StageMonitor: what every stage does with its time, in the run's own loggers."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def profile_of(trainer: pl.Trainer) -> Profile | None:
 
 
 def warn_of_no_stages(trainer: pl.Trainer, callback: pl.Callback) -> None:
-    """Say that there is nothing to look at, where there is not."""
+    """Warn if no stage is on a worker."""
     if deployment_of(trainer) is None:
         rank_zero_warn(
             f"{type(callback).__name__} has nothing to look at: the model runs on one process, "
@@ -48,7 +45,7 @@ def warn_of_no_stages(trainer: pl.Trainer, callback: pl.Callback) -> None:
 
 
 def run_folder(trainer: pl.Trainer, dirpath: Path | None) -> Path:
-    """Where a run's files go: beside its logs."""
+    """The folder of a run's files: beside its logs by default."""
     return dirpath or Path(trainer.log_dir or trainer.default_root_dir)
 
 
@@ -57,7 +54,7 @@ _WHO = "monitor"
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is to be logged when everybody has answered."""
+    """What to log when all processes have answered."""
 
     number: int
     step: int
@@ -137,7 +134,7 @@ class StageMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have everybody add up what they do."""
+        """Have every process sum up its work."""
         self._before, self._asked, self._norms = {}, None, {}
         self._last_step = trainer.global_step
         warn_of_no_stages(trainer, self)
@@ -150,7 +147,7 @@ class StageMonitor(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
     ) -> None:
-        """Look at the gradients while they are there, if they are wanted."""
+        """Read the gradient norms, if they are wanted, while the gradients exist."""
         deployment = deployment_of(trainer)
         if self._gradient_norms and deployment is not None and self._is_due(trainer, 1):
             self._norms = _gradient_norms(pl_module, deployment)
@@ -164,7 +161,7 @@ class StageMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Ask for what was added up, and log it a batch later, when the answers have come."""
+        """Ask for the sums, and log them a batch later, when the answers have come."""
         deployment = deployment_of(trainer)
         if deployment is None:
             return
@@ -178,7 +175,7 @@ class StageMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what is still to be logged."""
+        """Log the last answers."""
         deployment = deployment_of(trainer)
         if deployment is not None:
             self._log_answers(trainer, deployment)
@@ -215,7 +212,7 @@ class StageMonitor(pl.Callback):
     def _compared(
         self, trainer: pl.Trainer, deployment: Deployment, window: Window
     ) -> dict[str, float]:
-        """What the devices could have done, where that is known."""
+        """The metrics that compare with what the devices can do, if that is known."""
         found = {}
         profile, plan = profile_of(trainer), deployment.plan
         if profile is not None and profile.batch_size is not None:
@@ -230,7 +227,7 @@ class StageMonitor(pl.Callback):
         return found
 
     def _peak(self, names: list[str]) -> float | None:
-        """Of all devices together; None where it is not known of all."""
+        """The sum of the devices' peaks; None if one is not known."""
         peaks = self._peak_flops
         if peaks is None:
             return None

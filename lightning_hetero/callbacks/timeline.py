@@ -1,4 +1,4 @@
-"""PipelineTimeline: who did what when, as a trace and as a picture."""
+"""PipelineTimeline: what every stage did when, as a trace and as a picture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PipelineTimeline(pl.Callback):
 
     Args:
         steps: Which: numbers of optimizer steps, 0 the first one. The first ones are slower than
-            later ones, since memory is taken and caches are filled.
+            later ones, since they allocate memory and fill caches.
         every_n_steps: Also record each step whose number this divides, 0 excepted.
         max_steps: So many are kept in the file, the latest ones.
         dirpath: Where the files go; None for the folder of the Trainer's logs.
@@ -123,7 +123,7 @@ class PipelineTimeline(pl.Callback):
 
 
 def _gather(deployment: Deployment, step: int, start_seconds: float) -> RecordedStep:
-    """Everybody's spans on this process's clock."""
+    """The spans of all processes, on this process's clock."""
     telemetry = deployment.coordinator.telemetry
     telemetry.compare_clocks()
     records = telemetry.records(telemetry.ask_records(with_spans=True))

@@ -56,18 +56,18 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget the run before. The layers have yet to go to their workers."""
+        """Forget the run before. The layers are not on their workers yet."""
         self._averages = None
         self._num_averaged = 0
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the averages, equal to the weights or to those of the checkpoint."""
+        """Start the averages at the weights, or at the averages of the checkpoint."""
         resumed, self._resumed = self._resumed, None
         self.begin_again(trainer, resumed)
 
     def averages(self, trainer: pl.Trainer) -> dict[str, Any] | None:
-        """The state dict of the averages; None before there are some."""
+        """The state dict of the averages; None before they exist."""
         if self._averages is None:
             return None
         self._swap(trainer)
@@ -77,7 +77,7 @@ class StageWeightAveraging(EMAWeightAveraging):
             self._swap(trainer)
 
     def begin_again(self, trainer: pl.Trainer, averages: dict[str, Any] | None) -> None:
-        """Make the averages anew where the weights are now, equal to those or to these."""
+        """Start new averages beside the weights, at the given averages or at the weights."""
         self._averages = WeightAverages(averaged_tensors(trainer.lightning_module))
         self._tell_stages(trainer, "begin")
         if averages is not None:
@@ -135,7 +135,7 @@ class StageWeightAveraging(EMAWeightAveraging):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Put the averages into the place of the weights, and these beside them."""
+        """Save the averages as the weights, and the weights beside them."""
         if self._averages is None or not checkpoint["state_dict"]:
             return  # nothing to average, or nothing that could be gathered
         checkpoint["current_model_state"] = checkpoint["state_dict"]

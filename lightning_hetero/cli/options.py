@@ -26,7 +26,7 @@ Found = TypeVar("Found")
 
 
 def add_project_options(command: argparse.ArgumentParser) -> None:
-    """The options by which a project is named."""
+    """Add the options that name a project."""
     command.add_argument(
         "config", metavar="CONFIG", help="a config of LightningCLI, with the strategy in it"
     )
@@ -44,7 +44,7 @@ class Project(LightningCLI):
     """Builds model, data and Trainer from a config."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing is run while the objects are made."""
+        """Run nothing while the objects are made."""
 
     @property
     def strategy(self) -> HeteroPipelineStrategy:
@@ -103,7 +103,7 @@ def project_of(options: argparse.Namespace) -> Project:
     Raises:
         ProfileError: If there is none.
     """
-    # Projects import their own modules by plain names, as `python main.py` finds them.
+    # Projects import their own modules by plain names, like scripts in the working folder.
     sys.path.insert(0, os.getcwd())
     # LightningCLI reads the command line, and warns where it is given another.
     sys.argv = [sys.argv[0], "fit", "--config", options.config]
@@ -121,7 +121,7 @@ def _class_named(name: str, base: type) -> Any:
     except (ImportError, ValueError, AttributeError) as error:
         raise ProfileError(f"There is no class {name!r}: {error}.") from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ProfileError(f"{name!r} is no {base.__name__}.")
+        raise ProfileError(f"{name!r} is not a {base.__name__}.")
     return found
 
 

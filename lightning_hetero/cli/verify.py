@@ -1,4 +1,4 @@
-"""`lightning-hetero verify`: whether the workers compute what one device computes."""
+"""`lightning-hetero verify`: compare the workers' results with those of one device."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import socket
 import statistics
 import sysconfig
 import time
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import transformers
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ..plan import Dtype
-from ..protocol.messages import Equipment
+from ..protocol.messages import DeviceDescribed, Equipment
 from ..protocol.tensors import dtype_name
 from ..version import __version__
 from .device import BACKENDS, Device, device_for
@@ -94,28 +93,7 @@ def _compiles(device: Device) -> bool:
     return has_compiler and (has_triton or not device.needs_triton)
 
 
-@dataclass(frozen=True)
-class DeviceDescription:
-    """One process and its device.
-
-    Args:
-        device: The device's name, and its number of compute threads if it is a processor.
-        memory: The name of its memory; processes that tell the same name share the memory.
-        free_bytes: Free memory.
-        base_bytes: Memory that this process takes already.
-        dtypes: Dtypes in which the device multiplies at a reasonable speed.
-        versions: Libraries and drivers that its speed may depend on.
-    """
-
-    device: str
-    memory: str
-    free_bytes: int
-    base_bytes: int
-    dtypes: list[Dtype]
-    versions: dict[str, str]
-
-
-def describe_device(torch_device: torch.device, kept_bytes: int = 0) -> DeviceDescription:
+def describe_device(torch_device: torch.device, kept_bytes: int = 0) -> DeviceDescribed:
     """Describe a device for this process; multiplies for a moment to try dtypes.
 
     Args:
@@ -124,7 +102,7 @@ def describe_device(torch_device: torch.device, kept_bytes: int = 0) -> DeviceDe
     """
     device = device_for(torch_device)
     free_bytes, base_bytes = device.free_and_base_bytes(kept_bytes)
-    return DeviceDescription(
+    return DeviceDescribed(
         device.title,
         f"{_machine()}/{device.memory_name}",
         free_bytes,

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,11 @@ from ..devices.device import device_for, is_out_of_memory
 from ..errors import ModelError
 from ..model.four_bit import multiply_in
 from ..model.tensors import dtypes_on_stage, fill_with_made_up_values
+from ..protocol import messages as m
+from ..protocol.tensors import DTYPES, TensorSpec, dtype_name
+from ..protocol.values import KeptConstants, Packer, unpack
 from .boundary import Activation, Collected, Gradients
+from .codec import Content, decode_arguments, encode_arguments
 from .optimizer import Group, StageOptimizer
 from .rule import Key
 from .stage import Stage, Surroundings
@@ -41,19 +45,9 @@ _MOST_RUNS_OF_BLOCK = 100
 _KEY = Key(0)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Seconds and bytes of one forward and one backward."""
-
-    forward_seconds: float
-    backward_seconds: float
-    saved_bytes: int
-    peak_bytes: int
-
-
 def measure_stage(
     stage: Stage, hidden: Tensor, surroundings: Surroundings, patience_seconds: float, clock: Clock
-) -> Measurement:
+) -> m.LayerMeasured:
     """Run a stage on one micro-batch: to warm up, for its memory, then for its time.
 
     Args:
@@ -70,7 +64,7 @@ def measure_stage(
     run()
     saved_bytes, peak_bytes = _memory(stage, hidden, surroundings)
     forward_seconds, backward_seconds = median_of_blocks(run, patience_seconds)
-    return Measurement(forward_seconds, backward_seconds, saved_bytes, peak_bytes)
+    return m.LayerMeasured(forward_seconds, backward_seconds, saved_bytes, peak_bytes)
 
 
 def median_of_blocks(run: Callable[[], Sequence[float]], patience_seconds: float) -> list[float]:
@@ -121,16 +115,7 @@ def gradients_like(outgoing: Activation) -> Gradients:
     return Gradients(tuple(torch.ones_like(t) if t.requires_grad else None for t in tensors))
 
 
-@dataclass(frozen=True)
-class Failed:
-    """Why a measurement has failed."""
-
-    reason: str
-    traceback: str
-    is_out_of_memory: bool
-
-
-def attempt(measure: Callable[[], Found], device: torch.device) -> Found | Failed:
+def attempt(measure: Callable[[], Found], device: torch.device) -> Found | m.NotMeasured:
     """Return a measurement, or why it has failed; a failed one leaves no memory taken."""
     try:
         return measure()
@@ -138,26 +123,28 @@ def attempt(measure: Callable[[], Found], device: torch.device) -> Found | Faile
         logger.debug("A measurement has failed.", exc_info=True)
         reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
         trace = traceback.format_exc()[-_MOST_TEXT:]
-        failed = Failed(reason, trace, is_out_of_memory(error))
+        failed = m.NotMeasured(reason, trace, is_out_of_memory(error))
     device_for(device).free_cache()
     return failed
 
 
 @dataclass(frozen=True)
 class LayerTrial:
-    """How to run one layer.
+    """A layer that is to be measured; `m.MeasureLayer` carries it to a worker.
 
     Args:
-        number: Number of the layer.
-        hidden_shape: Shape of its input.
-        hidden_dtype: Dtype of its input.
-        wants_gradient: Whether its input requires a gradient.
-        surroundings: The arguments of the layer.
-        recompute: Whether the backward runs the forward again, as a plan may ask.
-        dtype: The dtype to compute in, as a plan may ask; None for that of the input.
-        converts_weights: Whether weights are in ``dtype`` too.
-        patience_seconds: Time to spend.
+        number: The layer's number.
+        hidden_shape: The shape of its hidden states.
+        hidden_dtype: The dtype of its hidden states.
+        wants_gradient: Whether the hidden states have a backward.
+        surroundings: How the model calls the layer.
+        recompute: Whether the backward runs the forward again, as in a plan.
+        dtype: The compute dtype, as in a plan.
+        converts_weights: Whether the weights get that dtype too.
+        patience_seconds: The time to spend.
     """
+
+    answer: ClassVar[type[m.Message]] = m.LayerMeasured
 
     number: int
     hidden_shape: tuple[int, ...]
@@ -169,10 +156,61 @@ class LayerTrial:
     converts_weights: bool
     patience_seconds: float
 
+    def encode(self) -> Content:
+        """The message and its tensors.
+
+        Raises:
+            LocalProtocolError: If an argument of the layer cannot be sent.
+        """
+        arguments, tensors = encode_arguments(0, Key(0), self.surroundings, [self.number], Packer())
+        message = m.MeasureLayer(
+            arguments,
+            TensorSpec(dtype_name(self.hidden_dtype), list(self.hidden_shape)),
+            self.wants_gradient,
+            self.recompute,
+            None if self.dtype is None else dtype_name(self.dtype),  # type: ignore[arg-type]
+            self.converts_weights,
+            self.patience_seconds,
+        )
+        return message, tensors
+
+    @classmethod
+    def decode(cls, message: m.MeasureLayer, tensors: tuple[Tensor, ...]) -> LayerTrial:
+        """The trial that a message asks for; its tensors are on their device.
+
+        Raises:
+            RemoteProtocolError: If the message breaks a rule.
+            ModelError: If it is not for one layer.
+        """
+        around = decode_arguments(message.arguments, tensors, KeptConstants())
+        if len(around.calls) != 1:
+            raise ModelError(f"One layer is measured at a time, not {len(around.calls)}.")
+        return cls(
+            number=around.calls[0].layer_index,
+            hidden_shape=tuple(message.hidden.shape),
+            hidden_dtype=message.hidden.torch_dtype,
+            wants_gradient=message.wants_gradient,
+            surroundings=around,
+            recompute=message.recompute,
+            dtype=None if message.dtype is None else DTYPES[message.dtype],
+            converts_weights=message.converts_weights,
+            patience_seconds=message.patience_seconds,
+        )
+
 
 @dataclass(frozen=True)
 class OptimizerTrial:
-    """How to step over one layer: the arguments of a `StageOptimizer`, and the time to spend."""
+    """An optimizer that is to step over one layer; `m.MeasureOptimizer` carries it to a worker.
+
+    Args:
+        number: The layer's number.
+        class_name: The optimizer's class, as `StageOptimizer` knows it.
+        defaults: The optimizer's own options.
+        options: The options of the layer's parameter group.
+        patience_seconds: The time to spend.
+    """
+
+    answer: ClassVar[type[m.Message]] = m.OptimizerMeasured
 
     number: int
     class_name: str
@@ -180,13 +218,30 @@ class OptimizerTrial:
     options: Mapping[str, Any]
     patience_seconds: float
 
+    def encode(self) -> Content:
+        """The message and its tensors.
 
-@dataclass(frozen=True)
-class OptimizerMeasurement:
-    """Seconds of an optimizer's step over one layer, and bytes of the optimizer's state."""
+        Raises:
+            LocalProtocolError: If an option cannot be sent.
+        """
+        packer = Packer()
+        defaults = packer.pack(dict(self.defaults), "An optimizer default")
+        options = packer.pack(dict(self.options), "An optimizer option")
+        message = m.MeasureOptimizer(
+            self.number, self.class_name, defaults, options, self.patience_seconds
+        )
+        return message, packer.tensors
 
-    step_seconds: float
-    state_bytes: int
+    @classmethod
+    def decode(cls, message: m.MeasureOptimizer, tensors: tuple[Tensor, ...]) -> OptimizerTrial:
+        """The trial that a message asks for."""
+        return cls(
+            message.layer_index,
+            message.class_name,
+            unpack(message.defaults, tensors),
+            unpack(message.options, tensors),
+            message.patience_seconds,
+        )
 
 
 @dataclass
@@ -207,7 +262,7 @@ class Bench:
     _layers: nn.ModuleDict = field(default_factory=nn.ModuleDict)
     _dtype: torch.dtype | None = None
 
-    def measure_layer(self, trial: LayerTrial) -> Measurement:
+    def measure_layer(self, trial: LayerTrial) -> m.LayerMeasured:
         """Measure one forward and one backward; afterwards the layer has gradients.
 
         Raises:
@@ -225,7 +280,7 @@ class Bench:
         with torch.no_grad():
             return self._stage(trial).forward(Key(0), Activation(hidden), around).collected
 
-    def measure_optimizer(self, trial: OptimizerTrial) -> OptimizerMeasurement:
+    def measure_optimizer(self, trial: OptimizerTrial) -> m.OptimizerMeasured:
         """Measure an optimizer's step over a layer."""
         layer = self._filled(trial.number, self._dtype, converts_weights=True)
         trained = {
@@ -234,7 +289,7 @@ class Bench:
             if parameter.requires_grad
         }
         if not trained:
-            return OptimizerMeasurement(0.0, 0)
+            return m.OptimizerMeasured(0.0, 0)
         for parameter in trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -250,7 +305,7 @@ class Bench:
 
         step()
         [seconds] = median_of_blocks(step, trial.patience_seconds)
-        return OptimizerMeasurement(seconds, state_bytes(optimizer.state().values()))
+        return m.OptimizerMeasured(seconds, state_bytes(optimizer.state().values()))
 
     def forget(self) -> None:
         """Drop all layers, and return their memory."""

@@ -76,7 +76,7 @@ Content = tuple[m.Message, Sequence[Tensor]]
 
 def encode_arguments(
     step: int, key: Key, surroundings: Surroundings, layers: Container[int], packer: Packer
-) -> Content:
+) -> tuple[m.Arguments, Sequence[Tensor]]:
     """Encode the arguments of a stage with these layers.
 
     Raises:

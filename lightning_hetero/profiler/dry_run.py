@@ -1,8 +1,7 @@
-"""Runs of a LightningModule that leave no trace: no log, gradient, statistic or random draw.
+"""Runs of a LightningModule without side effects, and what such a run needs.
 
-The first training batch, looked at without taking it away from the run.
-
-The optimizer that the run will have, before it has one.
+`no_trace` restores the module and its Trainer. `sample_batch` reads the first training batch
+without consuming it. `with_optimizers` builds the optimizers before the run has any.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..devices.device import device_for
 from ..errors import BatchError, HeteroError
 from ..model.attributes import Attributes, contents_kept, restoring_generator
-from ..pipeline.bench import Clock, OptimizerMeasurement, median_of_blocks, state_bytes
+from ..pipeline.bench import Clock, median_of_blocks, state_bytes
 from ..pipeline.microbatch import batch_size, first_samples
 from ..pipeline.optimizer import (
     Group,
@@ -41,6 +40,7 @@ from ..pipeline.optimizer import (
     optimizer_class_name,
     optimizer_defaults,
 )
+from ..protocol import messages as m
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def no_trace(
 ) -> Iterator[Callable[[Tensor], bool]]:
     """Inside, a module's own code may run; afterwards it and its Trainer are as before.
 
-    Tells whether a tensor of it was changed in place so far, unless somebody takes the time.
+    The yielded function tells whether a tensor was changed in place; it does not if ``is_timed``.
 
     That holds for attributes of the module, of its class, and of objects of the same packages that
     it refers to: for those that were assigned, and for lists, dicts, sets, tensors and random
@@ -63,10 +63,10 @@ def no_trace(
     Args:
         module: Attached to its Trainer.
         without: Modules in it that do not run, with all that is in them.
-        is_timed: Whether somebody takes the time of what runs. Otherwise every operation is
-            looked at: tensors are copied only when they are to change, and so are parameters,
-            which a ``training_step`` may average by itself.
-        puts_draws_back: Whether random generators are as before, too.
+        is_timed: Whether the runs inside are timed. Otherwise every operation is watched: a tensor
+            is copied just before it changes, and so are parameters, which a ``training_step`` may
+            average by itself.
+        puts_draws_back: Whether random generators are restored, too.
     """
     skipped = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in skipped]
@@ -325,7 +325,7 @@ class OptimizerSettings:
     """What `StageOptimizer` is built from.
 
     Args:
-        class_name: As `optimizer_class_name` has it.
+        class_name: The name that `optimizer_class_name` returns.
         defaults: The optimizer's own.
         options: Those of its first parameter group.
     """
@@ -364,17 +364,17 @@ def step_like(
     settings: OptimizerSettings,
     device: torch.device,
     clock: Clock,
-) -> OptimizerMeasurement:
+) -> m.OptimizerMeasured:
     """What a step over parameters like these takes. They themselves stay as they are."""
     found = [_step_like_one(p, settings, device, clock) for p in parameters if p.requires_grad]
-    return OptimizerMeasurement(
+    return m.OptimizerMeasured(
         sum(one.step_seconds for one in found), sum(one.state_bytes for one in found)
     )
 
 
 def _step_like_one(
     parameter: nn.Parameter, settings: OptimizerSettings, device: torch.device, clock: Clock
-) -> OptimizerMeasurement:
+) -> m.OptimizerMeasured:
     rows = max(1, _MOST_ELEMENTS * len(parameter) // parameter.numel()) if parameter.ndim else 1
     shape = (min(rows, len(parameter)), *parameter.shape[1:]) if parameter.ndim else ()
     twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
@@ -393,4 +393,4 @@ def _step_like_one(
     [seconds] = median_of_blocks(step, 0.0)
     scale = parameter.numel() / max(twin.numel(), 1)
     num_bytes = round(state_bytes(optimizer.state().values()) * scale)
-    return OptimizerMeasurement(seconds * scale, num_bytes)
+    return m.OptimizerMeasured(seconds * scale, num_bytes)

@@ -1,21 +1,14 @@
-"""The coordinator's own ends, run as in training with layers that only pass hidden states on.
+"""Runs the coordinator's own ends, embedding and head, while no layer computes.
 
-start ─ embedding ─▶ enter │ layers pass │ leave ─ head, loss ─▶ end      forward
-      ◀─ embedding ─       │             │       ◀─ loss, head ─          backward
+    start ─ embedding ─▶ enter │ layers pass │ leave ─ head, loss ─▶ end      forward
+          ◀─ embedding ─       │             │       ◀─ loss, head ─          backward
 
-Whether the input embedding may live on the first worker, where it gives a placeholder here.
+`PassingLayers` return their hidden states, or zeros where a layer would change the shape, and
+record how the model calls them. So the ends can be timed without the layers.
 
-By what it is: an `nn.Embedding` of the Hugging Face model with the layers, by itself, and all that
-trains before these. By what the model does with it: token ids come in, and what comes out enters
-the first layer as it is and goes nowhere else.
-
-Layers that compute nothing: they pass hidden states on, and note how the model calls them.
-
-    embedding ─▶ layer 0 ─▶ layer 1 ─▶ … ─▶ layer n ─▶ head
-                 enter                      leave(hidden) ─▶ what the head gets
-
-Where a layer would change the shape of the hidden states, zeros of the other shape go on. So the
-coordinator's own parts can be run, and their time taken, while no layer computes.
+The same runs tell whether the input embedding may be on the first worker. It must be an
+`nn.Embedding` of the Hugging Face model that contains the layers, and the only trained parameter
+before them; it must take token ids alone; and only the first layer may use its output, unchanged.
 """
 
 from __future__ import annotations
@@ -39,19 +32,20 @@ from ..model.layer_call import LayerCall, expected_result, take_hidden, without_
 from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alone, find_embedding
 from ..model.override import ForwardOverride
 from ..model.tensors import ends_of
-from ..pipeline.bench import Clock, Measurement, median_of_blocks
+from ..pipeline.bench import Clock, median_of_blocks
 from ..pipeline.handover import surroundings_here
 from ..pipeline.results import loss_of
 from ..pipeline.stage import Surroundings
+from ..protocol import messages as m
 
 
 def embedding_to_leave(root: nn.Module, layers: Sequence[DecoderLayer]) -> nn.Module | None:
-    """The input embedding, if it could be on a worker by what it is."""
+    """The input embedding, if its class and place in the model allow it to be on a worker."""
     try:
         found = find_embedding(root, layers)
         check_layers_stand_alone(root, [[found]])
-        nobody = _Nobody()
-        HollowLayers({EMBEDDING_LAYER: found}, nobody.exchange, nobody).check()
+        workers = _NoWorkers()
+        HollowLayers({EMBEDDING_LAYER: found}, workers.exchange, workers).check()
     except ModelError:
         return None
     before, _ = ends_of(root, layers)
@@ -61,7 +55,7 @@ def embedding_to_leave(root: nn.Module, layers: Sequence[DecoderLayer]) -> nn.Mo
     return found.module if is_all else None
 
 
-class _Nobody:
+class _NoWorkers:
     """Stands for the workers of layers that are only checked."""
 
     def exchange(
@@ -81,8 +75,10 @@ def _refuse() -> NoReturn:
 
 
 class Unreadable:
-    """Inside, an embedding gives no numbers, so that whatever is computed with them is none, and
-    its weight asks for a gradient, so that whoever reads it by itself can be told.
+    """Inside, an embedding returns NaN and its weight requires a gradient.
+
+    Everything computed from its output is NaN then, and every other use of its weight shows up in
+    the gradient.
 
     Args:
         embedding: Of a model that runs inside.
@@ -112,7 +108,7 @@ class Unreadable:
         return gradient is not None
 
     def is_what_entered(self, entered: Sequence[Tensor]) -> bool:
-        """Whether these are what it gave, each once, untouched and for token ids alone."""
+        """Whether these are the embedding's outputs, each once, unchanged, for token ids alone."""
         return (
             self._is_plain
             and len(self._given) == len(entered)
@@ -142,11 +138,11 @@ class PassingLayers:
             result.
         outputs: Makes up what a layer would add to the outputs that the model collects.
         enter: Called with the hidden states before the first layer, and with its call.
-        leave: Called with those behind the last layer; the model goes on with what it returns.
+        leave: Called with the hidden states behind the last layer; returns those for the head.
 
     Attributes:
-        inputs: The form of the hidden states that came into each layer, on ``meta``.
-        calls: How each was called, both at the first time.
+        inputs: The form of each layer's first hidden states, on ``meta``.
+        calls: How each layer was called first.
     """
 
     def __init__(
@@ -233,7 +229,7 @@ class Example:
 
     Args:
         inputs: The form of the hidden states that come into each layer, on ``meta``.
-        wants_gradient: Whether those before the first one have a backward.
+        wants_gradient: Whether the hidden states before the first layer have a backward.
         surroundings: What the layers run under, and how the model called each, by their numbers.
     """
 
@@ -252,8 +248,8 @@ class Example:
 class Ends:
     """What the coordinator's own ends took."""
 
-    embedding: Measurement
-    head: Measurement
+    embedding: m.LayerMeasured
+    head: m.LayerMeasured
 
 
 @dataclass
@@ -345,8 +341,8 @@ class EndsRunner:
         return Example(passing.inputs, wants_gradient, passed.around, passing.calls)
 
     def only_layers_read(self, embedding: nn.Module, batch: Any) -> bool:
-        """Whether what an embedding gives enters the first layer as it is and goes nowhere else,
-        and nobody reads its weight."""
+        """Whether only the first layer uses an embedding's output, unchanged, and no other code
+        reads its weight."""
         passed = _AnythingBehind(self._clock, self.device, None)
         with Unreadable(embedding) as unreadable:
             loss, _ = self._forward(batch, passed)
@@ -369,10 +365,10 @@ class EndsRunner:
         _, kept, _, with_loss, _, _ = metered.taken_bytes
         _, embedding_peak, _, head_peak, loss_peak, last_peak = metered.peak_bytes
         return Ends(
-            Measurement(
+            m.LayerMeasured(
                 embedding_forward, embedding_backward, kept, max(embedding_peak, last_peak)
             ),
-            Measurement(
+            m.LayerMeasured(
                 head_forward,
                 head_backward,
                 max(0, with_loss - kept),

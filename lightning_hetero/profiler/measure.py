@@ -1,7 +1,4 @@
-"""Measures what is not known of a model: its ends and layers here, layers on workers, and links.
-
-Measures in this process: the coordinator's ends, and layers as they would run here.
-"""
+"""Measures a model: its ends and layers here, its layers on workers, and the links between them."""
 
 from __future__ import annotations
 
@@ -20,36 +17,41 @@ from torch import nn
 
 from ..coordinator.progress import progress_of_parts
 from ..coordinator.session import Coordinator
-from ..devices.description import DeviceDescription
-from ..errors import StageFailed
+from ..errors import RemoteProtocolError, StageFailed
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of
-from ..pipeline.bench import Clock, Failed, Measurement, OptimizerMeasurement, attempt
+from ..pipeline.bench import Clock, attempt
+from ..pipeline.codec import Content
 from ..plan import COORDINATOR, Dtype
-from ..planner.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Timing
+from ..planner.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Timing, fit_link
+from ..protocol import messages as m
+from ..transport.link_probe import measure_link, payload
 from .dry_run import step_like
 from .ends import Ends
-from .model_view import Cutting, Sighting, Subject, model_profile
-from .remote import measure_links, measure_on_workers, prepare_workers
-from .schedule import (
-    LayerJob,
+from .model_view import Cutting, LayerJob, Sighting, Subject, model_profile
+from .trials import (
+    DeviceResult,
     LayerSchedule,
+    Tick,
+    Trials,
     change_of_speed,
     dtypes_to_measure,
+    failure,
+    first_again,
     is_worth_repeating,
     layer_jobs,
-    patience_seconds,
+    lead_here,
+    lead_on_workers,
+    timing_of,
+    trials,
 )
-from .schedule import patience_seconds as patience_for
-from .trials import DeviceResult, Trials, first_again, run_here, timing_of, trials
-
-Tick = Callable[[], None]
+from .trials import patience_seconds as patience_for
 
 
 @dataclass(frozen=True)
 class EndsResult:
-    """What was measured of the coordinator's ends, and the largest micro-batch that fits if a
-    larger one did not."""
+    """The times of the coordinator's ends, and the largest micro-batch that fits if a larger one
+    did not."""
 
     timings: list[Timing]
     largest_micro_batch: int | None = None
@@ -58,13 +60,13 @@ class EndsResult:
 def measure_ends(
     sighting: Sighting, cutting: Cutting, budget_seconds: float, clock: Clock, tick: Tick
 ) -> EndsResult:
-    """Embedding, head and loss at every size that memory and time allow; the smallest in any case.
+    """Measure embedding, head and loss at every size that memory and time allow, at least one.
 
     Raises:
         StageFailed: If the ends cannot be run.
     """
     sizes = sorted(sighting.subject.examples)
-    patience = patience_seconds(budget_seconds, len(sizes))
+    patience = patience_for(budget_seconds, len(sizes))
     if cutting.at_boundary:
         return _measure_whole(sighting, cutting, patience, tick)
     timings: list[Timing] = []
@@ -76,7 +78,7 @@ def measure_ends(
             break
         found = _measure_batch(sighting, cutting.sample.first(size), patience)
         tick()
-        if isinstance(found, Failed):
+        if isinstance(found, m.NotMeasured):
             _check_only_memory(found, size)
             return EndsResult(timings, max((t.micro_batch_size for t in timings), default=0))
         timings += _timings(sighting, size, found)
@@ -87,11 +89,11 @@ def measure_ends(
 def _measure_whole(
     sighting: Sighting, cutting: Cutting, patience_seconds: float, tick: Tick
 ) -> EndsResult:
-    """The ends run once for a batch, so each micro-batch has its part of that."""
+    """Measure ends that run once per batch: each micro-batch gets its share of the time."""
     found = _measure_batch(sighting, cutting.sample.batch, patience_seconds)
     tick()
-    if isinstance(found, Failed):
-        raise _failure(found, sighting.batch_size)
+    if isinstance(found, m.NotMeasured):
+        raise _ends_failed(found, sighting.batch_size)
     timings = []
     for size in sorted(sighting.subject.examples):
         share = size / sighting.batch_size
@@ -100,8 +102,8 @@ def _measure_whole(
     return EndsResult(timings)
 
 
-def _part(whole: Measurement, share: float) -> Measurement:
-    return Measurement(
+def _part(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
+    return m.LayerMeasured(
         whole.forward_seconds * share,
         whole.backward_seconds * share,
         round(whole.saved_bytes * share),
@@ -109,7 +111,9 @@ def _part(whole: Measurement, share: float) -> Measurement:
     )
 
 
-def _measure_batch(sighting: Sighting, batch: object, patience_seconds: float) -> Ends | Failed:
+def _measure_batch(
+    sighting: Sighting, batch: object, patience_seconds: float
+) -> Ends | m.NotMeasured:
     measure = partial(sighting.runner.measure, batch, patience_seconds)
     return attempt(measure, sighting.bench.device)
 
@@ -120,39 +124,106 @@ def _timings(sighting: Sighting, size: int, ends: Ends) -> list[Timing]:
     return [timing_of(LayerJob(dtype, size, part, False), taken) for part, taken in found]
 
 
-def _check_only_memory(failed: Failed, size: int) -> None:
+def _check_only_memory(failed: m.NotMeasured, size: int) -> None:
     if not failed.is_out_of_memory or size == 1:
-        raise _failure(failed, size)
+        raise _ends_failed(failed, size)
     rank_zero_info(f"the coordinator has not enough memory for its ends on {size} samples")
 
 
-def _failure(failed: Failed, size: int) -> StageFailed:
-    return StageFailed(
-        f"The coordinator failed while it measured `training_step` on {size} samples: "
-        f"{failed.reason}\n\n{failed.traceback}"
-    )
+def _ends_failed(failed: m.NotMeasured, size: int) -> StageFailed:
+    what = f"The coordinator failed while it measured `training_step` on {size} samples"
+    return failure(what, failed)
 
 
-def lead_trials(sighting: Sighting, trials: Trials, tick: Tick) -> DeviceResult:
-    """Lead trials with this process's own bench."""
-    try:
-        trial = next(trials)
-        while True:
-            outcome = run_here(sighting.bench, trial)
-            tick()
-            trial = trials.send(outcome)
-    except StopIteration as end:
-        result: DeviceResult = end.value
-        return result
+def describe_workers(
+    coordinator: Coordinator, names: Sequence[str]
+) -> dict[str, m.DeviceDescribed]:
+    """The devices of workers, in the order of the names."""
+    connections = coordinator.connections
+    for name in names:
+        connections.send(connections.named(name), m.DescribeDevice())
+    found: dict[str, m.DeviceDescribed] = {}
+    while len(found) < len(names):
+        worker, frame = connections.receive()
+        if isinstance(frame.message, m.DeviceDescribed):
+            found[worker.name] = frame.message
+    return {name: found[name] for name in names}
 
 
-# Of the time budget; each part has its share from when it begins.
+def prepare_workers(coordinator: Coordinator, names: Sequence[str], content: Content) -> None:
+    """Have workers build the layers that they will measure.
+
+    Raises:
+        StageFailed: If one cannot.
+    """
+    message, tensors = content
+    connections = coordinator.connections
+    for name in names:
+        connections.send(connections.named(name), message, *tensors)
+    waiting = set(names)
+    while waiting:
+        worker, frame = connections.receive()
+        if isinstance(frame.message, m.NotMeasured):
+            what = f"{worker.name} cannot build the layers that it is to measure"
+            raise failure(what, frame.message)
+        waiting.discard(worker.name)
+
+
+def measure_links(
+    coordinator: Coordinator,
+    pairs: Sequence[tuple[str, str]],
+    seconds: float,
+    tick: Callable[[], None],
+) -> Iterator[Link]:
+    """Both directions of each pair, one pair after the other so that none slows another."""
+    for first, second in pairs:
+        patience_seconds = seconds / len(pairs)
+        if first == COORDINATOR:
+            found = _link_from_here(coordinator, second, patience_seconds)
+        else:
+            found = _link_between(coordinator, first, second, patience_seconds)
+        tick()
+        yield fit_link(first, second, [(s.num_bytes, s.seconds) for s in found.there])
+        yield fit_link(second, first, [(s.num_bytes, s.seconds) for s in found.back])
+
+
+def _link_from_here(coordinator: Coordinator, name: str, patience_seconds: float) -> m.LinkMeasured:
+    connections = coordinator.connections
+    worker = connections.named(name)
+
+    def exchange(there_bytes: int, back_bytes: int) -> None:
+        connections.send(worker, m.Probe(back_bytes), *payload(there_bytes))
+        _, frame = connections.receive()
+        if not isinstance(frame.message, m.ProbeAnswer):
+            raise RemoteProtocolError(f"{name} answered a probe with {frame.message}.")
+
+    return measure_link(exchange, patience_seconds)
+
+
+def _link_between(
+    coordinator: Coordinator, first: str, second: str, patience_seconds: float
+) -> m.LinkMeasured:
+    connections = coordinator.connections
+    address = str(connections.named(second).address)
+    connections.send(connections.named(first), m.MeasureLink(address, patience_seconds))
+    _, frame = connections.receive()
+    if isinstance(frame.message, m.NotMeasured):
+        raise failure(
+            f"{first} could not measure its link to {second}, which may become its neighbor",
+            frame.message,
+        )
+    if not isinstance(frame.message, m.LinkMeasured):
+        raise RemoteProtocolError(f"{first} measured a link and answered {frame.message}.")
+    return frame.message
+
+
+# Shares of the time budget; each part's share starts when the part begins.
 _SHARE_OF_ENDS = 0.15
 _SHARE_OF_LAYERS_HERE = 0.3
 _SHARE_OF_WORKERS = 0.4
 _SHARE_OF_LINKS = 0.15
 
-# Below this nobody needs a progress bar.
+# A shorter time budget needs no progress bar.
 _PROGRESS_FROM_SECONDS = 5.0
 
 
@@ -161,13 +232,13 @@ class ProfilingOptions:
     """How a model is measured on its devices.
 
     Args:
-        budget_seconds: About how long it may take; one pass of each kind of layer on each device is
-            made in any case.
+        budget_seconds: About how long it may take; each kind of layer runs at least once on each
+            device.
         micro_batch_sizes: Samples of the micro-batches; None for 1, 2, 4, … up to the batch.
         dtypes: What layers on workers multiply in besides the user's precision; None for float32,
-            and on a device that does not do that precision well for all that it does.
-        path: The file that is read and written; None for one in the cache folder.
-        force: Measure, whatever the file says.
+            and for all its dtypes on a device that is slow in that precision.
+        path: The profile's file; None for one in the cache folder.
+        force: Measure even what the file has.
     """
 
     budget_seconds: float = 60.0
@@ -191,7 +262,7 @@ class ProfilingOptions:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be measured.
+    """The devices and links to measure.
 
     Args:
         devices: Names of processes.
@@ -203,7 +274,7 @@ class Wanted:
 
     @property
     def workers(self) -> list[str]:
-        """The devices but the coordinator's."""
+        """The devices without the coordinator's."""
         return [name for name in self.devices if name != COORDINATOR]
 
 
@@ -212,10 +283,10 @@ class Found:
     """What was measured.
 
     Args:
-        devices: Those that were wanted.
-        links: Both directions of the pairs that were wanted.
-        model: What the planner has to know of the model.
-        model_is_measured: Whether the optimizer's part of that was measured too.
+        devices: The wanted devices.
+        links: Both directions of the wanted pairs.
+        model: What the planner needs to know of the model.
+        model_is_measured: Whether that includes the optimizer's part.
         batch_size: Samples in a training batch.
     """
 
@@ -228,7 +299,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Measuring:
-    """Measures a model that was looked at.
+    """Measures a model after its dry run.
 
     Args:
         module: The LightningModule, attached to its Trainer.
@@ -248,7 +319,7 @@ class Measuring:
     options: ProfilingOptions
     sighting: Sighting
     cutting: Cutting
-    described: Mapping[str, DeviceDescription]
+    described: Mapping[str, m.DeviceDescribed]
     fingerprint: str
     clock: Clock = time.perf_counter
 
@@ -256,7 +327,7 @@ class Measuring:
         """Measure devices and links.
 
         Raises:
-            WorkerError: If a worker is lost, or somebody cannot run a layer.
+            WorkerError: If a worker is lost, or a process cannot run a layer.
         """
         jobs = {name: self._jobs(name) for name in wanted.devices}
         num_ticks = sum(map(len, jobs.values())) + len(wanted.pairs)
@@ -266,7 +337,7 @@ class Measuring:
             if COORDINATOR in wanted.devices:
                 ends = self._measure_ends(tick)
                 trials_here = self._trials(COORDINATOR, jobs)
-                results[COORDINATOR] = here = lead_trials(self.sighting, trials_here, tick)
+                results[COORDINATOR] = here = lead_here(self.sighting.bench, trials_here, tick)
                 here.optimizers.update(self._optimizers_of_ends())
             self.sighting.bench.forget()
             results.update(self._measure_workers(wanted.workers, jobs, tick))
@@ -310,21 +381,21 @@ class Measuring:
     def _warn_of_changes(
         self, results: Mapping[str, DeviceResult], jobs: Mapping[str, list[LayerJob]]
     ) -> None:
-        """Say whose speed is no more what it was when it was measured."""
+        """Warn of devices whose speed has changed since they were measured."""
         again = {name: self._again(name, found, jobs[name]) for name, found in results.items()}
         repeated = {name: trials for name, trials in again.items() if trials is not None}
         found = {}
         if (here := repeated.pop(COORDINATOR, None)) is not None:
-            found[COORDINATOR] = lead_trials(self.sighting, here, _no_tick)
+            found[COORDINATOR] = lead_here(self.sighting.bench, here, _no_tick)
             self.sighting.bench.forget()
-        found.update(measure_on_workers(self.coordinator, repeated, _no_tick))
+        found.update(lead_on_workers(self.coordinator, repeated, _no_tick))
         for name, result in found.items():
             for timing in result.timings:
                 if told := change_of_speed(name, results[name].timings[0], timing):
                     rank_zero_warn(told)
 
     def _again(self, name: str, found: DeviceResult, jobs: Sequence[LayerJob]) -> Trials | None:
-        """Its first trial once more; None without one, or if that would tell little."""
+        """A device's first trial again; None if it has none, or if repeating it tells little."""
         seconds = self._seconds(_share_of(name))
         patience = patience_for(seconds, len(jobs))
         if found.timings and is_worth_repeating(found.timings[0], patience, seconds):
@@ -332,14 +403,14 @@ class Measuring:
         return None
 
     def _trials(self, name: str, jobs: Mapping[str, list[LayerJob]]) -> Trials:
-        """The trials of one device, from now on."""
+        """The trials of one device, starting now."""
         seconds = self._seconds(_share_of(name))
         schedule = LayerSchedule(jobs[name], self.clock() + seconds, self._free_bytes(name))
         patience = patience_for(seconds, len(jobs[name]))
         return trials(self._subject, schedule, patience, self.clock, name)
 
     def _free_bytes(self, name: str) -> int:
-        """A device's part of what is free where it is."""
+        """A device's share of the free memory."""
         sharers = Counter(described.memory for described in self.described.values())
         described = self.described[name]
         return described.free_bytes // sharers[described.memory]
@@ -351,9 +422,9 @@ class Measuring:
             return {}
         prepare_workers(self.coordinator, names, self._subject.blueprint.for_workers())
         trials_of = {name: self._trials(name, jobs) for name in names}
-        return measure_on_workers(self.coordinator, trials_of, tick)
+        return lead_on_workers(self.coordinator, trials_of, tick)
 
-    def _optimizers_of_ends(self) -> dict[str, OptimizerMeasurement]:
+    def _optimizers_of_ends(self) -> dict[str, m.OptimizerMeasured]:
         found = {}
         optimizer, device = self._subject.optimizer, self.sighting.bench.device
         if optimizer is not None:
@@ -367,7 +438,7 @@ class Measuring:
         described, is_here = self.described[name], name == COORDINATOR
         limits = [result.largest_micro_batch]
         if is_here:
-            # Without memory for a single layer it still has its ends.
+            # The coordinator has its ends even without memory for a layer.
             limits = [result.largest_micro_batch or None, ends.largest_micro_batch]
         return DeviceProfile(
             name=name,
@@ -391,17 +462,17 @@ class Measuring:
 
 
 def _share_of(name: str) -> float:
-    """Of the time budget, for the layers on one device."""
+    """The share of the time budget for the layers on one device."""
     return _SHARE_OF_LAYERS_HERE if name == COORDINATOR else _SHARE_OF_WORKERS
 
 
 def _no_tick() -> None:
-    """What takes no time worth a bar."""
+    """For measurements that are too short for a progress bar."""
 
 
-def _optimizers(results: Mapping[str, DeviceResult]) -> dict[str, OptimizerMeasurement]:
-    """What the optimizer takes for each part, on the first device where that was measured."""
-    found: dict[str, OptimizerMeasurement] = {}
+def _optimizers(results: Mapping[str, DeviceResult]) -> dict[str, m.OptimizerMeasured]:
+    """The optimizer's step for each part, on the first device that measured it."""
+    found: dict[str, m.OptimizerMeasured] = {}
     for result in results.values():
         found = {**result.optimizers, **found}
     return found

@@ -1,16 +1,11 @@
-"""Looks at a model in its run: its kinds of layers, and what it passes to them.
-
-What is measured: layers of each kind, how the model calls them, and what steps over them.
-
-What the planner has to know of a model, wherever its parts are.
-"""
+"""What a dry run shows of a model: kinds of layers, their calls, and its part of the profile."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -21,20 +16,29 @@ from ..devices.device import device_for, is_out_of_memory
 from ..errors import BatchError, ModelError
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
-from ..pipeline.bench import Bench, Clock, LayerTrial, OptimizerMeasurement, OptimizerTrial
+from ..pipeline.bench import Bench, Clock, LayerTrial, OptimizerTrial
 from ..pipeline.handover import Request, first_of_request
 from ..plan import Dtype
 from ..planner.profile import EMBEDDING, HEAD, ModelProfile, Part
+from ..protocol import messages as m
 from ..protocol.tensors import DTYPES, dtype_name
 from .dry_run import OptimizerSettings, SampleBatch
 from .ends import EndsRunner, Example, embedding_to_leave
 from .sample_layers import Blueprint, MadeUpOutputs, kinds_of_layers, wants_gradient
-from .schedule import LayerJob, micro_batch_sizes
+
+
+class LayerJob(NamedTuple):
+    """One kind of layer, to be run forward and backward in one way."""
+
+    dtype: Dtype
+    micro_batch_size: int
+    kind: str
+    recompute: bool
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with everything that a device needs to be measured on it.
+    """A model with everything that a device needs to measure it.
 
     Args:
         blueprint: One layer of each kind.
@@ -97,8 +101,8 @@ class Subject:
 
 
 def cut_example(whole: Example, sizes: Sequence[int]) -> dict[int, Example]:
-    """Examples for micro-batches that are cut where the layers begin; only the whole one, if they
-    cannot be."""
+    """Examples for micro-batches that are cut before the first layer; only the whole one if they
+    cannot be cut."""
     calls = list(whole.calls.values())
     request = Request(whole.hidden, replace(whole.surroundings, calls=calls))
     found = {}
@@ -133,10 +137,10 @@ class Cutting:
 
 @dataclass(frozen=True)
 class Sighting:
-    """A model that was looked at.
+    """A model after its dry run.
 
     Args:
-        subject: What is to be measured of it.
+        subject: What to measure.
         bench: Where its layers are measured in this process.
         runner: Runs its ends.
         batch_size: Samples in a training batch; one, if it cannot be cut.
@@ -155,10 +159,10 @@ def sight(
     optimizer: OptimizerSettings | None,
     clock: Clock,
 ) -> Sighting:
-    """Look at a model by running ``training_step`` while no layer computes.
+    """Run ``training_step`` while no layer computes, to see how the model calls its layers.
 
     Args:
-        module: Attached to its Trainer; what is no layer of it is on its device.
+        module: Attached to its Trainer; all modules but its layers are on their device.
         layers: All its decoder layers.
         cutting: How training batches become micro-batches.
         optimizer: What steps over the parameters.
@@ -193,7 +197,7 @@ def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Exam
         batch_size = whole.hidden.shape[0]
         return batch_size, cut_example(whole, _sizes(batch_size, cutting))
     if cutting.sample.size is None:
-        # A batch that runs in one piece is one sample, so that nobody plans to cut it.
+        # A batch that runs in one piece counts as one sample, so that no plan cuts it.
         return 1, {1: runner.example(cutting.sample.batch)}
     sizes = _sizes(cutting.sample.size, cutting)
     examples: dict[int, Example] = {}
@@ -224,6 +228,12 @@ def _embedding_may_leave(
     return runner.only_layers_read(embedding, batch)
 
 
+def micro_batch_sizes(batch_size: int) -> list[int]:
+    """1, 2, 4, … and the whole batch."""
+    powers = [2**exponent for exponent in range(batch_size.bit_length())]
+    return sorted({*powers, batch_size})
+
+
 def _sizes(batch_size: int, cutting: Cutting) -> list[int]:
     if cutting.sizes is None:
         return micro_batch_sizes(batch_size)
@@ -231,7 +241,7 @@ def _sizes(batch_size: int, cutting: Cutting) -> list[int]:
 
 
 def _dtype(example: Example) -> Dtype:
-    """What the user's precision multiplies in; one that plans do not know goes as float32."""
+    """The compute dtype of the user's precision; float32 for one that plans do not know."""
     dtype = example.surroundings.autocast_dtype or example.hidden.dtype
     name: Dtype
     for name in get_args(Dtype):
@@ -244,7 +254,7 @@ def model_profile(
     root: nn.Module,
     layers: Sequence[DecoderLayer],
     subject: Subject,
-    optimizers: Mapping[str, OptimizerMeasurement],
+    optimizers: Mapping[str, m.OptimizerMeasured],
     fingerprint: str,
 ) -> ModelProfile:
     """A model's part of the profile.
@@ -274,9 +284,7 @@ def model_profile(
     )
 
 
-def _layer_part(
-    subject: Subject, kind: str, optimizers: Mapping[str, OptimizerMeasurement]
-) -> Part:
+def _layer_part(subject: Subject, kind: str, optimizers: Mapping[str, m.OptimizerMeasured]) -> Part:
     number = subject.blueprint.number_of(kind)
     layer = subject.blueprint.layers[number]
     plain = stored_bytes({number: layer})
@@ -298,7 +306,7 @@ def _layer_part(
 
 
 def _end_parts(
-    root: nn.Module, layers: Sequence[DecoderLayer], optimizers: Mapping[str, OptimizerMeasurement]
+    root: nn.Module, layers: Sequence[DecoderLayer], optimizers: Mapping[str, m.OptimizerMeasured]
 ) -> list[Part]:
     parts = []
     for name, tensors in zip((EMBEDDING, HEAD), ends_of(root, layers), strict=True):
@@ -315,5 +323,5 @@ def _end_parts(
     return parts
 
 
-def _state_bytes(optimizers: Mapping[str, OptimizerMeasurement], part: str) -> int:
+def _state_bytes(optimizers: Mapping[str, m.OptimizerMeasured], part: str) -> int:
     return optimizers[part].state_bytes if part in optimizers else 0

@@ -1,8 +1,7 @@
-"""From a Trainer that is about to train to the profile of its model on its devices.
+"""A profiling run: read the cached profile, measure what it lacks, write it back.
 
-The file of what was measured: where it is, what it is for, and whether it is to be believed.
-
-Puts what was measured on each device together, and to what was measured before.
+The cache holds one file per model and per setting that the measured times depend on. A device
+that has changed since, or that has other libraries now, is measured again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from msgspec import structs
 
 from ..atomic_file import replacing
 from ..coordinator.session import Coordinator
-from ..devices.description import DeviceDescription, describe_device
+from ..devices.description import describe_device
 from ..devices.main_memory import give_back_free_memory
 from ..errors import ProfileError
 from ..model.hollow import hold_in_place, let_move
@@ -35,6 +34,7 @@ from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..pipeline.bench import Clock
 from ..plan import COORDINATOR
 from ..planner.profile import VERSION, DeviceProfile, Link, Profile
+from ..protocol import messages as m
 from .dry_run import (
     OptimizerSettings,
     SampleBatch,
@@ -44,9 +44,8 @@ from .dry_run import (
     with_optimizers,
 )
 from .ends import embedding_to_leave
-from .measure import Found, Measuring, ProfilingOptions, Wanted
+from .measure import Found, Measuring, ProfilingOptions, Wanted, describe_workers
 from .model_view import Cutting, sight
-from .remote import describe_workers
 from .sample_layers import fingerprint
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ _NUM_DIGITS = 12
 
 
 def cache_folder() -> Path:
-    """Where programs of this user keep what can be made again."""
+    """The folder of this user's cached profiles."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     # As its specification says, a relative one is invalid and ignored.
     base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
@@ -64,12 +63,12 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a profile is of.
+    """The model and the settings that a profile is for.
 
     Args:
-        model_name: The LightningModule's class, for people.
+        model_name: The LightningModule's class.
         fingerprint: Tells the model from others.
-        settings: What else measurements hold for.
+        settings: What else the measured times depend on.
     """
 
     model_name: str
@@ -78,23 +77,23 @@ class Identity:
 
 
 def cache_file(identity: Identity) -> Path:
-    """The file for a model and for what its measurements hold for."""
+    """The cache file of a model and its settings."""
     text = repr((identity.fingerprint, sorted(identity.settings.items())))
     digest = hashlib.sha256(text.encode()).hexdigest()[:_NUM_DIGITS]
     return cache_folder() / f"{identity.model_name}-{digest}.yaml"
 
 
 def read_known(path: Path, identity: Identity) -> Profile | None:
-    """What the file knows of this model; None, with a line that says why, where it is of no use."""
+    """The cached profile of this model; None, with a log line, if it cannot be used."""
     if not path.exists():
         return None
     try:
         profile = Profile.from_yaml(path)
     except ProfileError as error:
-        rank_zero_info(f"The profile is measured anew. {error}")
+        rank_zero_info(f"The profile is measured again. {error}")
         return None
     if profile.model.fingerprint != identity.fingerprint:
-        rank_zero_info(f"{path} is the profile of another model, so this one is measured anew.")
+        rank_zero_info(f"{path} is the profile of another model, so this one is measured again.")
         return None
     settings = identity.settings
     differing = [
@@ -103,71 +102,50 @@ def read_known(path: Path, identity: Identity) -> Profile | None:
         if settings.get(key) != profile.settings.get(key)
     ]
     if differing:
-        rank_zero_info(f"The profile {path} is measured anew: other {', '.join(differing)}.")
+        rank_zero_info(f"The profile {path} is measured again: other {', '.join(differing)}.")
         return None
     return profile
 
 
 def write_known(path: Path, profile: Profile) -> None:
-    """Put the profile into the file at once; a reader sees the old one or the new one.
+    """Write the cache file; a reader sees the old one or the new one.
 
-    What is measured holds without the file, so a folder that cannot be written to is only said.
+    The profile is valid without its file, so a file that cannot be written is only logged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, mode=0o600) as file:
             file.write(profile.as_yaml().encode())
     except OSError as error:
-        rank_zero_info(f"The profile cannot be kept in {path}: {error}.")
+        rank_zero_info(f"The profile cannot be written to {path}: {error}.")
     else:
         rank_zero_info(f"what was measured is kept in {path}")
 
 
-@dataclass(frozen=True)
-class Station:
-    """A process as it is now, measured or not.
-
-    Args:
-        name: As plans call it.
-        device: What it computes on.
-        memory: Which memory it has; stations of one share it.
-        free_bytes: What is free of that.
-        base_bytes: What the process takes already, without the model.
-        held_bytes: What it holds of the model before that is put where it belongs.
-        versions: Of libraries and drivers.
-    """
-
-    name: str
-    device: str
-    memory: str
-    free_bytes: int
-    base_bytes: int
-    versions: Mapping[str, str]
-    held_bytes: int = 0
-
-    def is_of(self, profile: DeviceProfile) -> bool:
-        """Whether a profile was measured here, with the same libraries."""
-        known = (profile.name, profile.device, profile.versions)
-        return known == (self.name, self.device, dict(self.versions))
+Described = Mapping[str, m.DeviceDescribed]
 
 
-def shared_memory_bytes(stations: Sequence[Station]) -> dict[str, int]:
-    """What each station may use, its base included; what is free is shared out evenly among those
-    of one memory."""
-    sharers = Counter(station.memory for station in stations)
+def shared_memory_bytes(described: Described) -> dict[str, int]:
+    """What each process may use: what it takes already, and an even share of the free memory that
+    it has in common with others."""
+    sharers = Counter(found.memory for found in described.values())
     return {
-        station.name: max(
-            1,
-            station.base_bytes + station.held_bytes + station.free_bytes // sharers[station.memory],
-        )
-        for station in stations
+        name: max(1, found.base_bytes + found.free_bytes // sharers[found.memory])
+        for name, found in described.items()
     }
 
 
-def with_present_memory(profile: Profile, stations: Sequence[Station]) -> Profile:
-    """The profile with the memory that its devices have now."""
-    memory_bytes = shared_memory_bytes(stations)
-    base_bytes = {station.name: station.base_bytes for station in stations}
+def with_present_memory(profile: Profile, described: Described, held_bytes: int) -> Profile:
+    """The profile with the memory that its devices have now.
+
+    Args:
+        profile: Of these devices.
+        described: The devices as they are now.
+        held_bytes: What the coordinator holds of the model, which the layers will free.
+    """
+    memory_bytes = shared_memory_bytes(described)
+    base_bytes = {name: found.base_bytes for name, found in described.items()}
+    base_bytes[COORDINATOR] = max(0, base_bytes.get(COORDINATOR, 0) - held_bytes)
     devices = [
         structs.replace(
             device, memory_bytes=memory_bytes[device.name], base_bytes=base_bytes[device.name]
@@ -177,21 +155,25 @@ def with_present_memory(profile: Profile, stations: Sequence[Station]) -> Profil
     return structs.replace(profile, devices=devices)
 
 
-def still_true(profile: Profile, stations: Sequence[Station]) -> Profile:
-    """The profile without what is now another device of the same name, or has other libraries."""
-    present = {station.name: station for station in stations}
+def still_true(profile: Profile, described: Described) -> Profile:
+    """The profile without devices that have changed, or that have other libraries now."""
     devices = [
         device
         for device in profile.devices
-        if device.name not in present or present[device.name].is_of(device)
+        if device.name not in described or _is_same(device, described[device.name])
     ]
     names = {device.name for device in devices}
     links = [link for link in profile.links if {*_ends(link)} <= names]
     return structs.replace(profile, devices=devices, links=links)
 
 
+def _is_same(device: DeviceProfile, described: m.DeviceDescribed) -> bool:
+    known = (device.device, device.versions)
+    return known == (described.device, described.versions)
+
+
 def merged(new: Profile, old: Profile | None) -> Profile:
-    """A profile with the devices and links of an older one that it does not have."""
+    """A profile, completed with the devices and links of an older one."""
     if old is None:
         return new
     names = {device.name for device in new.devices}
@@ -206,7 +188,7 @@ def merged(new: Profile, old: Profile | None) -> Profile:
 
 
 def restricted(profile: Profile, names: Sequence[str]) -> Profile:
-    """The profile of these devices alone, in this order."""
+    """The part of a profile that is about some devices, in their order."""
     return structs.replace(
         profile,
         devices=[profile.device(name) for name in names],
@@ -215,7 +197,7 @@ def restricted(profile: Profile, names: Sequence[str]) -> Profile:
 
 
 def pairs_without_link(names: Sequence[str], links: Iterable[Link]) -> list[tuple[str, str]]:
-    """Pairs of processes whose link has not been measured, each once."""
+    """Pairs of processes whose link was not measured, each once."""
     known = {_ends(link) for link in links}
     return [
         (first, second)
@@ -231,7 +213,7 @@ def _ends(link: Link) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ProfilingRun:
-    """A run whose model is measured before it is deployed.
+    """Measures the model of a run before it is deployed.
 
     Args:
         module: The LightningModule, attached to its Trainer.
@@ -252,12 +234,14 @@ class ProfilingRun:
     clock: Clock = time.perf_counter
 
     def profile(self) -> Profile:
-        """Read what is known, measure the rest, and keep both. The module and its Trainer are as
-        before, but for what is no decoder layer: that is on its device then.
+        """Read the cache, measure what it lacks, and write it.
+
+        Afterwards the module and its Trainer are as before, except that all modules but decoder
+        layers are on their device.
 
         Raises:
             NoSample: If there is no training batch to measure with.
-            WorkerError: If a worker is lost, or somebody cannot run a layer.
+            WorkerError: If a worker is lost, or a process cannot run a layer.
         """
         try:
             with no_trace(self.module, [layer.module for layer in self.layers]):
@@ -265,17 +249,16 @@ class ProfilingRun:
                 with with_optimizers(self.module) as optimizer:
                     return self._profile(sample, optimizer)
         finally:
-            # Optimizers that were only looked at may hold state of all parameters.
+            # The optimizers of the dry run may hold state for all parameters.
             gc.collect()
             give_back_free_memory()
 
     def _profile(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Profile:
         identity = self._identity(sample, optimizer)
         path = self.options.path or cache_file(identity)
-        described = self._describe()
-        stations = [self._station(name, found) for name, found in described.items()]
+        described, held_bytes = self._describe(), self._held_bytes()
         known = None if self.options.force else read_known(path, identity)
-        known = None if known is None else still_true(known, stations)
+        known = None if known is None else still_true(known, described)
         wanted = _wanted(list(described), known)
         if known is not None and not wanted.devices and not wanted.pairs:
             rank_zero_info(f"nothing is measured: {path} has the profile of this model here")
@@ -283,7 +266,8 @@ class ProfilingRun:
             found = self._measure(sample, optimizer, described, identity.fingerprint, wanted)
             known = merged(_joined(found, identity, known), known)
             write_known(path, known)
-        return with_present_memory(restricted(known, list(described)), stations)
+        here = restricted(known, list(described))
+        return with_present_memory(here, described, held_bytes)
 
     def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Identity:
         could_leave = embedding_to_leave(self.module, self.layers) is not None
@@ -299,32 +283,21 @@ class ProfilingRun:
         digest = fingerprint(self.module, self.layers)
         return Identity(type(self.module).__name__, digest, settings)
 
-    def _describe(self) -> dict[str, DeviceDescription]:
+    def _describe(self) -> dict[str, m.DeviceDescribed]:
         """The devices as they are now, the coordinator's first."""
         here = describe_device(self.module.trainer.strategy.root_device)
         return {COORDINATOR: here, **describe_workers(self.coordinator, self.workers)}
 
-    def _station(self, name: str, described: DeviceDescription) -> Station:
-        """A process as it is now. The coordinator may hold the whole model in main memory."""
-        held_bytes = 0
-        if name == COORDINATOR and described.base_bytes:
-            tensors = itertools.chain(self.module.parameters(), self.module.buffers())
-            held_bytes = sum(t.nbytes for t in tensors if t.device.type == "cpu")
-        return Station(
-            name=name,
-            device=described.device,
-            memory=described.memory,
-            free_bytes=described.free_bytes,
-            base_bytes=max(0, described.base_bytes - held_bytes),
-            versions=described.versions,
-            held_bytes=min(held_bytes, described.base_bytes),
-        )
+    def _held_bytes(self) -> int:
+        """What this process holds of the model in main memory."""
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        return sum(t.nbytes for t in tensors if t.device.type == "cpu")
 
     def _measure(
         self,
         sample: SampleBatch,
         optimizer: OptimizerSettings | None,
-        described: Mapping[str, DeviceDescription],
+        described: Mapping[str, m.DeviceDescribed],
         fingerprint: str,
         wanted: Wanted,
     ) -> Found:
@@ -347,7 +320,7 @@ class ProfilingRun:
 
 
 def _joined(found: Found, identity: Identity, known: Profile | None) -> Profile:
-    """What is measured now, with what was known of the model where the coordinator was not."""
+    """The new measurements; if the coordinator was not measured, with the known model."""
     model = found.model
     if known is not None and not found.model_is_measured:
         model = msgspec.structs.replace(known.model, embedding_may_leave=model.embedding_may_leave)
@@ -362,7 +335,7 @@ def _joined(found: Found, identity: Identity, known: Profile | None) -> Profile:
 
 
 def _wanted(names: Sequence[str], known: Profile | None) -> Wanted:
-    """What is not known of these processes."""
+    """The devices and links that a profile lacks."""
     measured = [] if known is None else [device.name for device in known.devices]
     links = [] if known is None else known.links
     return Wanted(
@@ -372,7 +345,7 @@ def _wanted(names: Sequence[str], known: Profile | None) -> Wanted:
 
 @contextmanager
 def _ends_here(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> Iterator[None]:
-    """Inside, what is no decoder layer has its weights, on its device; there it stays."""
+    """Inside, all modules but decoder layers have their weights on the device; they stay there."""
     weights = weights_in_checkpoint(module)
     device = module.trainer.strategy.root_device
     with ExitStack() as undo:

@@ -1,6 +1,6 @@
-"""One layer of each kind, as everybody who measures builds it.
+"""The kinds of layers of a model, and one sample layer of each kind to measure.
 
-Which layers cost alike, and what tells a model from others.
+Layers of one kind cost the same. The fingerprint of a model tells it from other models.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ..pipeline.bench import Bench, Clock, LayerTrial
 from ..pipeline.codec import Content
 from ..pipeline.handover import surroundings_here
 from ..pipeline.stage_layers import build_for_values, describe_parameters
-from .trial_codec import say_prepare
+from ..protocol import messages as m
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What layers are built from, here and on workers.
+    """Builds sample layers, here and on workers.
 
     Args:
         kinds: The kind of each layer of the model.
-        layers: One layer of the model for each kind, by its number.
-        recipe: Builds these.
-        buffers: The values of their buffers, as far as they are here.
+        layers: The sample layer of each kind, by its number.
+        recipe: Builds the sample layers.
+        buffers: The values of their buffers that are in this process.
     """
 
     kinds: list[str]
@@ -50,8 +50,8 @@ class Blueprint:
 
     @classmethod
     def draw(cls, root: nn.Module, layers: Sequence[DecoderLayer], kinds: list[str]) -> Blueprint:
-        """The blueprint for a model. The last layer of each kind stands for it: what comes into it
-        is like what comes into most others.
+        """The blueprint of a model. The sample of a kind is its last layer, whose input is like
+        that of most others.
 
         Raises:
             ModelError: If a layer cannot be rebuilt elsewhere.
@@ -68,7 +68,7 @@ class Blueprint:
         return cls(kinds, modules, write_recipe(root, chosen), buffers)
 
     def number_of(self, kind: str) -> int:
-        """The layer that stands for a kind."""
+        """The number of a kind's sample layer."""
         return next(number for number in self.layers if self.kinds[number] == kind)
 
     def build(self) -> nn.ModuleDict:
@@ -77,27 +77,29 @@ class Blueprint:
         return build_for_values(self.recipe.to_json(), specs, ImportedHere())
 
     def on_meta(self) -> dict[int, nn.Module]:
-        """For each layer of the model, the one that stands for it, without content."""
+        """For each layer of the model, the sample layer of its kind, without content."""
         built = self.build()
         for layer in built.values():
-            SilencedHooks(layer)  # nothing of theirs is to be collected
+            SilencedHooks(layer)  # Their outputs must not be collected.
         return {n: built[str(self.number_of(kind))] for n, kind in enumerate(self.kinds)}
 
     def bench(self, device: torch.device, clock: Clock = time.perf_counter) -> Bench:
-        """Where the layers are measured in this process."""
+        """The bench that measures the layers in this process."""
         return Bench(device, self.build, self.buffers, clock)
 
     def for_workers(self) -> Content:
-        """What a worker builds them from."""
-        return say_prepare(self.recipe, self.layers, self.buffers)
+        """The message from which a worker builds the layers."""
+        specs = describe_parameters(self.layers)
+        message = m.PrepareLayers(self.recipe.to_json(), specs, list(self.buffers))
+        return message, list(self.buffers.values())
 
 
 class MadeUpOutputs:
-    """Outputs such as layers add to those that a model collects, from layers with values made up.
+    """Makes up the outputs that layers add to those that a model collects.
 
     Args:
-        blueprint: The layers.
-        bench: Where they are run.
+        blueprint: The sample layers.
+        bench: Runs them.
     """
 
     def __init__(self, blueprint: Blueprint, bench: Bench) -> None:
@@ -162,15 +164,16 @@ def kinds_of_layers(layers: Sequence[DecoderLayer], first_wants_gradient: bool) 
 
 
 def wants_gradient(layers: Sequence[DecoderLayer], first: bool) -> list[bool]:
-    """Whether each layer's hidden states have a backward, if those of the first one have."""
+    """Whether the hidden states before each layer have a backward; ``first`` tells it of the
+    first layer."""
     trains = (_trains(layer.module) for layer in layers)
     found = itertools.accumulate(trains, lambda wanted, trained: wanted or trained, initial=first)
     return list(found)[: len(layers)]
 
 
 def fingerprint(root: nn.Module, layers: Sequence[DecoderLayer]) -> str:
-    """A digest of what a model's speed and sizes depend on: classes, shapes, what trains, how it is
-    stored, and which kernels it takes."""
+    """A digest of everything a model's speed and sizes depend on: classes, shapes, trained
+    parameters, storage and kernels."""
     digest = hashlib.sha256()
     inside = {module for layer in layers for module in layer.module.modules()}
     for layer in layers:

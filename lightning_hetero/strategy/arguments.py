@@ -1,4 +1,4 @@
-"""What is refused before a run, with a sentence that says what would do."""
+"""Checks before a run; each error names the remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
 
 
-# By the argument's name: whether a value will do, and what would.
+# By argument: whether a value is valid, and the valid values.
 _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "workers": (
         lambda value: _is_count(value, 0) or _are_texts(value) or value == "auto",
@@ -80,7 +80,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_arguments(**values: Any) -> None:
-    """Refuse an argument of the strategy that it would misunderstand.
+    """Refuse an invalid argument of the strategy.
 
     Raises:
         MisconfigurationException: With the argument's name.
@@ -92,10 +92,10 @@ def check_arguments(**values: Any) -> None:
 
 
 def check_not_compiled(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> None:
-    """Refuse `torch.compile` around or inside of layers that are to be handed over.
+    """Refuse `torch.compile` around or inside of decoder layers.
 
     Raises:
-        MisconfigurationException: With the name of what is compiled.
+        MisconfigurationException: With the name of the compiled module.
     """
     if module._compiler_ctx is not None:
         _refuse_compiled(type(module).__name__)
@@ -115,7 +115,7 @@ def _refuse_compiled(name: str) -> None:
 
 
 def warn_of_idle_devices(devices: Sequence[torch.device] | None) -> None:
-    """Say that this process computes on one device, whatever the Trainer was given."""
+    """Warn if the Trainer has several devices: this process computes on one."""
     if devices is not None and len(devices) > 1:
         rank_zero_warn(
             f"This process computes on {devices[0]} alone, so {len(devices) - 1} of the Trainer's "
@@ -124,10 +124,10 @@ def warn_of_idle_devices(devices: Sequence[torch.device] | None) -> None:
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that look into parameters which are not here.
+    """Refuse callbacks that read parameters which are on workers.
 
     Raises:
-        MisconfigurationException: With the callback's name and what does the same here.
+        MisconfigurationException: With the callback's name and its replacement.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (BaseFinetuning, ModelPruning)):
@@ -147,7 +147,7 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 
 def warn_of_batch_statistics(module: pl.LightningModule) -> None:
-    """Say that what is computed over a batch will be computed over a micro-batch."""
+    """Warn of BatchNorm: its statistics will be those of a micro-batch."""
     if any(isinstance(m, _BatchNorm) for m in module.modules()):
         rank_zero_warn(
             f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
@@ -157,7 +157,7 @@ def warn_of_batch_statistics(module: pl.LightningModule) -> None:
 
 
 def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that checks for overflows within its step: the stages would miss it.
+    """Refuse an optimizer that unscales gradients within its step: the stages would not do it.
 
     Raises:
         MisconfigurationException: With the optimizer's name.

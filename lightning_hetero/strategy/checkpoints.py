@@ -39,13 +39,13 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Lightning's own checkpoints; those on local disks are written without a copy in memory."""
+    """Writes Lightning's checkpoints; on a local disk, without a copy in memory."""
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write the file; what was there before stays until the new one is whole.
+        """Write the file; the file before it stays until the new one is complete.
 
         Raises:
             SaveError: If it cannot be written.
@@ -119,11 +119,8 @@ class Checkpoints:
         state_dict: Callable[[], dict[str, Any]],
     ) -> dict[str, Any]:
         """The module's state dict for a checkpoint."""
-        self._unsaved = None
-        state: dict[str, Any] = {}
-        with self._gathering(module, deployment):
-            if self._loss is not None and not self._loss.are_weights_whole:
-                raise WeightsLost(str(self._loss)) from self._loss
+
+        def gather() -> dict[str, Any]:
             self.note_trained(module)
             left_out: set[Tensor] = set()
             if self._trainable_only:
@@ -132,7 +129,10 @@ class Checkpoints:
                 state = state_dict()
             if left_out:
                 leave_out(state, keys_of(left_out, module))
-        return state
+            return state
+
+        self._unsaved = None
+        return self._gathered(module, deployment, gather, weights_alone=True)
 
     def optimizer_state(
         self,
@@ -141,18 +141,17 @@ class Checkpoints:
         state_dict: Callable[[], dict[str, Any]],
     ) -> dict[str, Any]:
         """An optimizer's state dict for a checkpoint."""
-        state: dict[str, Any] = {}
-        with self._gathering(module, deployment):
-            if self._loss is not None:
-                raise WeightsLost(str(self._loss), True) from self._loss
-            state.update(state_dict())
-        return state
+        return self._gathered(module, deployment, state_dict, weights_alone=False)
 
-    @contextmanager
-    def _gathering(
-        self, module: pl.LightningModule, deployment: Deployment | None
-    ) -> Iterator[None]:
-        """Inside, the content of a checkpoint is gathered.
+    def _gathered(
+        self,
+        module: pl.LightningModule,
+        deployment: Deployment | None,
+        gather: Callable[[], dict[str, Any]],
+        *,
+        weights_alone: bool,
+    ) -> dict[str, Any]:
+        """A part of a checkpoint; empty if it cannot be gathered after an exception.
 
         An exception that ends the run makes callbacks write checkpoints. An error of theirs is
         kept for the log: Lightning would raise it in place of the exception and leave the workers
@@ -161,11 +160,15 @@ class Checkpoints:
         try:
             if deployment is not None:
                 deployment.check_between_steps()
-            yield
+            loss = self._loss
+            if loss is not None and not (weights_alone and loss.are_weights_whole):
+                raise WeightsLost(str(loss), are_weights_whole=not weights_alone) from loss
+            return gather()
         except HeteroError as error:
             if not self._is_in_run or not _is_interrupted(module):
                 raise
             self._unsaved = error
+            return {}
 
     def save(
         self,
@@ -225,14 +228,14 @@ def _is_interrupted(module: pl.LightningModule) -> bool:
 
 
 def checkpoint_io_or_ours(chosen: CheckpointIO | None) -> CheckpointIO:
-    """The user's own choice, or what writes our checkpoints where nothing is chosen."""
+    """The user's own choice, or else `FileCheckpointIO`."""
     if isinstance(chosen, _WrappingCheckpointIO):
-        chosen.checkpoint_io = FileCheckpointIO()  # it keeps another one that it has
+        chosen.checkpoint_io = FileCheckpointIO()  # Ignored if it wraps another one already.
     return chosen or FileCheckpointIO()
 
 
 def _check_complete(checkpoint: Mapping[str, Any], path: str | Path) -> None:
-    """Refuse to write weights that are not here.
+    """Refuse to write a checkpoint with missing weights.
 
     Raises:
         ModelError: With their names.
@@ -244,7 +247,7 @@ def _check_complete(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 
 def keeping_frozen(checkpoint: Mapping[str, Any], root: nn.Module) -> Mapping[str, Any]:
-    """The checkpoint, with the root's own frozen weights for those that were left out of it."""
+    """The checkpoint, completed with the frozen weights of the module that loads it."""
     missing = left_out_of(checkpoint["state_dict"], root)
     if not missing:
         return checkpoint
@@ -265,7 +268,7 @@ def _saying_why(path: str) -> Iterator[None]:
         first = _what_ended_it(error)
         if not isinstance(first, OSError):
             raise first from first.__cause__
-        remedy = "make room there" if first.errno in _NO_ROOM else "see to it"
+        remedy = "free some space there" if first.errno in _NO_ROOM else "fix the cause above"
         raise SaveError(
             f"The checkpoint {path!r} could not be written: {first.strerror or first}. Nothing of "
             f"it is left, and what was in its place is untouched; {remedy}, or save to another "
@@ -274,7 +277,7 @@ def _saying_why(path: str) -> Iterator[None]:
 
 
 def _what_ended_it(error: Exception) -> BaseException:
-    """The system's error, or an interrupt: torch's writer raises an error of its own after it."""
+    """The first error: the system's, or an interrupt. Torch's writer raises its own after it."""
     link: BaseException | None = error
     while isinstance(link, Exception) and not isinstance(link, OSError):
         link = link.__context__

@@ -48,11 +48,11 @@ _SPREADS = 8
 
 @dataclass(frozen=True)
 class Losses:
-    """What one batch gave.
+    """The losses of one batch.
 
     Args:
         whole: The loss of the whole batch; None where ``training_step`` skips it.
-        cut: That of each micro-batch.
+        cut: The loss of each micro-batch.
         rounding: The relative difference that rounding explains.
     """
 
@@ -60,12 +60,17 @@ class Losses:
     cut: Sequence[float | None]
     rounding: float
 
+    @property
+    def skips_only_whole(self) -> bool:
+        """Whether ``training_step`` skips the whole batch and not all of its micro-batches."""
+        return self.whole is None and any(loss is not None for loss in self.cut)
+
     def combined(self, weights: Sequence[float]) -> float:
-        """The loss that training would have."""
+        """The loss of the batch as training would combine it."""
         return sum((loss * weight for loss, weight in self._counted(weights)), start=0.0)
 
     def difference(self, weights: Sequence[float]) -> float:
-        """How far apart the two are, relative to the size of what is added up."""
+        """The difference of both losses, relative to the size of the summands."""
         whole, combined = self.whole, self.combined(weights)
         if whole is None or whole == combined or (math.isnan(whole) and math.isnan(combined)):
             return 0.0
@@ -102,10 +107,10 @@ class FirstBatchCheck:
         module: Attached to its Trainer.
         deployment: Where its layers are.
         weighting: How micro-batch losses combine.
-        mode: What a difference does: it stops the run, or is only said.
+        mode: Whether a difference stops the run or is a warning.
 
     Attributes:
-        is_wanted: Whether there is anything to do.
+        is_wanted: Whether the user wants the check.
     """
 
     def __init__(
@@ -155,7 +160,7 @@ class FirstBatchCheck:
 
 @dataclass(frozen=True)
 class _Problem:
-    """A loss that is not that of its micro-batches, by how much, and how much is allowed."""
+    """A loss that differs from that of its micro-batches: how, by how much, what is allowed."""
 
     text: str
     difference: float
@@ -181,7 +186,7 @@ class _Trial:
     begin_again: Callable[[], None]
 
     def problem(self, batch: CutBatch) -> _Problem | None:
-        """What is wrong with a batch, or with its first micro-batches if it does not fit."""
+        """The problem of a batch, or of its first micro-batches if the batch does not fit."""
         try:
             return self._compare(batch)
         except HeteroError as error:
@@ -210,6 +215,13 @@ class _Trial:
             cut = [first, *(self._loss(piece) for piece in batch.microbatches[1:])]
         with self._from_the_start():
             losses = Losses(self._loss(batch.whole), cut, self._rounding())
+        if losses.skips_only_whole:
+            rank_zero_warn(
+                "The loss of the first batch could not be compared with that of its "
+                "micro-batches: `training_step` returns None for the whole batch and a loss for "
+                "some of its micro-batches."
+            )
+            return None
         weights = self._weights(batch, self.weighting)
         difference = losses.difference(weights)
         if difference <= losses.rounding or self._is_random(losses, difference, batch):
@@ -245,7 +257,7 @@ class _Trial:
         return batch.weights(weighting, self.deployment.coordinator.stages.copies).all
 
     def _is_random(self, losses: Losses, difference: float, batch: CutBatch) -> bool:
-        """Whether the loss is another one at every forward, by about as much as the difference."""
+        """Whether the loss varies between forwards by about as much as the difference."""
         again = [self._redrawn(batch.whole) for _ in range(2)]
         values = [loss for loss in (losses.whole, *again) if loss is not None]
         spread, scale = max(values) - min(values), max(map(abs, values))
@@ -263,8 +275,8 @@ class _Trial:
             return self._loss(batch)
 
     def _from_the_start(self, *, puts_draws_back: bool = True) -> AbstractContextManager[Any]:
-        """Inside, what runs leaves nothing that the next run would find: a layer here may count its
-        calls, and a module carry a state from one call to the next."""
+        """Inside, runs have no side effects: a layer here may count its calls, and a module may
+        carry a state from one call to the next."""
         away = self.deployment.modules_away
         return no_trace(self.module, away, is_timed=False, puts_draws_back=puts_draws_back)
 
@@ -327,7 +339,7 @@ class _Trial:
 
 
 def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool]) -> Iterator[str]:
-    """The parameters and buffers that were changed; norms are for the check, and metrics right."""
+    """The changed parameters and buffers, without norms and metrics, which may change."""
     for path, inner in module.named_modules():
         if not isinstance(inner, (Metric, _NormBase)):
             for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
@@ -336,7 +348,7 @@ def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool
 
 
 def _evaluate(module: pl.LightningModule, away: Sequence[nn.Module]) -> None:
-    """Let nothing drop numbers; what normalizes over a batch does so as in training.
+    """Turn dropout off; modules that normalize over a batch stay as in training.
 
     The module itself keeps its mode, which its ``training_step`` may ask for, and layers that are
     away have theirs from the trial.

@@ -1,15 +1,12 @@
-"""Where a precision plugin clips, unscales and steps, the stages do too.
+"""Clipping, unscaling, stepping and zeroing on the stages, at Lightning's times.
 
-Lightning sends every clipping and every step through its precision plugin. The private names that
-this relies on, `_after_closure` of the plugin and the state that a GradScaler keeps for each
-optimizer, are used nowhere else in the package.
+`RemoteSteps` diverts a precision plugin, since Lightning sends every clipping and every step
+through it. No other module uses the private names that this relies on: the plugin's
+`_after_closure`, and the state that a GradScaler keeps for each optimizer.
 
-Manual optimization: where a user's code zeroes gradients, those on the stages are zeroed too.
-
-Under automatic optimization the stages follow Lightning's rule instead, because there their
-backwards have run by the time `zero_grad` is called.
-
-Gradients of the whole model, here and on the workers, for those who look at them themselves.
+`FollowedZeroGrad` is for manual optimization, where user code calls `zero_grad`. Under automatic
+optimization the backwards on the stages have already run when Lightning calls `zero_grad`, so the
+stages follow Lightning's rule instead.
 """
 
 from __future__ import annotations
@@ -46,8 +43,8 @@ class RemoteSteps:
     """Diverts a precision plugin's clipping and stepping until `detach`.
 
     Args:
-        plugin: Lightning's.
-        optimizers: Those that have parameters on stages; the plugin does its usual for any other.
+        plugin: Lightning's precision plugin.
+        optimizers: The optimizers with parameters on stages; the plugin handles all others.
         names_of: Names of the parameters on stages.
     """
 
@@ -61,7 +58,7 @@ class RemoteSteps:
         self._names_of = names_of
         self._plugin = plugin
         self._remote = {id(remote.optimizer): remote for remote in optimizers}
-        # Of each optimizer: gradients that are known to be unclipped, or None if they are clipped.
+        # By optimizer: gradients that are known to be unclipped, or None once they are clipped.
         self._unclipped: dict[int, Versions | None] = {}
         self._sent: set[int] = set()
         diverted = {
@@ -76,7 +73,7 @@ class RemoteSteps:
         ]
 
     def detach(self) -> None:
-        """Leave plugin and optimizers ordinary ones."""
+        """Restore the plugin and the optimizers."""
         for remote in self.optimizers:
             remote.detach()
         for hook in self._hooks:
@@ -85,17 +82,17 @@ class RemoteSteps:
             put_back()
 
     def note_backward(self) -> None:
-        """A backward has just ended: whatever its gradients are now, nobody has clipped them."""
+        """Note that a backward has ended: its gradients are not clipped yet."""
         if scaler_of(self._plugin) is None:  # which changes them all, just before the step
             for number, remote in self._remote.items():
                 self._unclipped[number] = _versions(remote.optimizer)
 
     def note_clipping(self) -> None:
-        """All gradients, here and there, have just been clipped."""
+        """Note that all gradients, here and on the stages, were clipped."""
         self._unclipped = dict.fromkeys(self._remote)
 
     def remote_of(self, optimizer: Optimizer | LightningOptimizer) -> RemoteOptimizer | None:
-        """The parts on the stages that an optimizer has, as the user or Lightning holds it."""
+        """An optimizer's parts on the stages; accepts Lightning's wrapper too."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         return self._remote.get(id(optimizer))
@@ -117,7 +114,7 @@ class RemoteSteps:
             self._unclipped[id(remote.optimizer)] = None
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        """Gradients are final here, and the optimizer is about to step."""
+        """Step on the stages: the gradients are final, and the optimizer is about to step here."""
         remote = self.remote_of(optimizer)
         if remote is None:
             if any(p in self._names_of for p in optimized_parameters(optimizer)):
@@ -137,7 +134,7 @@ class RemoteSteps:
             self._sent.add(number)
 
     def _after_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        """An optimizer has stepped here: one that the user steps without Lightning, perhaps."""
+        """Step on the stages too if the user stepped the optimizer without Lightning."""
         remote = self._remote[id(optimizer)]
         if id(optimizer) in self._sent:
             self._sent.remove(id(optimizer))
@@ -146,24 +143,24 @@ class RemoteSteps:
         remote.note_stepped()
 
     def _unscale(self, scaler: torch.amp.GradScaler, remote: RemoteOptimizer) -> bool:
-        """Take the loss scale off the stages' gradients, as the scaler did with those here.
+        """Unscale the stages' gradients; the scaler has unscaled those of this process.
 
         Returns:
             Whether all gradients everywhere are finite; if not, the scaler will skip the step.
         """
         state = scaler._per_optimizer_states[id(remote.optimizer)]
         if state["stage"] is not OptState.UNSCALED:
-            return False  # there was no loss, so nobody steps
+            return False  # There was no loss, so no process steps.
         found: dict[Any, Tensor] = state["found_inf_per_device"]
         is_finite = remote.unscale(scaler.get_scale())
         if not is_finite or not found:
-            # Where nothing trains on this process, the scaler has not looked at anything yet.
+            # If nothing trains on this process, the scaler has not checked anything yet.
             found[torch.device("cpu")] = torch.tensor(0.0 if is_finite else 1.0)
         return not any(flag.item() for flag in found.values())
 
 
 def _versions(optimizer: Optimizer) -> Versions:
-    """What tells whether gradients were replaced or changed in place."""
+    """The identity and version of each gradient: they change with its content."""
     return {(id(gradient), gradient._version) for gradient in optimizer_gradients(optimizer)}
 
 
@@ -178,7 +175,7 @@ def _check_not_clipped_by_hand(unclipped: Versions | None, optimizer: Optimizer)
 
 
 def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
-    """What scales the loss under precision '16-mixed'; None under any other."""
+    """The scaler of the loss under precision '16-mixed'; None under any other."""
     scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
     return scaler
 
@@ -211,14 +208,14 @@ class FollowedZeroGrad:
             self._follow(remote.optimizer, remote.zero_grad)
 
     def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
-        """Follow Lightning's wrappers too: they take the method from the optimizer's class."""
+        """Follow Lightning's wrappers too: they call the method of the optimizer's class."""
         for wrapper in wrappers:
             remote = self._remote.get(id(wrapper.optimizer))
             if remote is not None:
                 self._follow(wrapper, remote.zero_grad)
 
     def detach(self) -> None:
-        """Leave everything as it was."""
+        """Restore every `zero_grad`."""
         for put_back in reversed(self._put_back):
             put_back()
         for zero_grad in self._followed:
@@ -248,26 +245,25 @@ class _ZeroGrad:
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy is of a module that has no layers on workers; what has some refuses to be copied.
+        # Only a module without layers on workers can be copied.
         return _ZeroGrad, (self._zero_here, None)
 
     def end(self) -> None:
-        """Zero nothing but what is here: something may hold this for longer than the run."""
+        """Zero only gradients in this process; an object may hold this longer than the run."""
         self._zero_remotely = None
 
 
 def norms_by_name(module: nn.Module, deployment: Deployment | None) -> dict[str, float]:
-    """The 2-norm of every gradient that there is, by its parameter's name."""
+    """The 2-norm of every existing gradient, by its parameter's name."""
     here = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     norms = dict(zip(here, gradient_norms([*here.values()]), strict=True))
     if deployment is not None:
         norms.update(deployment.grad_norms())
-    # In the module's order.
     return {name: norms[name] for name, _ in module.named_parameters() if name in norms}
 
 
 def clip_by_global_norm(module: nn.Module, deployment: Deployment | None, max_norm: float) -> float:
-    """Scale all gradients so that their norm together is at most ``max_norm``.
+    """Scale all gradients so that their common norm is at most ``max_norm``.
 
     Returns:
         The norm before.

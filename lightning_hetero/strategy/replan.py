@@ -1,6 +1,6 @@
-"""Layers come home: at the end of a run, or to go out again under another plan.
+"""Moving layers: when to move them, how they come home, and how a failed move is undone.
 
-Watches a run's stages, says when they drift, and finds the plan that would do better.
+`Watch` follows the stages of a run, reports when their speed drifts, and finds a faster plan.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def check_move(
     module: pl.LightningModule, deployment: Deployment | None, plan: Plan, is_inside_window: bool
 ) -> None:
-    """Refuse what cannot be done, before anything has changed.
+    """Refuse a move that cannot be made, before anything changes.
 
     Raises:
         MisconfigurationException: Under manual optimization.
@@ -75,7 +75,7 @@ def check_move(
 
 
 def moves_layers(module: pl.LightningModule) -> bool:
-    """Whether ``replan=True`` can do something for this module; says so where it cannot."""
+    """Whether ``replan=True`` can move this module's layers; warns if it cannot."""
     if not module.automatic_optimization:
         rank_zero_warn(
             "`replan=True` does nothing under manual optimization, where only your code knows "
@@ -85,10 +85,10 @@ def moves_layers(module: pl.LightningModule) -> bool:
 
 
 def bring_home(deployment: Deployment, remote_steps: RemoteSteps) -> None:
-    """Bring weights and optimizer state here; nothing has changed if it raises.
+    """Bring weights and optimizer state here; changes nothing if it raises.
 
     Raises:
-        WorkerError: If a worker does not hand out what it has.
+        WorkerError: If a worker does not return what it has.
         ModelError: If only some of the layers have made the latest step.
     """
     states = [remote.remote_state() for remote in remote_steps.optimizers]
@@ -102,15 +102,15 @@ def bring_home(deployment: Deployment, remote_steps: RemoteSteps) -> None:
 def give_back(
     deployment: Deployment, remote_steps: RemoteSteps | None, remedy: str
 ) -> WeightsLost | None:
-    """Weights and optimizer state come home.
+    """Bring weights and optimizer state home, and end a deployment.
 
     Args:
-        deployment: Ends.
-        remote_steps: Those of a training run.
-        remedy: How to go on if something is lost.
+        deployment: The deployment that ends.
+        remote_steps: The optimizers' parts on the stages; None in an evaluation.
+        remedy: How to continue if something is lost.
 
     Returns:
-        What is lost, if something is.
+        What was lost, or None.
     """
     try:
         deployment.bring_back(remedy)
@@ -142,8 +142,8 @@ class AtHome:
     """Weights and optimizer state while all of them are in this process.
 
     Args:
-        contents: The layers' tensors by their names, less what is still in its checkpoint.
-        states: Of each optimizer, the state of its parameters.
+        contents: The layers' tensors by name, without those that are still in their checkpoint.
+        states: Each optimizer with the state of its parameters.
     """
 
     contents: Mapping[str, Tensor]
@@ -151,7 +151,7 @@ class AtHome:
 
     @classmethod
     def of(cls, modules: Mapping[int, nn.Module], optimizers: Sequence[Optimizer]) -> AtHome:
-        """What is here now of numbered layers."""
+        """The tensors of numbered layers and the state of optimizers that are in this process."""
         contents: dict[str, Tensor] = {}
         for name, tensor, state in named_contents(modules):
             if not tensor.is_meta:
@@ -159,13 +159,13 @@ class AtHome:
         return cls(contents, [(optimizer, dict(optimizer.state)) for optimizer in optimizers])
 
     def settle(self) -> None:
-        """Put the optimizer state that stays here beside its parameters."""
+        """Move the optimizer state that stays here to the device of its parameters."""
         for optimizer, _ in self.states:
             for parameter, state in optimizer.state.items():
                 optimizer.state[parameter] = {k: beside(parameter, k, v) for k, v in state.items()}
 
     def restore(self, failed: Deployment | None, remote_steps: RemoteSteps | None) -> None:
-        """Make everything ordinary again, after a failure to deploy it."""
+        """Restore the module and its optimizers after a deployment has failed."""
         if failed is not None:
             failed.refill(self.contents)
         if remote_steps is not None:
@@ -185,9 +185,9 @@ class _Averages:
 
 @contextmanager
 def moving_averages(trainer: pl.Trainer) -> Iterator[_Averages]:
-    """Inside, layers move; the averages of their weights, if there are some, are carried along.
+    """Inside, layers move; averages of their weights move along.
 
-    You must say when the layers are here.
+    The caller must set ``are_home`` once the layers are in this process.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     found = [one for one in callbacks if isinstance(one, StageWeightAveraging)]
@@ -203,10 +203,10 @@ def moving_averages(trainer: pl.Trainer) -> Iterator[_Averages]:
 
 
 STEPS_BETWEEN_MOVES = 20
-"""Steps that are noted after a move before layers move again."""
+"""Steps between a move of layers and the next one."""
 
 
-# Steps of which somebody has yet to tell; those who have fallen further behind say nothing more.
+# Steps that may wait for the report of a stage; later reports are ignored.
 _MOST_OPEN = 8
 
 
@@ -214,12 +214,12 @@ class Watch:
     """Follows one deployment from step to step.
 
     Args:
-        deployment: Whose stages say what they take.
-        profile: What was measured before the run; None takes the first steady steps for the rule.
-        recorder: Sums up what this process does for a step; None where that cannot be told from
-            waiting.
+        deployment: Its stages report their times.
+        profile: What was measured before the run; without one, the first steady steps are the
+            reference.
+        recorder: Sums up this process's own work; None if that work cannot be told from waiting.
         moves: Whether layers are to move.
-        least_steps: So many steps are noted before they do.
+        least_steps: Steps before the first move.
     """
 
     def __init__(
@@ -243,18 +243,18 @@ class Watch:
             number: stage.worker
             for number, stage in enumerate(deployment.plan.remote_stages, start=1)
         }
-        # Those behind the workers' run in one action with the head and the loss.
+        # Layers behind the workers run in one action with the head and the loss.
         self._has_first_layers = not deployment.plan.starts_on_worker
-        # What is known of steps of which somebody has yet to tell.
+        # The reports so far for steps that are not complete.
         self._steps: dict[int, dict[str, StageSeconds]] = {}
         self._has_drifted = False
 
     def after_move(self, deployment: Deployment, recorder: Recorder | None) -> Watch:
-        """The watch over the deployment that takes the place of this one."""
+        """The watch over the deployment that follows this one."""
         return Watch(deployment, self._profile, recorder, self._moves, STEPS_BETWEEN_MOVES)
 
     def note_own(self) -> None:
-        """An optimizer step has ended on this process."""
+        """Note this process's own times after an optimizer step."""
         if self._recorder is None:
             return
         laps = self._recorder.take_laps()
@@ -268,7 +268,7 @@ class Watch:
             self._note(self._deployment.coordinator.connections.step, COORDINATOR, own)
 
     def next_plan(self) -> Plan | None:
-        """Between two steps: the plan that is to take the place of the present one, if any."""
+        """The plan to move to before the next step; None to stay."""
         for drift in self._look():
             self._has_drifted = True
             logger.warning("%s %s", drift, self._advice())
@@ -285,18 +285,18 @@ class Watch:
 
     @property
     def profile(self) -> Profile | None:
-        """What was measured, at the present times if layers have moved for these."""
+        """The measured profile; after a move, with the times that caused it."""
         return self._profile
 
     @property
     def bottleneck(self) -> str:
-        """The slowest stage of the latest steps; empty while that is not known."""
+        """The slowest stage of the latest steps; empty while it is not known."""
         slowest = self._watcher.slowest()
         numbers = {worker: f"stage {number}" for number, worker in self._names.items()}
         return "" if slowest is None else numbers.get(slowest, slowest)
 
     def _look(self) -> list[Drift]:
-        """What those steps say that everybody has told of."""
+        """The drifts in steps that every stage has reported."""
         for number, said in self._deployment.coordinator.stages.take_timings():
             if said.num_microbatches > 0:
                 seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches
@@ -313,7 +313,7 @@ class Watch:
             self._steps.setdefault(step, {})[name] = seconds
 
     def _better(self) -> Replanned | None:
-        """A plan that is worth a move, if there is one."""
+        """A plan that is worth a move, or None."""
         found = replan(self._deployment.plan, self._profile, self._watcher.present())
         return found if found is not None and found.is_worth_it else None
 
@@ -321,7 +321,7 @@ class Watch:
         try:
             self._deployment.check_can_move(plan)
         except ModelError as error:
-            logger.warning("Layers cannot move. %s", error)
+            logger.warning("The layers cannot move. %s", error)
             return False
         return True
 
@@ -329,10 +329,10 @@ class Watch:
         found = self._better()
         if found is None:
             return (
-                f"Moving layers would not save {LEAST_GAIN:.0%} of the step; see what else runs on "
-                "the machine."
+                f"Moving layers would not save {LEAST_GAIN:.0%} of the step; check what else "
+                "runs on the machine."
             )
         saved = f"about {found.gain:.0%} of the step"
         if self._moves:
-            return f"Moving layers is to save {saved}."
+            return f"Moving layers should save {saved}."
         return f"With `replan=True`, moving layers would save {saved}."

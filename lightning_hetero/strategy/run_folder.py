@@ -1,4 +1,4 @@
-"""Draws what a run is laid out as, beside its logs."""
+"""Draws the topology of a run and writes its plan, beside its logs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 def leave_pictures(
     trainer: pl.Trainer, deployment: Deployment | None, profile: Profile | None
 ) -> None:
-    """Put the topology of a training run, and its plan, beside the logs; never raises for it."""
+    """Write the topology and the plan of a training run beside its logs; errors are logged."""
     folder = run_folder(trainer)
     if folder is None or deployment is None or trainer.state.fn != TrainerFn.FITTING:
         return
@@ -45,7 +45,7 @@ def leave_pictures(
 
 
 def run_folder(trainer: pl.Trainer) -> str | None:
-    """Where the logs of a run are, and nobody else's; None where it keeps none."""
+    """The folder that holds the logs of this run alone; None if it keeps none."""
     if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
         return None
     first = trainer.loggers[0]
@@ -53,7 +53,7 @@ def run_folder(trainer: pl.Trainer) -> str | None:
         return trainer.log_dir
     if first.save_dir is None or first.name is None:
         return None
-    # Several runs share its folder; Lightning's checkpoints of each are here.
+    # Several runs share the logger's folder; this is where Lightning puts a run's checkpoints.
     version = first.version if isinstance(first.version, str) else f"version_{first.version}"
     return os.path.join(first.save_dir, str(first.name), version)
 
@@ -61,7 +61,7 @@ def run_folder(trainer: pl.Trainer) -> str | None:
 def topology_here(
     module: pl.LightningModule, deployment: Deployment, profile: Profile | None
 ) -> Topology:
-    """The facts of a deployment; with a profile there are more."""
+    """The topology of a deployment; a profile adds its measured times."""
     plan = deployment.plan
     bare = topology_of(plan, title=_title(module))
     equipment = deployment.coordinator.connections.worker_equipment
@@ -77,7 +77,7 @@ def topology_here(
     )
     if profile is None:
         return found
-    # A batch of fewer samples than pieces gives fewer pieces.
+    # A batch with fewer samples than micro-batches is cut into fewer pieces.
     pieces = min(plan.micro_batches, profile.batch_size or plan.micro_batches)
     try:
         return with_profile(found, replace(plan, micro_batches=pieces), profile)
@@ -87,14 +87,14 @@ def topology_here(
 
 
 def _write(folder: str, deployment: Deployment, topology: Topology) -> None:
-    """Whatever can be drawn here, and the plan."""
+    """Write every picture that can be drawn here, and the plan."""
     files = get_filesystem(folder)
     files.makedirs(folder, exist_ok=True)
     for name in (f"{PICTURE_NAME}{suffix}" for suffix in (".svg", ".mmd", ".png")):
         try:
             content = picture_for(name, topology)
         except PictureError as error:
-            logger.info("%s is left out: %s", name, error)
+            logger.info("%s is skipped: %s", name, error)
             continue
         files.pipe_file(os.path.join(folder, name), content)
     path = os.path.join(folder, PLAN_NAME)
@@ -103,7 +103,7 @@ def _write(folder: str, deployment: Deployment, topology: Topology) -> None:
 
 
 def _is_there(path: str, plan: Plan) -> bool:
-    """Whether a file has the plan already, with a person's comments maybe."""
+    """Whether a file has the plan already; it may have a person's comments."""
     try:
         return Plan.from_yaml(path) == plan
     except PlanError:
@@ -158,7 +158,7 @@ def _marks_of(layers: dict[int, nn.Module]) -> list[str]:
 
 def _frozen_ends(module: nn.Module, layers: Sequence[DecoderLayer]) -> frozenset[str]:
     before, behind = ends_of(module, layers)
-    # A head that is the embedding has no tensors of its own.
+    # A head tied to the embedding has no tensors of its own.
     ends = {EMBEDDING: before, HEAD: behind or before}
     return frozenset(name for name, tensors in ends.items() if tensors and not _is_trained(tensors))
 

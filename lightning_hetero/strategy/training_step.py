@@ -59,7 +59,7 @@ class Collated:
 
 
 def collated_by(loader: Any, batch_idx: int) -> Collated:
-    """What a data loader says of one of its batches; little if it is none of torch's."""
+    """What a data loader tells of one of its batches; nothing if it is not a torch loader."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     size = getattr(batch_sampler, "batch_size", None)
     if not isinstance(size, int):
@@ -70,7 +70,7 @@ def collated_by(loader: Any, batch_idx: int) -> Collated:
 
 
 def _num_samples(loader: Any) -> int:
-    """How many samples an epoch has; 0 if nobody knows."""
+    """How many samples an epoch has; 0 if it is not known."""
     try:
         return len(loader.sampler)
     except (TypeError, AttributeError, NotImplementedError):
@@ -90,15 +90,15 @@ class BatchReader:
         self._finder = SampleFinder(batch_dim)
 
     def find(self, batch: Any, rest: Any) -> Samples:
-        """Where the samples of a batch are.
+        """Find the samples of a batch.
 
         Args:
-            batch: As the step gets it.
-            rest: The step's other arguments: the batch's number, and its loader's if there are
-                several.
+            batch: The step's first argument.
+            rest: The step's other arguments: the number of the batch, and of its loader if there
+                are several.
 
         Raises:
-            BatchError: If it holds no tensor that could be cut.
+            BatchError: If it holds no tensor that can be cut.
         """
         numbers = [number for number in rest if isinstance(number, int)]
         loader = self._loader(numbers[1] if len(numbers) > 1 else 0)
@@ -106,14 +106,14 @@ class BatchReader:
         return self._finder.find(batch, known.num_samples, known.may_be_listed)
 
     def count(self, batch: Any, rest: Any) -> int | None:
-        """How many samples a batch has; None if that cannot be told."""
+        """How many samples a batch has; None if they cannot be found."""
         try:
             return self.find(batch, rest).count
         except BatchError:
             return None
 
     def _loader(self, number: int) -> Any:
-        """The data loader of the present loop; None where several give one batch together."""
+        """The data loader of the running loop; None if several loaders make a batch together."""
         trainer = self._trainer
         if trainer.training:
             return trainer.train_dataloader
@@ -362,7 +362,7 @@ class MicrobatchedStep(BatchStep):
     def _run_one(
         self, microbatch: Any, rest: Sequence[Any], log: StepLog, weight: Callable[[], float]
     ) -> Any:
-        """What runs in a micro-batch's turn."""
+        """Run ``training_step`` in the turn of a micro-batch."""
         log.weigh(weight)
         with torch.enable_grad(), self._module.trainer.precision_plugin.train_step_context():
             result = self._module.training_step(microbatch, *rest)
@@ -392,7 +392,7 @@ class MicrobatchedStep(BatchStep):
         return {"loss": loss, **merged}
 
     def _publish(self, loss_scale: float, gradient: Tensor) -> None:
-        """Show the gradients, when Lightning runs its backward."""
+        """Publish the gradients when Lightning runs its backward."""
         self._scaling.note(gradient, loss_scale)
         self._gradients.publish()
 
@@ -400,8 +400,7 @@ class MicrobatchedStep(BatchStep):
 class LossScaling:
     """Refuses a loss that was scaled after its gradients were computed.
 
-    Where looking at a number means waiting for the device, it is looked at when the next step
-    begins.
+    If reading a number means waiting for the device, it is read when the next step begins.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -409,20 +408,20 @@ class LossScaling:
         self._last: tuple[HostCopy, float] | None = None
 
     def note(self, gradient: Tensor, expected: float) -> None:
-        """The loss's own gradient, and what it should be.
+        """Note the gradient of the loss, and its expected value.
 
         Raises:
-            ModelError: If it is another.
+            ModelError: If the loss was scaled by another number.
         """
         self._last = self._copies.to_host([gradient]), expected
         if self._last[0].is_immediate:
             self.check_last()
 
     def check_last(self) -> None:
-        """Look at what was noted last.
+        """Check the last noted gradient.
 
         Raises:
-            ModelError: As `note`.
+            ModelError: If the loss was scaled by another number.
         """
         last, self._last = self._last, None
         if last is None:
@@ -440,7 +439,7 @@ class LossScaling:
 
 
 def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters that are here, and those of them that several modules share."""
+    """The parameters in this process, and those that several modules share."""
     local = [parameter for parameter in module.parameters() if not parameter.is_meta]
     uses: dict[int, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):
@@ -464,7 +463,7 @@ def _as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
 
 
 class _ComputedLoss(torch.autograd.Function):
-    """A loss whose gradients exist already: its backward only shows them."""
+    """A loss whose gradients exist already: its backward only publishes them."""
 
     @staticmethod
     def forward(
@@ -494,5 +493,5 @@ def batch_step(
 
 
 def dropout_seed() -> int:
-    """Where dropout masks start: the seed of `seed_everything`, or torch's own."""
+    """The seed of dropout masks: that of `seed_everything`, or torch's own."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63

@@ -1,6 +1,6 @@
-"""One step on one device, with each stage away by itself, and with all of them away.
+"""Rehearses one training step: on one device, with each stage away alone, and with all stages away.
 
-One training step of a module on a batch, and what is to be compared of it.
+The loss, activations and gradients of each step are compared with those of the first one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ..strategy.deploy import Site, workers_of
 
 @dataclass
 class Observed:
-    """What one step gave; everything is on the CPU.
+    """The results of one step, on the CPU.
 
     Args:
         loss: What ``training_step`` returned.
@@ -65,7 +65,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Observer:
-    """Runs steps that can be compared: on one batch, without dropout, from the same random state.
+    """Runs comparable steps: on one batch, without dropout, from the same random state.
 
     Args:
         module: In evaluation mode, attached to its Trainer.
@@ -161,7 +161,7 @@ def _step_of(module: pl.LightningModule) -> Callable[[Any], Any]:
     return step
 
 
-# Few, so that it is soon done; more than one, so that something is cut.
+# Few samples are fast; more than one can be cut.
 _MOST_SAMPLES = 4
 
 
@@ -196,7 +196,7 @@ class Rehearsal:
             # One device computes everything, so it needs all weights.
             self.site.bring_weights_here(None)
             self.module.to(self.site.device)
-            # Without dropout: masks on workers are others than here.
+            # Without dropout: masks on workers differ from those here.
             self.module.eval()
             rows = min(sample.size or 1, _MOST_SAMPLES)
             batch = to_device(self.module.trainer, sample.first(rows))
@@ -238,8 +238,8 @@ class Rehearsal:
             raise BatchError(f"There is no batch to compare with: {reason}.") from reason
 
     def _alone(self, stage: StagePlan) -> Plan:
-        """This stage away, all other layers here: what is wrong then is wrong there. What crosses
-        its boundaries is not rounded."""
+        """A plan with one stage away and all other layers here, so that errors are that stage's.
+        What crosses its boundaries is not rounded."""
         own = StagePlan([COORDINATOR], (0, stage.layers[0]))
         return Plan([own, _unrounded(stage)], micro_batches=1)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
-from ..devices.description import DeviceDescription
 from ..devices.device import device_for
 from ..errors import ModelError
 from ..model.allowed_imports import Allowed
@@ -68,13 +67,13 @@ class Owner:
         least_bytes = min(self.memory_bytes, found.memory_bytes or self.memory_bytes)
         return msgspec.structs.replace(found, memory_bytes=least_bytes)
 
-    def description(self, found: DeviceDescription) -> DeviceDescription:
+    def description(self, found: m.DeviceDescribed) -> m.DeviceDescribed:
         """The device's description as others are told: with no more free memory than is
         allowed."""
         if self.memory_bytes is None:
             return found
         free_bytes = max(0, self.memory_bytes - found.base_bytes)
-        return replace(found, free_bytes=min(free_bytes, found.free_bytes))
+        return msgspec.structs.replace(found, free_bytes=min(free_bytes, found.free_bytes))
 
     def check_stage(self, parameters: Iterable[m.ParameterSpec]) -> None:
         """Refuse layers whose weights and gradients alone are too much, before they are built.

@@ -12,12 +12,9 @@ from torch import Tensor
 from ..devices.description import describe_device
 from ..devices.device import device_for
 from ..errors import ModelError
-from ..pipeline.bench import Bench, Failed, LayerTrial, OptimizerTrial, attempt
-from ..pipeline.codec import decode_arguments
+from ..pipeline.bench import Bench, LayerTrial, OptimizerTrial, attempt
 from ..pipeline.stage_layers import build_for_values
 from ..protocol import messages as m
-from ..protocol.tensors import DTYPES
-from ..protocol.values import KeptConstants, unpack
 from ..transport.channel import Channel, Handler, Inbox, exchange_over
 from ..transport.link_probe import measure_link, payload
 from .owner import Host
@@ -59,28 +56,16 @@ class MeasuredSide:
         device_for(self._device).free_cache()
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
-        found = self._host.owner.description(
-            describe_device(self._device, self._host.kept.num_bytes)
-        )
-        self._coordinator.send(
-            m.DeviceDescribed(
-                found.device,
-                found.memory,
-                found.free_bytes,
-                found.base_bytes,
-                found.dtypes,
-                found.versions,
-            )
-        )
+        found = describe_device(self._device, self._host.kept.num_bytes)
+        self._coordinator.send(self._host.owner.description(found))
 
     def _answer(
         self, measure: Callable[[Any, Any], m.Message], message: Any, tensors: tuple[Tensor, ...]
     ) -> None:
         """Send what was measured, or why nothing was."""
         found = attempt(partial(measure, message, tensors), self._device)
-        if isinstance(found, Failed):
+        if isinstance(found, m.NotMeasured):
             logger.warning("%s failed: %s", type(message).__name__, found.reason)
-            found = m.NotMeasured(found.reason, found.traceback, found.is_out_of_memory)
         self._coordinator.send(found)
 
     def _prepare_layers(self, message: m.PrepareLayers, tensors: tuple[Tensor, ...]) -> m.Message:
@@ -93,37 +78,12 @@ class MeasuredSide:
 
     def _measure_layer(self, message: m.MeasureLayer, tensors: tuple[Tensor, ...]) -> m.Message:
         here = tuple(tensor.to(self._device) for tensor in tensors)
-        around = decode_arguments(message.arguments, here, KeptConstants())
-        if len(around.calls) != 1:
-            raise ModelError(f"One layer is measured at a time, not {len(around.calls)}.")
-        trial = LayerTrial(
-            number=around.calls[0].layer_index,
-            hidden_shape=tuple(message.hidden.shape),
-            hidden_dtype=message.hidden.torch_dtype,
-            wants_gradient=message.wants_gradient,
-            surroundings=around,
-            recompute=message.recompute,
-            dtype=None if message.dtype is None else DTYPES[message.dtype],
-            converts_weights=message.converts_weights,
-            patience_seconds=message.patience_seconds,
-        )
-        found = self._prepared().measure_layer(trial)
-        return m.LayerMeasured(
-            found.forward_seconds, found.backward_seconds, found.saved_bytes, found.peak_bytes
-        )
+        return self._prepared().measure_layer(LayerTrial.decode(message, here))
 
     def _measure_optimizer(
         self, message: m.MeasureOptimizer, tensors: tuple[Tensor, ...]
     ) -> m.Message:
-        trial = OptimizerTrial(
-            message.layer_index,
-            message.class_name,
-            unpack(message.defaults, tensors),
-            unpack(message.options, tensors),
-            message.patience_seconds,
-        )
-        found = self._prepared().measure_optimizer(trial)
-        return m.OptimizerMeasured(found.step_seconds, found.state_bytes)
+        return self._prepared().measure_optimizer(OptimizerTrial.decode(message, tensors))
 
     def _measure_link(self, message: m.MeasureLink, _tensors: Any) -> m.Message:
         channel = self._dial_neighbor(message.address)

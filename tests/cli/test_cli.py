@@ -270,7 +270,7 @@ def test_profile_measures_and_trains_nothing(
         ("{workers: ['127.0.0.1:1']}", None, [], "No worker answers at 127.0.0.1:1"),
         ("{}", "lightning.pytorch.strategies.SingleDeviceStrategy", [], "SingleDeviceStrategy"),
         ("{workers: 1}", None, ["--model", "my_project.Missing"], "There is no class"),
-        ("{workers: 1}", None, ["--model", "my_project.Data"], "is no LightningModule"),
+        ("{workers: 1}", None, ["--model", "my_project.Data"], "is not a LightningModule"),
         (
             "{workers: 1}",
             None,

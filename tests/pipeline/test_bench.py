@@ -14,15 +14,14 @@ from lightning_hetero.devices.device import device_for, is_out_of_memory
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.bench import (
     Bench,
-    Failed,
     LayerTrial,
-    Measurement,
     OptimizerTrial,
     attempt,
     measure_stage,
     median_of_blocks,
 )
 from lightning_hetero.pipeline.stage import Stage, Surroundings
+from lightning_hetero.protocol import messages as m
 
 CPU = torch.device("cpu")
 
@@ -69,7 +68,7 @@ def around(grad_enabled: bool = True) -> Surroundings:
     return Surroundings(grad_enabled, None, [LayerCall(0, True, (), {})])
 
 
-def measured(recompute: bool = False, wants_gradient: bool = True) -> Measurement:
+def measured(recompute: bool = False, wants_gradient: bool = True) -> m.LayerMeasured:
     hands = Hands()
     stage = Stage(nn.ModuleDict({"0": Layer(hands)}), CPU, 1, recompute)
     if not wants_gradient:
@@ -150,7 +149,7 @@ def fail(error: Exception) -> None:
 
 def test_an_attempt_says_why_it_failed() -> None:
     found = attempt(partial(fail, RuntimeError("CUDA out of memory")), CPU)
-    assert isinstance(found, Failed)
+    assert isinstance(found, m.NotMeasured)
     assert found.is_out_of_memory
     assert found.reason == "RuntimeError: CUDA out of memory"
     assert "in fail" in found.traceback

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
-from msgspec.structs import replace as replace_fields
+from msgspec.structs import replace
 
 from lightning_hetero.planner.profile import VERSION, DeviceProfile, Link, Profile
 from lightning_hetero.profiler.run import (
-    Station,
     merged,
     pairs_without_link,
     restricted,
@@ -14,15 +11,17 @@ from lightning_hetero.profiler.run import (
     still_true,
     with_present_memory,
 )
+from lightning_hetero.protocol.messages import DeviceDescribed
 
 from ..planner.profiles import device, model
 
 GIB = 2**30
 
 
-def station(name: str, memory: str = "main", **values: object) -> Station:
-    found = Station(name, "a processor", memory, 8 * GIB, GIB, {"torch": "2"})
-    return replace(found, **values)  # type: ignore[arg-type]
+def now(memory: str = "main", **values: object) -> DeviceDescribed:
+    """A device as it is now."""
+    found = DeviceDescribed("a processor", memory, 8 * GIB, GIB, [], {"torch": "2"})
+    return replace(found, **values)
 
 
 def known(*names: str) -> Profile:
@@ -38,13 +37,13 @@ def names(devices: list[DeviceProfile]) -> list[str]:
 
 
 def test_those_of_one_memory_share_what_is_free() -> None:
-    stations = [
-        station("coordinator"),
-        station("one"),
-        station("two", "gpu"),
-        station("three", held_bytes=2 * GIB),
-    ]
-    shared = shared_memory_bytes(stations)
+    described = {
+        "coordinator": now(),
+        "one": now(),
+        "two": now("gpu"),
+        "three": now(base_bytes=3 * GIB),
+    }
+    shared = shared_memory_bytes(described)
     free = 8 * GIB // 3
     assert shared == {
         "coordinator": GIB + free,
@@ -55,20 +54,20 @@ def test_those_of_one_memory_share_what_is_free() -> None:
 
 
 def test_the_memory_is_that_of_now() -> None:
-    stations = [station("coordinator", "main"), station("one", "other")]
-    found = with_present_memory(known("coordinator", "one"), stations)
-    assert [d.memory_bytes for d in found.devices] == [9 * GIB, 9 * GIB]
+    described = {"coordinator": now("main", base_bytes=3 * GIB), "one": now("other")}
+    found = with_present_memory(known("coordinator", "one"), described, 2 * GIB)
+    assert [d.memory_bytes for d in found.devices] == [11 * GIB, 9 * GIB]
     assert [d.base_bytes for d in found.devices] == [GIB, GIB]
 
 
 def test_another_device_or_other_libraries_are_not_believed() -> None:
     before = known("coordinator", "one", "two", "away")
-    stations = [
-        station("coordinator"),
-        station("one", device="another processor"),
-        station("two", versions={"torch": "3"}),
-    ]
-    after = still_true(before, stations)
+    described = {
+        "coordinator": now(),
+        "one": now(device="another processor"),
+        "two": now(versions={"torch": "3"}),
+    }
+    after = still_true(before, described)
     assert names(after.devices) == ["coordinator", "away"]
     assert {(link.source, link.target) for link in after.links} == {
         ("coordinator", "away"),
@@ -78,8 +77,8 @@ def test_another_device_or_other_libraries_are_not_believed() -> None:
 
 def test_what_is_new_comes_to_what_is_known() -> None:
     old = known("coordinator", "one")
-    fresh = replace_fields(old.device("one"), memory_bytes=5)
-    new = replace_fields(
+    fresh = replace(old.device("one"), memory_bytes=5)
+    new = replace(
         old, devices=[fresh, device("two", 1.0, 2.0)], links=[Link("two", "one", 0.1, 1e6)]
     )
     both = merged(new, old)

@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_written_to_is_said(
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.INFO):
         write_known(tmp_path / "file" / "profile.yaml", profile(1, []))
-    assert "cannot be kept in" in caplog.text
+    assert "cannot be written to" in caplog.text
 
 
 @pytest.mark.parametrize(

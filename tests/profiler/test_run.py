@@ -21,7 +21,7 @@ from lightning_hetero import HeteroPipelineStrategy, PipelineProfiler
 from lightning_hetero.errors import PlanError, StageFailed, WorkerUnreachable
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Profile
-from lightning_hetero.profiler import schedule
+from lightning_hetero.profiler import trials
 
 from ..families import tiny_model
 from ..models import TinyModule, loader, sequences, trainer
@@ -166,9 +166,9 @@ def test_a_device_that_changed_while_it_was_measured_is_named(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that everybody has changed, however short the measuring.
-    monkeypatch.setattr(schedule, "_MOST_CHANGE", 0.0)
-    monkeypatch.setattr(schedule, "_LEAST_PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(schedule, "_MOST_SHARE_OF_REPEAT", 1e9)
+    monkeypatch.setattr(trials, "_MOST_CHANGE", 0.0)
+    monkeypatch.setattr(trials, "_LEAST_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(trials, "_MOST_SHARE_OF_REPEAT", 1e9)
     strategy = HeteroPipelineStrategy(workers[:1], plan="even")
     with pytest.warns(UserWarning, match="its speed changed meanwhile") as told:
         fit(TinyModule(), strategy, profiler(tmp_path / "profile.yaml"))
@@ -211,7 +211,7 @@ def test_a_new_worker_is_measured_alone(workers: list[str], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("devices: [", "is measured anew"),
+        ("devices: [", "is measured again"),
         ("another batch", "other batch"),
     ],
 )

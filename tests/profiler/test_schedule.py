@@ -5,14 +5,13 @@ from collections.abc import Callable
 import pytest
 
 from lightning_hetero.planner.profile import Timing
-from lightning_hetero.profiler.schedule import (
-    LayerJob,
+from lightning_hetero.profiler.model_view import LayerJob, micro_batch_sizes
+from lightning_hetero.profiler.trials import (
     LayerSchedule,
     change_of_speed,
     dtypes_to_measure,
     is_worth_repeating,
     layer_jobs,
-    micro_batch_sizes,
     patience_seconds,
 )
 
@@ -182,10 +181,10 @@ def test_recomputation_is_measured_only_beside_the_plain_run() -> None:
     assert schedule.next(0.0) is None
 
 
-def test_a_dtype_that_the_device_cannot_do_is_left_out() -> None:
+def test_a_dtype_that_the_device_cannot_run_is_skipped() -> None:
     jobs = layer_jobs(["dense"], [1, 2], ["float32", "float16"])
     schedule = LayerSchedule(jobs, end_seconds=100.0)
-    schedule.leave_out("float16")
+    schedule.skip("float16")
     assert all("float16" not in tried for tried in lead(schedule))
 
 

@@ -10,16 +10,24 @@ import torch
 from lightning_hetero.errors import ModelError, StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
-from lightning_hetero.pipeline.bench import Failed, LayerTrial, Measurement, OptimizerMeasurement
+from lightning_hetero.pipeline.bench import LayerTrial
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Dtype
 from lightning_hetero.profiler.dry_run import OptimizerSettings
 from lightning_hetero.profiler.ends import Example
 from lightning_hetero.profiler.model_view import Subject
 from lightning_hetero.profiler.sample_layers import Blueprint
-from lightning_hetero.profiler.schedule import LayerSchedule, layer_jobs
-from lightning_hetero.profiler.trial_codec import Outcome, Trial
-from lightning_hetero.profiler.trials import DeviceResult, Trials, first_again, trials
+from lightning_hetero.profiler.trials import (
+    DeviceResult,
+    LayerSchedule,
+    Outcome,
+    Trial,
+    Trials,
+    first_again,
+    layer_jobs,
+    trials,
+)
+from lightning_hetero.protocol import messages as m
 
 from ..models import tiny_llama
 
@@ -78,14 +86,14 @@ def talk(conversation: Trials, device: Device) -> tuple[DeviceResult, list[Trial
 def sound(trial: Trial) -> Outcome:
     if isinstance(trial, LayerTrial):
         size = trial.hidden_shape[0]
-        return Measurement(0.1 * size, 0.2 * size, 10 * size, 20 * size)
-    return OptimizerMeasurement(0.5, 64)
+        return m.LayerMeasured(0.1 * size, 0.2 * size, 10 * size, 20 * size)
+    return m.OptimizerMeasured(0.5, 64)
 
 
 def failing(is_out_of_memory: bool, when: Callable[[LayerTrial], bool]) -> Device:
     def device(trial: Trial) -> Outcome:
         if isinstance(trial, LayerTrial) and when(trial):
-            return Failed("RuntimeError: no", "Traceback: there", is_out_of_memory)
+            return m.NotMeasured("RuntimeError: no", "Traceback: there", is_out_of_memory)
         return sound(trial)
 
     return device
@@ -96,7 +104,7 @@ def test_everything_is_measured_and_the_optimizer_once() -> None:
     assert [timing.micro_batch_size for timing in result.timings] == [1, 1, 2, 2, 4, 4]
     assert [timing.recompute for timing in result.timings] == [False, True] * 3
     assert result.timings[2].backward_seconds == 0.4
-    assert result.optimizers == {"layer": OptimizerMeasurement(0.5, 64)}
+    assert result.optimizers == {"layer": m.OptimizerMeasured(0.5, 64)}
     assert sum(not isinstance(trial, LayerTrial) for trial in asked) == 1
     # The last layer of a kind stands for it.
     assert {trial.number for trial in asked} == {1}
@@ -142,7 +150,11 @@ def test_a_dtype_that_fails_beside_it_is_left_out() -> None:
 
 def test_an_optimizer_that_fails_is_named() -> None:
     def device(trial: Trial) -> Outcome:
-        return sound(trial) if isinstance(trial, LayerTrial) else Failed("no optimizer", "", False)
+        return (
+            sound(trial)
+            if isinstance(trial, LayerTrial)
+            else m.NotMeasured("no optimizer", "", False)
+        )
 
     with pytest.raises(StageFailed, match=r"the step of SGD over a layer \(layer 1\): no"):
         lead(device)

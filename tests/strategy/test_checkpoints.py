@@ -103,7 +103,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk_is_said_and_leaves_what_was_there(path: Path) -> None:
-    expected = r"last.ckpt' could not be written: File too large\..* make room .*`dirpath`"
+    expected = r"last.ckpt' could not be written: File too large\..* free some space .*`dirpath`"
     with largest_file(MIB), pytest.raises(SaveError, match=expected) as caught:
         FileCheckpointIO().save_checkpoint(checkpoint(2.0), path)
     assert isinstance(caught.value, OSError)
@@ -111,7 +111,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_said(path: Path) -> None:
-    with pytest.raises(SaveError, match=r"below.ckpt' could not be written: .* see to it"):
+    with pytest.raises(SaveError, match=r"below.ckpt' could not be written: .* fix the cause"):
         FileCheckpointIO().save_checkpoint(checkpoint(2.0), path / "below.ckpt")
     assert_untouched(path)
 

@@ -41,6 +41,16 @@ def test_the_difference_is_relative(
     assert losses.fit(weights) == (difference <= ROUNDING)
 
 
+@pytest.mark.parametrize(
+    ("whole", "cut", "skipped"),
+    [(None, [None, 1.0], True), (None, [None, None], False), (1.0, [None, 1.0], False)],
+)
+def test_a_batch_that_is_skipped_only_as_a_whole_is_recognized(
+    whole: float | None, cut: list[float | None], skipped: bool
+) -> None:
+    assert Losses(whole, cut, ROUNDING).skips_only_whole == skipped
+
+
 @dataclass
 class Batch:
     mask: Tensor

@@ -74,7 +74,7 @@ def test_with_replanning_the_layers_are_to_move(caplog: pytest.LogCaptureFixture
     pass_steps(told, watch, 20, 0.03, 0.03)
     (plan,) = pass_steps(told, watch, 20, 0.03, 0.12)
     assert [stage.layers for stage in plan.stages] == [(0, 5), (5, 6)]
-    assert "Moving layers is to save about 58% of the step." in caplog.text
+    assert "Moving layers should save about 58% of the step." in caplog.text
 
 
 def test_after_a_move_some_steps_pass_before_the_next_one() -> None:
@@ -98,7 +98,7 @@ def test_layers_that_cannot_move_stay_where_they_are(caplog: pytest.LogCaptureFi
     watch = watch_over(told, moves=True)
     pass_steps(told, watch, 20, 0.03, 0.03)
     assert pass_steps(told, watch, 20, 0.03, 0.12) == []
-    assert "Layers cannot move. They share a parameter." in caplog.text
+    assert "The layers cannot move. They share a parameter." in caplog.text
 
 
 def test_steps_of_which_somebody_does_not_tell_are_passed_over() -> None:

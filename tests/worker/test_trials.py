@@ -15,23 +15,12 @@ from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
-from lightning_hetero.pipeline.bench import (
-    Failed,
-    LayerTrial,
-    Measurement,
-    OptimizerMeasurement,
-    OptimizerTrial,
-)
+from lightning_hetero.pipeline.bench import LayerTrial, OptimizerTrial
 from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.profiler.remote import prepare_workers
-from lightning_hetero.profiler.trial_codec import (
-    Outcome,
-    Trial,
-    read_outcome,
-    say_prepare,
-    say_trial,
-)
+from lightning_hetero.profiler.measure import prepare_workers
+from lightning_hetero.profiler.sample_layers import Blueprint
+from lightning_hetero.profiler.trials import Outcome, Trial, outcome_of
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
@@ -74,26 +63,32 @@ def ask(coordinator: Coordinator, message: m.Message, *tensors: torch.Tensor) ->
     return frame.message
 
 
-def prepare(coordinator: Coordinator, model: nn.Module) -> None:
+def blueprint(model: nn.Module, described: nn.Module) -> Blueprint:
+    """Builds layer 3 of one model, with the parameters of another."""
     layers = find_decoder_layers(model)
     recipe = write_recipe(model, [(3, layers[3])])
-    message, tensors = say_prepare(recipe, {3: layers[3].module}, {})
+    layer = find_decoder_layers(described)[3].module
+    return Blueprint(["layer"] * len(layers), {3: layer}, recipe, {})
+
+
+def prepare(coordinator: Coordinator, model: nn.Module) -> None:
+    message, tensors = blueprint(model, model).for_workers()
     assert isinstance(ask(coordinator, message, *tensors), m.Done)
 
 
-def outcome_of(coordinator: Coordinator, trial: Trial) -> Outcome:
-    message, tensors = say_trial(trial)
-    return read_outcome(ask(coordinator, message, *tensors))
+def measured(coordinator: Coordinator, trial: Trial) -> Outcome:
+    message, tensors = trial.encode()
+    return outcome_of(trial, ask(coordinator, message, *tensors))
 
 
 def test_a_layer_and_its_optimizer_are_measured(coordinator: Coordinator) -> None:
     prepare(coordinator, tiny_llama(4))
-    found = outcome_of(coordinator, layer_trial())
-    assert isinstance(found, Measurement)
+    found = measured(coordinator, layer_trial())
+    assert isinstance(found, m.LayerMeasured)
     assert min(found.forward_seconds, found.backward_seconds) > 0
     assert 2 * 5 * 16 * 4 < found.saved_bytes < found.peak_bytes
-    step = outcome_of(coordinator, OptimizerTrial(3, "SGD", {}, {"lr": 0.1, "momentum": 0.9}, 0.0))
-    assert isinstance(step, OptimizerMeasurement)
+    step = measured(coordinator, OptimizerTrial(3, "SGD", {}, {"lr": 0.1, "momentum": 0.9}, 0.0))
+    assert isinstance(step, m.OptimizerMeasured)
     assert step.state_bytes == sum(p.nbytes for p in tiny_llama(4).model.layers[3].parameters())
 
 
@@ -102,13 +97,13 @@ def test_what_fails_is_said_and_the_conversation_goes_on_to_deploying(
 ) -> None:
     model = tiny_llama(4)
     for trial in (layer_trial(), OptimizerTrial(3, "SGD", {}, {"lr": 0.1}, 0.0)):
-        found = outcome_of(coordinator, trial)
-        assert isinstance(found, Failed)
+        found = measured(coordinator, trial)
+        assert isinstance(found, m.NotMeasured)
         assert "No layers were prepared" in found.reason
     prepare(coordinator, model)
     for wrong in (layer_trial(width=7), layer_trial(number=2)):
-        assert isinstance(outcome_of(coordinator, wrong), Failed)
-    assert isinstance(outcome_of(coordinator, layer_trial()), Measurement)
+        assert isinstance(measured(coordinator, wrong), m.NotMeasured)
+    assert isinstance(measured(coordinator, layer_trial()), m.LayerMeasured)
     coordinator.connections.keep(["two", "one"])
     plan = Plan([StagePlan(["two"], (0, 1)), StagePlan(["one"], (1, 4))], 2)
     deployment = Deployment(model, find_decoder_layers(model), plan, coordinator, seed=0)
@@ -121,9 +116,7 @@ def test_what_fails_is_said_and_the_conversation_goes_on_to_deploying(
 def test_layers_of_another_shape_are_refused(coordinator: Coordinator) -> None:
     model = tiny_llama(4)
     model.model.layers[3].extra = nn.Linear(2, 2)
-    layers = find_decoder_layers(model)
-    recipe = write_recipe(tiny_llama(4), [(3, find_decoder_layers(tiny_llama(4))[3])])
-    message, tensors = say_prepare(recipe, {3: layers[3].module}, {})
+    message, tensors = blueprint(tiny_llama(4), model).for_workers()
     answer = ask(coordinator, message, *tensors)
     assert isinstance(answer, m.NotMeasured)
     assert "3.extra.bias" in answer.reason
