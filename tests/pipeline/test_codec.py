@@ -35,7 +35,7 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader
 from lightning_hetero.protocol.values import KeptConstants, Packer, SentConstants
 
-from ..protocol.examples import feed, joined
+from ..protocol.strategies import feed, joined
 
 finite = st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False)
 

@@ -17,7 +17,7 @@ from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameLimits, FrameReader, encode_frame
 
-from .examples import PACKED_LIST, PING, VERSION, any_frame, feed, is_same, joined, raw_frame
+from .strategies import PACKED_LIST, PING, VERSION, any_frame, feed, is_same, joined, raw_frame
 
 SMALL = FrameLimits(header_bytes=2**12, body_bytes=2**12)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.values import DictNode, ListNode, TensorNode, TupleNode
 
-from .examples import any_message
+from .strategies import any_message
 
 KINDS = {kind.__name__: kind for kind in get_args(m.Message)}
 

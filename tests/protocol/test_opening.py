@@ -11,7 +11,7 @@ from lightning_hetero.errors import RemoteProtocolError, TrustError
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import OPENING_LIMITS, Frame, OpeningReader, encode_frame
 
-from .examples import PACKED_LIST, PING, any_message, feed, raw_frame
+from .strategies import PACKED_LIST, PING, any_message, feed, raw_frame
 
 HELLO = {"type": "Hello", "protocol": 1, "role": "coordinator", "session": "s"}
 

@@ -20,7 +20,7 @@ from lightning_hetero.protocol.tensors import (
     tensor_from_bytes,
 )
 
-from .examples import any_tensor, is_same, shapes
+from .strategies import any_tensor, is_same, shapes
 
 specs = st.builds(TensorSpec, dtype=st.sampled_from(sorted(DTYPES)), shape=shapes)
 
