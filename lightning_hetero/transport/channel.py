@@ -137,7 +137,7 @@ class Channel:
         frame = Frame(message, tensors)
         buffers = encode_frame(frame)
         logger.debug("> %s %s", self.peer, frame)
-        self._queue(message, partial(_encoded, buffers))
+        self._queue(message, lambda: buffers)
 
     def send_later(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
         """Queue a frame that the writing thread encodes, which may wait for its tensors.
@@ -305,10 +305,6 @@ class Channel:
         with self._progress:
             self._is_over = True
             self._progress.notify_all()
-
-
-def _encoded(buffers: list[memoryview]) -> list[memoryview]:
-    return buffers
 
 
 def receive_some(

@@ -104,7 +104,7 @@ def write_token_file(path: Path, token: Token) -> None:
         TokenError: If the file exists, or cannot be written.
     """
     try:
-        _make_folder(path.parent)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise TokenError(
@@ -119,11 +119,6 @@ def write_token_file(path: Path, token: Token) -> None:
     except OSError as error:
         path.unlink()
         raise TokenError(f"The token cannot be written to {str(path)!r}: {error}.") from error
-
-
-def _make_folder(path: Path) -> None:
-    if not path.is_dir():
-        path.mkdir(mode=0o700, parents=True)
 
 
 def read_token_file(path: Path) -> Token:
