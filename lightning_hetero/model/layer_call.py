@@ -62,7 +62,8 @@ class LayerCall:
     def set_modes(self, layer: nn.Module) -> None:
         """Put a layer and all modules inside into the modes that they have where it was called."""
         for module in layer.modules():
-            module.training = self.training
+            if module.training != self.training:  # to set an attribute of a module costs more
+                module.training = self.training
         for name in self.other_mode:
             layer.get_submodule(name).training = not self.training
 

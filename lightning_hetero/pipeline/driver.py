@@ -229,7 +229,7 @@ class _RunningStep:
                 self._take(self._driver.stages.receive())
                 continue
             kind, recorder = self._kind_of(action), self._driver.recorder
-            recorder.note_choice(len(ready))
+            recorder.note_choice(len(ready) + max(0, len(self._not_started) - 1))
             with self._driver.stopwatch.measuring(kind), recorder.span(kind, action.key):
                 run = self._forward if action.kind == "F" else self._backward
                 run(action.key)
@@ -247,7 +247,9 @@ class _RunningStep:
         self._threads.close()
 
     def _ready(self) -> list[Action]:
-        ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in self._not_started]
+        # Of those that have not started, the rule never takes another than the first.
+        first = [min(self._not_started)] if self._not_started else []
+        ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in first]
         ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]
         ready += [Action(COORDINATOR_STAGE, "B", key) for key in self._gradients]
         return ready

@@ -26,7 +26,7 @@ from typing_extensions import override
 from ..errors import LocalProtocolError, RemoteProtocolError, TrustError
 from .buffers import Buffer, BufferPool, new_buffer
 from .messages import PROTOCOL_VERSION, Failure, Hello, Message, Welcome
-from .tensors import TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
+from .tensors import ALIGNMENT_BYTES, TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
 
 MAGIC = b"LHET"
 _PREFIX = struct.Struct(">4sIIQ")
@@ -53,6 +53,9 @@ class Frame:
     def __str__(self) -> str:
         tensors = " ".join(str(TensorSpec.of(tensor)) for tensor in self.tensors)
         return f"{self.message} {tensors}".rstrip()
+
+
+_LIMITS = FrameLimits()
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,7 +85,7 @@ def encode_head(frame: Frame, limits: FrameLimits | None = None) -> memoryview:
     Raises:
         LocalProtocolError: If the frame is longer than the limits.
     """
-    limits = limits or FrameLimits()
+    limits = limits or _LIMITS
     specs = [TensorSpec.of(tensor) for tensor in frame.tensors]
     _, body_bytes = body_layout(specs)
     header = _encoder.encode(Header(frame.message, specs))
@@ -96,15 +99,13 @@ def encode_head(frame: Frame, limits: FrameLimits | None = None) -> memoryview:
 
 def encode_body(tensors: Sequence[Tensor]) -> list[memoryview]:
     """The tensors' bytes, with what is between them."""
-    specs = [TensorSpec.of(tensor) for tensor in tensors]
-    offsets, _ = body_layout(specs)
     buffers: list[memoryview] = []
     end = 0
-    for tensor, spec, offset in zip(tensors, specs, offsets, strict=True):
-        if offset > end:
-            buffers.append(memoryview(bytes(offset - end)))
+    for tensor in tensors:
+        if gap := -end % ALIGNMENT_BYTES:
+            buffers.append(memoryview(bytes(gap)))
         buffers.append(tensor_bytes(tensor))
-        end = offset + spec.num_bytes
+        end += gap + len(buffers[-1])
     return buffers
 
 
