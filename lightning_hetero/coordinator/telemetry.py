@@ -1,4 +1,4 @@
-"""The coordinator's side of recording: asks workers what they did, and what their clocks show."""
+"""The coordinator's side of recording: asks workers for their records and their clocks."""
 
 from __future__ import annotations
 
