@@ -1,7 +1,8 @@
-"""What workers answer, held against what was asked: names, numbers, shapes and dtypes.
+"""Checks workers' answers against the requests: names, numbers, shapes and dtypes.
 
-Each breach is a `RemoteProtocolError`, the fault of the worker that answered. What it computed may
-be wrong all the same; but nothing of another form is ever converted, averaged or filled in.
+A wrong answer raises a `RemoteProtocolError`, the fault of the worker that answered. The checks do
+not tell whether a worker computed correctly; but a tensor of another form is never converted,
+averaged or filled in.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class HeldTensor:
     def check(self, name: str, found: Tensor) -> None:
         """Refuse content of another form.
 
-        A buffer may have got another floating dtype: layers put there what they compute.
+        A buffer may have changed its floating dtype: layers store there what they compute.
         """
         fits = self._fits_dtype(found) and list(found.shape) == self.spec.shape
         if not fits:
@@ -80,7 +81,7 @@ def held_tensors(
 
 
 class AwaitedTensors:
-    """Tensors that one worker was asked for, until it has sent them.
+    """The tensors that one worker was asked for and has not sent yet.
 
     Args:
         names: Of what it was asked for.
@@ -92,7 +93,7 @@ class AwaitedTensors:
         self._held = held
 
     def take(self, message: m.TensorContent, tensors: Sequence[Tensor]) -> tuple[Tensor, State]:
-        """A tensor that came, in the dtype that it has there, and its state.
+        """Take a tensor that came; returns it in the worker's dtype, with its state.
 
         Raises:
             RemoteProtocolError: If it was not asked for, or has another form.
@@ -108,7 +109,7 @@ class AwaitedTensors:
 
 
 def check_state(layers: Mapping[int, nn.Module], name: str, content: Tensor, state: State) -> None:
-    """Refuse what does not make a whole tensor: packed bytes need their state, others have none.
+    """Refuse a tensor in 4 bits without its state, and any other tensor with a state.
 
     Raises:
         RemoteProtocolError: With the name.
@@ -128,8 +129,9 @@ def check_state(layers: Mapping[int, nn.Module], name: str, content: Tensor, sta
 def check_norms(
     norms: Mapping[str, float], held: Mapping[str, HeldTensor], optimized: Collection[str] | None
 ) -> None:
-    """Refuse gradient norms that cannot be those of a worker's parameters; one that is infinite
-    or no number is that of a gradient that is.
+    """Refuse gradient norms that cannot be those of a worker's parameters.
+
+    An infinite or NaN norm is accepted: it is that of an infinite or NaN gradient.
 
     Args:
         norms: What it told.
@@ -157,7 +159,7 @@ def check_norms(
 def check_optimizer_state(
     name: str, state: Any, parameter: Tensor, is_torchs: bool
 ) -> dict[str, Any]:
-    """What came as the optimizer's state of a parameter.
+    """Check what came as the optimizer's state of a parameter; returns it.
 
     Args:
         name: The parameter's.
@@ -187,13 +189,13 @@ def _can_be_state(value: Tensor, parameter: Tensor, is_torchs: bool) -> bool:
 
 
 def _spreads(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a tensor has the shape of another one, or that with some dimensions summed up."""
+    """Whether a tensor has the shape of another one, or that shape with some dimensions of 1."""
     pairs = zip(value.shape, parameter.shape, strict=False)
     return value.ndim == parameter.ndim and all(own in (1, whole) for own, whole in pairs)
 
 
 class DueAnswers:
-    """What the stages are still to send of the present step."""
+    """The activations and gradients of the present step that the stages have not sent yet."""
 
     def __init__(self) -> None:
         self._sent: dict[Key, _SentForward] = {}
@@ -201,17 +203,17 @@ class DueAnswers:
         self._gradients: set[Key] = set()
 
     def begin_step(self) -> None:
-        """Nothing of an earlier step is waited for."""
+        """Forget what was due in an earlier step."""
         for due in (self._sent, self._activations, self._gradients):
             due.clear()
 
     def note_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
-        """Hidden states go to the first stage."""
+        """Note that hidden states go to the first stage."""
         self._sent[key] = _SentForward(TensorSpec.of(hidden), surroundings)
         self._activations.add(key)
 
     def note_backward(self, key: Key) -> None:
-        """The gradients of what came back go to the last stage."""
+        """Note that gradients of a returned activation go to the last stage."""
         self._gradients.add(key)
 
     def take_activation(
@@ -221,10 +223,10 @@ class DueAnswers:
         layers: Mapping[int, nn.Module],
         dtypes: Callable[[], Collection[torch.dtype]],
     ) -> None:
-        """An activation has come back.
+        """Check an activation that has come back.
 
         Raises:
-            RemoteProtocolError: If nobody waits for it, or it has another form.
+            RemoteProtocolError: If it is not due, or has another form.
         """
         if key not in self._activations:
             raise RemoteProtocolError(f"Nobody waits for its activation of {_named(key)}.")
@@ -232,10 +234,10 @@ class DueAnswers:
         self._activations.remove(key)
 
     def take_gradients(self, key: Key, found: Gradients) -> None:
-        """The gradients of what went to the first stage have come.
+        """Check gradients that have come from the first stage.
 
         Raises:
-            RemoteProtocolError: If nobody waits for them, or they have another form.
+            RemoteProtocolError: If they are not due, or have another form.
         """
         if key not in self._gradients:
             raise RemoteProtocolError(f"Nobody waits for its gradients of {_named(key)}.")
@@ -245,7 +247,7 @@ class DueAnswers:
 
 @dataclass(frozen=True)
 class _SentForward:
-    """Hidden states that went to the first stage, and what they are to be run with."""
+    """Hidden states that went to the first stage, and the arguments that go with them."""
 
     spec: TensorSpec
     surroundings: Surroundings
@@ -258,8 +260,8 @@ class _SentForward:
     ) -> None:
         """Refuse what cannot be the hidden states behind the last layer.
 
-        Where the layers change the form of hidden states, it is tried on ``meta`` what they make of
-        these; where that cannot be tried, the number of samples must be the same.
+        Where layers change the form of hidden states, they are run on ``meta`` to find the form;
+        where that is not possible, only the number of samples must be the same.
 
         Args:
             found: What came back.
@@ -306,14 +308,14 @@ class _SentForward:
             )
 
     def _usual_shape(self, layers: Mapping[int, nn.Module]) -> list[int]:
-        """That of what was sent, as most layers leave it."""
+        """The shape that was sent, which most layers keep."""
         calls = self.surroundings.calls
         if not calls or calls[0].layer_index != EMBEDDING_LAYER:
             return self.spec.shape
         return [*self.spec.shape, layers[EMBEDDING_LAYER].get_parameter("weight").shape[1]]
 
     def _tried(self, layers: Mapping[int, nn.Module]) -> Tensor | None:
-        """The form of what the layers make of it; None where that depends on numbers."""
+        """The output of the layers on ``meta``; None where its form depends on values."""
         hidden = torch.empty(self.spec.shape, dtype=self.spec.torch_dtype, device="meta")
         for call in self.surroundings.calls:
             layer = layers[call.layer_index]
@@ -329,7 +331,7 @@ class _SentForward:
 
 
 def check_narrowed(narrowed: Sequence[m.Narrowed | None], wire_dtype: WireDtype | None) -> None:
-    """Refuse numbers that were rounded for their way where the plan does not want it.
+    """Refuse tensors that were rounded for sending where the plan does not ask for it.
 
     Raises:
         RemoteProtocolError: Then.

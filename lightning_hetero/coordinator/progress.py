@@ -1,8 +1,6 @@
-"""How far something long has come: what tells it, and telling it in lines.
+"""Progress of long transfers and measurements, and figures in the Trainer's training bar.
 
-Progress bars in the style of the Trainer's own, and what its training bar shows besides.
-
-The bar that the Trainer has decides: tqdm, rich, one of the user's own, or none.
+The Trainer's own bar decides how progress is shown: by tqdm, by rich, or by lines in the log.
 """
 
 from __future__ import annotations
@@ -29,28 +27,28 @@ from rich.progress import Progress as RichProgress
 
 from ..model.override import stand_in
 
-# Below this nobody needs to watch tensors travel.
+# A shorter transfer shows no progress.
 PROGRESS_FROM_BYTES = 256 * 2**20
 
 _NUM_LINES = 4
 
 
 class Progress(Protocol):
-    """Tells how far something has come."""
+    """Shows how far a long piece of work has come."""
 
     def advance(self, amount: int) -> None:
         """Note that so much more is done."""
 
     def close(self) -> None:
-        """It is over, done or not."""
+        """End the display, whether everything is done or not."""
 
 
-# Tells of so many bytes that are on their way; the text is the beginning of a sentence.
+# Shows the progress of so many bytes; the text is the beginning of a sentence.
 ProgressOfBytes = Callable[[str, int], Progress]
 
 
 class ProgressInLines:
-    """Tells each quarter of the way in a line, if the way is long: for those who have no bar.
+    """Logs a line at each quarter of a long transfer, where there is no progress bar.
 
     Args:
         what: What is being done, as the beginning of a sentence.
@@ -73,7 +71,7 @@ class ProgressInLines:
             rank_zero_info(f"{self._what}: {done:.1f} of {total:.1f} GiB")
 
     def close(self) -> None:
-        """Nothing is left on the screen."""
+        """Leave the lines that were logged."""
 
 
 _MIB = 2**20
@@ -82,8 +80,7 @@ _REFRESHES = 32
 
 
 def progress_of_bytes(trainer: pl.Trainer, what: str, num_bytes: int) -> Progress:
-    """A bar for tensors that travel, if it takes long enough to be looked at; where the Trainer
-    shows none, some lines in the log."""
+    """A bar for a long transfer of tensors, or lines in the log where the Trainer shows no bar."""
     if num_bytes < PROGRESS_FROM_BYTES:
         return _NoBar()
     return _bar(trainer, what, num_bytes, in_bytes=True) or ProgressInLines(what, num_bytes)
@@ -108,14 +105,14 @@ def _bar(trainer: pl.Trainer, what: str, total: int, in_bytes: bool) -> Progress
 
 class _NoBar:
     def advance(self, amount: int) -> None:
-        """Nobody looks."""
+        """Show nothing."""
 
     def close(self) -> None:
-        """Nothing is shown."""
+        """Leave nothing behind."""
 
 
 class _TqdmBar:
-    """A bar of tqdm's, below those that are there, which goes when it is done."""
+    """A bar of tqdm's below the present ones; it disappears when it is done."""
 
     def __init__(self, what: str, total: int, in_bytes: bool) -> None:
         units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
@@ -129,7 +126,7 @@ class _TqdmBar:
 
 
 class _RichBar:
-    """A bar of rich's while the Trainer's own is not on the screen."""
+    """A bar of rich's, for times when the Trainer's own is not on the screen."""
 
     def __init__(self, what: str, total: int, in_bytes: bool) -> None:
         columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
@@ -149,9 +146,9 @@ class _RichBar:
 
 
 class _TaskOfBar:
-    """One more line of the Trainer's own bar, since a screen has one of rich's.
+    """One more line in the Trainer's own bar: a screen can have only one bar of rich's.
 
-    Its columns count whole numbers, so that bytes are told in units.
+    The columns of that bar show whole numbers, so bytes are counted in units.
     """
 
     def __init__(self, live: RichProgress, what: str, total: int, unit: int) -> None:
@@ -171,7 +168,7 @@ class _TaskOfBar:
 class TrainingFigures:
     """Tokens per second and the slowest stage in the Trainer's training bar, until `detach`.
 
-    Whatever bar it is, its ``get_metrics`` says what it shows; a user's own is asked first.
+    Every bar shows what its ``get_metrics`` returns; that of a user's own bar is called first.
 
     Args:
         trainer: Whose bar it is.

@@ -1,4 +1,4 @@
-"""Hand-overs of whole batches: how they are cut, and whether cutting them changes the result.
+"""Hand-overs: of a micro-batch in its turn, and of a whole batch that is cut into pieces.
 
 Evaluation, manual optimization and ``micro_batching="boundary"`` hand over the hidden states of a
 whole batch. They are cut into pieces along the samples, so that all stages work at once. Layers
@@ -110,7 +110,7 @@ class WholeBatches:
         return pieces, dim
 
     def cut(self, request: Request) -> tuple[list[Request], int]:
-        """The same without a check."""
+        """Cut a hand-over as `pieces` does, without the check."""
         # A cache holds all samples of a batch. Products of fewer rows may also round differently,
         # and one other bit can make another token.
         if request.surroundings.has_cache or self._num_pieces == 1:

@@ -36,8 +36,8 @@ class Fleet:
     Args:
         workers: That many local processes, a list of ``"host:port"``, or ``"auto"`` for those that
             are announced on the local network.
-        token_file: What was named as the file of the token, if anything was. The token itself is
-            read for each run and not kept, so that no copy of this object has it.
+        token_file: The file of the token, if the user named one. The token itself is read for each
+            run and not kept, so that no copy of this object contains it.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Fleet:
         self._threads_before: int | None = None
 
     def find(self, device: torch.device, deadlines: Deadlines) -> list[str]:
-        """What plans call the workers. Under ``"auto"`` they are looked for, once in each run.
+        """The workers' names in plans. With ``"auto"`` it searches for workers once in each run.
 
         Raises:
-            DiscoveryError: If none is found, or one cannot look for them here.
+            DiscoveryError: If no worker is found, or no search is possible here.
             TokenError: If the token cannot be used.
         """
         if isinstance(self._workers, int):
@@ -67,8 +67,7 @@ class Fleet:
     def connect(
         self, names: Sequence[str], imports: set[str], device: torch.device, deadlines: Deadlines
     ) -> Coordinator:
-        """Conversations with some of the workers; local ones are started, all of them, if any is
-        wanted.
+        """Connect to some of the workers. If local ones are wanted, all of them are started.
 
         Args:
             names: Some of the names.
@@ -77,7 +76,8 @@ class Fleet:
             deadlines: How long to wait for what.
 
         Raises:
-            WorkerError: If a local worker cannot be started, or one does not answer or refuses.
+            WorkerError: If a local worker cannot be started, or a worker does not answer or
+                refuses.
             TokenError: If the token cannot be used.
         """
         identity = Identity(equipment_here(device))

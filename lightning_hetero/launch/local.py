@@ -1,7 +1,7 @@
-"""Local worker processes: started with a listening socket of ours, ended with us.
+"""Local worker processes: they start with a listening socket of this process and end with it.
 
-A worker's standard input is a pipe that only we hold. However we end - return, exception, kill -9 -
-the pipe closes, the worker sees its end and exits, so no orphan is left.
+A worker's standard input is a pipe that only this process holds. When this process ends, by a
+return, an exception or kill -9, the pipe closes and the worker exits, so no orphan is left.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..worker.worker import address_of, listen
 
 logger = logging.getLogger(__name__)
 
-# Importing torch takes seconds, on a busy machine many. Nobody waits in vain: a process that dies
-# takes its socket along.
+# Importing torch takes seconds, and many on a busy machine. A process that dies is noticed sooner:
+# its socket closes with it.
 START_SECONDS = 60.0
 
 
@@ -35,13 +35,13 @@ class LocalWorker:
     process: subprocess.Popen[bytes]
 
     def tell_to_end(self) -> None:
-        """Let the process end by itself; `stop` waits for it."""
+        """Ask the process to end; `stop` waits for it."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
 
     def stop(self, patience_seconds: float) -> None:
-        """End the process, by force if it does not end by itself."""
+        """End the process; kill it if it does not end in time."""
         self.tell_to_end()
         try:
             self.process.wait(patience_seconds)
@@ -52,7 +52,7 @@ class LocalWorker:
 
 
 def local_worker_names(count: int) -> list[str]:
-    """What a plan calls the local workers."""
+    """The names of local workers in a plan."""
     return [f"local-{number}" for number in range(1, count + 1)]
 
 
@@ -61,11 +61,11 @@ def start_local_workers(
 ) -> list[LocalWorker]:
     """Start worker processes on free loopback ports, with this many compute threads each.
 
-    They find modules where this process does, but import for layers only what is allowed: other
+    They search for modules where this process does, but import only allowed ones for layers: other
     users of this machine can reach their ports too.
 
     Raises:
-        WorkerError: If a process cannot be started; none is left then.
+        WorkerError: If a process cannot be started; the others are ended then.
     """
     workers: list[LocalWorker] = []
     try:
@@ -98,7 +98,7 @@ def _start(name: str, threads: int, allowed: Allowed) -> LocalWorker:
                 command,
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
-                # Ctrl-C goes to the coordinator alone, which then ends its workers in order.
+                # Ctrl-C reaches only the coordinator, which then ends its workers in order.
                 start_new_session=True,
                 env={**os.environ, **_same_search_path(), "OMP_NUM_THREADS": str(threads)},
             )
@@ -108,9 +108,9 @@ def _start(name: str, threads: int, allowed: Allowed) -> LocalWorker:
 
 
 def _same_search_path() -> dict[str, str]:
-    """Settings under which another interpreter finds modules where this one does."""
+    """Environment variables that give another interpreter this one's module search path."""
     folders = [os.path.abspath(folder) for folder in sys.path]
-    # Without the second one `python -m` puts the working directory before all others.
+    # Without PYTHONSAFEPATH, `python -m` puts the working directory first.
     return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}
 
 

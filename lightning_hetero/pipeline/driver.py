@@ -153,8 +153,9 @@ class _RunningStep:
             if action is None:
                 self._take(self._driver.stages.receive())
                 continue
+            num_ready = len(ready) + max(0, len(self._not_started) - 1)
             run = self._forward if action.kind == "F" else self._backward
-            with self._driver.recorder.action(self._kind_of(action), action.key, len(ready)):
+            with self._driver.recorder.action(self._kind_of(action), action.key, num_ready):
                 run(action.key)
         if self._losses_have_graphs and not any(self._losses_have_graphs):
             raise BatchError(
@@ -170,7 +171,9 @@ class _RunningStep:
         self._threads.close()
 
     def _ready(self) -> list[Action]:
-        ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in self._not_started]
+        # Of those that have not started, the rule never takes another than the first.
+        first = [min(self._not_started)] if self._not_started else []
+        ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in first]
         ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]
         ready += [Action(COORDINATOR_STAGE, "B", key) for key in self._gradients]
         return ready

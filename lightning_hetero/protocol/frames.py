@@ -28,7 +28,7 @@ from typing_extensions import override
 from ..errors import LocalProtocolError, RemoteProtocolError, TrustError
 from .buffers import Buffer, BufferPool, new_buffer
 from .messages import KINDS, PROTOCOL_VERSION, Failure, Hello, Message, Welcome
-from .tensors import TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
+from .tensors import ALIGNMENT_BYTES, TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
 
 MAGIC = b"LHET"
 _PREFIX = struct.Struct(">4sIIQ")
@@ -56,6 +56,8 @@ class Frame:
         tensors = " ".join(str(TensorSpec.of(tensor)) for tensor in self.tensors)
         return f"{self.message} {tensors}".rstrip()
 
+
+_LIMITS = FrameLimits()
 
 Known = TypeVar("Known", bound=Message)
 
@@ -92,7 +94,7 @@ def encode_head(frame: Frame, limits: FrameLimits | None = None) -> memoryview:
     Raises:
         LocalProtocolError: If the frame is longer than the limits.
     """
-    limits = limits or FrameLimits()
+    limits = limits or _LIMITS
     specs = [TensorSpec.of(tensor) for tensor in frame.tensors]
     _, body_bytes = body_layout(specs)
     header = _encoder.encode(Header(frame.message, specs))
@@ -106,15 +108,13 @@ def encode_head(frame: Frame, limits: FrameLimits | None = None) -> memoryview:
 
 def encode_body(tensors: Sequence[Tensor]) -> list[memoryview]:
     """Encode the tensors, with the padding between them."""
-    specs = [TensorSpec.of(tensor) for tensor in tensors]
-    offsets, _ = body_layout(specs)
     buffers: list[memoryview] = []
     end = 0
-    for tensor, spec, offset in zip(tensors, specs, offsets, strict=True):
-        if offset > end:
-            buffers.append(memoryview(bytes(offset - end)))
+    for tensor in tensors:
+        if gap := -end % ALIGNMENT_BYTES:
+            buffers.append(memoryview(bytes(gap)))
         buffers.append(tensor_bytes(tensor))
-        end = offset + spec.num_bytes
+        end += gap + len(buffers[-1])
     return buffers
 
 

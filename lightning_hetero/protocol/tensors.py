@@ -61,11 +61,11 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor's content; booleans are packed, eight to a byte."""
-        if math.prod(max(dimension, 1) for dimension in self.shape) > MOST_ELEMENTS:
+        count = math.prod(self.shape)
+        if (count or math.prod(max(dimension, 1) for dimension in self.shape)) > MOST_ELEMENTS:
             raise RemoteProtocolError(f"A tensor of shape {self.shape} is too large to exist.")
-        if self.torch_dtype == torch.bool:
-            return -(-math.prod(self.shape) // 8)
-        return math.prod(self.shape) * self.torch_dtype.itemsize
+        dtype = self.torch_dtype
+        return -(-count // 8) if dtype == torch.bool else count * dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -106,7 +106,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
     Booleans are packed.
     """
-    dense = tensor.detach().to("cpu").contiguous()
+    dense = tensor.detach()
+    dense = (dense if dense.device.type == "cpu" else dense.cpu()).contiguous()
     # Not reshape(-1): a tensor of one element may have any stride and still count as contiguous.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
     return numpy.packbits(flat).data if tensor.dtype == torch.bool else flat.data

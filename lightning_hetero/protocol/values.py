@@ -216,12 +216,12 @@ class Packer:
         """
         if tree is None or isinstance(tree, bool):
             return tree
+        if isinstance(tree, Tensor):
+            return self._pack_tensor(tree)
         # Subclasses, such as numpy's float or an enum's members, are sent as their plain type.
         for plain in (int, float, str):
             if isinstance(tree, plain) and _fits(tree):
                 return plain(tree)
-        if isinstance(tree, Tensor):
-            return self._pack_tensor(tree)
         if isinstance(tree, tuple):
             return TupleNode([self.pack(item, f"{where}[{i}]") for i, item in enumerate(tree)])
         if isinstance(tree, list):

@@ -165,7 +165,7 @@ def before_the_step_here(patch: Patch) -> None:
 
     def interrupted(self: OptimizerParts, *args: Any) -> None:
         apply(self, *args)
-        if self.step == 2:
+        if self._connections.step == 2:
             raise KeyboardInterrupt
 
     patch.setattr(OptimizerParts, "apply", interrupted)
