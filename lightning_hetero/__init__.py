@@ -6,7 +6,7 @@ Each folder answers one question; the two ends of one conversation have the same
     callbacks/     what a user adds: monitor, timeline, weight average, profiler
     pipeline/      how a step runs: driver, turns, hand-over, rule, stages; no socket, no Trainer
     model/         what is cut: decoder layers, hollow layers, recipes, checkpoints
-    devices/       what computes: memory, copies, the description of a device
+    devices/       what computes: one class per backend, and copies between devices
     protocol/      what is said: messages, frames, sessions; no I/O
     transport/     how it travels: connections, channels, TLS, handshakes
     worker/        the process on a device
@@ -16,7 +16,7 @@ Each folder answers one question; the two ends of one conversation have the same
     mesh/          networks apart: WireGuard files, which only their command uses
     planner/       who gets what: pure functions from a profile to a plan
     profiler/      how fast it is: measurements of a model on its devices
-    telemetry/     what happened: recorded steps, metrics, predictions
+    telemetry/     what happened: recorded steps, their predictions, metrics
     report/        what is shown: charts, diagrams, the page on a run
     doctor/        why a worker cannot be used
     verify/        which worker computes wrongly

@@ -11,9 +11,7 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from .families import (
-    tiny_model,
-)
+from .families import tiny_model
 
 LORA_TARGETS = {
     "gpt2": ["c_attn", "c_proj"],

@@ -21,7 +21,7 @@ from ..plan import COORDINATOR
 from ..planner.profile import Profile
 from ..protocol.fields import Totals
 from ..telemetry.metrics import Window, difference, flops_per_token, pipeline_metrics, stage_metrics
-from ..telemetry.prediction import bound_seconds
+from ..telemetry.step import bound_seconds
 
 
 def deployment_of(trainer: pl.Trainer) -> Deployment | None:

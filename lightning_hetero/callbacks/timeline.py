@@ -16,8 +16,7 @@ from typing_extensions import override
 from ..coordinator.deployment import Deployment
 from ..report.charts import chart_of
 from ..telemetry.chrome_trace import StepAndPrediction, trace_of
-from ..telemetry.prediction import prediction_of
-from ..telemetry.step import RecordedStep, align, recorded_step
+from ..telemetry.step import RecordedStep, align, prediction_of, recorded_step
 from .monitor import deployment_of, profile_of, run_folder, warn_of_no_stages
 
 TRACE_NAME, CHART_NAME = "timeline.json", "timeline.svg"

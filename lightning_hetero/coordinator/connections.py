@@ -29,9 +29,9 @@ from ..errors import (
     WorkerLost,
 )
 from ..protocol import messages as m
-from ..protocol.buffers import BufferPool
 from ..protocol.frames import Frame
 from ..protocol.session import coordinator_session
+from ..protocol.tensors import BufferPool
 from ..protocol.values import SentConstants
 from ..transport.address import Address
 from ..transport.channel import Arrival, Channel, Inbox

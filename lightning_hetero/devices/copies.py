@@ -26,8 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..protocol.buffers import SMALLEST_KEPT_BYTES, BufferPool
-from ..protocol.tensors import ALIGNMENT_BYTES
+from ..protocol.tensors import ALIGNMENT_BYTES, SMALLEST_KEPT_BYTES, BufferPool
 
 Bytes = npt.NDArray[numpy.uint8]
 

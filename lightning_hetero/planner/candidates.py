@@ -32,18 +32,7 @@ from ..plan import (
     bytes_per_number,
     most_started,
 )
-from .costs import (
-    START,
-    WORKER,
-    Cost,
-    End,
-    Holder,
-    Need,
-    Option,
-    Role,
-    cost_at,
-    layer_seconds,
-)
+from .costs import START, WORKER, Cost, End, Holder, Need, Option, Role, cost_at, layer_seconds
 from .profile import EMBEDDING, ENDS, HEAD, Link, ModelProfile, Profile
 from .simulation import (
     Hop,

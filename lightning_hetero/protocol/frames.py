@@ -26,9 +26,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..errors import LocalProtocolError, RemoteProtocolError, TrustError
-from .buffers import Buffer, BufferPool, new_buffer
 from .messages import KINDS, PROTOCOL_VERSION, Failure, Hello, Message, Welcome
-from .tensors import ALIGNMENT_BYTES, TensorSpec, body_layout, tensor_bytes, tensor_from_bytes
+from .tensors import (
+    ALIGNMENT_BYTES,
+    Buffer,
+    BufferPool,
+    TensorSpec,
+    body_layout,
+    new_buffer,
+    tensor_bytes,
+    tensor_from_bytes,
+)
 
 MAGIC = b"LHET"
 _PREFIX = struct.Struct(">4sIIQ")

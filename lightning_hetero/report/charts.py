@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..protocol.fields import SpanKind
-from ..telemetry.prediction import Prediction
-from ..telemetry.step import RecordedStep, StageSpans
+from ..telemetry.step import Prediction, RecordedStep, StageSpans
 from .svg import (
     HUES,
     Point,

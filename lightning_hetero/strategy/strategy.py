@@ -40,8 +40,7 @@ from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanChoice, Site
 from .optimizers import clip_by_global_norm, norms_by_name
 from .replan import AtHome, check_move, moves_layers, moving_averages
-from .run import Run, TrainingRun
-from .run_folder import leave_pictures
+from .run import Run, TrainingRun, leave_pictures
 from .training_step import StepOptions
 
 

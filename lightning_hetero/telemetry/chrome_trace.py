@@ -7,8 +7,7 @@ from itertools import count
 from typing import Any
 
 from ..protocol.fields import ACTIONS, Span
-from .prediction import Prediction
-from .step import RecordedStep, StageSpans
+from .step import Prediction, RecordedStep, StageSpans
 
 FORMAT = "lightning-hetero timeline 1"
 PREDICTED = 1000

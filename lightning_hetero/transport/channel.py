@@ -27,9 +27,9 @@ from ..pipeline.codec import Content
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Action
 from ..protocol import messages as m
-from ..protocol.buffers import BufferPool
 from ..protocol.frames import Frame, FrameReader, encode_body, encode_frame, encode_head
 from ..protocol.session import Session, State
+from ..protocol.tensors import BufferPool
 from .connection import Connection
 from .deadlines import Deadlines
 from .link_probe import Exchange, PeerClock, payload

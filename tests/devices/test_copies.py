@@ -16,16 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.devices.copies import (
-    PlainCopies,
-    StreamedCopies,
-    already_here,
-)
+from lightning_hetero.devices.copies import PlainCopies, StreamedCopies, already_here
 from lightning_hetero.devices.cuda import CudaStreams
 from lightning_hetero.devices.device import device_for
 from lightning_hetero.errors import ChannelError
 from lightning_hetero.pipeline.boundary import Activation, Gradients
-from lightning_hetero.protocol.buffers import SMALLEST_KEPT_BYTES
+from lightning_hetero.protocol.tensors import SMALLEST_KEPT_BYTES
 
 from .made_up_streams import MadeUpStreams, on_device
 

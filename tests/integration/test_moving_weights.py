@@ -12,13 +12,7 @@ from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from ..families import NUM_LAYERS
 from ..models import TinyModule, fit, loader, scaled_precision, trainer
 from ..plans import plan_of
-from ..pretrained import (
-    BATCH_SIZE,
-    PretrainedModule,
-    build_from_checkpoint,
-    build_whole,
-    save_tiny,
-)
+from ..pretrained import BATCH_SIZE, PretrainedModule, build_from_checkpoint, build_whole, save_tiny
 from .moves import Moves
 
 NUM_STEPS = 5

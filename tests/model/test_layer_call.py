@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from lightning_hetero.errors import ModelError
-from lightning_hetero.model.layer_call import (
-    LayerCall,
-    expected_result,
-    hidden_of,
-    without_cache,
-)
+from lightning_hetero.model.layer_call import LayerCall, expected_result, hidden_of, without_cache
 
 HIDDEN = torch.ones(2, 4)
 LAYER = nn.Linear(4, 4)

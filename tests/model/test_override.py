@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.model.override import (
-    ForwardOverride,
-    has_own_forward,
-    overrides_of,
-    stand_in,
-)
+from lightning_hetero.model.override import ForwardOverride, has_own_forward, overrides_of, stand_in
 
 
 class Added(ForwardOverride):

@@ -10,8 +10,7 @@ import pytest
 
 from lightning_hetero.protocol.fields import Span
 from lightning_hetero.report.charts import chart_of
-from lightning_hetero.telemetry.prediction import prediction_of
-from lightning_hetero.telemetry.step import RecordedStep, StageSpans
+from lightning_hetero.telemetry.step import RecordedStep, StageSpans, prediction_of
 
 from ..telemetry.made_up import PLAN, made_up_step, staggered_step
 from .chromium import FAULTS, evaluate, needs_chromium, page

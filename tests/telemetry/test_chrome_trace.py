@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.telemetry.chrome_trace import PREDICTED, trace_of
-from lightning_hetero.telemetry.prediction import prediction_of
+from lightning_hetero.telemetry.step import prediction_of
 
 from .made_up import PLAN, made_up_step
 from .trace_faults import faults_of
