@@ -19,9 +19,8 @@ from ..model.four_bit import State, describe_parameter, read_state, shapes_only
 from ..model.layer_call import result_on_meta
 from ..model.layers import EMBEDDING_LAYER
 from ..model.tensors import locate, named_tensors, stored_in_four_bits
-from ..pipeline.boundary import Activation, Gradients
+from ..pipeline.boundary import Activation, Gradients, Surroundings
 from ..pipeline.rule import Key
-from ..pipeline.stage import Surroundings
 from ..plan import WireDtype
 from ..protocol import messages as m
 from ..protocol.tensors import TensorSpec, dtype_name

@@ -258,7 +258,10 @@ class Deployment:
         self.tensors = TensorsAway(self._away, coordinator.layers, weights)
         rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
         self.trained = TrainedParameters(coordinator.optimizer, self.tensors.names_of, rounded)
-        self.hand_overs = HandOvers(coordinator, self._away, plan, batches, self._follow)
+        recorder = coordinator.telemetry.recorder
+        self.hand_overs = HandOvers(
+            coordinator.stages, recorder, self._away, plan, batches, self._follow
+        )
         self._hollow = HollowLayers(away, self._exchange, self.tensors)
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.connections.equipment)

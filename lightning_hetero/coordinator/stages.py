@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..devices.copies import Copies
 from ..errors import HeteroError, RemoteProtocolError
-from ..pipeline.boundary import Activation, Gradients
+from ..pipeline.boundary import Activation, Gradients, Surroundings
 from ..pipeline.codec import (
     Content,
     decode_activation,
@@ -23,7 +23,6 @@ from ..pipeline.codec import (
 from ..pipeline.handover import Returned
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Key
-from ..pipeline.stage import Surroundings
 from ..plan import Narrowing
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame

@@ -31,11 +31,12 @@ from ..pipeline.handover import (
     first_of_request,
     takes_sequence_first,
 )
+from ..pipeline.recorder import Recorder
 from ..pipeline.tolerance import coarsest, norm_error, rounding_of_hidden
 from ..pipeline.turns import current_turn
 from ..plan import Plan
 from ..protocol.tensors import DTYPES
-from .session import Coordinator
+from .stages import RemoteStages
 
 CheckFirstBatch = Literal["stop", "warn", "off"]
 
@@ -221,7 +222,8 @@ class HandOvers:
     """Gives hidden states to a micro-batch's turn, or exchanges those of a whole batch.
 
     Args:
-        coordinator: Connected to the stages.
+        stages: Runs the pieces.
+        recorder: Records this process's part.
         layers: The layers on workers by their numbers.
         plan: The deployed one.
         options: What the user said of batches.
@@ -231,14 +233,15 @@ class HandOvers:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        stages: RemoteStages,
+        recorder: Recorder,
         layers: Mapping[int, nn.Module],
         plan: Plan,
         options: BatchOptions,
         follow: Callable[[bool], None],
     ) -> None:
-        self._stages = coordinator.stages
-        self._recorder = coordinator.telemetry.recorder
+        self._stages = stages
+        self._recorder = recorder
         self._plan = plan
         self._follow = follow
         self._whole_batches = WholeBatches(layers, plan, options, self._try)

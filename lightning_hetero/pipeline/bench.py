@@ -26,11 +26,11 @@ from ..model.tensors import dtypes_on_stage, fill_with_made_up_values
 from ..protocol import messages as m
 from ..protocol.tensors import DTYPES, TensorSpec, dtype_name
 from ..protocol.values import KeptConstants, Packer, unpack
-from .boundary import Activation, Collected, Gradients
+from .boundary import Activation, Collected, Gradients, Surroundings
 from .codec import Content, decode_arguments, encode_arguments
 from .optimizer import Group, StageOptimizer
 from .rule import Key
-from .stage import Stage, Surroundings
+from .stage import Stage
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,13 @@ A model may ask its layers for more than hidden states, such as the router logit
 experts. Each stage adds its own outputs to those of earlier stages. All of them carry gradients:
 
     stage 1 ── hidden, logits 0-3 ──▶ stage 2 ── hidden, logits 0-3, logits 4-7 ──▶ coordinator
+
+`Surroundings`, the arguments of the layers, go from the coordinator to each stage directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..devices.copies import Land, already_here
+from ..model.layer_call import LayerCall
 
 
 class Collected(NamedTuple):
@@ -83,3 +86,34 @@ def join_activations(pieces: list[Activation], dim: int = 0) -> Activation:
 def leaf_of(tensor: Tensor) -> Tensor:
     """The tensor without its graph, as a leaf that requires a gradient if the tensor did."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The settings and arguments of a forward.
+
+    Args:
+        grad_enabled: torch's grad mode.
+        autocast_dtype: The dtype of autocast; None without autocast.
+        calls: The arguments of each layer.
+        collect: The kinds of outputs that the model collects besides the hidden states.
+        land: Call this before you compute with the tensors.
+        is_trial: Whether the forward leaves nothing behind; see `on_trial`.
+    """
+
+    grad_enabled: bool
+    autocast_dtype: torch.dtype | None
+    calls: Sequence[LayerCall]
+    collect: Sequence[str] = ()
+    land: Land = field(default=already_here, compare=False, repr=False)
+    is_trial: bool = False
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors among the layers' arguments."""
+        return [tensor for call in self.calls for _, tensor in call.named_tensors()]
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the forward reads and extends a key-value cache."""
+        return any(call.cache is not None for call in self.calls)

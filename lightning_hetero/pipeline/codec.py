@@ -19,9 +19,8 @@ from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
 from ..protocol.tensors import DTYPES, dtype_name
 from ..protocol.values import KeptConstants, Packer, unpack
-from .boundary import Activation, Collected, Gradients
+from .boundary import Activation, Collected, Gradients, Surroundings
 from .rule import Key
-from .stage import Surroundings
 
 _STEPS = 127
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from ..errors import BatchError, ModelError
 from ..model.layer_call import LayerCall
-from .boundary import Activation, Gradients, join_activations
+from .boundary import Activation, Gradients, Surroundings, join_activations
 from .microbatch import spans
 from .rule import Key
-from .stage import Surroundings
 
 Content = TypeVar("Content", Activation, Gradients)
 

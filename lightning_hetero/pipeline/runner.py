@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from .boundary import Activation, Gradients
+from .boundary import Activation, Gradients, Surroundings
 from .rule import Action, Key, choose
-from .stage import Stage, Surroundings
+from .stage import Stage
 
 Content = TypeVar("Content", Activation, Gradients)
 

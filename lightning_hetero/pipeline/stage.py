@@ -1,9 +1,8 @@
 """A stage: consecutive layers, with their forward and backward on one micro-batch at a time.
 
-The file begins with what a forward needs: the seed of its dropout masks, compiled layers, trials,
-and `Surroundings`, the arguments of its layers. Then come `StageCaches`, the key-value caches that
-the stage keeps between forwards, and `LayerState`, which refuses or reports any other state that
-layers keep. `Stage` is at the end.
+The file begins with what a forward needs: the seed of its dropout masks, compiled layers and
+trials. Then come `StageCaches`, the key-value caches that the stage keeps between forwards, and
+`LayerState`, which refuses or reports any other state that layers keep. `Stage` is at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..devices.copies import Land, already_here
 from ..devices.device import seed_generators
 from ..errors import ModelError, RemoteProtocolError
 from ..model.attributes import AttributeState
@@ -28,7 +26,7 @@ from ..model.captured_outputs import collect_embedded, collecting
 from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, hidden_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
-from .boundary import Activation, Collected, Gradients, leaf_of
+from .boundary import Activation, Collected, Gradients, Surroundings, leaf_of
 from .rule import Key
 
 Call = Callable[..., Any]
@@ -109,37 +107,6 @@ def on_trial(layer: nn.Module) -> Iterator[None]:
             module.training = training
             module._buffers.clear()
             module._buffers.update(buffers[module])
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """The settings and arguments of a forward.
-
-    Args:
-        grad_enabled: torch's grad mode.
-        autocast_dtype: The dtype of autocast; None without autocast.
-        calls: The arguments of each layer.
-        collect: The kinds of outputs that the model collects besides the hidden states.
-        land: Call this before you compute with the tensors.
-        is_trial: Whether the forward leaves nothing behind; see `on_trial`.
-    """
-
-    grad_enabled: bool
-    autocast_dtype: torch.dtype | None
-    calls: Sequence[LayerCall]
-    collect: Sequence[str] = ()
-    land: Land = field(default=already_here, compare=False, repr=False)
-    is_trial: bool = False
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The tensors among the layers' arguments."""
-        return [tensor for call in self.calls for _, tensor in call.named_tensors()]
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether the forward reads and extends a key-value cache."""
-        return any(call.cache is not None for call in self.calls)
 
 
 class StageCaches:

@@ -33,9 +33,9 @@ from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alo
 from ..model.override import ForwardOverride
 from ..model.tensors import ends_of
 from ..pipeline.bench import Clock, median_of_blocks
+from ..pipeline.boundary import Surroundings
 from ..pipeline.handover import surroundings_here
 from ..pipeline.results import loss_of
-from ..pipeline.stage import Surroundings
 from ..protocol import messages as m
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -25,7 +26,6 @@ from torch.optim import Optimizer
 from ..callbacks.weight_average import StageWeightAveraging
 from ..model.layers import DecoderLayer
 from ..plan import Plan
-from .optimizers import scaler_of
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -167,3 +167,14 @@ def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
             f"A fused {type(optimizer).__name__} takes the loss scale of precision '16-mixed' off "
             "by itself, without the stages; build it with `fused=False`."
         )
+
+
+def dropout_seed() -> int:
+    """The seed of dropout masks: that of `seed_everything`, or torch's own."""
+    return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63
+
+
+def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
+    """The scaler of the loss under precision '16-mixed'; None under any other."""
+    scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
+    return scaler

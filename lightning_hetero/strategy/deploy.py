@@ -38,9 +38,7 @@ from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
 from ..profiler.run import ProfilingRun
 from ..transport.deadlines import Deadlines
-from .arguments import check_callbacks, check_not_compiled
-from .optimizers import scaler_of
-from .training_step import dropout_seed
+from .arguments import check_callbacks, check_not_compiled, dropout_seed, scaler_of
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from ..pipeline.optimizer import (
     optimizer_gradients,
     total_norm,
 )
+from .arguments import scaler_of
 
 Versions = set[tuple[int, int]]
 
@@ -172,12 +173,6 @@ def _check_not_clipped_by_hand(unclipped: Versions | None, optimizer: Optimizer)
             "`self.clip_gradients(...)`, with the Trainer's `gradient_clip_val`, or with "
             "`trainer.strategy.clip_grad_norm_(...)`."
         )
-
-
-def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
-    """The scaler of the loss under precision '16-mixed'; None under any other."""
-    scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
-    return scaler
 
 
 class FollowedZeroGrad:

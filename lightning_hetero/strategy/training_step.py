@@ -10,7 +10,6 @@ Under the last two, the hollow layers cut the hidden states of the batch.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +40,9 @@ from ..pipeline.results import (
     merge_values,
     weighted_mean,
 )
+from .arguments import dropout_seed, scaler_of
 from .first_batch import FirstBatchCheck
-from .optimizers import FollowedZeroGrad, RemoteSteps, scaler_of
+from .optimizers import FollowedZeroGrad, RemoteSteps
 
 
 @dataclass(frozen=True)
@@ -490,8 +490,3 @@ def batch_step(
     if module.automatic_optimization:
         return WholeBatchStep(module, deployment, options)
     return ManualStep(module, deployment, options, remote_steps)
-
-
-def dropout_seed() -> int:
-    """The seed of dropout masks: that of `seed_everything`, or torch's own."""
-    return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63

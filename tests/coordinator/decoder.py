@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.pipeline.boundary import Surroundings
 
 NUM_LAYERS = 4
 

@@ -18,9 +18,8 @@ from lightning_hetero.coordinator.answers import (
 from lightning_hetero.errors import RemoteProtocolError
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import EMBEDDING_LAYER
-from lightning_hetero.pipeline.boundary import Activation
+from lightning_hetero.pipeline.boundary import Activation, Surroundings
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Surroundings
 
 
 class Widening(nn.Module):

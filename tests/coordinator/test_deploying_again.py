@@ -16,10 +16,9 @@ from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents
-from lightning_hetero.pipeline.boundary import Activation, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.optimizer import Group
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
 

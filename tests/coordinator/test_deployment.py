@@ -18,8 +18,9 @@ from lightning_hetero.coordinator.deployment import Deployment, adjust_own
 from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.errors import ModelError, StageFailed, WeightsLost
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
+from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import StageCaches, Surroundings
+from lightning_hetero.pipeline.stage import StageCaches
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity

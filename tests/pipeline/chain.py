@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Gradients, leaf_of
+from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings, leaf_of
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
 from lightning_hetero.pipeline.rule import Action, Key
 from lightning_hetero.pipeline.runner import StageRunner
-from lightning_hetero.pipeline.stage import Stage, Surroundings
+from lightning_hetero.pipeline.stage import Stage
 
 COORDINATOR = 0
 Event = Callable[[], None]

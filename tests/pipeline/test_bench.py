@@ -20,7 +20,8 @@ from lightning_hetero.pipeline.bench import (
     measure_stage,
     median_of_blocks,
 )
-from lightning_hetero.pipeline.stage import Stage, Surroundings
+from lightning_hetero.pipeline.boundary import Surroundings
+from lightning_hetero.pipeline.stage import Stage
 from lightning_hetero.protocol import messages as m
 
 CPU = torch.device("cpu")

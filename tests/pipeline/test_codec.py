@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
 from lightning_hetero.model.layer_call import CacheUse, LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients, Surroundings
 from lightning_hetero.pipeline.codec import (
     Content,
     decode_activation,
@@ -26,7 +26,6 @@ from lightning_hetero.pipeline.codec import (
     widen,
 )
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.plan import INT8_BLOCK
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader

@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import CompiledLayers, Stage, Surroundings
+from lightning_hetero.pipeline.stage import CompiledLayers, Stage
 
 BACKEND = "aot_eager"
 CONFIG = LlamaConfig(

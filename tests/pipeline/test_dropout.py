@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Stage, Surroundings
+from lightning_hetero.pipeline.stage import Stage
 
 NUM_LAYERS = 2
 WIDTH = 4

@@ -17,7 +17,13 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 from lightning_hetero.errors import BatchError, ModelError
 from lightning_hetero.model.captured_outputs import collecting
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients, join_activations
+from lightning_hetero.pipeline.boundary import (
+    Activation,
+    Collected,
+    Gradients,
+    Surroundings,
+    join_activations,
+)
 from lightning_hetero.pipeline.handover import (
     Boundary,
     Request,
@@ -31,7 +37,6 @@ from lightning_hetero.pipeline.handover import (
     takes_sequence_first,
 )
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Surroundings
 
 from .chain import Chain, cut_into_stages, request_for
 

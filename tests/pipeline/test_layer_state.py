@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import LayerState, Stage, Surroundings, Updates
+from lightning_hetero.pipeline.stage import LayerState, Stage, Updates
 
 from ..own_layers import WIDTH
 from ..stateful_layers import Averaging, Caching, Listing, Restoring, Running

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.runner import Result, StageRunner
-from lightning_hetero.pipeline.stage import Stage, Surroundings
+from lightning_hetero.pipeline.stage import Stage
 
 ONES = torch.ones(1, 2)
 INCOMING = Activation(torch.ones(1, 2, requires_grad=True))

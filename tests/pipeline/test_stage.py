@@ -15,9 +15,9 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.captured_outputs import collecting, install_hooks
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients
+from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Stage, Surroundings
+from lightning_hetero.pipeline.stage import Stage
 
 from ..families import tiny_model
 

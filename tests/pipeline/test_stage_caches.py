@@ -12,10 +12,10 @@ from transformers import Cache
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layer_call import CacheUse, LayerCall
 from lightning_hetero.pipeline import stage as stage_module
-from lightning_hetero.pipeline.boundary import Activation
+from lightning_hetero.pipeline.boundary import Activation, Surroundings
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.runner import StageRunner
-from lightning_hetero.pipeline.stage import Stage, StageCaches, Surroundings
+from lightning_hetero.pipeline.stage import Stage, StageCaches
 
 ONE = torch.ones(2, 1, 3)
 

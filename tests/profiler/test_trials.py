@@ -11,7 +11,7 @@ from lightning_hetero.errors import ModelError, StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.bench import LayerTrial
-from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.plan import Dtype
 from lightning_hetero.profiler.dry_run import OptimizerSettings
 from lightning_hetero.profiler.ends import Example

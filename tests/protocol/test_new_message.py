@@ -17,7 +17,7 @@ from lightning_hetero.protocol.session import (
     worker_session,
 )
 
-from .test_frames import feed
+from .strategies import feed
 
 
 class Weather(m.Message, frozen=True):

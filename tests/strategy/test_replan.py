@@ -17,7 +17,7 @@ PLAN = Plan([StagePlan(["a"], (0, 3)), StagePlan(["b"], (3, 6))], micro_batches=
 
 @dataclass
 class Told:
-    """A coordinator and its deployment, as far as a watch knows them."""
+    """A deployment, its coordinator and the coordinator's stages, as far as a watch knows them."""
 
     plan: Plan = PLAN
     step: int = 0
@@ -26,6 +26,10 @@ class Told:
 
     @property
     def coordinator(self) -> Told:
+        return self
+
+    @property
+    def stages(self) -> Told:
         return self
 
     def take_timings(self) -> list[tuple[int, m.Timings]]:

@@ -22,10 +22,9 @@ from lightning_hetero.errors import (
     RemoteProtocolError,
 )
 from lightning_hetero.model.layer_call import LayerCall
-from lightning_hetero.pipeline.boundary import Activation
+from lightning_hetero.pipeline.boundary import Activation, Surroundings
 from lightning_hetero.pipeline.codec import decode_activation, decode_arguments, encode_activation
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.stage import Surroundings
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
 from lightning_hetero.protocol.values import KeptConstants

@@ -16,7 +16,7 @@ from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.pipeline.bench import LayerTrial, OptimizerTrial
-from lightning_hetero.pipeline.stage import Surroundings
+from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.profiler.measure import prepare_workers
 from lightning_hetero.profiler.sample_layers import Blueprint
