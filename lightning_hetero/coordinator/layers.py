@@ -387,8 +387,9 @@ class RemoteLayers:
         self.holdings = Holdings(stage_of, tensors, owner_of)
         for worker, stage in stage_of.items():
             stage.check_can_be_held(worker)
-        addresses = [str(worker.address) for worker in workers[1:]]
-        for (worker, stage), downstream in zip(stage_of.items(), [*addresses, ""], strict=True):
+        # The last stage has no neighbor downstream; a plan without workers has no stage at all.
+        downstreams = [*(str(worker.address) for worker in workers[1:]), ""]
+        for (worker, stage), downstream in zip(stage_of.items(), downstreams, strict=False):
             self._connections.send(worker, stage.deploy_message(worker.stage_index, downstream))
         for worker, name in send_all(list(starmap(load_of, stage_of.items())), self._receive):
             owner_of[name] = worker

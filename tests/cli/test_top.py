@@ -122,4 +122,4 @@ def test_without_a_token_other_machines_are_not_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run(monkeypatch, "top", "strix.example:9999", "--once") == 1
-    assert "without a token" in " ".join(capsys.readouterr().out.split())
+    assert "make one with `lightning-hetero token`" in " ".join(capsys.readouterr().out.split())

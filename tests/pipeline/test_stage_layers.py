@@ -87,7 +87,7 @@ def test_a_second_run_gets_only_what_has_changed(
             deploy(coordinator, model)
             assert sent_bytes.keys() == dict(named_tensors(modules_of(model))).keys()
             if not ends_well:
-                coordinator._workers[0].channel._connection.shut_down()
+                coordinator.connections.workers[0].channel._connection.shut_down()
         sent_bytes.clear()
         weight = model.model.layers[1].mlp.up_proj.weight
         weight.data += 1.0
@@ -103,7 +103,7 @@ def test_a_resumed_run_gets_nothing_again(sent_bytes: dict[str, int]) -> None:
     with worker_thread() as address:
         with connected(address) as coordinator:
             deploy(coordinator, model)
-            coordinator.store({CHANGED: torch.full((24, 16), 3.0)})
+            coordinator.layers.store({CHANGED: torch.full((24, 16), 3.0)})
             model.model.layers[1].mlp.up_proj.weight.data.fill_(3.0)
         sent_bytes.clear()
         with connected(address) as coordinator:

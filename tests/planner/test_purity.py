@@ -33,4 +33,12 @@ def test_the_planner_imports_no_torch() -> None:
     assert foreign == ""
     parts = {name.removeprefix("lightning_hetero.") for name in own.split()}
     others = {part for part in parts if part.split(".")[0] != "planner"}
-    assert others == {"errors", "plan", "units", "pipeline", "pipeline.rule"}
+    assert others == {
+        "errors",
+        "plan",
+        "units",
+        "pipeline",
+        "pipeline.rule",
+        "protocol",
+        "protocol.fields",
+    }
