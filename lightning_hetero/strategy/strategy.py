@@ -45,56 +45,57 @@ from .training_step import StepOptions
 
 
 class HeteroPipelineStrategy(SingleDeviceStrategy):
-    """Trains one model on this process and on workers, each holding some of its decoder layers.
+    """Trains one model on this process and on workers; each worker holds some decoder layers.
 
     Args:
-        workers: That many local worker processes, started and stopped by the strategy; or a list
-            of ``"host:port"`` of workers that are already listening; or ``"auto"`` for those that
-            are announced on the local network and have the same token.
-        plan: Who holds which layers. ``"auto"`` measures the devices, or reads what was measured
-            before, and takes the plan with the shortest predicted step; ``"even"`` gives everyone
-            the same number; else the path of a YAML file, or a Plan. Local workers are called
-            ``local-1``, ``local-2``, …; others are called by their ``"host:port"``.
-        layers: Where the decoder layers are in the LightningModule: the dotted path of a
-            ModuleList or of one layer, a list of paths, or a callable from the module to the
-            layers. None finds them in a Hugging Face model. A model with none runs here alone.
-            Layers of your own classes need workers that were started with ``--allow PACKAGE``;
-            local workers allow what the layers need by themselves.
-        micro_batches: Pieces of each training batch; None takes the plan's number.
+        workers: The number of local worker processes, which the strategy starts and stops; or a
+            list of ``"host:port"`` of workers that listen already; or ``"auto"`` for the workers
+            that announce themselves on the local network with the same token.
+        plan: Who holds which layers. ``"auto"`` measures the devices, or reads an earlier
+            measurement, and takes the plan with the shortest predicted step. ``"even"`` gives every
+            worker the same number of layers. A path reads a YAML file; a `Plan` is taken as it is.
+            Plans call local workers ``local-1``, ``local-2``, …, and others by their
+            ``"host:port"``.
+        layers: Where the LightningModule has its decoder layers: the dotted path of a ModuleList or
+            of one layer, a list of paths, or a callable from the module to the layers. None finds
+            them in a Hugging Face model. A model without decoder layers runs on this process alone.
+            For layers of your own classes start workers with ``--allow PACKAGE``; local workers
+            allow what the layers need.
+        micro_batches: The number of micro-batches of a training batch; None takes the plan's.
         micro_batching: ``"step"`` runs ``training_step`` once per micro-batch, so that the head
             and the loss overlap with the workers. ``"boundary"`` runs it once for the whole batch
             and cuts only the hidden states, for losses that couple the samples of a batch.
-        loss_weighting: How micro-batch losses combine: ``"samples"``, ``"labels"`` (those that
-            are not -100), ``"auto"`` (labels where the batch has one entry ``labels``), ``"sum"``
-            for a loss that is a sum or is divided by a number that comes with the batch, or a
-            function from a micro-batch to its weight.
-        batch_dim: The dimension that counts samples, in the hidden states that go to the layers
-            and in batches. None finds it: it is 0, or 1 where layers say ``batch_first=False`` or
-            the data loader's batch size says so. A batch in which it cannot be found stays whole.
-        check_first_batch: What happens when the loss of the first batch is not that of its
-            micro-batches, or layers compute something else for a batch than for its pieces:
-            ``"stop"`` ends the run if the difference is above 1 %, and says what repairs it;
-            ``"warn"`` only says so; ``"off"`` does not look. The check runs the first batch twice
-            without gradients, whole and cut, and changes nothing. Use ``"off"`` where
-            ``training_step`` acts on something outside of the module, such as an environment.
-        checkpoint_weights: ``"all"``, or ``"trainable"`` to leave out of checkpoints what does not
-            train, as the weights under adapters: they hold the parameters that require gradients
-            and every persistent buffer. The module that loads one keeps its own frozen weights;
-            without this strategy, by Lightning's ``strict_loading = False``. A model made by
-            `from_pretrained` leaves out what is in its source either way.
-        token_file: The file of the secret that this process shares with the workers of a list. None
-            takes that of the environment variable ``LIGHTNING_HETERO_TOKEN_FILE`` (empty for
-            none), or ``~/.config/lightning-hetero/token`` if it is there. Workers on other machines
-            need one; local workers, which ``workers`` counts, neither need nor use it.
-        replan: Whether layers move between neighbouring stages when a stage has become slower, or
-            faster, for good. It is noticed and said either way. They move between two steps, when
-            that is to save 5 % of the step, and 20 steps after the last move at the earliest. Where
-            nothing was measured, the memory of the workers is not known. Under manual optimization
-            layers stay.
-        cut_layers: Whether each decoder layer is cut in two behind its attention, so that few or
-            large layers can be spread more evenly. Plans then count the halves: 0 is the first
-            layer's attention and 1 what follows it. For layers of Hugging Face that add to the
-            hidden states twice, first by the attention, as most do; others are refused.
+        loss_weighting: How micro-batch losses combine: by ``"samples"``, by ``"labels"`` (that are
+            not -100), by ``"auto"`` (labels if exactly one entry of the batch is ``labels``, else
+            samples), or by a function from a micro-batch to its weight. ``"sum"`` adds them, for a
+            loss that is a sum or is divided by a number that comes with the batch.
+        batch_dim: The dimension that counts samples, in batches and in hidden states. None finds
+            it: 0, or 1 if layers have ``batch_first=False`` or the data loader's batch size says
+            so. A batch without such a dimension stays whole.
+        check_first_batch: The strategy compares the loss of the first batch with that of its
+            micro-batches, or the layers' results for a batch with those for its pieces. ``"stop"``
+            ends the run above a difference of 1 % and names the remedy; ``"warn"`` only warns;
+            ``"off"`` does not compare. The check runs the first batch twice without gradients,
+            whole and cut, and changes nothing in the module. Choose ``"off"`` if ``training_step``
+            acts on something outside of the module, such as an environment.
+        checkpoint_weights: ``"all"``, or ``"trainable"`` for checkpoints that hold only the
+            parameters that require gradients and every persistent buffer. The module that loads
+            such a checkpoint keeps its own frozen weights; without this strategy set Lightning's
+            ``strict_loading = False``. A model from `from_pretrained` always leaves out the frozen
+            weights of its source.
+        token_file: The file of the token that this process shares with the listed workers. None
+            takes the file that the environment variable ``LIGHTNING_HETERO_TOKEN_FILE`` names
+            (empty for no token), or ``~/.config/lightning-hetero/token`` if it exists. Workers on
+            other machines need a token; local workers do not.
+        replan: Whether layers move between neighbouring stages when the speed of a stage changes
+            for good. The strategy reports the change either way. Layers move between two steps, if
+            the move saves at least 5 % of the step, and at least 20 steps after the last move.
+            Without a measurement the memory of the workers is not known. Under manual optimization
+            layers do not move.
+        cut_layers: Whether to cut each decoder layer in two behind its attention, so that few or
+            large layers spread more evenly. Plans then count halves: 0 is the attention of the
+            first layer, 1 the rest of it. It works for Hugging Face layers that add to the hidden
+            states twice, first the attention; the strategy refuses others.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy; None writes files without a copy in memory.
         precision_plugin: As for every Lightning strategy.
