@@ -29,11 +29,12 @@ from ..errors import HeteroError, PlanError
 from ..launch.manifests import kind_here, unit_text
 from ..model.allowed_imports import Allowed
 from ..transport.address import Address
+from ..transport.handshake import address_of, listen
 from ..transport.tls import credentials_of
 from ..transport.token import FILE_VARIABLE, find_token_file
 from ..units import parse_bytes
 from ..worker.owner import Owner, RunRecord
-from ..worker.worker import Worker, address_of, listen
+from ..worker.worker import Worker
 from .options import add_token_option
 
 if TYPE_CHECKING:

@@ -40,8 +40,14 @@ from ..pipeline.stage import compiled
 from ..plan import Plan, StagePlan
 from ..protocol.messages import Equipment
 from ..protocol.tensors import DTYPES
-from ..transport.handshake import obstacles_to_compiling
-from .layers import PlainAttributes, RemoteLayers, RemoteStage, changed_since_recipe, remote_stages
+from .layers import (
+    PlainAttributes,
+    RemoteLayers,
+    RemoteStage,
+    changed_since_recipe,
+    obstacles_to_compiling,
+    remote_stages,
+)
 from .optimizer import TrainedParameters
 from .progress import Progress
 from .session import Coordinator

@@ -17,6 +17,7 @@ from itertools import starmap
 import torch
 from torch import Tensor, nn
 
+from ..devices.device import needs_triton
 from ..errors import ModelError, RemoteProtocolError, WorkerError
 from ..model.attributes import AttributeState, Change, differences, write_change
 from ..model.custom_layers import BlocksRecipe
@@ -38,8 +39,7 @@ from ..pipeline.stage_layers import Content, describe_parameters, fingerprint_of
 from ..plan import Dtype, Narrowing, Plan
 from ..protocol import messages as m
 from ..protocol.frames import Frame
-from ..protocol.tensors import DTYPES
-from ..transport.handshake import obstacles_to_compiling, shortcomings
+from ..protocol.tensors import DTYPES, dtype_name
 from .answers import AwaitedTensors, HeldTensor, check_state, held_tensors
 from .connections import ConnectedWorker, Connections
 from .progress import Progress, ProgressInLines, ProgressOfBytes
@@ -109,6 +109,51 @@ class RemoteStage:
             gradient_dtype=self.narrowing.gradient_dtype,
             compile=self.compile,
         )
+
+
+def shortcomings(
+    equipment: m.Equipment, recipe: Recipe | BlocksRecipe, dtypes: Iterable[torch.dtype]
+) -> list[str]:
+    """What a worker lacks for layers with tensors of these dtypes, each with its remedy."""
+    wanted = {dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point}
+    found = [
+        f"its device {equipment.device} does not compute in {name}; give its stage another `dtype`."
+        for name in sorted(wanted - set(equipment.dtypes))
+    ]
+    if isinstance(recipe, BlocksRecipe):
+        return found
+    if recipe.four_bit and "nf4" not in equipment.capabilities:
+        found.append(_missing_library("bitsandbytes", "layers in 4 bits"))
+    if recipe.adapters is not None and "peft" not in equipment.versions:
+        found.append(_missing_library("peft", "adapters"))
+    is_flash = recipe.attention.startswith("flash_attention")
+    if is_flash and recipe.attention not in equipment.capabilities:
+        found.append(
+            f"it has no {recipe.attention!r}, which the model uses; install it there, or load the "
+            "model with attn_implementation='sdpa'."
+        )
+    return found
+
+
+def obstacles_to_compiling(equipment: m.Equipment, has_four_bit: bool) -> list[str]:
+    """Reasons why a process cannot compile the layers of its stage, each with its remedy."""
+    found = []
+    if "compile" not in equipment.capabilities:
+        what = "triton" if needs_triton(equipment.device) else "a C++ compiler"
+        found.append(
+            f"its device {equipment.device} has nothing that `torch.compile` could use; install "
+            f"{what} and Python's headers there, or remove `compile` from its stage in the plan."
+        )
+    if has_four_bit:
+        found.append(
+            "this version does not compile layers in 4 bits; remove `compile` from its stage in "
+            "the plan."
+        )
+    return found
+
+
+def _missing_library(name: str, need: str) -> str:
+    return f"it lacks {name}, which {need} need; pip install 'lightning-hetero[lora]' there."
 
 
 def remote_stages(

@@ -13,7 +13,6 @@ from ..devices.copies import Copies
 from ..errors import HeteroError, RemoteProtocolError
 from ..pipeline.boundary import Activation, Gradients, Surroundings
 from ..pipeline.codec import (
-    Content,
     decode_activation,
     decode_gradients,
     encode_activation,
@@ -25,7 +24,7 @@ from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Key
 from ..plan import Narrowing
 from ..protocol import messages as m
-from ..protocol.frames import Frame, encode_frame
+from ..protocol.frames import Content, Frame, encode_frame
 from ..protocol.values import Digests, Packer
 from ..transport.channel import send_copied
 from .answers import DueAnswers, check_narrowed

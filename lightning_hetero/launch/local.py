@@ -17,7 +17,7 @@ from ..errors import WorkerError
 from ..model.allowed_imports import Allowed
 from ..transport.address import Address
 from ..transport.deadlines import Deadlines
-from ..worker.worker import address_of, listen
+from ..transport.handshake import address_of, listen
 
 logger = logging.getLogger(__name__)
 

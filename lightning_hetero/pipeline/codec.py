@@ -17,6 +17,7 @@ from ..errors import RemoteProtocolError
 from ..model.layer_call import CacheUse, LayerCall
 from ..plan import INT8_BLOCK, WireDtype
 from ..protocol import messages as m
+from ..protocol.frames import Content
 from ..protocol.tensors import DTYPES, dtype_name
 from ..protocol.values import KeptConstants, Packer, unpack
 from .boundary import Activation, Collected, Gradients, Surroundings
@@ -68,9 +69,6 @@ def _to_steps(tensor: Tensor) -> list[Tensor]:
 def _spread(scales: Tensor, length: int) -> Tensor:
     """The scale of each number, which is that of its block."""
     return scales.repeat_interleave(INT8_BLOCK, dim=-1)[..., :length]
-
-
-Content = tuple[m.Message, Sequence[Tensor]]
 
 
 def encode_arguments(

@@ -21,10 +21,10 @@ from ..errors import RemoteProtocolError, StageFailed
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of
 from ..pipeline.bench import Clock, attempt
-from ..pipeline.codec import Content
 from ..plan import COORDINATOR, Dtype
 from ..planner.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Timing, fit_link
 from ..protocol import messages as m
+from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
 from .dry_run import step_like
 from .ends import Ends

@@ -26,10 +26,10 @@ from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
 from ..model.recipe import Recipe, write_recipe
 from ..pipeline.bench import Bench, Clock, LayerTrial
-from ..pipeline.codec import Content
 from ..pipeline.handover import surroundings_here
 from ..pipeline.stage_layers import build_for_values, describe_parameters
 from ..protocol import messages as m
+from ..protocol.frames import Content
 
 
 @dataclass(frozen=True)

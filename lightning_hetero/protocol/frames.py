@@ -45,6 +45,10 @@ _PREFIX = struct.Struct(">4sIIQ")
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
+Content = tuple[Message, Sequence[Tensor]]
+"""A message and its tensors before they are a frame."""
+
+
 @dataclass(frozen=True)
 class FrameLimits:
     """Bounds of one frame that a peer may send."""

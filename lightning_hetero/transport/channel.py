@@ -23,11 +23,10 @@ from torch import Tensor
 
 from ..devices.copies import Copies, HostCopy
 from ..errors import ChannelError, HeteroError, RemoteProtocolError
-from ..pipeline.codec import Content
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Action
 from ..protocol import messages as m
-from ..protocol.frames import Frame, FrameReader, encode_body, encode_frame, encode_head
+from ..protocol.frames import Content, Frame, FrameReader, encode_body, encode_frame, encode_head
 from ..protocol.session import Session, State
 from ..protocol.tensors import BufferPool
 from .connection import Connection

@@ -1,28 +1,20 @@
 """How a conversation is opened: dial, TLS, Hello, Welcome, each within its deadline.
 
-The second half are rules without I/O: whether two ends can work together, and whether a worker can
-hold or compile a stage.
+The second half are rules without I/O: whether two ends can work together.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
-from ..devices.device import needs_triton
-from ..errors import ChannelError, RemoteProtocolError, TrustError, WorkerUnreachable
-from ..model.custom_layers import BlocksRecipe
-from ..model.recipe import Recipe
+from ..errors import ChannelError, RemoteProtocolError, TrustError, WorkerError, WorkerUnreachable
 from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader, encode_frame
 from ..protocol.messages import Equipment
 from ..protocol.session import Session
-from ..protocol.tensors import dtype_name
 from .address import Address
 from .channel import Channel, receive_some, send_buffers
 from .connection import Connection, SocketConnection, prepare_socket
@@ -56,6 +48,31 @@ class Identity:
 
     equipment: m.Equipment = field(default_factory=m.Equipment)
     credentials: Credentials | None = None
+
+
+def listen(address: Address, credentials: Credentials | None = None) -> socket.socket:
+    """Open a listening socket; port 0 takes a free one. Without credentials it is on loopback.
+
+    Raises:
+        WorkerError: If others could connect without a token, or the address is not available.
+    """
+    if credentials is None and not address.is_loopback:
+        raise WorkerError(
+            f"A worker without a token listens on loopback only, and {address} is not: anyone "
+            "could use it. Make a token with `lightning-hetero token`, copy it to all machines, "
+            "and name its file with `--token-file`; or listen on 127.0.0.1."
+        )
+    try:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        return socket.create_server((address.host, address.port), family=family)
+    except OSError as error:
+        raise WorkerError(f"Cannot listen on {address}: {error}.") from error
+
+
+def address_of(listener: socket.socket) -> Address:
+    """Where a socket listens."""
+    host, port = listener.getsockname()[:2]
+    return Address(host, port)
 
 
 def dial(
@@ -240,47 +257,6 @@ def differences(here: Equipment, there: Equipment) -> list[str]:
     ]
 
 
-def shortcomings(
-    equipment: Equipment, recipe: Recipe | BlocksRecipe, dtypes: Iterable[torch.dtype]
-) -> list[str]:
-    """What a worker lacks for layers with tensors of these dtypes, each with its remedy."""
-    wanted = {dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point}
-    found = [
-        f"its device {equipment.device} does not compute in {name}; give its stage another `dtype`."
-        for name in sorted(wanted - set(equipment.dtypes))
-    ]
-    if isinstance(recipe, BlocksRecipe):
-        return found
-    if recipe.four_bit and "nf4" not in equipment.capabilities:
-        found.append(_missing_library("bitsandbytes", "layers in 4 bits"))
-    if recipe.adapters is not None and "peft" not in equipment.versions:
-        found.append(_missing_library("peft", "adapters"))
-    is_flash = recipe.attention.startswith("flash_attention")
-    if is_flash and recipe.attention not in equipment.capabilities:
-        found.append(
-            f"it has no {recipe.attention!r}, which the model uses; install it there, or load the "
-            "model with attn_implementation='sdpa'."
-        )
-    return found
-
-
-def obstacles_to_compiling(equipment: Equipment, has_four_bit: bool) -> list[str]:
-    """Reasons why a process cannot compile the layers of its stage, each with its remedy."""
-    found = []
-    if "compile" not in equipment.capabilities:
-        what = "triton" if needs_triton(equipment.device) else "a C++ compiler"
-        found.append(
-            f"its device {equipment.device} has nothing that `torch.compile` could use; install "
-            f"{what} and Python's headers there, or remove `compile` from its stage in the plan."
-        )
-    if has_four_bit:
-        found.append(
-            "this version does not compile layers in 4 bits; remove `compile` from its stage in "
-            "the plan."
-        )
-    return found
-
-
 def _version(party: Party, name: str) -> str:
     return _shown(party.equipment.versions.get(name, _UNKNOWN))
 
@@ -288,7 +264,3 @@ def _version(party: Party, name: str) -> str:
 def _shown(text: str) -> str:
     """A peer's text, cut and escaped so that it harms no terminal and floods no log."""
     return ascii(text[:_MOST_SHOWN])[1:-1]
-
-
-def _missing_library(name: str, need: str) -> str:
-    return f"it lacks {name}, which {need} need; pip install 'lightning-hetero[lora]' there."

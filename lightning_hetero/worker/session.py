@@ -31,7 +31,6 @@ from ..model.four_bit import multiply_in
 from ..model.layers import EMBEDDING_LAYER, check_token_ids
 from ..pipeline.boundary import Activation
 from ..pipeline.codec import (
-    Content,
     decode_activation,
     decode_arguments,
     decode_gradients,
@@ -43,7 +42,7 @@ from ..pipeline.runner import Result, StageRunner
 from ..pipeline.stage import CompiledLayers, LayerState, Stage
 from ..plan import Narrowing
 from ..protocol import messages as m
-from ..protocol.frames import Frame
+from ..protocol.frames import Content, Frame
 from ..protocol.session import upstream_session
 from ..protocol.tensors import DTYPES
 from ..protocol.values import KeptConstants

@@ -21,7 +21,6 @@ from ..pipeline.stage_layers import KEPT_SECONDS, KeptTensors
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
 from ..protocol.session import Session, downstream_session, watched_session, worker_session
-from ..transport.address import Address
 from ..transport.channel import Channel, send_buffers
 from ..transport.connection import Connection, SocketConnection, prepare_socket
 from ..transport.deadlines import Deadlines
@@ -40,31 +39,6 @@ _HEARING_SECONDS = 0.5
 _MOST_GREETINGS = 16
 # Time for a refused peer to read the reason.
 _LAST_WORD_SECONDS = 1.0
-
-
-def listen(address: Address, credentials: Credentials | None = None) -> socket.socket:
-    """Open a listening socket; port 0 takes a free one. Without credentials it is on loopback.
-
-    Raises:
-        WorkerError: If others could connect without a token, or the address is not available.
-    """
-    if credentials is None and not address.is_loopback:
-        raise WorkerError(
-            f"A worker without a token listens on loopback only, and {address} is not: anyone "
-            "could use it. Make a token with `lightning-hetero token`, copy it to all machines, "
-            "and name its file with `--token-file`; or listen on 127.0.0.1."
-        )
-    try:
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        return socket.create_server((address.host, address.port), family=family)
-    except OSError as error:
-        raise WorkerError(f"Cannot listen on {address}: {error}.") from error
-
-
-def address_of(listener: socket.socket) -> Address:
-    """Where a socket listens."""
-    host, port = listener.getsockname()[:2]
-    return Address(host, port)
 
 
 class Lobby:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_hetero.transport.address import Address
-from lightning_hetero.worker.worker import address_of
+from lightning_hetero.transport.handshake import address_of
 
 _LOOK_AROUND_SECONDS = 0.05
 _PIECE_BYTES = 2**20

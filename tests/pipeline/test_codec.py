@@ -15,7 +15,6 @@ from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
 from lightning_hetero.model.layer_call import CacheUse, LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Collected, Gradients, Surroundings
 from lightning_hetero.pipeline.codec import (
-    Content,
     decode_activation,
     decode_arguments,
     decode_gradients,
@@ -28,7 +27,7 @@ from lightning_hetero.pipeline.codec import (
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.plan import INT8_BLOCK
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.frames import Frame, FrameReader
+from lightning_hetero.protocol.frames import Content, Frame, FrameReader
 from lightning_hetero.protocol.values import KeptConstants, Packer, SentConstants
 
 from ..protocol.strategies import feed, joined

@@ -18,9 +18,10 @@ from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Arrival, Channel, Inbox
 from lightning_hetero.transport.connection import SocketConnection, Traffic
 from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import address_of, listen
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.worker.owner import Owner
-from lightning_hetero.worker.worker import Worker, address_of, listen
+from lightning_hetero.worker.worker import Worker
 
 PATIENCE_SECONDS = 20.0
 QUICK = Deadlines(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hetero.coordinator.layers import obstacles_to_compiling, shortcomings
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.model.adapters import Adapters
 from lightning_hetero.model.custom_layers import BlocksRecipe
@@ -28,8 +29,6 @@ from lightning_hetero.transport.handshake import (
     dial,
     differences,
     obstacles,
-    obstacles_to_compiling,
-    shortcomings,
 )
 
 from .pairs import QUICK, closed_address, worker_thread

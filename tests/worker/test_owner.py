@@ -25,9 +25,9 @@ from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.handshake import Identity, dial, listen
 from lightning_hetero.worker.owner import Owner, RunRecord
-from lightning_hetero.worker.worker import Worker, listen
+from lightning_hetero.worker.worker import Worker
 
 from ..coordinator.decoder import NUM_LAYERS, run_here, surroundings
 from ..models import tiny_llama

@@ -14,10 +14,10 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial
+from lightning_hetero.transport.handshake import Identity, address_of, dial, listen
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
-from lightning_hetero.worker.worker import Lobby, address_of, listen
+from lightning_hetero.worker.worker import Lobby
 
 from ..transport.pairs import PATIENCE_SECONDS, QUICK, MemoryConnection, memory_pair, worker_thread
 
