@@ -1,4 +1,4 @@
-"""The rules of a conversation: each end accepts what the messages declare, and nothing else."""
+"""The rules of a conversation: each end accepts what a table allows, and nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from lightning_hetero.protocol.session import (
 from lightning_hetero.protocol.values import DictNode
 
 from .examples import example
-from .tables import allowed
 
 HELLO = m.Hello(m.PROTOCOL_VERSION, "coordinator", "run")
 WELCOME = m.Welcome(m.PROTOCOL_VERSION)
@@ -92,17 +91,49 @@ def bring(pair: Pair, state: State) -> Pair:
     return pair
 
 
-CONVERSATIONS = {
-    workers_pair: (State.IDLE, State.LOADING, State.SERVING),
-    neighbors_pair: (State.LINKED,),
-    watchers_pair: (State.TELLING,),
+ALWAYS = "Ping Pong AskClock ClockTold Failure Goodbye"
+
+# The rules once more by hand, so that a wrong declaration is noticed: for each conversation and
+# state, what the opener may say and what the answerer may say.
+ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
+    (workers_pair, State.OPENING): ("Hello", ""),
+    (workers_pair, State.GREETING): ("", "Welcome"),
+    (workers_pair, State.IDLE): (
+        "Deploy DescribeDevice PrepareLayers MeasureLayer MeasureOptimizer MeasureLink Probe",
+        "Done DeviceDescribed LayerMeasured OptimizerMeasured LinkMeasured ProbeAnswer NotMeasured "
+        "Paused Resumed",
+    ),
+    (workers_pair, State.LOADING): (
+        "LoadTensor OfferTensor Launch",
+        "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord NeighborLost Paused "
+        "Resumed",
+    ),
+    (workers_pair, State.SERVING): (
+        "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
+        "Gradient DropCaches AbortStep SetTrained ZeroGradients MeasureNorms ClipGradients "
+        "ApplyOptimizer AverageWeights Record FetchRecord FetchTensors FetchGradients "
+        "FetchOptimizerState Deploy",
+        "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
+        "OptimizerState NeighborLost Paused Resumed",
+    ),
+    (workers_pair, State.CLOSED): ("", ""),
+    (neighbors_pair, State.OPENING): ("Hello", ""),
+    (neighbors_pair, State.GREETING): ("", "Welcome"),
+    (neighbors_pair, State.LINKED): ("Activation Probe", "Gradient ProbeAnswer"),
+    (neighbors_pair, State.CLOSED): ("", ""),
+    (watchers_pair, State.OPENING): ("Hello", ""),
+    (watchers_pair, State.GREETING): ("", "Welcome"),
+    (watchers_pair, State.TELLING): ("", "Status"),
+    (watchers_pair, State.CLOSED): ("", ""),
 }
-SITUATIONS = [
-    (make, state)
-    for make, states in CONVERSATIONS.items()
-    for state in (State.OPENING, State.GREETING, *states, State.CLOSED)
-]
+
+SITUATIONS = list(ALLOWED)
 ENDS = ("opener", "answerer")
+
+
+def allowed(make: Callable[[], Pair], state: State, end: str) -> set[str]:
+    opener, answerer = ALLOWED[make, state]
+    return set(f"{ALWAYS} {opener if end == 'opener' else answerer}".split())
 
 
 def accepted(
@@ -129,7 +160,7 @@ def test_an_end_says_what_the_rules_allow_and_nothing_else(
     def say(pair: Pair, message: m.Message) -> None:
         getattr(pair, end).sent(message)
 
-    assert accepted(say, make, state) == set(allowed(getattr(make(), end).ours, state))
+    assert accepted(say, make, state) == allowed(make, state, end)
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -140,7 +171,7 @@ def test_an_end_hears_what_the_rules_allow_and_nothing_else(
     def hear(pair: Pair, message: m.Message) -> None:
         (pair.answerer if end == "opener" else pair.opener).received(message)
 
-    assert accepted(hear, make, state) == set(allowed(getattr(make(), end).ours, state))
+    assert accepted(hear, make, state) == allowed(make, state, end)
 
 
 @pytest.mark.parametrize(("make", "state"), SITUATIONS)
