@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from ..devices.copies import Copies
-from ..devices.device import device_for
+from ..devices.device import check_has_backend, device_for
 from ..plan import Narrowing
 from ..transport.address import Address
 from ..transport.deadlines import Deadlines
@@ -42,6 +42,7 @@ class Coordinator:
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
+        ModelError: If the kind of device has no backend.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Coordinator:
         device: torch.device = CPU,
         copies: Copies | None = None,
     ) -> None:
+        check_has_backend(device)
         copies = copies or device_for(device).copies()
         self.connections = Connections(workers, deadlines, identity, copies.receive_pool)
         self.telemetry = Telemetry(self.connections, device)

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ..errors import StageFailed
+from ..errors import ModelError, StageFailed
 from .copies import Copies, PlainCopies
 from .main_memory import free_main_memory, peak_resident_bytes, resident_bytes
 
@@ -259,6 +259,22 @@ class Accelerator(Device):
 def device_for(torch_device: torch.device) -> Device:
     """The device, as an object of its backend's class."""
     return BACKENDS.get(torch_device.type, Device)(torch_device)
+
+
+def check_has_backend(torch_device: torch.device) -> None:
+    """Refuse a device whose generators nothing here can seed.
+
+    A forward that runs again would draw other dropout masks there, and gradients would be wrong.
+
+    Raises:
+        ModelError: If the kind of device has no backend.
+    """
+    if torch_device.type not in BACKENDS:
+        raise ModelError(
+            f"Devices of the kind {torch_device.type!r} have no backend, so {str(torch_device)!r} "
+            f"cannot compute layers; use one of {', '.join(BACKENDS)}, or add a backend as "
+            "`lightning_hetero/devices/device.py` describes."
+        )
 
 
 def needs_triton(device_name: str) -> bool:

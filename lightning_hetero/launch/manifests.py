@@ -13,6 +13,8 @@ from typing import Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+from ..errors import WorkerError
+
 Kind = Literal["systemd", "launchd"]
 
 _TEMPLATES: dict[Kind, str] = {"systemd": "worker.service", "launchd": "worker.plist"}
@@ -36,7 +38,16 @@ def unit_text(
         folder: The worker's working directory.
         environment: Environment variables that the worker needs.
         where: The address that the worker listens on; it makes the service's name unique.
+
+    Raises:
+        WorkerError: If a text has a control character, which could begin another line of the file.
     """
+    for text in (*command, folder, *environment, *environment.values(), where):
+        if re.search(r"[\x00-\x1f\x7f]", text):
+            raise WorkerError(
+                f"The file that starts the worker cannot hold the control character in {text!r}; "
+                "remove it."
+            )
     return (
         _environment()
         .get_template(_TEMPLATES[kind])

@@ -14,7 +14,7 @@ import time
 import torch
 
 from ..devices.description import equipment_here
-from ..devices.device import device_for
+from ..devices.device import check_has_backend, device_for
 from ..errors import ChannelError, HeteroError, ProtocolError, TrustError, WorkerError
 from ..model.allowed_imports import Allowed
 from ..pipeline.stage_layers import KEPT_SECONDS, KeptTensors
@@ -89,6 +89,9 @@ class Worker:
         allowed: What layers may be made of besides torch's and transformers' own.
         credentials: If given, only peers that have the same are served.
         owner: The owner's wishes.
+
+    Raises:
+        ModelError: If the kind of device has no backend.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Worker:
         credentials: Credentials | None = None,
         owner: Owner | None = None,
     ) -> None:
+        check_has_backend(device)
         owner = owner or Owner()
         owner.limit(device)
         self._host = Host(

@@ -16,7 +16,8 @@ import pytest
 
 from lightning_hetero import cli
 from lightning_hetero.cli.worker import line_of
-from lightning_hetero.launch.manifests import unit_text
+from lightning_hetero.errors import WorkerError
+from lightning_hetero.launch.manifests import Kind, unit_text
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.transport.address import Address
@@ -166,3 +167,15 @@ def test_systemd_takes_the_unit(tmp_path: Path, words: list[str]) -> None:
     )
     about_it = [line for line in checked.stderr.splitlines() if "worker.service" in line]
     assert about_it == []
+
+
+@pytest.mark.parametrize("kind", ["systemd", "launchd"])
+@pytest.mark.parametrize("text", ["a\nExecStart=other", "\x00", "\x7f"])
+def test_no_control_character_gets_into_a_file_of_the_system(kind: Kind, text: str) -> None:
+    for command, folder, environment in (
+        ([text], "/", {}),
+        (["worker"], text, {}),
+        (["worker"], "/", {"A": text}),
+    ):
+        with pytest.raises(WorkerError, match="control character"):
+            unit_text(kind, command, folder, environment, "[::1]:9999")

@@ -17,6 +17,7 @@ from lightning_hetero.devices.device import (
     Clock,
     ClockMoment,
     Device,
+    check_has_backend,
     device_for,
     forked_generators,
     is_out_of_memory,
@@ -25,6 +26,7 @@ from lightning_hetero.devices.device import (
 )
 from lightning_hetero.devices.mps import Mps
 from lightning_hetero.devices.xpu import Xpu
+from lightning_hetero.errors import ModelError
 from lightning_hetero.pipeline.recorder import Recorder
 from lightning_hetero.pipeline.rule import Key
 
@@ -88,6 +90,14 @@ def test_a_new_backend_is_found_by_its_device_type() -> None:
     assert type(device_for(META)) is kind
     assert is_out_of_memory(RuntimeError("There are no beads left."))
     assert needs_triton("meta:0")
+
+
+def test_a_device_without_a_backend_is_refused() -> None:
+    check_has_backend(torch.device("cpu"))
+    with pytest.raises(ModelError, match="'meta' have no backend"):
+        check_has_backend(META)
+    abacus()
+    check_has_backend(META)
 
 
 def test_a_new_backend_describes_itself() -> None:
