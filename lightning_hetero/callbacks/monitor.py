@@ -249,6 +249,6 @@ def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[
         for layer in (*stage.layer_indices, *([EMBEDDING_LAYER] if stage.embedding else []))
     }
     norms: dict[int, list[float]] = {0: gradient_norms(here)}
-    for name, norm in deployment.coordinator.optimizer.gradient_norms().items():
+    for name, norm in deployment.coordinator.training.gradient_norms().items():
         norms.setdefault(stage_of[int(name.partition(".")[0])], []).append(norm)
     return {f"stage/{number}/gradient_norm": total_norm(found) for number, found in norms.items()}

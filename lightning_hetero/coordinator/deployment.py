@@ -48,9 +48,9 @@ from .layers import (
     obstacles_to_compiling,
     remote_stages,
 )
-from .optimizer import TrainedParameters
 from .progress import Progress
 from .session import Coordinator
+from .training import TrainedParameters
 from .whole_batches import NOTHING_SAID, BatchOptions, HandOvers
 
 
@@ -263,7 +263,7 @@ class Deployment:
         weights = weights_in_checkpoint(root)
         self.tensors = TensorsAway(self._away, coordinator.layers, weights)
         rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
-        self.trained = TrainedParameters(coordinator.optimizer, self.tensors.names_of, rounded)
+        self.trained = TrainedParameters(coordinator.training, self.tensors.names_of, rounded)
         recorder = coordinator.telemetry.recorder
         self.hand_overs = HandOvers(
             coordinator.stages, recorder, self._away, plan, batches, self._follow
@@ -337,7 +337,7 @@ class Deployment:
 
     def grad_norms(self) -> dict[str, float]:
         """The norms of the gradients on the stages, by their parameters' names in the module."""
-        norms = self.coordinator.optimizer.gradient_norms()
+        norms = self.coordinator.training.gradient_norms()
         named: dict[Tensor, str] = {p: name for name, p in self._root.named_parameters()}
         return {
             named[p]: norms[name]
@@ -363,7 +363,7 @@ class Deployment:
         Raises:
             ModelError: After an exception inside the optimizer's step.
         """
-        if not self.coordinator.optimizer.is_between_steps:
+        if not self.coordinator.training.is_between_steps:
             raise ModelError(
                 "The run was interrupted inside the optimizer's step, which some layers have made "
                 "and others have not; continue from the last checkpoint."
@@ -412,7 +412,7 @@ class Deployment:
             if isinstance(error, HeteroError):
                 raise loss from error
             raise
-        if not self.coordinator.optimizer.is_between_steps:
+        if not self.coordinator.training.is_between_steps:
             raise WeightsLost(
                 "The run was interrupted inside the optimizer's step, so the weights that came "
                 f"back are of two different steps; {remedy}."
@@ -422,7 +422,7 @@ class Deployment:
         try:
             self.bring_here()
         except StageFailed:
-            if self.coordinator.optimizer.is_between_steps:
+            if self.coordinator.training.is_between_steps:
                 raise
             # The stage failed in the optimizer's step, and still hands out its weights.
             self.bring_here()

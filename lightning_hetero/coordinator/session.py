@@ -23,9 +23,9 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from .connections import Connections
 from .layers import RemoteLayers
-from .optimizer import OptimizerParts
 from .stages import RemoteStages
 from .telemetry import Telemetry
+from .training import OptimizerParts
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ class Coordinator:
         recorder = self.telemetry.recorder
         self.layers = RemoteLayers(self.connections)
         self.stages = RemoteStages(self.connections, self.layers, recorder, copies)
-        self.optimizer = OptimizerParts(self.connections, self.layers, self.stages, recorder)
+        self.training = OptimizerParts(self.connections, self.layers, self.stages, recorder)
 
     def serve(self, names: Sequence[str], narrowing: Narrowing) -> None:
         """Keep these workers for the stages of a plan and free the others.

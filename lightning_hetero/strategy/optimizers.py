@@ -23,8 +23,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.optimizer import RemoteOptimizer, changed_parameters, optimized_parameters
 from ..coordinator.session import Coordinator
+from ..coordinator.training import RemoteOptimizer, changed_parameters, optimized_parameters
 from ..errors import ModelError
 from ..model.override import stand_in
 from ..pipeline.optimizer import (
@@ -198,7 +198,7 @@ class FollowedZeroGrad:
         for module in root.modules():
             names = [names_of[p] for p in module.parameters() if p in names_of]
             if names:
-                self._follow(module, partial(coordinator.optimizer.zero_gradients, names))
+                self._follow(module, partial(coordinator.training.zero_gradients, names))
         for remote in optimizers:
             self._follow(remote.optimizer, remote.zero_grad)
 
@@ -267,5 +267,5 @@ def clip_by_global_norm(module: nn.Module, deployment: Deployment | None, max_no
     clipping = Clipping(factor=clipping_factor(max_norm, norm))
     clip_gradients([p.grad for p in module.parameters() if p.grad is not None], clipping)
     if deployment is not None:
-        deployment.coordinator.optimizer.clip_gradients(None, clipping)
+        deployment.coordinator.training.clip_gradients(None, clipping)
     return norm

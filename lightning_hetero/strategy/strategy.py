@@ -40,7 +40,7 @@ from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanChoice, Site
 from .optimizers import clip_by_global_norm, norms_by_name
 from .replan import AtHome, check_move, moves_layers, moving_averages
-from .run import Run, TrainingRun, leave_pictures
+from .training_run import Run, TrainingRun, leave_pictures
 from .training_step import StepOptions
 
 
@@ -360,7 +360,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         """Have the stages update or swap the averages of their weights, for
         `StageWeightAveraging`."""
         if self.deployment is not None:
-            self.deployment.coordinator.optimizer.average_weights(action, num_averaged, decay)
+            self.deployment.coordinator.training.average_weights(action, num_averaged, decay)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -51,9 +51,9 @@ from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action, sen
 from ..transport.connection import Traffic
 from ..transport.handshake import dial
 from .layers import StageLayers
-from .optimizer import TimedTraining, TrainedSide
 from .owner import Host, RunRecord
 from .telemetry import RecordedSide
+from .training import TimedTraining, TrainedSide
 from .trials import MeasuredSide, answer_probe
 
 logger = logging.getLogger(__name__)

@@ -97,15 +97,15 @@ def test_another_neighbor_is_refused(coordinator: Coordinator) -> None:
 
 def test_stages_say_what_training_took_and_nothing_of_evaluations(coordinator: Coordinator) -> None:
     deploy(coordinator, cut=1)
-    coordinator.optimizer.build(0, "SGD", {}, [Group([], {"lr": 0.1})])
+    coordinator.training.build(0, "SGD", {}, [Group([], {"lr": 0.1})])
     for num_microbatches in (3, 1):
         train_one(coordinator, num_microbatches)
         step = coordinator.connections.step
-        coordinator.optimizer.apply(0, [{"lr": 0.1}])
-        coordinator.optimizer.note_applied()
+        coordinator.training.apply(0, [{"lr": 0.1}])
+        coordinator.training.note_applied()
         coordinator.stages.begin_step(2, accumulate=True)
         forward(coordinator, grad_enabled=False)
-        coordinator.optimizer.gradient_norms()  # by now everything that was said before has come
+        coordinator.training.gradient_norms()  # by now everything that was said before has come
         said = sorted(coordinator.stages.take_timings())
         assert [number for number, _ in said] == [1, 2]
         assert {(told.step, told.num_microbatches) for _, told in said} == {

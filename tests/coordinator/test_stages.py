@@ -30,7 +30,7 @@ from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
-from lightning_hetero.worker.optimizer import TrainedSide
+from lightning_hetero.worker.training import TrainedSide
 
 from ..models import tiny_llama
 from ..transport.pairs import worker_thread
@@ -146,7 +146,7 @@ def test_norms_and_optimizer_state_are_those_of_the_stages(
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
     options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     groups = [Group(list(parameters), options)]
-    coordinator.optimizer.build(0, "SGD", optimizer.defaults, groups)
+    coordinator.training.build(0, "SGD", optimizer.defaults, groups)
     hidden = torch.randn(2, 5, 16)
     coordinator.stages.begin_step(1, accumulate=False)
     coordinator.stages.send_forward(Key(0), hidden, surroundings())
@@ -155,16 +155,16 @@ def test_norms_and_optimizer_state_are_those_of_the_stages(
     coordinator.stages.receive()
     run_here(layers, hidden).backward(torch.ones(2, 5, 16))
     norms = {name: float(p.grad.norm()) for name, p in parameters.items() if p.grad is not None}
-    assert coordinator.optimizer.gradient_norms(0) == pytest.approx(norms, rel=1e-6)
-    coordinator.optimizer.clip_gradients(0, Clipping(factor=0.5))
-    coordinator.optimizer.apply(0, [{**options, "lr": 0.2}])
+    assert coordinator.training.gradient_norms(0) == pytest.approx(norms, rel=1e-6)
+    coordinator.training.clip_gradients(0, Clipping(factor=0.5))
+    coordinator.training.apply(0, [{**options, "lr": 0.2}])
     for parameter in parameters.values():
         assert parameter.grad is not None
         parameter.grad *= 0.5
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.step()
     found = coordinator.layers.fetch(list(parameters))
-    state = dict(coordinator.optimizer.state(0))
+    state = dict(coordinator.training.state(0))
     for name, parameter in parameters.items():
         torch.testing.assert_close(found[name], parameter.detach())
         momentum = optimizer.state[parameter]["momentum_buffer"]
@@ -213,7 +213,7 @@ def test_a_request_that_all_workers_refuse_leaves_nothing_behind(
     coordinator: Coordinator, layers: dict[int, nn.Module]
 ) -> None:
     with pytest.raises(StageFailed, match="has no optimizer 5"):
-        list(coordinator.optimizer.state(5))
+        list(coordinator.training.state(5))
     assert coordinator.connections._inbox.empty()
     names = [name for name, _ in named_tensors(layers)]
     assert coordinator.layers.fetch(names).keys() == set(names)
@@ -250,7 +250,7 @@ def test_two_answers_of_one_worker_do_not_stand_for_that_of_another(
     first, frame = coordinator.connections.workers[0], Frame(m.Norms(1, {}))
     monkeypatch.setattr(coordinator.connections, "receive", lambda _seconds=None: (first, frame))
     with pytest.raises(WorkerLost, match=r"stage 1 on .* broke the rules.* without being asked"):
-        coordinator.optimizer.gradient_norms()
+        coordinator.training.gradient_norms()
 
 
 def test_what_an_interrupted_request_has_left_is_no_answer(coordinator: Coordinator) -> None:
@@ -260,7 +260,7 @@ def test_what_an_interrupted_request_has_left_is_no_answer(coordinator: Coordina
     next(
         coordinator.connections.ask([(first, request)], m.TensorContent)
     )  # and the Done is still to come
-    coordinator.optimizer.zero_gradients(names, set_to_none=True)
+    coordinator.training.zero_gradients(names, set_to_none=True)
     assert not first.num_unanswered
     assert coordinator.connections._inbox.empty()
 
@@ -289,7 +289,7 @@ def test_zeroing_waits_until_it_is_done(
     coordinator: Coordinator = request.getfixturevalue("coordinator")
     names = list(coordinator.layers.holdings.owner_of)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        waiting = threads.submit(coordinator.optimizer.zero_gradients, names, True)
+        waiting = threads.submit(coordinator.training.zero_gradients, names, True)
         with pytest.raises(concurrent.futures.TimeoutError):
             waiting.result(0.2)
         gate.set()

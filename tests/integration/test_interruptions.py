@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.coordinator import optimizer
-from lightning_hetero.coordinator.optimizer import OptimizerParts
+from lightning_hetero.coordinator.training import OptimizerParts
 from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
 from lightning_hetero.protocol import messages as m

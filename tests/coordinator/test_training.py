@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.coordinator import optimizer as remote_optimizer
-from lightning_hetero.coordinator.optimizer import (
+from lightning_hetero.coordinator.progress import ProgressInLines
+from lightning_hetero.coordinator.training import (
     OptimizerParts,
     RemoteOptimizer,
     TrainedParameters,
 )
-from lightning_hetero.coordinator.progress import ProgressInLines
 from lightning_hetero.errors import ModelError
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.plan import StagePlan

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.strategy.run import run_folder
+from lightning_hetero.strategy.training_run import run_folder
 
 from ..models import TinyModule, fit, loader, trainer
 

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.optimizer import remote_optimizers
 from ..coordinator.progress import TrainingFigures
+from ..coordinator.training import remote_optimizers
 from ..devices.description import equipment_here
 from ..errors import HeteroError, PictureError, PlanError, WeightsLost
 from ..model.layers import DecoderLayer
@@ -229,7 +229,7 @@ def _attached(
 ) -> tuple[RemoteSteps, BatchStep]:
     """The optimizers' parts on the stages, and the training step that uses them."""
     plugin, names_of = module.trainer.strategy.precision_plugin, deployment.tensors.names_of
-    remote = remote_optimizers(optimizers, deployment.coordinator.optimizer, names_of)
+    remote = remote_optimizers(optimizers, deployment.coordinator.training, names_of)
     for each in remote:
         check_precision(plugin, each.optimizer)
     remote_steps = RemoteSteps(plugin, remote, names_of)
