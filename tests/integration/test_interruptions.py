@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy
-from lightning_hetero.coordinator import optimizer
+from lightning_hetero.coordinator import training
 from lightning_hetero.coordinator.training import OptimizerParts
 from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
 from lightning_hetero.pipeline.optimizer import group_options
@@ -193,7 +193,7 @@ def on_a_stage(patch: Patch) -> None:
         # Two groups, told once when the optimizer is built and once in each step.
         return {**group_options(group), **({"betas": "wrong"} if len(told) > 4 else {})}
 
-    patch.setattr(optimizer, "group_options", wrong)
+    patch.setattr(training, "group_options", wrong)
 
 
 PLACES: list[tuple[Callable[[Patch], None], type[BaseException]]] = [

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import HeteroPipelineStrategy, Plan
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.errors import ModelError, PlanError, WorkerLost
-from lightning_hetero.strategy import run
+from lightning_hetero.strategy import training_run
 from lightning_hetero.strategy.replan import bring_home
 
 from ..conftest import WorkerProcess, worker_process
@@ -228,7 +228,7 @@ def test_a_worker_that_dies_during_a_move_is_named_and_no_weight_is_lost(
             mortal.process.kill()
             mortal.process.wait()
 
-        monkeypatch.setattr(run, "bring_home", bring_home_and_kill)
+        monkeypatch.setattr(training_run, "bring_home", bring_home_and_kill)
         module = TinyModule(NUM_LAYERS)
         with pytest.raises(WorkerLost, match=mortal.address):
             train(
