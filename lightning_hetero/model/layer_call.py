@@ -14,7 +14,8 @@ from transformers import Cache
 
 from ..errors import ModelError
 from .attributes import unchanged
-from .tensors import narrowed, tensors_in
+from .placeholders import tensors_in
+from .tensors import narrowed
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
@@ -29,7 +29,6 @@ from typing_extensions import Self
 
 from ..errors import ModelError
 from .layers import EMBEDDING_LAYER
-from .tensors import tensors_in
 
 _CASTS = {
     Tensor.float: torch.float32,
@@ -250,6 +249,17 @@ def _is_there(states: HiddenStatesAway, others: list[Any], kwargs: Mapping[str, 
 def is_away(value: Any) -> bool:
     """Whether a value is a placeholder for hidden states on a worker."""
     return isinstance(value, HiddenStatesAway)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, Mapping):
+        yield from tensors_in(list(tree.values()))
 
 
 def refuse_away(what: str, given: Any) -> None:

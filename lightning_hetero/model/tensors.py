@@ -40,17 +40,6 @@ def named_contents(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tenso
         yield name, tensor, state_of(owner, leaf)
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, Mapping):
-        yield from tensors_in(list(tree.values()))
-
-
 def stored_in_four_bits(layers: Mapping[int, nn.Module], name: str) -> bool:
     """Whether a named tensor is stored in 4 bits."""
     owner, leaf, _ = locate(layers, name)
