@@ -168,4 +168,4 @@ class TimedTraining:
         """What training has taken since the last time."""
         num_microbatches, self._num_microbatches = self._num_microbatches, 0
         laps = self._recorder.take_laps()
-        return m.Timings(step, laps.seconds("forward"), laps.seconds("backward"), num_microbatches)
+        return m.Timings(step, laps.seconds["forward"], laps.seconds["backward"], num_microbatches)
