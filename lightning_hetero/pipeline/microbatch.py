@@ -238,7 +238,7 @@ def loss_weights(
         return LossWeights(partial(list, [1.0] * len(microbatches)))
     if weighting == "samples":
         return LossWeights(partial(_shares, sample_counts, sample_counts))
-    if weighting == "auto" and _labels(microbatches[0]) is None:
+    if weighting == "auto" and _holder_of_labels(microbatches[0]) is None:
         return _weights_by_samples(microbatches, sample_counts, copies)
     copy = copies.to_host([counted_labels(microbatch) for microbatch in microbatches])
 
@@ -294,23 +294,18 @@ def counted_labels(batch: Any) -> Tensor:
     Raises:
         BatchError: If the batch has no labels.
     """
-    labels = _labels(batch)
-    if labels is None:
+    holder = _holder_of_labels(batch)
+    if holder is None:
         raise BatchError(
             "loss_weighting='labels' needs a batch with one `labels` entry, but this batch is a "
             f"{type(batch).__name__} without it. Use 'samples' or pass a function."
         )
-    counted = labels != IGNORED_LABEL
-    inputs = _entry(_holder_of_labels(batch), "input_ids")
+    labels, inputs = _entry(holder, "labels"), _entry(holder, "input_ids")
+    counted: Tensor = labels != IGNORED_LABEL
     if labels.ndim != 2 or not isinstance(inputs, Tensor) or inputs.shape != labels.shape:
         return counted.sum()
     is_shifted_later = ((labels == inputs) | ~counted).all()
     return torch.where(is_shifted_later, counted[:, 1:].sum(), counted.sum())
-
-
-def _labels(batch: Any) -> Tensor | None:
-    holder = _holder_of_labels(batch)
-    return None if holder is None else _entry(holder, "labels")
 
 
 def _holder_of_labels(batch: Any) -> Any:
@@ -437,10 +432,11 @@ class CutBatch:
         Raises:
             BatchError: If something in the batch cannot be cut.
         """
+        pieces = split_batch(batch, num_microbatches, samples is None, samples)
         if samples is None:
-            pieces = split_batch(batch, num_microbatches, of_several_loaders=True)
-            return cls(batch, pieces, [batch_size(_one_of(piece)) for piece in pieces], None)
-        pieces = split_batch(batch, num_microbatches, samples=samples)
+            # A loader that has ended gives None.
+            present = [next(part for part in piece if part is not None) for piece in pieces]
+            return cls(batch, pieces, [batch_size(part) for part in present], None)
         lengths = [end - start for start, end in spans(samples.count, num_microbatches)]
         return cls(batch, pieces, lengths, samples)
 
@@ -464,8 +460,3 @@ class CutBatch:
         if len(self.microbatches) == 1:
             return LossWeights(lambda: [1.0])
         return loss_weights(self.microbatches, weighting, self.num_samples, copies)
-
-
-def _one_of(batches: Sequence[Any]) -> Any:
-    """The first batch of several data loaders that have not ended."""
-    return next(batch for batch in batches if batch is not None)
