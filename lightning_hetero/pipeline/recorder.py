@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from msgspec.structs import replace
@@ -147,7 +148,7 @@ class Recorder:
         if self._step is not None:
             self._step.num_ready += num_ready
             self._step.num_choices += 1
-        return _Open(self, Span(kind, 0.0, 0.0, *key), kind)
+        return self._open(Span(kind, 0.0, 0.0, *key), kind)
 
     def take_laps(self) -> Laps:
         """The sums over the actions since the last call; waits for the end of the last action."""
@@ -192,7 +193,7 @@ class Recorder:
             return self.nothing
         microbatch, visit = (None, 0) if key is None else key
         found = Span(kind, 0.0, 0.0, microbatch, visit, message, num_bytes, peer, arrived_seconds)
-        return _Open(self, found)
+        return self._open(found)
 
     def note_training(self, num_tokens: int = 0) -> None:
         """Count a micro-batch of a training step; a step without any adds nothing to the totals."""
@@ -292,8 +293,24 @@ class Recorder:
             self._num_dropped += len(self._spans) == MOST_SPANS
             self._spans.append(span)
 
-    def _note(self, noted: _Noted) -> None:
-        self._noted.append(noted)
+    @contextmanager
+    def _open(self, span: Span, lap: ActionKind | None = None) -> Iterator[None]:
+        """Inside, a span or an action runs; afterwards it is noted, unless it has raised."""
+        inside_before, self._inside_seconds = self._inside_seconds, 0.0
+        self._depth += 1
+        first = self._moment() if span.kind in ACTIONS else None
+        start = self._clock()
+        try:
+            yield
+        finally:
+            end = self._clock()
+            inside, self._inside_seconds = self._inside_seconds, inside_before
+            self._depth = max(0, self._depth - 1)
+        self._inside_seconds += end - start
+        moments = None if first is None else (first, self._moment())
+        if self.is_on or lap is not None:
+            span = replace(span, start_seconds=start, end_seconds=end)
+            self._noted.append(_Noted(span, self._depth, inside, moments, lap))
         if len(self._noted) >= _MOST_OPEN:
             self._add_up()
 
@@ -305,33 +322,3 @@ class Recorder:
         moment = self._moment()
         moment.seconds_after(moment)  # waits until the device has reached it
         return self._clock(), moment
-
-
-class _Open(AbstractContextManager[None]):
-    """A span or an action that has not ended."""
-
-    __slots__ = ("_inside_before", "_lap", "_moment", "_recorder", "_span", "_start")
-
-    def __init__(self, recorder: Recorder, span: Span, lap: ActionKind | None = None) -> None:
-        self._recorder = recorder
-        self._span = span
-        self._lap = lap
-
-    def __enter__(self) -> None:
-        recorder = self._recorder
-        self._inside_before, recorder._inside_seconds = recorder._inside_seconds, 0.0
-        recorder._depth += 1
-        self._moment = recorder._moment() if self._span.kind in ACTIONS else None
-        self._start = recorder._clock()
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        recorder, end = self._recorder, self._recorder._clock()
-        inside, recorder._inside_seconds = recorder._inside_seconds, self._inside_before
-        recorder._depth = max(0, recorder._depth - 1)
-        if kind is not None:
-            return
-        recorder._inside_seconds += end - self._start
-        moments = None if self._moment is None else (self._moment, recorder._moment())
-        if recorder.is_on or self._lap is not None:
-            span = replace(self._span, start_seconds=self._start, end_seconds=end)
-            recorder._note(_Noted(span, recorder._depth, inside, moments, self._lap))

@@ -46,8 +46,7 @@ def seed_action(seed: int, *place: int) -> None:
     So a replayed step and a recomputed forward draw the same dropout masks.
     """
     digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
-    seed_generators(number)
+    seed_generators(int.from_bytes(digest, "little") >> 1)
 
 
 def compiled(function: Call, backend: str = INDUCTOR) -> Call:
