@@ -171,7 +171,7 @@ class _RunningStep:
         self._threads.close()
 
     def _ready(self) -> list[Action]:
-        # Of those that have not started, the rule never takes another than the first.
+        # Of the micro-batches that have not started, the rule only ever takes the first.
         first = [min(self._not_started)] if self._not_started else []
         ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in first]
         ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]

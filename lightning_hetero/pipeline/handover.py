@@ -263,9 +263,9 @@ class SampleDimension:
 
 
 def takes_sequence_first(layer: nn.Module) -> bool:
-    """Whether a module inside a layer has samples as its second dimension, and says so.
+    """Whether a module inside a layer says that its second dimension counts samples.
 
-    torch's attention, transformer and recurrent modules have by default.
+    torch's attention, transformer and recurrent modules say so by default.
     """
     return any(getattr(module, "batch_first", None) is False for module in layer.modules())
 

@@ -210,7 +210,7 @@ class LossWeights:
         return self._find()
 
     def of(self, index: int, scale: float = 1.0) -> Callable[[], float]:
-        """A function that returns the weight of one, multiplied by ``scale``.
+        """A function that returns the weight of one micro-batch, multiplied by ``scale``.
 
         Only the function may wait for the device.
         """

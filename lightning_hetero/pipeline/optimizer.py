@@ -1,7 +1,7 @@
 """A stage's part of the optimizer: its class and groups, for the stage's own parameters.
 
-It includes what happens to gradients before a step (norms and clipping), and running averages of
-weights behind it.
+The file also has the norms and the clipping of gradients, which come before a step, and running
+averages of weights, which are updated after it.
 """
 
 from __future__ import annotations

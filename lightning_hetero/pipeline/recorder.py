@@ -142,7 +142,7 @@ class Recorder:
     def action(
         self, kind: ActionKind, key: Key, num_ready: int = 0
     ) -> AbstractContextManager[None]:
-        """Inside, an action runs that was chosen among so many; one that raises is not summed."""
+        """Inside, an action runs, chosen among ``num_ready``; one that raises is not summed."""
         if self._began_seconds is None:
             self._began_seconds = self._clock()
         if self._step is not None:
@@ -205,7 +205,7 @@ class Recorder:
     def note_sent(
         self, peer: int, key: Key, message: str, num_bytes: int, start_seconds: float
     ) -> None:
-        """Record what a channel has sent by now; any thread may call this."""
+        """Record a message that a channel has sent; any thread may call this."""
         end = self._clock()
         self._sent.append(Span("send", start_seconds, end, *key, message, num_bytes, peer))
 

@@ -183,7 +183,7 @@ class StepLog:
 
     A number is averaged with the weights of the losses, or reduced as ``reduce_fx`` "sum", "max" or
     "min" asks. A name that a micro-batch logs twice is logged twice. A torchmetrics object has been
-    updated by every micro-batch; if it was called, its value on step becomes that of the batch.
+    updated by every micro-batch; if it was called, it logs the value of the whole batch on step.
 
     Args:
         metrics: Copies of the metrics that the micro-batches have called.

@@ -34,7 +34,7 @@ Call = Callable[..., Any]
 INDUCTOR = "inductor"
 
 MOST_CACHES = 1024
-"""A coordinator that holds more caches does not let go of old ones."""
+"""A coordinator with more caches at once has forgotten to drop old ones."""
 
 # Layers of these libraries change no attribute that another forward computes with.
 _TRUSTED = frozenset({"torch", "bitsandbytes", "peft"})
@@ -112,7 +112,7 @@ class StageCaches:
     """The key-value caches of a stage, by number, with the keys and values of its own layers.
 
     The coordinator counts the positions of each cache and sends the count with every call. So a
-    stage notices a cache in which it has lost a forward, or has one that other stages have not.
+    stage notices a cache that lacks a forward, or that has a forward which other stages lack.
     """
 
     def __init__(self) -> None:
@@ -362,7 +362,7 @@ class Stage:
         stage_index: Number of the stage; the coordinator's part is stage 0.
         recompute: Whether to save only the inputs, and run the forward again in the backward.
         seed: Seeds all dropout masks.
-        dtype: The dtype the layers compute in; None for that of their input.
+        dtype: The dtype in which the layers compute; None for the dtype of their input.
         compiled: Compiles the layers; None runs them uncompiled.
         dropout_step: The present step's number for dropout masks; it does not count trials.
         state: Watches what the layers keep between forwards; None watches nothing.
@@ -500,7 +500,7 @@ class Stage:
                     collect_embedded(hidden)
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in collected()))
-            # Behind the stage all tensors have the dtypes they have without its own dtype.
+            # Outside the stage all tensors have the dtypes that they would have without its dtype.
             others = (Collected(k, t.to(given) if t.dtype == inside else t) for k, t in collected())
             return Activation(hidden.to(given), tuple(others))
 
