@@ -162,17 +162,15 @@ def first_samples(
 
 def _split_each(batches: list[Any], num_microbatches: int) -> list[list[Any]]:
     """Cut each loader's batch; micro-batches hold None for a loader that has ended."""
-    columns = [split_batch(batch, num_microbatches) for batch in batches if batch is not None]
-    counts = {len(column) for column in columns}
+    rows = [None if batch is None else split_batch(batch, num_microbatches) for batch in batches]
+    counts = {len(row) for row in rows if row is not None}
     if len(counts) != 1:
         raise BatchError(
             f"The batches of {len(batches)} data loaders differ in their samples. Give them equal "
             "batch sizes, or use micro_batching='boundary'."
         )
-    ended = [None] * counts.pop()
-    remaining = iter(columns)
-    rows = [ended if batch is None else next(remaining) for batch in batches]
-    return [list(pieces) for pieces in zip(*rows, strict=True)]
+    [count] = counts
+    return [[None if row is None else row[index] for row in rows] for index in range(count)]
 
 
 def batch_size(batch: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,8 +100,7 @@ class StageOptimizer:
             raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
         self._parameters = parameters
         accepted = inspect.signature(kind).parameters
-        build: Callable[..., Optimizer] = kind
-        self.optimizer = build(
+        self.optimizer: Optimizer = kind(
             [
                 {**group.options, "params": [parameters[name] for name in group.parameters]}
                 for group in groups

@@ -275,18 +275,14 @@ class Recorder:
         A call may give the device work that it only reaches later: the next span of the stage
         begins when that work is done.
         """
-        span = noted.span
+        start, end = noted.span.start_seconds, noted.span.end_seconds
         if noted.moments is not None and self._base is not None:
             host_seconds, base = self._base
             start, end = (host_seconds + each.seconds_after(base) for each in noted.moments)
-            span = replace(span, start_seconds=start, end_seconds=end)
         if noted.depth == 0:
-            start = max(span.start_seconds, self._free_seconds)
-            end = max(span.end_seconds, start)
-            self._free_seconds = end
-            if (start, end) != (span.start_seconds, span.end_seconds):
-                span = replace(span, start_seconds=start, end_seconds=end)
-        return span
+            start = max(start, self._free_seconds)
+            end = self._free_seconds = max(end, start)
+        return replace(noted.span, start_seconds=start, end_seconds=end)
 
     def _keep(self, span: Span) -> None:
         if self._keeps_spans:
