@@ -525,14 +525,14 @@ def test_the_samples_are_found(
         ((4,), 4, {"choice": 0}),
     ],
 )
-def test_where_they_cannot_be_found_the_batch_stays_whole(
+def test_without_known_samples_the_batch_stays_whole(
     shape: tuple[int, ...], count: int, options: Any
 ) -> None:
     with pytest.raises(BatchError, match=r"batch_dim=1|no dimension"):
         found_dim(shape, count, **options)
 
 
-def test_what_one_batch_has_shown_holds_for_those_that_show_nothing() -> None:
+def test_the_dimension_of_an_earlier_batch_holds_for_batches_that_show_none() -> None:
     dimension = SampleDimension(None, is_sequence_first=True)
     assert dimension.find(torch.zeros(7, 4, 3), None) is None
     assert dimension.find(torch.zeros(7, 4, 3), 4) == 1

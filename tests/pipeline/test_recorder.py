@@ -63,7 +63,7 @@ def test_what_is_inside_is_counted_once(stage: Stage) -> None:
     assert totals.step_seconds == 1.25
 
 
-def test_waiting_for_the_next_step_is_no_part_of_this_one(stage: Stage) -> None:
+def test_waiting_for_the_next_step_does_not_belong_to_this_one(stage: Stage) -> None:
     for _ in range(2):
         stage.begin()
         stage.spend("forward", 1.0)
@@ -74,7 +74,7 @@ def test_waiting_for_the_next_step_is_no_part_of_this_one(stage: Stage) -> None:
     assert "wait" not in totals.seconds
 
 
-def test_waiting_between_two_optimizers_is(stage: Stage) -> None:
+def test_waiting_between_two_optimizers_belongs_to_the_step(stage: Stage) -> None:
     stage.begin()
     stage.spend("optimizer", 1.0, APPLY)
     stage.spend("wait", 5.0)

@@ -124,7 +124,7 @@ def test_forwards_without_a_backward_never_wait() -> None:
     assert run_all(runner) == ["1F0", "1F1", "1F2"]
 
 
-def test_results_say_what_they_are_of() -> None:
+def test_a_forward_returns_an_activation_and_a_backward_gradients() -> None:
     runner = begun()
     give_forward(runner, Key(0))
     assert next_name(runner) == "1F0"
