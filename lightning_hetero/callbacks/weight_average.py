@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from ..pipeline.optimizer import AveragesWeights, AveragingAction, WeightAverages, averaged_tensors
+from ..pipeline.optimizer import AveragingAction, WeightAverages, averaged_tensors
 
 
 class StageWeightAveraging(EMAWeightAveraging):
@@ -172,9 +172,9 @@ class StageWeightAveraging(EMAWeightAveraging):
         self._tell_stages(trainer, "swap")
 
     def _tell_stages(self, trainer: pl.Trainer, action: AveragingAction) -> None:
-        if hasattr(trainer.strategy, "average_weights"):
-            strategy = cast("AveragesWeights", trainer.strategy)
-            strategy.average_weights(action, self._num_averaged, self._decay)
+        average_weights = getattr(trainer.strategy, "average_weights", None)
+        if average_weights is not None:
+            average_weights(action, self._num_averaged, self._decay)
 
     def _made(self) -> WeightAverages:
         if self._averages is None:

@@ -24,10 +24,10 @@ from ..errors import BatchError, ModelError, StageFailed
 from ..pipeline.boundary import Activation, Collected, join_activations
 from ..pipeline.handover import (
     Boundary,
+    Exchange,
     Request,
     SampleDimension,
     cut_request,
-    exchange_pieces,
     first_of_request,
     takes_sequence_first,
 )
@@ -335,15 +335,9 @@ class HandOvers:
             return self._join(pieces, dim, visit)
         anchor = torch.zeros((), requires_grad=True)
         kinds: list[str] = []
+        exchange = Exchange(self._stages, visit, self._plan.max_in_flight, dim)
         hidden, *others = Boundary.apply(  # type: ignore[no-untyped-call]
-            request.hidden,
-            anchor,
-            self._stages,
-            pieces,
-            visit,
-            kinds,
-            self._plan.max_in_flight,
-            dim,
+            request.hidden, anchor, exchange, pieces, kinds
         )
         return Activation(hidden, tuple(map(Collected, kinds, others)))
 
@@ -357,6 +351,6 @@ class HandOvers:
         return self._join(tried, dim, _FIRST_TRIAL + self._num_trials)
 
     def _join(self, pieces: Sequence[Request], dim: int, visit: int) -> Activation:
-        found = exchange_pieces(self._stages, pieces, visit, self._plan.max_in_flight)
+        found = Exchange(self._stages, visit, self._plan.max_in_flight).forward(pieces)
         device = pieces[0].hidden.device
         return join_activations(found, dim).map(lambda tensor: tensor.to(device))

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -58,10 +59,7 @@ def measure_stage(
         patience_seconds: The time to spend on runs; at least three runs take place.
         clock: Returns seconds that only grow.
     """
-
-    def run() -> tuple[float, float]:
-        return _run(stage, hidden, surroundings, clock)
-
+    run = partial(_run, stage, hidden, surroundings, clock)
     run()
     saved_bytes, peak_bytes = _memory(stage, hidden, surroundings)
     forward_seconds, backward_seconds = median_of_blocks(run, patience_seconds)
@@ -271,8 +269,8 @@ class Bench:
         """
         hidden = torch.randn(trial.hidden_shape, device=self.device).to(trial.hidden_dtype)
         hidden.requires_grad_(trial.wants_gradient and trial.surroundings.grad_enabled)
-        patience_seconds, around = trial.patience_seconds, trial.surroundings
-        return measure_stage(self._stage(trial), hidden, around, patience_seconds, self.clock)
+        stage, around = self._stage(trial), trial.surroundings
+        return measure_stage(stage, hidden, around, trial.patience_seconds, self.clock)
 
     def collected(self, trial: LayerTrial) -> Sequence[Collected]:
         """The outputs that one forward of a layer collects."""
@@ -284,11 +282,7 @@ class Bench:
     def measure_optimizer(self, trial: OptimizerTrial) -> m.OptimizerMeasured:
         """Measure an optimizer's step over a layer."""
         layer = self._filled(trial.number, self._dtype, converts_weights=True)
-        trained = {
-            name: parameter
-            for name, parameter in layer.named_parameters()
-            if parameter.requires_grad
-        }
+        trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
         if not trained:
             return m.OptimizerMeasured(0.0, 0)
         for parameter in trained.values():
@@ -321,8 +315,7 @@ class Bench:
     def _filled(self, number: int, dtype: torch.dtype | None, converts_weights: bool) -> nn.Module:
         """A layer with made-up values in a dtype; layers in another dtype are dropped."""
         if not self._layers or dtype != self._dtype:
-            self._layers = nn.ModuleDict()
-            device_for(self.device).free_cache()
+            self.forget()
             self._layers, self._dtype = self.build(), dtype
             if dtype is not None:
                 multiply_in(self._layers, dtype)

@@ -24,7 +24,6 @@ from .boundary import Activation, Collected, Gradients, Surroundings
 from .rule import Key
 
 _STEPS = 127
-_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def narrow(tensor: Tensor, wire_dtype: WireDtype | None) -> list[Tensor]:
@@ -34,7 +33,7 @@ def narrow(tensor: Tensor, wire_dtype: WireDtype | None) -> list[Tensor]:
     tensor = tensor.detach()
     if wire_dtype == "int8":
         return _to_steps(tensor) if tensor.ndim else [tensor]
-    dtype = _FLOATS[wire_dtype]
+    dtype = DTYPES[wire_dtype]
     return [tensor.to(dtype) if dtype.itemsize < tensor.dtype.itemsize else tensor]
 
 
@@ -45,6 +44,8 @@ def widen(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         ValueError: If the parts do not fit each other.
     """
     if len(parts) == 1:
+        if not parts[0].is_floating_point():
+            raise ValueError(f"{parts[0].dtype} is not rounded {dtype_name(dtype)}")
         return parts[0].to(dtype)
     steps, scales = parts
     blocks = -(-steps.shape[-1] // INT8_BLOCK)
@@ -93,17 +94,15 @@ def encode_arguments(
         if call.layer_index in layers
     ]
     autocast = surroundings.autocast_dtype
-    autocast_name = None if autocast is None else dtype_name(autocast)
-    grad_enabled, collect = surroundings.grad_enabled, list(surroundings.collect)
     message = m.Arguments(
         step,
         *key,
-        grad_enabled,
-        autocast_name,
-        collect,
-        calls,
-        packer.kept,
-        surroundings.is_trial,
+        grad_enabled=surroundings.grad_enabled,
+        autocast_dtype=None if autocast is None else dtype_name(autocast),
+        collect=list(surroundings.collect),
+        calls=calls,
+        kept=packer.kept,
+        is_trial=surroundings.is_trial,
     )
     return message, packer.tensors
 
@@ -242,7 +241,6 @@ def _widened(
         raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
     left = iter(tensors)
     try:
-        _check_rounded(narrowed, tensors)
         return tuple(
             next(left)
             if said is None
@@ -251,16 +249,3 @@ def _widened(
         )
     except ValueError as error:
         raise RemoteProtocolError(f"{message} has parts that do not fit: {error}.") from error
-
-
-def _check_rounded(narrowed: Sequence[m.Narrowed | None], tensors: Sequence[Tensor]) -> None:
-    """Refuse whole numbers where rounded ones should be.
-
-    Raises:
-        ValueError: With both dtypes.
-    """
-    left = iter(tensors)
-    for said in narrowed:
-        first, *_scales = (next(left) for _ in range(1 if said is None else said.num_parts))
-        if said is not None and said.num_parts == 1 and not first.is_floating_point():
-            raise ValueError(f"{first.dtype} is not rounded {said.dtype}")

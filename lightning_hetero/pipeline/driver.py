@@ -125,44 +125,44 @@ class _Microbatch:
     visits: list[_Visit] = field(default_factory=list)
 
 
+@dataclass
 class _RunningStep:
     """One step: the coordinator's ready actions, and its micro-batches in flight."""
 
-    def __init__(
-        self, driver: Driver, dropout_step: int, work: Sequence[MicrobatchStep], max_started: int
-    ) -> None:
-        self._driver = driver
-        self._dropout_step = dropout_step
-        self._work = work
-        self._max_started = max_started
+    driver: Driver
+    dropout_step: int
+    work: Sequence[MicrobatchStep]
+    max_started: int
+
+    def __post_init__(self) -> None:
         self._in_flight: dict[int, _Microbatch] = {}
         self._results: dict[int, Any] = {}
         self._activations: dict[Key, Activation] = {}
         self._gradients: dict[Key, Gradients] = {}
-        self._not_started = set(range(len(work)))
+        self._not_started = set(range(len(self.work)))
         self._losses_have_graphs: list[bool] = []
         self._threads = TurnThreads()
 
     def run(self) -> list[Any]:
         while self._not_started or self._in_flight:
             # The rule prefers a returned micro-batch to a new one, so look for returned ones first.
-            for returned in self._driver.stages.take_arrived():
+            for returned in self.driver.stages.take_arrived():
                 self._take(returned)
             ready = self._ready()
-            action = choose(ready, self._in_flight, self._max_started, self._driver.starts_first)
+            action = choose(ready, self._in_flight, self.max_started, self.driver.starts_first)
             if action is None:
-                self._take(self._driver.stages.receive())
+                self._take(self.driver.stages.receive())
                 continue
             num_ready = len(ready) + max(0, len(self._not_started) - 1)
             run = self._forward if action.kind == "F" else self._backward
-            with self._driver.recorder.action(self._kind_of(action), action.key, num_ready):
+            with self.driver.recorder.action(self._kind_of(action), action.key, num_ready):
                 run(action.key)
         if self._losses_have_graphs and not any(self._losses_have_graphs):
             raise BatchError(
                 "The loss that training_step returned has no gradient: it depends on no parameter "
                 "that trains. Unfreeze a parameter, or look for a detach() on the way to the loss."
             )
-        return [self._results[index] for index in range(len(self._work))]
+        return [self._results[index] for index in range(len(self.work))]
 
     def end(self) -> None:
         """Unwind the micro-batches that an error has left in flight, and end the threads."""
@@ -171,7 +171,7 @@ class _RunningStep:
         self._threads.close()
 
     def _ready(self) -> list[Action]:
-        # Of those that have not started, the rule never takes another than the first.
+        # Of the micro-batches that have not started, the rule only ever takes the first.
         first = [min(self._not_started)] if self._not_started else []
         ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in first]
         ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]
@@ -195,10 +195,10 @@ class _RunningStep:
         index = key.microbatch
         if index in self._not_started:
             self._not_started.remove(index)
-            work = self._work[index]
+            work = self.work[index]
             turn = Turn(work.run, f"micro-batch {index}", self._threads)
             self._in_flight[index] = _Microbatch(turn, work.loss_factor)
-            self._seed(key, 0)
+            self._seed(key, segment=0)
             self._go_on(index, turn.start())
             return
         visit = self._in_flight[index].visits[key.visit]
@@ -206,12 +206,11 @@ class _RunningStep:
         arrived.land()
         activation = arrived.map(partial(_leaf_on, visit.out.device))
         visit.leaves = activation.tensors
-        self._seed(key, 1)
+        self._seed(key, segment=1)
         self._go_on(index, self._in_flight[index].turn.resume(activation))
 
     def _seed(self, key: Key, segment: int) -> None:
-        place = self._dropout_step, COORDINATOR_STAGE, *key, segment
-        seed_action(self._driver.seed, *place)
+        seed_action(self.driver.seed, self.dropout_step, COORDINATOR_STAGE, *key, segment)
 
     def _go_on(self, index: int, report: HandedOver | Finished) -> None:
         microbatch = self._in_flight[index]
@@ -221,7 +220,7 @@ class _RunningStep:
         request: Request = report.request
         key = Key(index, len(microbatch.visits))
         microbatch.visits.append(_Visit(key, request.hidden))
-        self._driver.stages.send_forward(key, request.hidden, request.surroundings)
+        self.driver.stages.send_forward(key, request.hidden, request.surroundings)
 
     def _finish_forward(self, index: int, result: Any) -> None:
         """Start the backward of a micro-batch whose loss is there."""
@@ -231,12 +230,11 @@ class _RunningStep:
         microbatch.visits = [
             v for v in microbatch.visits if any(leaf.requires_grad for leaf in v.leaves)
         ]
-        loss = self._driver.loss_of(result)
+        loss = self.driver.loss_of(result)
         if loss is not None and (loss_factor := microbatch.loss_factor()) > 0:
             self._losses_have_graphs.append(loss.requires_grad)
             if loss.requires_grad:
-                factor = torch.full_like(loss, loss_factor)
-                self._run_backward(index, loss, factor)
+                self._run_backward(index, loss, torch.full_like(loss, loss_factor))
         self._send_gradients(index)
 
     def _backward(self, key: Key) -> None:
@@ -253,19 +251,19 @@ class _RunningStep:
     def _run_backward(self, index: int, start: Tensor, gradient: Tensor) -> None:
         """Run a piece's backward, and retain the graph that earlier pieces may share."""
         has_more = bool(self._in_flight[index].visits)
-        with self._driver.gradients.of_microbatch(index):
+        with self.driver.gradients.of_microbatch(index):
             torch.autograd.backward(start, gradient, retain_graph=has_more)
 
     def _send_gradients(self, index: int) -> None:
         """Send the gradients of the latest remaining visit, or end the micro-batch."""
         visits = self._in_flight[index].visits
         if not visits:
-            self._driver.gradients.finish_microbatch(index)
+            self.driver.gradients.finish_microbatch(index)
             del self._in_flight[index]
             return
         gradients = Gradients(tuple(leaf.grad for leaf in visits[-1].leaves))
         visits[-1].leaves = ()
-        self._driver.stages.send_backward(visits[-1].key, gradients)
+        self.driver.stages.send_backward(visits[-1].key, gradients)
 
 
 def _leaf_on(device: torch.device, tensor: Tensor) -> Tensor:
@@ -305,11 +303,9 @@ class StepGradients:
 
     def publish(self) -> None:
         """Add the step's gradients to `.grad`; to Lightning this is the step's backward."""
-        if self._pending is None:
-            return
-        for parameter, gradient in zip(self._parameters, self._pending, strict=True):
-            _add(parameter, gradient)
-        self._pending = None
+        if self._pending is not None:
+            _add(self._parameters, self._pending)
+            self._pending = None
 
     @contextmanager
     def of_microbatch(self, microbatch: int) -> Iterator[None]:
@@ -324,9 +320,7 @@ class StepGradients:
 
     def finish_microbatch(self, microbatch: int) -> None:
         """Add up a micro-batch whose backwards have all run."""
-        partial = self._partial.pop(microbatch, [None] * len(self._tied))
-        for parameter, gradient in zip(self._tied, partial, strict=True):
-            _add(parameter, gradient)
+        _add(self._tied, self._partial.pop(microbatch, [None] * len(self._tied)))
 
     def _take(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         taken = [parameter.grad for parameter in parameters]
@@ -338,8 +332,9 @@ class StepGradients:
             parameter.grad = gradient
 
 
-def _add(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient
-    elif gradient is not None:
-        parameter.grad += gradient
+def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            parameter.grad += gradient

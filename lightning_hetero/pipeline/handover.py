@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import BatchError, ModelError
@@ -89,57 +90,55 @@ def _check_arguments_need_no_gradient(calls: list[LayerCall]) -> None:
                 )
 
 
-def exchange_pieces(
-    stages: Stages, requests: Sequence[Request], visit: int, most_under_way: int
-) -> list[Activation]:
-    """Stream pieces through the stages, and return their results in the pieces' order.
+@dataclass(frozen=True)
+class Exchange:
+    """One visit of a batch's pieces to the stages.
 
-    At most ``most_under_way`` pieces are away at once, which bounds the memory of a slow stage. In
-    a driver's step the rule does that.
+    Args:
+        stages: The remote stages.
+        visit: The number of the visit.
+        most_under_way: The most pieces away at once, which bounds the memory of a slow stage. In a
+            driver's step the rule does that.
+        dim: The dimension of the hidden states that counts samples.
     """
 
-    def send(index: int) -> None:
-        request = requests[index]
-        stages.send_forward(Key(index, visit), request.hidden, request.surroundings)
+    stages: Stages
+    visit: int
+    most_under_way: int
+    dim: int = 0
 
-    return _exchange(stages, send, len(requests), visit, most_under_way, Activation)
+    def forward(self, pieces: Sequence[Request]) -> list[Activation]:
+        """Stream pieces through the stages, and return their results in the pieces' order."""
 
+        def send(key: Key) -> None:
+            piece = pieces[key.microbatch]
+            self.stages.send_forward(key, piece.hidden, piece.surroundings)
 
-def exchange_gradients(
-    stages: Stages, gradients: Sequence[Gradients], visit: int, most_under_way: int
-) -> list[Gradients]:
-    """Stream the gradients of pieces back through the stages, and return those of their inputs.
+        return self._stream(send, len(pieces), Activation)
 
-    At most ``most_under_way`` pieces are away at once.
-    """
+    def backward(self, pieces: Sequence[Gradients]) -> list[Gradients]:
+        """Stream the gradients of pieces back, and return the gradients of the pieces' inputs."""
 
-    def send(index: int) -> None:
-        stages.send_backward(Key(index, visit), gradients[index])
+        def send(key: Key) -> None:
+            self.stages.send_backward(key, pieces[key.microbatch])
 
-    return _exchange(stages, send, len(gradients), visit, most_under_way, Gradients)
+        return self._stream(send, len(pieces), Gradients)
 
-
-def _exchange(
-    stages: Stages,
-    send: Callable[[int], None],
-    count: int,
-    visit: int,
-    most_under_way: int,
-    kind: type[Content],
-) -> list[Content]:
-    found: dict[int, Content] = {}
-    for index in range(min(most_under_way, count)):
-        send(index)
-    while len(found) < count:
-        returned = stages.receive()
-        # An exchange that has failed may have left pieces of another visit under way.
-        if isinstance(returned.content, kind) and returned.key.visit == visit:
-            returned.content.land()
-            found[returned.key.microbatch] = returned.content
-            following = len(found) + most_under_way - 1
-            if following < count:
-                send(following)
-    return [found[index] for index in range(count)]
+    def _stream(
+        self, send: Callable[[Key], None], count: int, kind: type[Content]
+    ) -> list[Content]:
+        found: dict[int, Content] = {}
+        num_sent = 0
+        while len(found) < count:
+            while num_sent < min(count, len(found) + self.most_under_way):
+                send(Key(num_sent, self.visit))
+                num_sent += 1
+            returned = self.stages.receive()
+            # An exchange that has failed may have left pieces of another visit under way.
+            if isinstance(returned.content, kind) and returned.key.visit == self.visit:
+                returned.content.land()
+                found[returned.key.microbatch] = returned.content
+        return [found[index] for index in range(count)]
 
 
 class Boundary(torch.autograd.Function):
@@ -147,7 +146,7 @@ class Boundary(torch.autograd.Function):
 
     ``anchor`` is a scalar that requires a gradient. Without it no backward would reach the stages
     when all parameters before them are frozen. The forward appends the kinds of the collected
-    outputs to ``kinds``. ``dim`` counts the samples.
+    outputs to ``kinds``.
     """
 
     @staticmethod
@@ -155,18 +154,15 @@ class Boundary(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         anchor: Tensor,
-        stages: Stages,
+        exchange: Exchange,
         pieces: list[Request],
-        visit: int,
         kinds: list[str],
-        most_under_way: int,
-        dim: int,
     ) -> tuple[Tensor, ...]:
-        returned = exchange_pieces(stages, pieces, visit, most_under_way)
+        returned = exchange.forward(pieces)
+        dim = exchange.dim
         joined = join_activations(returned, dim).map(lambda tensor: tensor.to(hidden.device))
         kinds += [kind for kind, _ in joined.collected]
-        ctx.stages, ctx.visit, ctx.device = stages, visit, hidden.device
-        ctx.most_under_way, ctx.dim = most_under_way, dim
+        ctx.exchange, ctx.device = exchange, hidden.device
         ctx.sizes = [[tensor.shape[dim] for tensor in piece.tensors] for piece in returned]
         # None, and not zeros, for outputs that no loss depends on.
         ctx.set_materialize_grads(False)
@@ -177,12 +173,13 @@ class Boundary(torch.autograd.Function):
         _check_backward(anchor_node=ctx.next_functions[1][0])
         # `retain_graph` of the user's backward; autograd asks for it here for compiled graphs too.
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        pieces = _split_gradients(gradients, ctx.sizes, keeps_graph, ctx.dim)
-        returned = exchange_gradients(ctx.stages, pieces, ctx.visit, ctx.most_under_way)
+        dim = ctx.exchange.dim
+        pieces = _split_gradients(gradients, ctx.sizes, keeps_graph, dim)
+        returned = ctx.exchange.backward(pieces)
         found = [piece.tensors[0] for piece in returned if piece.tensors[0] is not None]
         wanted = ctx.needs_input_grad[0] and len(found) == len(pieces)
-        joined = torch.cat(found, ctx.dim).to(ctx.device) if wanted else None
-        return joined, None, None, None, None, None, None, None
+        joined = torch.cat(found, dim).to(ctx.device) if wanted else None
+        return joined, None, None, None, None
 
 
 def _check_backward(anchor_node: Any) -> None:
@@ -255,22 +252,20 @@ class SampleDimension:
             (self._shown,) = fits
         elif self._shown is not None:
             fits &= {self._shown}
-        return self._only(fits & self._allowed, hidden, num_samples)
-
-    def _only(self, dims: set[int], hidden: Tensor, num_samples: int) -> int:
-        if len(dims) != 1:
+        fits &= self._allowed
+        if len(fits) != 1:
             raise BatchError(
                 f"The batch has {num_samples} samples, but the hidden states have the shape "
                 f"{tuple(hidden.shape)}. Name the dimension that counts samples: `batch_dim=0`, or "
                 "`batch_dim=1` for layers that take the sequence first."
             )
-        return dims.pop()
+        return fits.pop()
 
 
 def takes_sequence_first(layer: nn.Module) -> bool:
-    """Whether a module inside a layer has samples as its second dimension, and says so.
+    """Whether a module inside a layer says that its second dimension counts samples.
 
-    torch's attention, transformer and recurrent modules have by default.
+    torch's attention, transformer and recurrent modules say so by default.
     """
     return any(getattr(module, "batch_first", None) is False for module in layer.modules())
 
@@ -323,10 +318,10 @@ def _piece(request: Request, start: int, end: int, dim: int) -> Request:
             return tensor
         return cuts.setdefault(id(tensor), tensor.narrow(along, start, end - start))
 
-    calls = [
-        replace(call, args=_map_tensors(call.args, cut), kwargs=_map_tensors(call.kwargs, cut))
-        for call in request.surroundings.calls
-    ]
+    calls = []
+    for call in request.surroundings.calls:
+        args, kwargs = apply_to_collection((call.args, call.kwargs), Tensor, cut)
+        calls.append(replace(call, args=args, kwargs=kwargs))
     hidden = request.hidden.narrow(dim, start, end - start)
     return Request(hidden, replace(request.surroundings, calls=calls))
 
@@ -350,13 +345,3 @@ def _check_clear(name: str, tensor: Tensor, hidden: Tensor) -> None:
             f"row per sample or one per position, because the batch has {size} samples of length "
             f"{length}. Use another batch size."
         )
-
-
-def _map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_map_tensors(item, function) for item in tree)
-    if isinstance(tree, dict):
-        return {key: _map_tensors(item, function) for key, item in tree.items()}
-    return tree

@@ -162,17 +162,15 @@ def first_samples(
 
 def _split_each(batches: list[Any], num_microbatches: int) -> list[list[Any]]:
     """Cut each loader's batch; micro-batches hold None for a loader that has ended."""
-    columns = [split_batch(batch, num_microbatches) for batch in batches if batch is not None]
-    counts = {len(column) for column in columns}
+    rows = [None if batch is None else split_batch(batch, num_microbatches) for batch in batches]
+    counts = {len(row) for row in rows if row is not None}
     if len(counts) != 1:
         raise BatchError(
             f"The batches of {len(batches)} data loaders differ in their samples. Give them equal "
             "batch sizes, or use micro_batching='boundary'."
         )
-    ended = [None] * counts.pop()
-    remaining = iter(columns)
-    rows = [ended if batch is None else next(remaining) for batch in batches]
-    return [list(pieces) for pieces in zip(*rows, strict=True)]
+    [count] = counts
+    return [[None if row is None else row[index] for row in rows] for index in range(count)]
 
 
 def batch_size(batch: Any) -> int:
@@ -210,7 +208,7 @@ class LossWeights:
         return self._find()
 
     def of(self, index: int, scale: float = 1.0) -> Callable[[], float]:
-        """A function that returns the weight of one, multiplied by ``scale``.
+        """A function that returns the weight of one micro-batch, multiplied by ``scale``.
 
         Only the function may wait for the device.
         """
@@ -238,7 +236,7 @@ def loss_weights(
         return LossWeights(partial(list, [1.0] * len(microbatches)))
     if weighting == "samples":
         return LossWeights(partial(_shares, sample_counts, sample_counts))
-    if weighting == "auto" and _labels(microbatches[0]) is None:
+    if weighting == "auto" and _holder_of_labels(microbatches[0]) is None:
         return _weights_by_samples(microbatches, sample_counts, copies)
     copy = copies.to_host([counted_labels(microbatch) for microbatch in microbatches])
 
@@ -294,23 +292,18 @@ def counted_labels(batch: Any) -> Tensor:
     Raises:
         BatchError: If the batch has no labels.
     """
-    labels = _labels(batch)
-    if labels is None:
+    holder = _holder_of_labels(batch)
+    if holder is None:
         raise BatchError(
             "loss_weighting='labels' needs a batch with one `labels` entry, but this batch is a "
             f"{type(batch).__name__} without it. Use 'samples' or pass a function."
         )
-    counted = labels != IGNORED_LABEL
-    inputs = _entry(_holder_of_labels(batch), "input_ids")
+    labels, inputs = _entry(holder, "labels"), _entry(holder, "input_ids")
+    counted: Tensor = labels != IGNORED_LABEL
     if labels.ndim != 2 or not isinstance(inputs, Tensor) or inputs.shape != labels.shape:
         return counted.sum()
     is_shifted_later = ((labels == inputs) | ~counted).all()
     return torch.where(is_shifted_later, counted[:, 1:].sum(), counted.sum())
-
-
-def _labels(batch: Any) -> Tensor | None:
-    holder = _holder_of_labels(batch)
-    return None if holder is None else _entry(holder, "labels")
 
 
 def _holder_of_labels(batch: Any) -> Any:
@@ -437,10 +430,11 @@ class CutBatch:
         Raises:
             BatchError: If something in the batch cannot be cut.
         """
+        pieces = split_batch(batch, num_microbatches, samples is None, samples)
         if samples is None:
-            pieces = split_batch(batch, num_microbatches, of_several_loaders=True)
-            return cls(batch, pieces, [batch_size(_one_of(piece)) for piece in pieces], None)
-        pieces = split_batch(batch, num_microbatches, samples=samples)
+            # A loader that has ended gives None.
+            present = [next(part for part in piece if part is not None) for piece in pieces]
+            return cls(batch, pieces, [batch_size(part) for part in present], None)
         lengths = [end - start for start, end in spans(samples.count, num_microbatches)]
         return cls(batch, pieces, lengths, samples)
 
@@ -464,8 +458,3 @@ class CutBatch:
         if len(self.microbatches) == 1:
             return LossWeights(lambda: [1.0])
         return loss_weights(self.microbatches, weighting, self.num_samples, copies)
-
-
-def _one_of(batches: Sequence[Any]) -> Any:
-    """The first batch of several data loaders that have not ended."""
-    return next(batch for batch in batches if batch is not None)

@@ -1,7 +1,7 @@
 """A stage's part of the optimizer: its class and groups, for the stage's own parameters.
 
-It includes what happens to gradients before a step (norms and clipping), and running averages of
-weights behind it.
+The file also has the norms and the clipping of gradients, which come before a step, and running
+averages of weights, which are updated after it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -100,8 +100,7 @@ class StageOptimizer:
             raise ModelError(f"The stage has no parameters {sorted(unknown)} to optimize.")
         self._parameters = parameters
         accepted = inspect.signature(kind).parameters
-        build: Callable[..., Optimizer] = kind
-        self.optimizer = build(
+        self.optimizer: Optimizer = kind(
             [
                 {**group.options, "params": [parameters[name] for name in group.parameters]}
                 for group in groups
@@ -158,27 +157,26 @@ def _find_class(class_name: str, parameters: Mapping[str, nn.Parameter]) -> Any:
     return kind
 
 
-def beside(parameter: torch.Tensor, key: str, value: Any) -> Any:
+def beside(parameter: Tensor, key: str, value: Any) -> Any:
     """A state value on the device and in the dtype of its parameter; step counts stay unchanged."""
-    if not isinstance(value, torch.Tensor) or key == "step":
-        return value
-    return in_dtype_of(parameter, key, value).to(parameter.device)
+    value = in_dtype_of(parameter, key, value)
+    return value.to(parameter.device) if isinstance(value, Tensor) and key != "step" else value
 
 
-def in_dtype_of(parameter: torch.Tensor, key: str, value: Any) -> Any:
+def in_dtype_of(parameter: Tensor, key: str, value: Any) -> Any:
     """A state value in the dtype of its parameter, if it is a tensor of its shape."""
-    is_like = isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step"
-    is_like = is_like and value.shape == parameter.shape
-    return value.to(parameter.dtype) if is_like else value
+    if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
+        return value
+    return value.to(parameter.dtype) if value.shape == parameter.shape else value
 
 
-def optimizer_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+def optimizer_gradients(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that the optimizer's next step would use."""
     groups = optimizer.param_groups
     return [p.grad for group in groups for p in group["params"] if p.grad is not None]
 
 
-def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
+def gradient_norms(gradients: Sequence[Tensor]) -> list[float]:
     """The 2-norm of each gradient, in float32 or wider, because float16 ends at 65504."""
     norms = [
         torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
@@ -192,7 +190,7 @@ def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
     return found
 
 
-def clip_gradients(gradients: Sequence[torch.Tensor], clipping: Clipping) -> None:
+def clip_gradients(gradients: Sequence[Tensor], clipping: Clipping) -> None:
     """Clip gradients in place."""
     for gradient in gradients:
         if clipping.factor is not None:
@@ -214,15 +212,6 @@ def clipping_factor(max_norm: float, norm: float) -> float:
 
 
 AveragingAction = Literal["begin", "update", "swap", "adopt"]
-
-
-class AveragesWeights(Protocol):
-    """Averages weights that are on other processes."""
-
-    def average_weights(
-        self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
-    ) -> None:
-        """Do with the averages there what is done with the averages here."""
 
 
 class WeightAverages:
@@ -252,8 +241,9 @@ class WeightAverages:
                 average.copy_(decay * average + (1 - decay) * tensor)
 
     def swap(self) -> None:
-        """Exchange the weights and their averages."""
-        self._pairs = [(tensor, _exchange(tensor, average)) for tensor, average in self._pairs]
+        """Exchange the weights and their averages; this copies nothing."""
+        for tensor, average in self._pairs:
+            tensor.data, average.data = average.data, tensor.data
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -270,10 +260,3 @@ def averaged_tensors(module: nn.Module) -> list[Tensor]:
     trained = [p for p in module.parameters() if p.requires_grad]
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     return [tensor for tensor in (*trained, *buffers) if not tensor.is_meta]
-
-
-def _exchange(tensor: Tensor, average: Tensor) -> Tensor:
-    """Give a tensor the content of its average, and return the former content; copies nothing."""
-    present = tensor.data
-    tensor.data = average
-    return present

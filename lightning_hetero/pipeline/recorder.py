@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ APPLY = "ApplyOptimizer"
 MOST_SPANS = 2**15
 """Spans that are kept for one fetch; a long step has fewer."""
 
-# Spans and laps that are noted before they are summed up in the middle of a step.
+# Spans that are noted before they are added up in the middle of a step.
 _MOST_OPEN = 2**12
 
 ActionKind = Literal["forward", "backward", "loss"]
@@ -39,28 +40,10 @@ ActionKind = Literal["forward", "backward", "loss"]
 
 @dataclass(frozen=True)
 class Laps:
-    """Sums over actions, by their kind."""
+    """The seconds and the number of actions, by their kind."""
 
-    _seconds: Counter[ActionKind] = field(default_factory=Counter)
-    _counts: Counter[ActionKind] = field(default_factory=Counter)
-
-    def add(self, kind: ActionKind, seconds: float) -> None:
-        """Add an action."""
-        self._seconds[kind] += seconds  # type: ignore[assignment]
-        self._counts[kind] += 1
-
-    def seconds(self, kind: ActionKind) -> float:
-        """Seconds of all actions of a kind."""
-        return self._seconds[kind]
-
-    def count(self, kind: ActionKind) -> int:
-        """How many actions of a kind there were."""
-        return self._counts[kind]
-
-    @property
-    def total_seconds(self) -> float:
-        """Seconds of all actions."""
-        return self._seconds.total()
+    seconds: Counter[ActionKind] = field(default_factory=Counter)
+    counts: Counter[ActionKind] = field(default_factory=Counter)
 
 
 @dataclass
@@ -82,6 +65,8 @@ class _Step:
     num_steps: int = 0
     num_tokens: int = 0
     num_microbatches: int = 0
+    num_ready: int = 0
+    num_choices: int = 0
     received_bytes: int = 0
 
     def add(self, span: Span, seconds: float) -> None:
@@ -108,12 +93,14 @@ class _Noted:
         depth: How many spans it is inside.
         inside_seconds: Seconds of the spans inside it.
         moments: Its begin and end on the device; None if the host's clock tells them.
+        lap: The kind of the action that the span is; None if it is no action of the stage.
     """
 
     span: Span
     depth: int
     inside_seconds: float
     moments: tuple[Moment, Moment] | None
+    lap: ActionKind | None
 
 
 class Recorder:
@@ -139,8 +126,7 @@ class Recorder:
         self.is_on = False
         self.training_seconds = self.busy_seconds = 0.0
         self._began_seconds: float | None = None
-        self._laps: list[tuple[ActionKind, Moment, Moment]] = []
-        self._summed = Laps()
+        self._laps = Laps()
         self._keeps_spans = False
         self._totals = Totals()
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
@@ -148,7 +134,6 @@ class Recorder:
         self._noted: list[_Noted] = []
         self._sent: deque[Span] = deque(maxlen=MOST_SPANS)
         self._step: _Step | None = None
-        self._num_ready = self._num_choices = 0
         self._depth = 0
         self._inside_seconds = 0.0
         self._free_seconds = 0.0
@@ -157,21 +142,21 @@ class Recorder:
     def action(
         self, kind: ActionKind, key: Key, num_ready: int = 0
     ) -> AbstractContextManager[None]:
-        """Inside, an action runs that was chosen among so many; one that raises is not summed."""
+        """Inside, an action runs, chosen among ``num_ready``; one that raises is not summed."""
         if self._began_seconds is None:
             self._began_seconds = self._clock()
-        if self.is_on:
-            self._num_ready += num_ready
-            self._num_choices += 1
-        return _Open(self, Span(kind, 0.0, 0.0, *key), kind)
+        if self._step is not None:
+            self._step.num_ready += num_ready
+            self._step.num_choices += 1
+        return self._open(Span(kind, 0.0, 0.0, *key), kind)
 
     def take_laps(self) -> Laps:
         """The sums over the actions since the last call; waits for the end of the last action."""
-        self._sum_laps()
-        laps, self._summed = self._summed, Laps()
+        self._add_up()
+        laps, self._laps = self._laps, Laps()
         if self._began_seconds is not None:
             self.training_seconds = self._clock() - self._began_seconds
-            self.busy_seconds += laps.total_seconds
+            self.busy_seconds += laps.seconds.total()
         return laps
 
     def switch(self, is_on: bool, keeps_spans: bool) -> None:
@@ -208,7 +193,7 @@ class Recorder:
             return self.nothing
         microbatch, visit = (None, 0) if key is None else key
         found = Span(kind, 0.0, 0.0, microbatch, visit, message, num_bytes, peer, arrived_seconds)
-        return _Open(self, found)
+        return self._open(found)
 
     def note_training(self, num_tokens: int = 0) -> None:
         """Count a micro-batch of a training step; a step without any adds nothing to the totals."""
@@ -220,7 +205,7 @@ class Recorder:
     def note_sent(
         self, peer: int, key: Key, message: str, num_bytes: int, start_seconds: float
     ) -> None:
-        """Record what a channel has sent by now; any thread may call this."""
+        """Record a message that a channel has sent; any thread may call this."""
         end = self._clock()
         self._sent.append(Span("send", start_seconds, end, *key, message, num_bytes, peer))
 
@@ -241,11 +226,6 @@ class Recorder:
         """Seconds on the clock of the spans."""
         return self._clock()
 
-    def _sum_laps(self) -> None:
-        laps, self._laps = self._laps, []
-        for kind, start, end in laps:
-            self._summed.add(kind, end.seconds_after(start))
-
     def _end_step(self) -> None:
         self._add_up()
         step, self._step = self._step, None
@@ -254,7 +234,6 @@ class Recorder:
             for span in sent:
                 self._keep(span)
             self._totals = self._totals_with(step, sent)
-        self._num_ready = self._num_choices = 0
 
     def _totals_with(self, step: _Step, sent: list[Span]) -> Totals:
         before = self._totals
@@ -270,14 +249,20 @@ class Recorder:
             num_steps=before.num_steps + step.num_steps,
             num_microbatches=before.num_microbatches + step.num_microbatches,
             num_tokens=before.num_tokens + step.num_tokens,
-            num_ready=before.num_ready + self._num_ready,
-            num_choices=before.num_choices + self._num_choices,
+            num_ready=before.num_ready + step.num_ready,
+            num_choices=before.num_choices + step.num_choices,
         )
 
     def _add_up(self) -> None:
-        """Add the noted spans to the step, actions with the moments of the device."""
+        """Add the noted spans to the sums, actions with the moments of the device."""
         noted, self._noted = self._noted, []
         for each in noted:
+            if each.lap is not None and each.moments is not None:
+                start, end = each.moments
+                self._laps.seconds[each.lap] += end.seconds_after(start)  # type: ignore[assignment]
+                self._laps.counts[each.lap] += 1
+            if not self.is_on:
+                continue
             span = self._placed(each)
             seconds = span.end_seconds - span.start_seconds - each.inside_seconds
             if self._step is not None:
@@ -290,33 +275,40 @@ class Recorder:
         A call may give the device work that it only reaches later: the next span of the stage
         begins when that work is done.
         """
-        span = noted.span
+        start, end = noted.span.start_seconds, noted.span.end_seconds
         if noted.moments is not None and self._base is not None:
             host_seconds, base = self._base
             start, end = (host_seconds + each.seconds_after(base) for each in noted.moments)
-            span = replace(span, start_seconds=start, end_seconds=end)
         if noted.depth == 0:
-            start = max(span.start_seconds, self._free_seconds)
-            end = max(span.end_seconds, start)
-            self._free_seconds = end
-            if (start, end) != (span.start_seconds, span.end_seconds):
-                span = replace(span, start_seconds=start, end_seconds=end)
-        return span
+            start = max(start, self._free_seconds)
+            end = self._free_seconds = max(end, start)
+        return replace(noted.span, start_seconds=start, end_seconds=end)
 
     def _keep(self, span: Span) -> None:
         if self._keeps_spans:
             self._num_dropped += len(self._spans) == MOST_SPANS
             self._spans.append(span)
 
-    def _note(self, noted: _Noted) -> None:
-        self._noted.append(noted)
+    @contextmanager
+    def _open(self, span: Span, lap: ActionKind | None = None) -> Iterator[None]:
+        """Inside, a span or an action runs; afterwards it is noted, unless it has raised."""
+        inside_before, self._inside_seconds = self._inside_seconds, 0.0
+        self._depth += 1
+        first = self._moment() if span.kind in ACTIONS else None
+        start = self._clock()
+        try:
+            yield
+        finally:
+            end = self._clock()
+            inside, self._inside_seconds = self._inside_seconds, inside_before
+            self._depth = max(0, self._depth - 1)
+        self._inside_seconds += end - start
+        moments = None if first is None else (first, self._moment())
+        if self.is_on or lap is not None:
+            span = replace(span, start_seconds=start, end_seconds=end)
+            self._noted.append(_Noted(span, self._depth, inside, moments, lap))
         if len(self._noted) >= _MOST_OPEN:
             self._add_up()
-
-    def _note_lap(self, kind: ActionKind, start: Moment, end: Moment) -> None:
-        self._laps.append((kind, start, end))
-        if len(self._laps) >= _MOST_OPEN:
-            self._sum_laps()
 
     def _moment(self) -> Moment:
         return self.device.moment(self._clock)
@@ -326,35 +318,3 @@ class Recorder:
         moment = self._moment()
         moment.seconds_after(moment)  # waits until the device has reached it
         return self._clock(), moment
-
-
-class _Open(AbstractContextManager[None]):
-    """A span or an action that has not ended."""
-
-    __slots__ = ("_inside_before", "_lap", "_moment", "_recorder", "_span", "_start")
-
-    def __init__(self, recorder: Recorder, span: Span, lap: ActionKind | None = None) -> None:
-        self._recorder = recorder
-        self._span = span
-        self._lap = lap
-
-    def __enter__(self) -> None:
-        recorder = self._recorder
-        self._inside_before, recorder._inside_seconds = recorder._inside_seconds, 0.0
-        recorder._depth += 1
-        self._moment = recorder._moment() if self._span.kind in ACTIONS else None
-        self._start = recorder._clock()
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        recorder, end = self._recorder, self._recorder._clock()
-        inside, recorder._inside_seconds = recorder._inside_seconds, self._inside_before
-        recorder._depth = max(0, recorder._depth - 1)
-        if kind is not None:
-            return
-        recorder._inside_seconds += end - self._start
-        moments = None if self._moment is None else (self._moment, recorder._moment())
-        if self._lap is not None and moments is not None:
-            recorder._note_lap(self._lap, *moments)
-        if recorder.is_on:
-            span = replace(self._span, start_seconds=self._start, end_seconds=end)
-            recorder._note(_Noted(span, recorder._depth, inside, moments))

@@ -13,13 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from ..errors import BatchError
+
+
+class _Calls(threading.local):
+    """How often the micro-batch of each thread has called each metric, by the metric's id."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
 
 
 class BatchMetrics:
@@ -31,7 +38,7 @@ class BatchMetrics:
     def __init__(self) -> None:
         # By id, because the hash and the equality of a metric follow its state.
         self._copies: dict[int, list[Metric]] = defaultdict(list)
-        self._here = threading.local()
+        self._here = _Calls()
 
     @contextmanager
     def gathering(self, module: nn.Module) -> Iterator[None]:
@@ -45,20 +52,12 @@ class BatchMetrics:
 
     def begin_microbatch(self) -> None:
         """Start another micro-batch in this thread."""
-        self._here.calls = Counter()
+        self._here.counts = Counter()
 
     def of_latest_call(self, metric: Metric) -> Metric | None:
         """The copy for the present micro-batch's latest call of a metric; None without a call."""
-        count = self._calls_here[id(metric)]
+        count = self._here.counts[id(metric)]
         return self._copies[id(metric)][count - 1] if count else None
-
-    @property
-    def _calls_here(self) -> Counter[int]:
-        """How often the micro-batch of this thread has called each metric."""
-        if not hasattr(self._here, "calls"):
-            self._here.calls = Counter()
-        calls: Counter[int] = self._here.calls
-        return calls
 
     def _hook_of(self, metric: Metric) -> Callable[..., None]:
         # A plain function: copying a metric copies its hooks, and the object of a bound method too.
@@ -70,8 +69,8 @@ class BatchMetrics:
         return gather
 
     def _copy_of_this_call(self, metric: Metric) -> Metric:
-        index = self._calls_here[id(metric)]
-        self._calls_here[id(metric)] += 1
+        index = self._here.counts[id(metric)]
+        self._here.counts[id(metric)] += 1
         copies = self._copies[id(metric)]
         if index == len(copies):
             copies.append(_copy_without_state(metric))
@@ -83,8 +82,7 @@ def _copy_without_state(metric: Metric) -> Metric:
 
     The state may be large, and may be part of graphs, which cannot be copied.
     """
-    kept: dict[int, Any] = {id(tensor): tensor for tensor in metric.parameters()}
-    kept.update({id(tensor): tensor for tensor in metric.buffers()})
+    kept: dict[int, Any] = {id(t): t for t in (*metric.parameters(), *metric.buffers())}
     for part in metric.modules():
         if isinstance(part, Metric):
             values = [part._forward_cache, part._computed]
@@ -169,12 +167,6 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     return sum(terms[1:], start=terms[0])
 
 
-class LogFunction(Protocol):
-    """`LightningModule.log`."""
-
-    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None: ...
-
-
 @dataclass
 class _Logged:
     args: tuple[Any, ...]
@@ -191,7 +183,7 @@ class StepLog:
 
     A number is averaged with the weights of the losses, or reduced as ``reduce_fx`` "sum", "max" or
     "min" asks. A name that a micro-batch logs twice is logged twice. A torchmetrics object has been
-    updated by every micro-batch; if it was called, its value on step becomes that of the batch.
+    updated by every micro-batch; if it was called, it logs the value of the whole batch on step.
 
     Args:
         metrics: Copies of the metrics that the micro-batches have called.
@@ -236,7 +228,7 @@ class StepLog:
             for entry, value in self._here.entries:
                 entry.are_losses.append(are_losses([value], [loss]))
 
-    def publish(self, log: LogFunction) -> None:
+    def publish(self, log: Callable[..., None]) -> None:
         """Log each name as often as a micro-batch did, in the order of first appearance."""
         for (name, _), entry in self._logged.items():
             kwargs = dict(entry.kwargs)

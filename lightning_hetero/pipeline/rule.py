@@ -12,7 +12,7 @@ and loss):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +33,7 @@ class Action:
 
 
 def choose(
-    ready: Iterable[Action],
+    ready: Collection[Action],
     in_flight: Collection[int],
     max_in_flight: int,
     starts_first: bool = False,
@@ -60,7 +60,6 @@ def choose(
             This is right where the coordinator has no layers before the workers' layers: to start
             and to end a micro-batch is little work for it then, and feeds the workers.
     """
-    ready = list(ready)
     here = {action.key.microbatch for action in ready}
     feeds_first = here.issuperset(in_flight)
     start, end, go_on = (0, 1, 2) if starts_first else (1, 2, 0)

@@ -18,14 +18,6 @@ from .stage import Stage
 Content = TypeVar("Content", Activation, Gradients)
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of an action: an activation for downstream, or gradients for upstream."""
-
-    action: Action
-    content: Activation | Gradients
-
-
 @dataclass
 class StageRunner:
     """Runs a stage's actions in the order of the rule, one step after the other.
@@ -99,10 +91,15 @@ class StageRunner:
         """Whether an action that `next_action` returned is one of a training step."""
         return action.kind == "B" or self._surroundings[action.key].grad_enabled
 
-    def run(self, action: Action) -> Result:
-        """Carry out an action that `next_action` returned."""
-        run = self._run_forward if action.kind == "F" else self._run_backward
-        return Result(action, run(action.key))
+    def run(self, action: Action) -> Activation | Gradients:
+        """Carry out an action that `next_action` returned.
+
+        Returns:
+            An activation for downstream, or gradients for upstream.
+        """
+        if action.kind == "F":
+            return self._run_forward(action.key)
+        return self._run_backward(action.key)
 
     def _run_forward(self, key: Key) -> Activation:
         surroundings = self._surroundings.pop(key)

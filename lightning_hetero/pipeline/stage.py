@@ -34,7 +34,7 @@ Call = Callable[..., Any]
 INDUCTOR = "inductor"
 
 MOST_CACHES = 1024
-"""A coordinator that holds more caches does not let go of old ones."""
+"""A coordinator with more caches at once has forgotten to drop old ones."""
 
 # Layers of these libraries change no attribute that another forward computes with.
 _TRUSTED = frozenset({"torch", "bitsandbytes", "peft"})
@@ -46,8 +46,7 @@ def seed_action(seed: int, *place: int) -> None:
     So a replayed step and a recomputed forward draw the same dropout masks.
     """
     digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
-    seed_generators(number)
+    seed_generators(int.from_bytes(digest, "little") >> 1)
 
 
 def compiled(function: Call, backend: str = INDUCTOR) -> Call:
@@ -113,7 +112,7 @@ class StageCaches:
     """The key-value caches of a stage, by number, with the keys and values of its own layers.
 
     The coordinator counts the positions of each cache and sends the count with every call. So a
-    stage notices a cache in which it has lost a forward, or has one that other stages have not.
+    stage notices a cache that lacks a forward, or that has a forward which other stages lack.
     """
 
     def __init__(self) -> None:
@@ -177,7 +176,10 @@ class StageCaches:
             cache.layers.append(self._elsewhere)
         found = cache.layers[index]
         if not isinstance(found, DynamicLayer):
-            found = cache.layers[index] = _new_layer(use)
+            # Of the coordinator's class for it, so that both count alike.
+            found = cache.layers[index] = (
+                DynamicLayer() if use.window is None else DynamicSlidingWindowLayer(use.window)
+            )
         if found.get_seq_length() != use.length:
             raise ModelError(
                 f"The key-value cache holds {found.get_seq_length()} positions of layer {number}, "
@@ -187,11 +189,6 @@ class StageCaches:
         if use.rows is not None:
             _check_rows(use.rows, found, hidden)
             found.batch_select_indices(use.rows)
-
-
-def _new_layer(use: CacheUse) -> DynamicLayer:
-    """A cache layer of the coordinator's class for it, so that both count alike."""
-    return DynamicLayer() if use.window is None else DynamicSlidingWindowLayer(use.window)
 
 
 def _check_rows(rows: Tensor, found: DynamicLayer, hidden: Tensor) -> None:
@@ -234,14 +231,6 @@ class Updates:
     is_again: bool
 
 
-@dataclass
-class _Step:
-    """The micro-batches of a step so far, and the buffers that their forwards updated."""
-
-    microbatches: set[int] = field(default_factory=set)
-    updated: set[str] = field(default_factory=set)
-
-
 class LayerState:
     """The attributes and buffers that layers keep from one forward to the next.
 
@@ -260,13 +249,15 @@ class LayerState:
             for number, layer in layers.items()
             for path, module in layer.named_modules()
         ]
-        self._step = _Step()
         self._updates: list[Updates] = []
         self._told: set[Updates] = set()
+        self.begin_step()
 
     def begin_step(self) -> None:
         """The next forwards are of another batch."""
-        self._step = _Step()
+        # The step's micro-batches so far, and the buffers that their forwards have updated.
+        self._microbatches: set[int] = set()
+        self._updated: set[str] = set()
 
     def note_attributes(self) -> None:
         """Accept the present attributes, which the coordinator has just set."""
@@ -284,13 +275,13 @@ class LayerState:
         self._check_attributes()
         if microbatch is None:
             return
-        self._step.microbatches.add(microbatch)
+        self._microbatches.add(microbatch)
         updated = _updated(before, self._buffers()) | self._statistics()
-        self._step.updated |= updated
+        self._updated |= updated
         if is_again:
             self._note(updated, is_again=True)
-        if len(self._step.microbatches) > 1:
-            self._note(self._step.updated, is_again=False)
+        if len(self._microbatches) > 1:
+            self._note(self._updated, is_again=False)
 
     def take_updates(self) -> list[Updates]:
         """The reports since the last call; each set of buffers is reported once."""
@@ -358,7 +349,7 @@ class _Saved:
     num_passed_on: int
     output: Activation | None
     surroundings: Surroundings
-    trained: Sequence[nn.Parameter] = ()
+    trained: Sequence[nn.Parameter]
 
 
 @dataclass
@@ -371,7 +362,7 @@ class Stage:
         stage_index: Number of the stage; the coordinator's part is stage 0.
         recompute: Whether to save only the inputs, and run the forward again in the backward.
         seed: Seeds all dropout masks.
-        dtype: The dtype the layers compute in; None for that of their input.
+        dtype: The dtype in which the layers compute; None for the dtype of their input.
         compiled: Compiles the layers; None runs them uncompiled.
         dropout_step: The present step's number for dropout masks; it does not count trials.
         state: Watches what the layers keep between forwards; None watches nothing.
@@ -419,12 +410,9 @@ class Stage:
             outgoing = output.map(leaf_of)
         outgoing = Activation(outgoing.hidden, incoming.collected + outgoing.collected)
         if outgoing.requires_grad:
+            graph, trained = (output, []) if keep_graph else (None, self._trained())
             passed_on = len(incoming.collected)
-            self._saved[key] = (
-                _Saved(leaf, passed_on, output, surroundings)
-                if keep_graph
-                else _Saved(leaf, passed_on, None, surroundings, self._trained())
-            )
+            self._saved[key] = _Saved(leaf, passed_on, graph, surroundings, trained)
         return outgoing
 
     def backward(self, key: Key, gradients: Gradients) -> Gradients:
@@ -465,16 +453,17 @@ class Stage:
     def _run_again(self, key: Key, saved: _Saved) -> Activation:
         """Run the forward again, with the parameters that trained when it ran first."""
         trained_now = self._trained()
-        self.layers.requires_grad_(False)
+        self._train_only(saved.trained)
         try:
-            for parameter in saved.trained:
-                parameter.requires_grad_()
             with self._watching(key, saved.surroundings, is_again=True):
                 return self._run_layers(key, saved.leaf, saved.surroundings, keep_graph=True)
         finally:
-            self.layers.requires_grad_(False)
-            for parameter in trained_now:
-                parameter.requires_grad_()
+            self._train_only(trained_now)
+
+    def _train_only(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.layers.requires_grad_(False)
+        for parameter in parameters:
+            parameter.requires_grad_()
 
     def _watching(
         self, key: Key, surroundings: Surroundings, is_again: bool = False
@@ -487,7 +476,8 @@ class Stage:
         self, key: Key, hidden: Tensor, surroundings: Surroundings, keep_graph: bool
     ) -> Activation:
         seed_action(self.seed, self.dropout_step, self.stage_index, *key)
-        given, inside = hidden.dtype, self._inside_dtype(surroundings)
+        # Under Lightning's own autocast hidden states keep the dtype of the input.
+        given, inside = hidden.dtype, self.dtype if surroundings.autocast_dtype is None else None
         # Compiled layers skip the hooks that collect outputs, and a growing cache or the modes of a
         # trial would have them compiled again and again.
         is_plain = surroundings.collect or surroundings.is_trial
@@ -510,13 +500,9 @@ class Stage:
                     collect_embedded(hidden)
             if inside is None:
                 return Activation(hidden, tuple(Collected(*each) for each in collected()))
-            # Behind the stage all tensors have the dtypes they have without its own dtype.
+            # Outside the stage all tensors have the dtypes that they would have without its dtype.
             others = (Collected(k, t.to(given) if t.dtype == inside else t) for k, t in collected())
             return Activation(hidden.to(given), tuple(others))
-
-    def _inside_dtype(self, surroundings: Surroundings) -> torch.dtype | None:
-        """The stage's own dtype for hidden states; None under Lightning's own autocast."""
-        return self.dtype if surroundings.autocast_dtype is None else None
 
     def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         if dtype is None or dtype == torch.float32:

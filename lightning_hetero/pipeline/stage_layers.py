@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..model.allowed_imports import Allowed
-from ..model.four_bit import State, is_four_bit
+from ..model.four_bit import State
 from ..model.recipe import Recipe, build_layers
-from ..model.tensors import locate, named_contents, named_tensors, set_tensor
+from ..model.tensors import named_contents, named_tensors, set_tensor, stored_in_four_bits
 from ..protocol import messages as m
 from ..protocol.tensors import TensorSpec, dtype_name, tensor_bytes
 
@@ -51,8 +51,7 @@ def build_for_values(
     numbered = numbered_layers(layers)
     dtypes = {spec.name: spec.tensor.torch_dtype for spec in parameters}
     for name, tensor in list(named_tensors(numbered)):
-        owner, leaf, _ = locate(numbered, name)
-        if tensor.dtype != dtypes[name] and not is_four_bit(owner, leaf):
+        if tensor.dtype != dtypes[name] and not stored_in_four_bits(numbered, name):
             set_tensor(numbered, name, tensor.to(dtypes[name]))
     return layers
 

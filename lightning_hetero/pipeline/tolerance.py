@@ -9,12 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Products of half precision are added up in float32 too. The error of a sum of n terms grows as the
-# root of n: N. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM
-# J. Sci. Comput. 41 (2019).
-_ROUNDING_OF_SUMS = torch.finfo(torch.float32).eps
-# By the same rule the errors of consecutive layers grow as the root of their number. So many times
-# the expected error do not come by chance.
+# The errors of consecutive layers grow as the root of their number, like the errors of a sum. An
+# error of so many times the expected one does not come by chance.
 _SAFETY = 4.0
 
 
@@ -48,19 +44,31 @@ def norm_error(found: Tensor, expected: Tensor) -> float:
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
     is_equal = (found == expected) | (found.isnan() & expected.isnan())
     difference = (found - expected).masked_fill(is_equal, 0.0)
-    scale = float(expected.nan_to_num(0.0, 0.0, 0.0).norm())
-    size = float(difference.norm())
+    return _relative(float(difference.norm()), float(_finite(expected).norm()))
+
+
+def _relative(size: float, scale: float) -> float:
     if not math.isfinite(size):
         return math.inf
     return size / scale if scale else math.inf if size else 0.0
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """The tensor with zeros in place of infinite and undefined numbers."""
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def _of_sums(widest_sum: int) -> float:
-    return _ROUNDING_OF_SUMS * math.sqrt(widest_sum)
+def _of_sums(widest_sum: int, dtype: torch.dtype = torch.float32) -> float:
+    """The error of a sum in a dtype; products of half precision are added up in float32 too.
+
+    The error grows as the root of the number of terms: N. Higham and T. Mary, A New Approach to
+    Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41 (2019).
+    """
+    return torch.finfo(dtype).eps * math.sqrt(widest_sum)
 
 
 # Up to these relative differences `torch.testing.assert_close` takes two results of one operation
@@ -71,7 +79,6 @@ _ONE_OPERATION = {
     torch.bfloat16: 1.6e-2,
     torch.float16: 1e-3,
 }
-_ROUNDING_OF_DOUBLE_SUMS = torch.finfo(torch.float64).eps
 
 # Some gradients are zero except for rounding, such as those of a key's bias. They have no relative
 # error of their own, so their scale is at least this part of the largest gradient in their layer.
@@ -86,10 +93,8 @@ def tolerance(dtype: torch.dtype, num_layers: int, widest_sum: int) -> float:
         num_layers: How many layers follow each other.
         widest_sum: The terms of the longest sum in a product of matrices.
     """
-    is_double = dtype == torch.float64
-    of_sums = _ROUNDING_OF_DOUBLE_SUMS if is_double else _ROUNDING_OF_SUMS
-    one_layer = _ONE_OPERATION[dtype] + of_sums * math.sqrt(widest_sum)
-    return _SAFETY * one_layer * math.sqrt(num_layers)
+    of_sums = _of_sums(widest_sum, torch.promote_types(dtype, torch.float32))
+    return _SAFETY * (_ONE_OPERATION[dtype] + of_sums) * math.sqrt(num_layers)
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -108,14 +113,9 @@ def relative_error(found: Tensor, expected: Tensor, least_scale: float = 0.0) ->
     if expected.numel() == 0:
         return 0.0
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
-    difference = (found - expected).abs()
     # Infinite numbers on both sides are equal.
-    difference = difference.masked_fill(found == expected, 0.0)
-    if not bool(torch.isfinite(difference).all()):
-        return math.inf
-    scale = max(float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max()), least_scale)
-    largest = float(difference.max())
-    return largest / scale if scale else math.inf if largest else 0.0
+    difference = (found - expected).abs().masked_fill(found == expected, 0.0)
+    return _relative(float(difference.max()), max(_largest(expected), least_scale))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def worst_gradient(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 def _largest(gradient: Tensor) -> float:
-    return float(gradient.nan_to_num(0.0, 0.0, 0.0).abs().max()) if gradient.numel() else 0.0
+    return float(_finite(gradient).abs().max()) if gradient.numel() else 0.0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -56,56 +55,35 @@ class TurnThreads:
     """Threads that run turns, as many as there are turns at once. Call `close` at the end."""
 
     def __init__(self) -> None:
-        self._idle: list[_TurnThread] = []
-        self._all: list[_TurnThread] = []
+        # Each thread has a queue of turns; None ends the thread.
+        self._idle: list[SimpleQueue[Turn | None]] = []
+        self._all: list[tuple[threading.Thread, SimpleQueue[Turn | None]]] = []
 
-    def run(self, function: Callable[[], Any], name: str) -> None:
-        """Run a function on an idle thread, or on a new one."""
+    def run(self, turn: Turn) -> None:
+        """Run a turn's function on an idle thread, or on a new one."""
         if not self._idle:
-            self._all.append(_TurnThread())
-            self._idle.append(self._all[-1])
-        self._idle.pop().run(function, name, self._idle)
+            turns: SimpleQueue[Turn | None] = SimpleQueue()
+            thread = threading.Thread(target=self._serve, args=[turns], daemon=True)
+            self._all.append((thread, turns))
+            self._idle.append(turns)
+            thread.start()
+        self._idle.pop().put(turn)
 
     def close(self) -> None:
         """End the threads; all turns must have ended or been abandoned."""
-        for thread in self._all:
-            thread.end()
+        for thread, turns in self._all:
+            turns.put(None)
+            thread.join()
         self._all.clear()
         self._idle.clear()
 
-
-@dataclass(frozen=True)
-class _Job:
-    function: Callable[[], Any]
-    name: str
-    idle: list[_TurnThread]
-
-
-class _TurnThread:
-    """One thread, and the queue of its functions."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def run(self, function: Callable[[], Any], name: str, idle: list[_TurnThread]) -> None:
-        """Run a function that returns its report, and join the idle threads before it reports."""
-        self._jobs.put(_Job(function, name, idle))
-
-    def end(self) -> None:
-        """End the thread."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._thread.name = job.name
-            # Idle before the report: the driver may have the next function ready at once.
-            report = job.function()
-            job.idle.append(self)
-            report()
-            del job, report  # waiting must not keep their values alive
+    def _serve(self, turns: SimpleQueue[Turn | None]) -> None:
+        while (turn := turns.get()) is not None:
+            report = turn.run()
+            # Idle before the report: the driver may have the next turn ready at once.
+            self._idle.append(turns)
+            turn.report_end(report)
+            del turn, report  # waiting must not keep their values alive
 
 
 class Turn:
@@ -126,7 +104,7 @@ class Turn:
 
     def start(self) -> HandedOver | Finished:
         """Run the function until it hands over or returns; its errors are raised here."""
-        self._threads.run(partial(self._context.run, self._run), self._name)
+        self._threads.run(self)
         return self._wait()
 
     def resume(self, value: Any) -> HandedOver | Finished:
@@ -138,7 +116,7 @@ class Turn:
         """Unwind the function where it waits, and wait until it has ended."""
         self._is_abandoned = True
         if self._is_started and not self._has_ended.is_set():
-            self._to_thread.put(_Raised(_Abandoned()))
+            self._to_thread.put(None)
             self._has_ended.wait()
             torch.set_default_dtype(self._default_dtype)
 
@@ -150,8 +128,8 @@ class Turn:
         self._to_driver.put(HandedOver(request))
         answer = self._to_thread.get()
         torch.set_default_dtype(default_dtype)
-        if isinstance(answer, _Raised):
-            raise answer.error
+        if self._is_abandoned:
+            raise _Abandoned
         return answer
 
     def _wait(self) -> HandedOver | Finished:
@@ -161,22 +139,26 @@ class Turn:
             raise report.error
         return report
 
-    def _run(self) -> Callable[[], None]:
-        """Run the function and return what reports its end to the driver."""
+    def run(self) -> Finished | _Raised:
+        """Run the function to its end in this thread; `report_end` takes what this returns."""
+        threading.current_thread().name = self._name
+        return self._context.run(self._outcome)
+
+    def report_end(self, report: Finished | _Raised) -> None:
+        """Tell the driver that the function has ended."""
+        self._has_ended.set()
+        self._to_driver.put(report)
+
+    def _outcome(self) -> Finished | _Raised:
         _current.set(self)
         self._is_started = True
         try:
             # `abandon` does not wait for a turn that has not started.
             if self._is_abandoned:
                 raise _Abandoned
-            report: Finished | _Raised = Finished(self._function())
+            return Finished(self._function())
         except BaseException as error:
-            report = _Raised(error)
-        return partial(self._report, report)
-
-    def _report(self, report: Finished | _Raised) -> None:
-        self._has_ended.set()
-        self._to_driver.put(report)
+            return _Raised(error)
 
 
 def current_turn() -> Turn | None:

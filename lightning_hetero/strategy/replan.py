@@ -258,10 +258,10 @@ class Watch:
         if self._recorder is None:
             return
         laps = self._recorder.take_laps()
-        pieces = laps.count("forward")
+        pieces = laps.counts["forward"]
         if pieces > 0:
-            through = (laps.seconds("forward") + laps.seconds("backward")) / pieces
-            ends = laps.seconds("loss") / pieces
+            through = (laps.seconds["forward"] + laps.seconds["backward"]) / pieces
+            ends = laps.seconds["loss"] / pieces
             own = StageSeconds(through, ends)
             if not self._has_first_layers:
                 own = StageSeconds(0, through + ends)

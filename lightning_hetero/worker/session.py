@@ -29,7 +29,7 @@ from ..devices.device import device_for
 from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
 from ..model.four_bit import multiply_in
 from ..model.layers import EMBEDDING_LAYER, check_token_ids
-from ..pipeline.boundary import Activation
+from ..pipeline.boundary import Activation, Gradients
 from ..pipeline.codec import (
     decode_activation,
     decode_arguments,
@@ -37,8 +37,8 @@ from ..pipeline.codec import (
     encode_activation,
     encode_gradients,
 )
-from ..pipeline.rule import Action
-from ..pipeline.runner import Result, StageRunner
+from ..pipeline.rule import Action, Key
+from ..pipeline.runner import StageRunner
 from ..pipeline.stage import CompiledLayers, LayerState, Stage
 from ..plan import Narrowing
 from ..protocol import messages as m
@@ -290,11 +290,11 @@ class StageSession:
         self._coordinator.activity = of_action(action, self._runner.step)
         try:
             if self._runner.is_training(action):
-                result = self._timed.run(self._runner, action)
+                content = self._timed.run(self._runner, action)
             else:
-                result = self._runner.run(action)
+                content = self._runner.run(action)
             self._tell_of_buffers()
-            self._route(result)
+            self._route(action.key, content)
         except Exception as error:
             self._report(error)
 
@@ -422,9 +422,9 @@ class StageSession:
         for updates in () if state is None else state.take_updates():
             self._coordinator.send(m.BuffersUpdated(list(updates.names), updates.is_again))
 
-    def _route(self, result: Result) -> None:
+    def _route(self, key: Key, content: Activation | Gradients) -> None:
         """Send an activation downstream, or gradients upstream."""
-        step, key, content = self._runner.step, result.action.key, result.content
+        step = self._runner.step
         with self._recorder.span("pack", key, type(content).__name__):
             if isinstance(content, Activation):
                 channel = self._neighbors.downstream

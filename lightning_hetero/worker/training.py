@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from ..pipeline.boundary import Activation, Gradients
 from ..pipeline.optimizer import (
     Clipping,
     Group,
@@ -20,7 +21,7 @@ from ..pipeline.optimizer import (
 )
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Action
-from ..pipeline.runner import Result, StageRunner
+from ..pipeline.runner import StageRunner
 from ..pipeline.stage import Stage
 from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
@@ -154,18 +155,18 @@ class TimedTraining:
         self._recorder = recorder
         self._num_microbatches = 0
 
-    def run(self, runner: StageRunner, action: Action) -> Result:
-        """Carry out an action of the runner."""
+    def run(self, runner: StageRunner, action: Action) -> Activation | Gradients:
+        """Carry out an action of the runner, and return its result."""
         kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
         with self._recorder.action(kind, action.key, runner.num_ready):
-            result = runner.run(action)
+            content = runner.run(action)
         if action.kind == "F" and action.key.visit == 0:
             self._num_microbatches += 1
             self._recorder.note_training()
-        return result
+        return content
 
     def take(self, step: int) -> m.Timings:
         """What training has taken since the last time."""
         num_microbatches, self._num_microbatches = self._num_microbatches, 0
         laps = self._recorder.take_laps()
-        return m.Timings(step, laps.seconds("forward"), laps.seconds("backward"), num_microbatches)
+        return m.Timings(step, laps.seconds["forward"], laps.seconds["backward"], num_microbatches)

@@ -134,7 +134,7 @@ def test_the_recorder_takes_the_time_of_a_new_backend() -> None:
     recorder = Recorder(META)
     with recorder.action("forward", Key(0)):
         kind.now_seconds += 3.0
-    assert recorder.take_laps().seconds("forward") == 3.0
+    assert recorder.take_laps().seconds["forward"] == 3.0
 
 
 def test_a_device_without_a_backend_has_its_tensors_counted() -> None:

@@ -128,8 +128,7 @@ class Chain:
         assert action is not None
         # A worker's random numbers are not the coordinator's.
         with torch.random.fork_rng(devices=[]):
-            result = runner.run(action)
-        content = result.content
+            content = runner.run(action)
         self._note(action, isinstance(content, Activation) and content.requires_grad)
         if isinstance(content, Activation):
             self._send_on(runner, action.key, content)

@@ -74,7 +74,7 @@ def test_floats_are_rounded_to_their_mantissa(wire_dtype: str, bits: int) -> Non
         (torch.bool, "bfloat16"),
     ],
 )
-def test_nothing_is_changed_that_would_not_become_narrower(
+def test_a_tensor_that_would_not_become_narrower_stays_as_it_is(
     dtype: torch.dtype, wire_dtype: str | None
 ) -> None:
     tensor = torch.ones(4, 4, dtype=dtype)
@@ -323,7 +323,7 @@ def test_outputs_that_no_model_collects_are_refused(kinds: list[str]) -> None:
         decode_arguments(msgspec.structs.replace(message, collect=kinds), (), KeptConstants())
 
 
-def test_what_comes_again_and_again_is_sent_twice_and_then_named() -> None:
+def test_a_tensor_that_comes_again_and_again_is_sent_twice_and_then_named() -> None:
     sent, kept = SentConstants(), KeptConstants()
     table = torch.randn(4, 8)
     num_tensors = []

@@ -226,7 +226,7 @@ def test_recomputed_layers_give_the_same(timing: int, recompute: bool) -> None:
 
 @pytest.mark.parametrize("timing", range(5))
 @pytest.mark.parametrize("limit", [1, 2, 4])
-def test_no_stage_and_not_the_coordinator_holds_more_than_the_bound(
+def test_neither_a_stage_nor_the_coordinator_holds_more_than_the_bound(
     limit: int, timing: int
 ) -> None:
     started: list[int] = []

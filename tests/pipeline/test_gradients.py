@@ -67,7 +67,7 @@ def test_a_step_is_published_once() -> None:
     assert torch.equal(owner.grad, torch.ones(3))
 
 
-def test_a_step_that_was_not_published_leaves_nothing_to_the_next() -> None:
+def test_a_step_that_was_not_published_leaves_no_gradients_to_the_next() -> None:
     owner = parameter()
     gradients = StepGradients([owner], [owner])
     gradients.begin(accumulate=False)

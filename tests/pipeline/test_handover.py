@@ -26,12 +26,11 @@ from lightning_hetero.pipeline.boundary import (
 )
 from lightning_hetero.pipeline.handover import (
     Boundary,
+    Exchange,
     Request,
     Returned,
     SampleDimension,
     cut_request,
-    exchange_gradients,
-    exchange_pieces,
     first_of_request,
     surroundings_here,
     takes_sequence_first,
@@ -61,7 +60,7 @@ def batch(size: int = 5) -> Tensor:
 def through(chain: Chain, modules: Layers, hidden: Tensor, num_pieces: int, visit: int = 0) -> Any:
     pieces = cut_request(request_for(hidden, modules), num_pieces)
     anchor = torch.zeros((), requires_grad=True)
-    return Boundary.apply(hidden, anchor, chain, pieces, visit, [], 3, 0)[0]
+    return Boundary.apply(hidden, anchor, Exchange(chain, visit, 3), pieces, [])[0]
 
 
 def gradients(modules: Layers) -> list[Tensor | None]:
@@ -123,7 +122,7 @@ def test_pieces_come_back_in_their_order_with_the_layers_results(
     with torch.no_grad():
         pieces = cut_request(request_for(batch(), modules), num_pieces)
         expected = [run(modules, piece.hidden) for piece in pieces]
-        found = exchange_pieces(chain, pieces, visit=0, most_under_way=3)
+        found = Exchange(chain, 0, 3).forward(pieces)
     assert len(found) == num_pieces
     assert all(torch.equal(mine.hidden, its) for mine, its in zip(found, expected, strict=True))
 
@@ -219,11 +218,10 @@ def test_gradients_of_pieces_come_back_in_their_order() -> None:
     chain = Chain(cut_into_stages(modules, 1), seed=3)
     chain.begin_step(3, accumulate=False)
     pieces = cut_request(request_for(batch(3).requires_grad_(), modules), 3)
-    exchange_pieces(chain, pieces, visit=0, most_under_way=3)
+    exchange = Exchange(chain, 0, 3)
+    exchange.forward(pieces)
     sent = [torch.full((1, 3, 4), float(number)) for number in range(3)]
-    found = exchange_gradients(
-        chain, [Gradients((gradient,)) for gradient in sent], visit=0, most_under_way=3
-    )
+    found = exchange.backward([Gradients((gradient,)) for gradient in sent])
     torch.testing.assert_close([mine.tensors[0] for mine in found], sent, rtol=0, atol=0)
 
 
@@ -271,7 +269,7 @@ def test_a_batch_learns_from_what_its_stages_collect(
     hidden, leaf = batch().requires_grad_(), batch().requires_grad_()
     anchor, kinds = torch.zeros((), requires_grad=True), list[str]()
     pieces = collecting_pieces(hidden, modules, 2)
-    output, *logits = Boundary.apply(hidden, anchor, chain, pieces, 0, kinds, 3, 0)
+    output, *logits = Boundary.apply(hidden, anchor, Exchange(chain, 0, 3), pieces, kinds)
     loss_of_all(output, logits).backward()
     with collecting(["router_logits"]) as collected:
         end = run(plain, leaf)
@@ -290,7 +288,7 @@ def test_a_loss_of_collected_outputs_alone_teaches_the_stages() -> None:
     chain.begin_step(2, accumulate=False)
     anchor = torch.zeros((), requires_grad=True)
     pieces = collecting_pieces(batch(), modules, 2)
-    _, *logits = Boundary.apply(batch(), anchor, chain, pieces, 0, [], 3, 0)
+    _, *logits = Boundary.apply(batch(), anchor, Exchange(chain, 0, 3), pieces, [])
     logits[1].square().sum().backward()
     with collecting(["router_logits"]) as collected:
         run(plain, batch())
@@ -307,7 +305,7 @@ def test_pieces_bring_their_collected_outputs_back_in_their_order() -> None:
     chain.begin_step(5, accumulate=True)
     with torch.no_grad():
         pieces = collecting_pieces(batch(), modules, 5)
-        found = join_activations(exchange_pieces(chain, pieces, visit=0, most_under_way=3))
+        found = join_activations(Exchange(chain, 0, 3).forward(pieces))
         with collecting(["router_logits"]) as collected:
             hidden = run(modules, batch())
     expected = Activation(hidden, tuple(Collected(*one) for one in collected()))
@@ -348,7 +346,8 @@ def test_no_stage_is_flooded(most_under_way: int) -> None:
     hidden = batch(6).requires_grad_()
     pieces = cut_request(request_for(hidden, modules), 6)
     anchor = torch.zeros((), requires_grad=True)
-    output = Boundary.apply(hidden, anchor, chain, pieces, 0, [], most_under_way, 0)[0]  # type: ignore[no-untyped-call]
+    exchange = Exchange(chain, 0, most_under_way)
+    output = Boundary.apply(hidden, anchor, exchange, pieces, [])[0]  # type: ignore[no-untyped-call]
     torch.testing.assert_close(output, run(modules, hidden), rtol=0, atol=1e-6)
     assert most == [min(most_under_way, 6)]
     most[0] = 0
@@ -374,9 +373,9 @@ def test_what_an_earlier_exchange_left_under_way_is_passed_over() -> None:
     hidden = batch(4)
     with torch.no_grad():
         with pytest.raises(ZeroDivisionError):
-            exchange_pieces(chain, cut_request(request_for(-hidden, modules), 2), 0, 2)
+            Exchange(chain, 0, 2).forward(cut_request(request_for(-hidden, modules), 2))
         chain.is_broken = False
-        found = exchange_pieces(chain, cut_request(request_for(hidden, modules), 2), 1, 2)
+        found = Exchange(chain, 1, 2).forward(cut_request(request_for(hidden, modules), 2))
         expected = run(modules, hidden)
     torch.testing.assert_close(join_activations(found).hidden, expected)
 
@@ -526,14 +525,14 @@ def test_the_samples_are_found(
         ((4,), 4, {"choice": 0}),
     ],
 )
-def test_where_they_cannot_be_found_the_batch_stays_whole(
+def test_without_known_samples_the_batch_stays_whole(
     shape: tuple[int, ...], count: int, options: Any
 ) -> None:
     with pytest.raises(BatchError, match=r"batch_dim=1|no dimension"):
         found_dim(shape, count, **options)
 
 
-def test_what_one_batch_has_shown_holds_for_those_that_show_nothing() -> None:
+def test_the_dimension_of_an_earlier_batch_holds_for_batches_that_show_none() -> None:
     dimension = SampleDimension(None, is_sequence_first=True)
     assert dimension.find(torch.zeros(7, 4, 3), None) is None
     assert dimension.find(torch.zeros(7, 4, 3), 4) == 1

@@ -89,7 +89,7 @@ def test_a_forward_that_runs_again_may_not_change_an_attribute_either() -> None:
         backward(stage)
 
 
-def test_what_the_coordinator_has_set_is_no_change() -> None:
+def test_attributes_that_the_coordinator_has_set_are_no_change() -> None:
     layer = Restoring()
     stage = stage_of(layer)
     layer.present = torch.ones(2)
@@ -116,7 +116,7 @@ def test_buffers_are_named_with_the_second_micro_batch_and_once() -> None:
     assert updates(stage) == []
 
 
-def test_with_one_micro_batch_per_step_nothing_is_said() -> None:
+def test_with_one_micro_batch_per_step_no_buffer_is_named() -> None:
     stage = stage_of(Averaging())
     for step in range(3):
         stage.begin_step(step)

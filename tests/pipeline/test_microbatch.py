@@ -251,7 +251,7 @@ def test_a_microbatch_without_counted_labels_weighs_nothing() -> None:
     assert weights_of(microbatches, "labels", [1, 1]) == [0.0, 1.0]
 
 
-def test_where_nothing_counts_the_samples_do() -> None:
+def test_samples_count_where_no_label_counts() -> None:
     microbatches = split_batch({"labels": torch.full((4, 2), -100)}, 2)
     assert weights_of(microbatches, "labels", [2, 2]) == [0.5, 0.5]
 
@@ -310,7 +310,7 @@ def test_labels_below_the_top_of_a_batch_are_counted() -> None:
     assert counted_labels({"text": {"inputs": inside}}) == expected
 
 
-def test_of_several_labels_in_a_batch_none_is_taken() -> None:
+def test_several_labels_in_a_batch_are_not_counted() -> None:
     batch = {"chosen": padded_batch(), "rejected": with_prompt(padded_batch())}
     pieces = split_batch(batch, 2)
     with pytest.warns(UserWarning, match="no single entry `labels`"):
@@ -323,7 +323,7 @@ def test_losses_that_are_sums_are_added_up() -> None:
     assert weights_of([rows(3), rows(1)], "sum", [3, 1]) == [1.0, 1.0]
 
 
-def test_labels_under_no_name_are_said() -> None:
+def test_labels_under_another_name_give_a_warning() -> None:
     labels = torch.tensor([[1, 2], [3, -100]])
     with pytest.warns(UserWarning, match="holds the whole number -100"):
         assert weights_of([(rows(1), labels[:1]), (rows(1), labels[1:])], "auto", [1, 1]) == [
@@ -332,7 +332,7 @@ def test_labels_under_no_name_are_said() -> None:
         ]
 
 
-def test_labels_under_no_name_are_not_said_to_who_has_chosen() -> None:
+def test_a_chosen_weighting_gives_no_warning() -> None:
     assert weights_of([torch.tensor([-100])] * 2, "samples", [1, 1]) == [0.5, 0.5]
 
 

@@ -63,7 +63,7 @@ def test_what_is_inside_is_counted_once(stage: Stage) -> None:
     assert totals.step_seconds == 1.25
 
 
-def test_waiting_for_the_next_step_is_no_part_of_this_one(stage: Stage) -> None:
+def test_waiting_for_the_next_step_does_not_belong_to_this_one(stage: Stage) -> None:
     for _ in range(2):
         stage.begin()
         stage.spend("forward", 1.0)
@@ -74,7 +74,7 @@ def test_waiting_for_the_next_step_is_no_part_of_this_one(stage: Stage) -> None:
     assert "wait" not in totals.seconds
 
 
-def test_waiting_between_two_optimizers_is(stage: Stage) -> None:
+def test_waiting_between_two_optimizers_belongs_to_the_step(stage: Stage) -> None:
     stage.begin()
     stage.spend("optimizer", 1.0, APPLY)
     stage.spend("wait", 5.0)
@@ -141,9 +141,9 @@ def test_actions_are_summed_up_by_kind_whether_spans_are_recorded_or_not(is_on: 
     with pytest.raises(ValueError, match="wrong"), stage.recorder.action("backward", Key(0)):
         raise ValueError("wrong")
     laps = stage.recorder.take_laps()
-    assert (laps.count("forward"), laps.count("backward")) == (3, 0)
-    assert laps.seconds("forward") == laps.total_seconds == 6.0
-    assert stage.recorder.take_laps().count("forward") == 0
+    assert (laps.counts["forward"], laps.counts["backward"]) == (3, 0)
+    assert laps.seconds == {"forward": 6.0}
+    assert stage.recorder.take_laps().counts["forward"] == 0
 
 
 def test_training_time_runs_from_the_first_action(stage: Stage) -> None:
@@ -169,7 +169,7 @@ def test_many_actions_are_summed_up_before_they_are_asked_for() -> None:
     stage = Stage()
     for _ in range(5000):
         stage.act("forward", 1.0)
-    assert stage.recorder.take_laps().count("forward") == 5000
+    assert stage.recorder.take_laps().counts["forward"] == 5000
 
 
 def test_no_more_spans_are_kept_than_fit_into_a_message(stage: Stage) -> None:

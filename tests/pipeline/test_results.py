@@ -306,7 +306,7 @@ def test_what_a_metric_has_seen_is_neither_copied_nor_lost() -> None:
     assert metric.compute().tolist() == [2.0, 2.0, 1.0, 2.0, 3.0, 6.0]
 
 
-def test_hooks_go_with_the_step_that_fails() -> None:
+def test_a_failed_step_removes_its_hooks() -> None:
     metric = MeanMetric()
     with pytest.raises(ZeroDivisionError), BatchMetrics().gathering(metric):
         raise ZeroDivisionError

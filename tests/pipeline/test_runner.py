@@ -12,7 +12,7 @@ from torch import nn
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.runner import Result, StageRunner
+from lightning_hetero.pipeline.runner import StageRunner
 from lightning_hetero.pipeline.stage import Stage
 
 ONES = torch.ones(1, 2)
@@ -44,7 +44,7 @@ def next_name(runner: StageRunner) -> str | None:
     return None if action is None else str(action)
 
 
-def run_next(runner: StageRunner) -> Result:
+def run_next(runner: StageRunner) -> Activation | Gradients:
     action = runner.next_action()
     assert action is not None
     return runner.run(action)
@@ -124,17 +124,16 @@ def test_forwards_without_a_backward_never_wait() -> None:
     assert run_all(runner) == ["1F0", "1F1", "1F2"]
 
 
-def test_results_say_what_they_are_of() -> None:
+def test_a_forward_returns_an_activation_and_a_backward_gradients() -> None:
     runner = begun()
     give_forward(runner, Key(0))
-    forward = run_next(runner)
-    assert isinstance(forward.content, Activation)
-    assert str(forward.action) == "1F0"
+    assert next_name(runner) == "1F0"
+    assert isinstance(run_next(runner), Activation)
     runner.take_gradients(1, Key(0), Gradients((ONES,)))
-    backward = run_next(runner)
-    assert str(backward.action) == "1B0"
-    assert isinstance(backward.content, Gradients)
-    [gradient] = backward.content.tensors
+    assert next_name(runner) == "1B0"
+    gradients = run_next(runner)
+    assert isinstance(gradients, Gradients)
+    [gradient] = gradients.tensors
     assert gradient is not None
     assert torch.equal(gradient, ONES @ runner.stage.layers.get_parameter("0.weight"))
 
@@ -145,7 +144,7 @@ def test_a_missing_gradient_passes_on_as_missing_and_ends_the_microbatch() -> No
     give_forward(runner, Key(1))
     run_next(runner)
     runner.take_gradients(1, Key(0), Gradients((None,)))
-    assert run_next(runner).content == Gradients((None,))
+    assert run_next(runner) == Gradients((None,))
     assert next_name(runner) == "1F1"
 
 

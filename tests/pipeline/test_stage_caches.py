@@ -131,7 +131,7 @@ def test_samples_of_nothing_are_refused() -> None:
         run(stage_of(Remembering(7)), use(rows=torch.tensor([0, 1])))
 
 
-def test_a_layer_that_asks_for_anothers_memory_is_refused() -> None:
+def test_a_layer_that_asks_for_the_cache_of_another_layer_is_refused() -> None:
     with pytest.raises(ModelError, match="a layer on another stage"):
         run(stage_of(Remembering(7, asks=2)), use())
 
@@ -142,7 +142,7 @@ def test_a_layer_without_a_place_is_refused(index: Any) -> None:
         run(stage_of(Remembering(index)), use())
 
 
-def test_a_stage_keeps_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_keeps_a_limited_number_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_module, "MOST_CACHES", 3)
     stage = stage_of(Remembering(0))
     for number in range(3):

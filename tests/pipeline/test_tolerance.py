@@ -57,7 +57,7 @@ def test_more_layers_and_coarser_numbers_round_more() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_products_of_fewer_rows_are_within_it(rows: int) -> None:
+def test_products_of_fewer_rows_are_within_the_tolerance(rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(64, 64, generator=generator)
     hidden = torch.randn(8, 64, generator=generator)
@@ -98,7 +98,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_held_against_its_layer() ->
     assert worst_gradient({}, {}) == Worst(0.0, "")
 
 
-def test_what_is_allowed_grows_with_roots() -> None:
+def test_the_tolerance_grows_with_roots() -> None:
     one = tolerance(torch.float32, 1, 1)
     assert tolerance(torch.float32, 16, 1) == pytest.approx(4 * one)
     assert one < tolerance(torch.float32, 1, 4096) < 10 * one
