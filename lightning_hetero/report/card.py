@@ -15,6 +15,7 @@ LAYERS_HEIGHT = 46
 MEMORY_HEIGHT = 38
 MARKS_HEIGHT = 28
 
+_BAR_HEIGHT = 8
 _LEAST_CELL = 6.0
 
 
@@ -40,7 +41,7 @@ class CardGrid:
         inner = width - 2 * PADDING
         return cls(
             width,
-            max((len(_device_lines(place, inner)) for place in places), default=0),
+            max((len(wrapped(place.device, inner, 12)) for place in places), default=0),
             any(place.memory for place in places),
             max((len(mark_rows(place.marks, inner)) for place in places), default=0),
         )
@@ -66,7 +67,7 @@ def card(place: Place, number: int, num_layers: int, machine: int, grid: CardGri
         moved(PADDING, PADDING, header(place, str(number), machine, inner)),
     ]
     y = PADDING + HEADER_HEIGHT
-    for line, content in enumerate(_device_lines(place, inner)):
+    for line, content in enumerate(wrapped(place.device, inner, 12)):
         parts.append(text(PADDING, y + line * DEVICE_LINE_HEIGHT, content, "normal soft"))
     y += grid.device_lines * DEVICE_LINE_HEIGHT
     parts.append(moved(PADDING, y, layers_row(place, num_layers, machine, inner)))
@@ -147,21 +148,20 @@ def memory_row(memory: Memory, machine: int, width: float) -> str:
         text(width, 8, memory_as_text(memory), "small soft", "end"),
     ]
     if memory.total_bytes and memory.used_bytes:
-        parts.append(moved(0, 15, memory_bar(memory, machine, width)))
+        parts.append(moved(0, 15, _memory_bar(memory, machine, width)))
     return "".join(parts)
 
 
-def memory_bar(memory: Memory, machine: int, width: float, height: float = 8) -> str:
+def _memory_bar(memory: Memory, machine: int, width: float) -> str:
     """The bar of the memory's parts; it ends at the device's memory."""
-    parts = [rectangle(0, 0, width, height, "track", radius=3)]
+    parts = [rectangle(0, 0, width, _BAR_HEIGHT, "track", radius=3)]
     start = 0.0
     for name in MEMORY_PARTS:
         share = memory.used_bytes.get(name, 0.0) / memory.total_bytes
         length = min(share * width, width - start)
         if length > 0:
-            parts.append(
-                rectangle(start, 0, length, height, f"{hue(machine)} {memory_class(name)}")
-            )
+            class_ = f"{hue(machine)} {memory_class(name)}"
+            parts.append(rectangle(start, 0, length, _BAR_HEIGHT, class_))
             start += length
     return "".join(parts)
 
@@ -200,10 +200,6 @@ def marks_row(marks: Sequence[str]) -> str:
 
 def _pill_width(mark: str) -> float:
     return width_of(mark, 11) + 18
-
-
-def _device_lines(place: Place, width: float) -> list[str]:
-    return wrapped(place.device, width, 12)
 
 
 def _name_of_bar(memory: Memory) -> str:

@@ -43,9 +43,7 @@ def report(record: RunRecord) -> str:
             findings=findings(record),
             topology=topology,
             no_topology=no_topology,
-            loss=line_chart(
-                {name: record.metrics[name] for name in _losses(record)}, "Loss over steps"
-            ),
+            loss=_loss(record),
             shares=_shares(record),
             speed=_speed(record),
             compared=_compared(record),

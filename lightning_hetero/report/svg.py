@@ -12,10 +12,14 @@ import importlib.util
 import re
 import unicodedata
 from collections.abc import Sequence
+from itertools import pairwise, starmap
 
 from ..errors import PictureError
 
 Point = tuple[float, float]
+
+# The radius of the corners of lines.
+_RADIUS = 10.0
 
 # Characters that XML 1.0 cannot contain, escaped or not.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -68,19 +72,19 @@ def titled(title: str, *children: str, class_: str | None = None) -> str:
     return element("g", element("title", escaped(title)), *children, class_=class_)
 
 
-def rounded_line(points: Sequence[Point], class_: str, radius: float = 10) -> str:
+def rounded_line(points: Sequence[Point], class_: str) -> str:
     """A line through points, with right angles that are drawn as round corners."""
     (x, y), *_ = points
     path = [f"M{_number(x)} {_number(y)}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
-        reach = min(radius, _distance(before, corner) / 2, _distance(corner, after) / 2)
+        reach = min(_RADIUS, _distance(before, corner) / 2, _distance(corner, after) / 2)
         enter, leave = towards(corner, before, reach), towards(corner, after, reach)
         path.append(f"L{_pair(enter)} Q{_pair(corner)} {_pair(leave)}")
     path.append(f"L{_pair(points[-1])}")
     return element("path", d=" ".join(path), class_=class_)
 
 
-def arrow_head(tip: Point, origin: Point, class_: str, size: float = 8) -> str:
+def arrow_head(tip: Point, origin: Point, class_: str, size: float) -> str:
     """An arrow head at ``tip`` that points away from ``origin``."""
     back = towards(tip, origin, size)
     dx, dy = (back[0] - tip[0]) / 2, (back[1] - tip[1]) / 2
@@ -97,9 +101,9 @@ def towards(start: Point, end: Point, reach: float) -> Point:
 def beside(points: Sequence[Point], distance: float) -> list[Point]:
     """The parallel of a line with right angles, at this distance to its left, or to its right if
     the distance is negative."""
-    normals = [_normal(start, end) for start, end in zip(points, points[1:], strict=False)]
+    normals = list(starmap(_normal, pairwise(points)))
     shifts = [normals[0]]
-    for before, after in zip(normals, normals[1:], strict=False):
+    for before, after in pairwise(normals):
         is_straight = before == after
         shifts.append(before if is_straight else (before[0] + after[0], before[1] + after[1]))
     shifts.append(normals[-1])
@@ -213,7 +217,7 @@ _COLOURS = {
     "gradient-head": ("fill", "#b4540f", "#f0a062"),
 }
 
-_TYPE = {
+_RULES = {
     "title": "font-size:20px;font-weight:700",
     "name": "font-size:14px;font-weight:700",
     "strong": "font-size:13px;font-weight:700",
@@ -221,9 +225,6 @@ _TYPE = {
     "small": "font-size:11px",
     "chip": "font-size:12px;font-weight:700;fill:#ffffff",
     "inside": "font-size:11px;fill:#ffffff",
-}
-
-_SHAPES = {
     "edge": "stroke-width:1.2",
     "hatch": "stroke-width:2",
     "line": "fill:none;stroke-width:1.8",
@@ -242,9 +243,8 @@ _SHAPES = {
 
 def style_sheet() -> str:
     """The CSS rules for elements of class ``hetero``, with a dark mode."""
-    rules = {**_TYPE, **_SHAPES}
     light = [f".hetero text{{font-family:{FONTS}}}"]
-    light += [f".hetero .{name}{{{rule}}}" for name, rule in rules.items()]
+    light += [f".hetero .{name}{{{rule}}}" for name, rule in _RULES.items()]
     light += [f".hetero .{name}{{{key}:{one}}}" for name, (key, one, _) in _COLOURS.items()]
     for number, hue in enumerate(HUES):
         light.append(f".hetero .hue-{number}{{fill:{hue}}}")
@@ -290,8 +290,8 @@ _TEXT = (
 )
 
 
-def png(svg: str, scale: float = 2.0) -> bytes:
-    """The picture as PNG, enlarged by ``scale``.
+def png(svg: str) -> bytes:
+    """The picture as PNG, twice as large.
 
     Raises:
         PictureError: If the library or a font is missing.
@@ -301,7 +301,7 @@ def png(svg: str, scale: float = 2.0) -> bytes:
     library = importlib.import_module(_LIBRARY)
 
     def draw(markup: str) -> bytes:
-        return bytes(library.svg_to_bytes(markup, zoom=scale, sans_serif_family="DejaVu Sans"))
+        return bytes(library.svg_to_bytes(markup, zoom=2.0, sans_serif_family="DejaVu Sans"))
 
     # Without a font the library omits all text and reports no error.
     if draw(_TEXT) == draw(_TEXT.replace(">M<", "> <")):

@@ -55,17 +55,18 @@ class _Writer:
 
     def predicted(self, step: RecordedStep, prediction: Prediction) -> Iterator[Event]:
         start = step.first_action_seconds
-        for span in prediction.spans:
-            yield {
-                "ph": "X",
-                "cat": "predicted",
-                "name": span.name,
-                "pid": PREDICTED + span.stage,
-                "tid": _COMPUTES,
-                "ts": self._micro(start + span.start_seconds),
-                "dur": 1e6 * (span.end_seconds - span.start_seconds),
-                "args": {"step": step.step, "kind": span.kind},
-            }
+        for stage in prediction.stages:
+            for span in stage.spans:
+                yield {
+                    "ph": "X",
+                    "cat": "predicted",
+                    "name": stage.name_of(span),
+                    "pid": PREDICTED + stage.stage,
+                    "tid": _COMPUTES,
+                    "ts": self._micro(start + span.start_seconds),
+                    "dur": 1e6 * (span.end_seconds - span.start_seconds),
+                    "args": {"step": step.step, "kind": span.kind},
+                }
 
     def summary(self, step: RecordedStep, prediction: Prediction | None) -> dict[str, Any]:
         found: dict[str, Any] = {
