@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..devices.device import device_for
 from ..errors import BatchError, HeteroError
 from ..model.attributes import Attributes, contents_kept, restoring_generator
-from ..pipeline.bench import Clock, median_of_blocks, state_bytes
+from ..pipeline.bench import median_of_blocks, state_bytes
 from ..pipeline.microbatch import batch_size, first_samples
 from ..pipeline.optimizer import (
     Group,
@@ -72,13 +73,14 @@ def no_trace(
     modules = [inner for inner in module.modules() if inner not in skipped]
     with ExitStack() as undo:
         if puts_draws_back:
-            undo.enter_context(_random_numbers())
-        undo.enter_context(_no_loggers(module.trainer))
+            undo.callback(_set_rng_states, _collect_rng_states())
+        trainer = module.trainer
+        undo.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [DummyLogger()] if trainer.loggers else []
         before = Attributes(modules, with_generators=puts_draws_back)
         undo.callback(before.restore)
-        gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-        undo.callback(_restore_gradients, gradients)
-        for parameter, _ in gradients:
+        for parameter in module.parameters():
+            undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
         module.log = _drop  # type: ignore[method-assign]
         if is_timed:
@@ -147,31 +149,6 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The memory of a tensor that has some."""
     has_memory = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
     return tensor.untyped_storage() if has_memory else None
-
-
-def _restore_gradients(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-
-
-@contextmanager
-def _random_numbers() -> Iterator[None]:
-    """The generators of torch, numpy and Python, restored whatever happens."""
-    states = _collect_rng_states()
-    try:
-        yield
-    finally:
-        _set_rng_states(states)
-
-
-@contextmanager
-def _no_loggers(trainer: pl.Trainer) -> Iterator[None]:
-    before = trainer.loggers
-    trainer.loggers = [DummyLogger()] if before else []
-    try:
-        yield
-    finally:
-        trainer.loggers = before
 
 
 def _drop(*_args: Any, **_kwargs: Any) -> None:
@@ -260,9 +237,12 @@ def _first_batch(loaders: Any) -> Any:
         loaders.iterables if isinstance(loaders, CombinedLoader) else loaders,
         loaders._mode if isinstance(loaders, CombinedLoader) else "max_size_cycle",
     )
-    before = combined.flattened
-    with _generators_kept(before):
-        combined.flattened = [_in_this_process(loader) for loader in before]
+    with ExitStack() as undo:
+        for loader in combined.flattened:
+            for attribute in _attributes_of(loader):
+                if (restore := restoring_generator(attribute)) is not None:
+                    undo.callback(restore)
+        combined.flattened = [_in_this_process(loader) for loader in combined.flattened]
         for batch, _, _ in combined:
             return batch
     raise NoSample("the train_dataloader has no batch")
@@ -296,24 +276,13 @@ def _copied(stream: Any) -> Any:
     raise NoSample("the training data can be read only once, or cannot be copied to look at it")
 
 
-@contextmanager
-def _generators_kept(loaders: list[Any]) -> Iterator[None]:
-    """Inside, loaders may draw from generators of their own."""
-    with ExitStack() as undo:
-        for loader in loaders:
-            for owner in _owners_of_generators(loader):
-                for value in getattr(owner, "__dict__", {}).values():
-                    restore = restoring_generator(value)
-                    if restore is not None:
-                        undo.callback(restore)
-        yield
-
-
-def _owners_of_generators(loader: Any) -> Iterator[Any]:
-    batches = getattr(loader, "batch_sampler", None)
-    yield from (loader, batches, getattr(loader, "sampler", None))
-    yield from (getattr(batches, "sampler", None), getattr(loader, "dataset", None))
-    yield getattr(loader, "collate_fn", None)
+def _attributes_of(loader: Any) -> Iterator[Any]:
+    """The attributes of a loader and of its parts, the random generators among them."""
+    names = ("batch_sampler", "sampler", "dataset", "collate_fn")
+    parts = [loader, *(getattr(loader, name, None) for name in names)]
+    parts.append(getattr(parts[1], "sampler", None))
+    for part in parts:
+        yield from getattr(part, "__dict__", {}).values()
 
 
 # Of a large embedding only so many elements are stepped, and the rest is reckoned in proportion.
@@ -360,23 +329,22 @@ def _settings(optimizers: list[Optimizer]) -> OptimizerSettings | None:
 
 
 def step_like(
-    parameters: Iterable[nn.Parameter],
-    settings: OptimizerSettings,
-    device: torch.device,
-    clock: Clock,
+    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, device: torch.device
 ) -> m.OptimizerMeasured:
-    """What a step over parameters like these takes. They themselves stay as they are."""
-    found = [_step_like_one(p, settings, device, clock) for p in parameters if p.requires_grad]
+    """Measure a step over copies of these parameters."""
+    found = [_step_like_one(p, settings, device) for p in parameters if p.requires_grad]
     return m.OptimizerMeasured(
         sum(one.step_seconds for one in found), sum(one.state_bytes for one in found)
     )
 
 
 def _step_like_one(
-    parameter: nn.Parameter, settings: OptimizerSettings, device: torch.device, clock: Clock
+    parameter: nn.Parameter, settings: OptimizerSettings, device: torch.device
 ) -> m.OptimizerMeasured:
-    rows = max(1, _MOST_ELEMENTS * len(parameter) // parameter.numel()) if parameter.ndim else 1
-    shape = (min(rows, len(parameter)), *parameter.shape[1:]) if parameter.ndim else ()
+    shape = parameter.shape
+    if parameter.numel() > _MOST_ELEMENTS:
+        rows = max(1, _MOST_ELEMENTS * len(parameter) // parameter.numel())
+        shape = torch.Size([rows, *shape[1:]])
     twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
     twin.grad = torch.zeros_like(twin)
     group = Group(["twin"], settings.options)
@@ -384,10 +352,10 @@ def _step_like_one(
 
     def step() -> list[float]:
         device_for(device).synchronize()
-        start = clock()
+        start = time.perf_counter()
         optimizer.step([settings.options])
         device_for(device).synchronize()
-        return [clock() - start]
+        return [time.perf_counter() - start]
 
     step()
     [seconds] = median_of_blocks(step, 0.0)

@@ -13,9 +13,11 @@ before them; it must take token ids alone; and only the first layer may use its 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -32,10 +34,11 @@ from ..model.layer_call import LayerCall, expected_result, take_hidden, without_
 from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alone, find_embedding
 from ..model.override import ForwardOverride
 from ..model.tensors import ends_of
-from ..pipeline.bench import Clock, median_of_blocks
+from ..pipeline.bench import median_of_blocks
 from ..pipeline.boundary import Surroundings
 from ..pipeline.handover import surroundings_here
 from ..pipeline.results import loss_of
+from ..planner.profile import EMBEDDING, HEAD
 from ..protocol import messages as m
 
 
@@ -48,30 +51,27 @@ def embedding_to_leave(root: nn.Module, layers: Sequence[DecoderLayer]) -> nn.Mo
         HollowLayers({EMBEDDING_LAYER: found}, workers.exchange, workers).check()
     except ModelError:
         return None
-    before, _ = ends_of(root, layers)
-    parameters = [tensor for tensor in before if isinstance(tensor, nn.Parameter)]
+    parameters = parameters_of_ends(root, layers)[EMBEDDING]
     weight = found.module.get_parameter("weight")
     is_all = len(parameters) == 1 and parameters[0] is weight
     return found.module if is_all else None
 
 
+def parameters_of_ends(
+    root: nn.Module, layers: Sequence[DecoderLayer]
+) -> dict[str, list[nn.Parameter]]:
+    """The parameters before the layers, and those behind them, by the names of the parts."""
+    ends = zip((EMBEDDING, HEAD), ends_of(root, layers), strict=True)
+    return {name: [t for t in tensors if isinstance(t, nn.Parameter)] for name, tensors in ends}
+
+
 class _NoWorkers:
     """Stands for the workers of layers that are only checked."""
 
-    def exchange(
-        self, hidden: Tensor, calls: list[LayerCall], kinds: list[str]
-    ) -> tuple[Tensor, Iterable[tuple[str, Tensor]]]:
-        _refuse()
+    def exchange(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise ModelError("Layers that were only checked have no worker.")
 
-    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        _refuse()
-
-    def store(self, tensors: Mapping[str, Tensor]) -> None:
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise ModelError("Layers that were only checked have no worker.")
+    fetch = store = exchange
 
 
 class Unreadable:
@@ -244,21 +244,12 @@ class Example:
         return self.inputs[0]
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What the coordinator's own ends took."""
-
-    embedding: m.LayerMeasured
-    head: m.LayerMeasured
-
-
 @dataclass
 class _Pass:
-    """One run of ``training_step`` on its way, with what the clock and the memory said."""
+    """The state of one run of ``training_step``: its times, its memory and its hidden states."""
 
-    clock: Clock
     device: torch.device
-    meter: MemoryMeter | None
+    meter: MemoryMeter | None = None
     moments: list[float] = field(default_factory=list)
     taken_bytes: list[int] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
@@ -267,23 +258,23 @@ class _Pass:
     around: Surroundings | None = None
 
     def mark(self) -> None:
-        """Another part of the run ends here."""
+        """Note the end of a part of the run."""
         device_for(self.device).synchronize()
         if self.meter is not None:
             self.taken_bytes.append(self.meter.taken_bytes())
             self.peak_bytes.append(self.meter.peak_bytes())
             self.meter.reset_peak()
-        self.moments.append(self.clock())
+        self.moments.append(time.perf_counter())
 
     def enter(self, hidden: Tensor, call: LayerCall) -> None:
-        """The model has come to its first layer."""
-        self.around = self.around or surroundings_here(hidden, [call])
+        """Note the hidden states before the first layer."""
         if not self.entered:
+            self.around = surroundings_here(hidden, [call])
             self.mark()
         self.entered.append(hidden)
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """The model goes on behind its last layer."""
+        """Cut the graph behind the last layer."""
         leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
         self.leaves.append(leaf)
         if len(self.leaves) == 1:
@@ -306,7 +297,6 @@ class EndsRunner:
         layers: All its decoder layers.
         on_meta: For each of them one without content.
         outputs: Makes up what a layer adds to collected outputs.
-        clock: Seconds that only grow.
     """
 
     def __init__(
@@ -315,13 +305,11 @@ class EndsRunner:
         layers: Sequence[DecoderLayer],
         on_meta: Mapping[int, nn.Module],
         outputs: Outputs,
-        clock: Clock,
     ) -> None:
         self._module = module
         self._layers = layers
         self._on_meta = on_meta
         self._outputs = outputs
-        self._clock = clock
         self.device = module.trainer.strategy.root_device
 
     def example(self, batch: Any) -> Example:
@@ -330,7 +318,7 @@ class EndsRunner:
         Raises:
             ModelError: If the model does not come to its layers, or not through all of them.
         """
-        passed = self._new_pass()
+        passed = _Pass(self.device)
         _, passing = self._forward(batch, passed)
         if passed.around is None or not passed.leaves:
             raise ModelError(
@@ -343,19 +331,19 @@ class EndsRunner:
     def only_layers_read(self, embedding: nn.Module, batch: Any) -> bool:
         """Whether only the first layer uses an embedding's output, unchanged, and no other code
         reads its weight."""
-        passed = _AnythingBehind(self._clock, self.device, None)
+        passed = _AnythingBehind(self.device)
         with Unreadable(embedding) as unreadable:
             loss, _ = self._forward(batch, passed)
             if loss is None or not loss.isfinite().all() or unreadable.is_weight_read(loss):
                 return False
         return unreadable.is_what_entered(passed.entered)
 
-    def measure(self, batch: Any, patience_seconds: float) -> Ends:
-        """What both ends take for a micro-batch; the ends have gradients afterwards."""
+    def measure(self, batch: Any, patience_seconds: float) -> dict[str, m.LayerMeasured]:
+        """Measure both ends on a micro-batch; they have gradients afterwards."""
 
         def run() -> list[float]:
             moments = self._run(batch, None).moments
-            return [end - start for start, end in zip(moments, moments[1:], strict=False)]
+            return [end - start for start, end in pairwise(moments)]
 
         run()
         with device_for(self.device).metering() as meter:
@@ -364,20 +352,16 @@ class EndsRunner:
         embedding_forward, _, head_forward, head_backward, embedding_backward = times
         _, kept, _, with_loss, _, _ = metered.taken_bytes
         _, embedding_peak, _, head_peak, loss_peak, last_peak = metered.peak_bytes
-        return Ends(
-            m.LayerMeasured(
-                embedding_forward, embedding_backward, kept, max(embedding_peak, last_peak)
-            ),
-            m.LayerMeasured(
-                head_forward,
-                head_backward,
-                max(0, with_loss - kept),
-                max(0, max(head_peak, loss_peak) - kept),
-            ),
-        )
+        saved_bytes = max(0, with_loss - kept)
+        peak_bytes = max(0, max(head_peak, loss_peak) - kept)
+        first_peak = max(embedding_peak, last_peak)
+        return {
+            EMBEDDING: m.LayerMeasured(embedding_forward, embedding_backward, kept, first_peak),
+            HEAD: m.LayerMeasured(head_forward, head_backward, saved_bytes, peak_bytes),
+        }
 
     def _run(self, batch: Any, meter: MemoryMeter | None) -> _Pass:
-        passed = self._new_pass(meter)
+        passed = _Pass(self.device, meter)
         loss, _ = self._forward(batch, passed)
         passed.mark()
         # Parts of the model may share a piece of the graph, as in the driver.
@@ -391,19 +375,12 @@ class EndsRunner:
         passed.mark()
         return passed
 
-    def _new_pass(self, meter: MemoryMeter | None = None) -> _Pass:
-        return _Pass(self._clock, self.device, meter)
-
     def _forward(self, batch: Any, passed: _Pass) -> tuple[Tensor | None, PassingLayers]:
+        module, on_meta = self._module, self._on_meta
         passing = PassingLayers(
-            self._module,
-            self._layers,
-            self._on_meta,
-            self._outputs,
-            passed.enter,
-            passed.leave,
+            module, self._layers, on_meta, self._outputs, passed.enter, passed.leave
         )
-        trainer = self._module.trainer
+        trainer = module.trainer
         with passing.passing(), torch.enable_grad():
             passed.mark()
             with trainer.precision_plugin.train_step_context():

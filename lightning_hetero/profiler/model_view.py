@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple, cast, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info
+from msgspec import structs
 from torch import nn
 
 from ..devices.device import device_for, is_out_of_memory
 from ..errors import BatchError, ModelError
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
-from ..pipeline.bench import Bench, Clock, LayerTrial, OptimizerTrial
+from ..pipeline.bench import Bench, LayerTrial, OptimizerTrial
 from ..pipeline.handover import Request, first_of_request
 from ..plan import Dtype
-from ..planner.profile import EMBEDDING, HEAD, ModelProfile, Part
+from ..planner.profile import ModelProfile, Part
 from ..protocol import messages as m
 from ..protocol.tensors import DTYPES, dtype_name
 from .dry_run import OptimizerSettings, SampleBatch
-from .ends import EndsRunner, Example, embedding_to_leave
+from .ends import EndsRunner, Example, embedding_to_leave, parameters_of_ends
 from .sample_layers import Blueprint, MadeUpOutputs, kinds_of_layers, wants_gradient
 
 
@@ -141,14 +142,16 @@ class Sighting:
 
     Args:
         subject: What to measure.
-        bench: Where its layers are measured in this process.
+        bench: Measures its layers in this process.
         runner: Runs its ends.
-        batch_size: Samples in a training batch; one, if it cannot be cut.
+        cutting: How its training batches become micro-batches.
+        batch_size: Samples in a training batch; 1 if it cannot be cut.
     """
 
     subject: Subject
     bench: Bench
     runner: EndsRunner
+    cutting: Cutting
     batch_size: int
 
 
@@ -157,7 +160,6 @@ def sight(
     layers: Sequence[DecoderLayer],
     cutting: Cutting,
     optimizer: OptimizerSettings | None,
-    clock: Clock,
 ) -> Sighting:
     """Run ``training_step`` while no layer computes, to see how the model calls its layers.
 
@@ -165,19 +167,18 @@ def sight(
         module: Attached to its Trainer; all modules but its layers are on their device.
         layers: All its decoder layers.
         cutting: How training batches become micro-batches.
-        optimizer: What steps over the parameters.
-        clock: Seconds that only grow.
+        optimizer: The settings of the optimizer of these parameters.
     """
     trainer, device = module.trainer, module.trainer.strategy.root_device
     drawn = Blueprint.draw(module, layers, kinds_of_layers(layers, first_wants_gradient=True))
-    bench = drawn.bench(device, clock)
-    runner = EndsRunner(module, layers, drawn.on_meta(), MadeUpOutputs(drawn, bench), clock)
+    bench = drawn.bench(device)
+    runner = EndsRunner(module, layers, drawn.on_meta(), MadeUpOutputs(drawn, bench))
     batch_size, examples = _examples(runner, cutting)
     first = examples[min(examples)]
     kinds = kinds_of_layers(layers, first.wants_gradient)
     if kinds != drawn.kinds:
         drawn = Blueprint.draw(module, layers, kinds)
-        bench = drawn.bench(device, clock)
+        bench = drawn.bench(device)
     subject = Subject(
         blueprint=drawn,
         wants_gradient=wants_gradient(layers, first.wants_gradient),
@@ -187,7 +188,7 @@ def sight(
         converts_weights=not isinstance(trainer.precision_plugin, MixedPrecision),
         embedding_may_leave=_embedding_may_leave(runner, module, layers, cutting, max(examples)),
     )
-    return Sighting(subject, bench, runner, batch_size)
+    return Sighting(subject, bench, runner, cutting, batch_size)
 
 
 def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Example]]:
@@ -221,11 +222,9 @@ def _embedding_may_leave(
     size: int,
 ) -> bool:
     embedding = embedding_to_leave(module, layers)
-    if embedding is None:
-        return False
     sample = cutting.sample
     batch = sample.batch if cutting.at_boundary else sample.first(size)
-    return runner.only_layers_read(embedding, batch)
+    return embedding is not None and runner.only_layers_read(embedding, batch)
 
 
 def micro_batch_sizes(batch_size: int) -> list[int]:
@@ -243,11 +242,8 @@ def _sizes(batch_size: int, cutting: Cutting) -> list[int]:
 def _dtype(example: Example) -> Dtype:
     """The compute dtype of the user's precision; float32 for one that plans do not know."""
     dtype = example.surroundings.autocast_dtype or example.hidden.dtype
-    name: Dtype
-    for name in get_args(Dtype):
-        if name == dtype_name(dtype):
-            return name
-    return "float32"
+    name = dtype_name(dtype)
+    return cast(Dtype, name) if name in get_args(Dtype) else "float32"
 
 
 def model_profile(
@@ -295,33 +291,29 @@ def _layer_part(subject: Subject, kind: str, optimizers: Mapping[str, m.Optimize
         and dtype != subject.dtype
         and (num_bytes := stored_bytes({number: layer}, DTYPES[dtype])) != plain
     }
-    return Part(
-        name=kind,
-        parameter_bytes=plain,
-        trainable_parameters=num_trained(layer.parameters()),
-        gradient_bytes=gradient_bytes(layer.parameters()),
-        optimizer_bytes=_state_bytes(optimizers, kind),
-        parameter_bytes_in=inside,
-    )
+    part = _part(kind, plain, list(layer.parameters()), optimizers)
+    return structs.replace(part, parameter_bytes_in=inside)
 
 
 def _end_parts(
     root: nn.Module, layers: Sequence[DecoderLayer], optimizers: Mapping[str, m.OptimizerMeasured]
-) -> list[Part]:
-    parts = []
-    for name, tensors in zip((EMBEDDING, HEAD), ends_of(root, layers), strict=True):
-        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        parts.append(
-            Part(
-                name=name,
-                parameter_bytes=sum(tensor.nbytes for tensor in tensors),
-                trainable_parameters=num_trained(parameters),
-                gradient_bytes=gradient_bytes(parameters),
-                optimizer_bytes=_state_bytes(optimizers, name),
-            )
-        )
-    return parts
+) -> Iterator[Part]:
+    ends = zip(parameters_of_ends(root, layers).items(), ends_of(root, layers), strict=True)
+    for (name, parameters), tensors in ends:
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        yield _part(name, num_bytes, parameters, optimizers)
 
 
-def _state_bytes(optimizers: Mapping[str, m.OptimizerMeasured], part: str) -> int:
-    return optimizers[part].state_bytes if part in optimizers else 0
+def _part(
+    name: str,
+    num_bytes: int,
+    parameters: Sequence[nn.Parameter],
+    optimizers: Mapping[str, m.OptimizerMeasured],
+) -> Part:
+    return Part(
+        name=name,
+        parameter_bytes=num_bytes,
+        trainable_parameters=num_trained(parameters),
+        gradient_bytes=gradient_bytes(parameters),
+        optimizer_bytes=optimizers[name].state_bytes if name in optimizers else 0,
+    )

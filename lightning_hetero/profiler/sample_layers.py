@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from ..model.half_layers import absent_in, is_second_half
 from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
 from ..model.recipe import Recipe, write_recipe
-from ..pipeline.bench import Bench, Clock, LayerTrial
+from ..pipeline.bench import Bench, LayerTrial
 from ..pipeline.handover import surroundings_here
 from ..pipeline.stage_layers import build_for_values, describe_parameters
 from ..protocol import messages as m
@@ -83,9 +82,9 @@ class Blueprint:
             SilencedHooks(layer)  # Their outputs must not be collected.
         return {n: built[str(self.number_of(kind))] for n, kind in enumerate(self.kinds)}
 
-    def bench(self, device: torch.device, clock: Clock = time.perf_counter) -> Bench:
+    def bench(self, device: torch.device) -> Bench:
         """The bench that measures the layers in this process."""
-        return Bench(device, self.build, self.buffers, clock)
+        return Bench(device, self.build, self.buffers)
 
     def for_workers(self) -> Content:
         """The message from which a worker builds the layers."""

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product, starmap
 
 from lightning_utilities.core.rank_zero import rank_zero_info
+from msgspec import structs
 
 from ..coordinator.session import Coordinator
 from ..errors import RemoteProtocolError, StageFailed
@@ -125,9 +127,9 @@ class LayerSchedule:
         """Note that a job did not fit: larger ones will not fit either."""
         self._limits[job.dtype] = job.micro_batch_size
         if job.dtype == self.jobs[0].dtype:
-            smaller = [j.micro_batch_size for j in self.jobs]
-            below = [size for size in smaller if size < job.micro_batch_size]
-            self.largest_micro_batch = max(below, default=0)
+            sizes = {other.micro_batch_size for other in self.jobs}
+            smaller = (size for size in sizes if size < job.micro_batch_size)
+            self.largest_micro_batch = max(smaller, default=0)
 
     def skip(self, dtype: Dtype) -> None:
         """Skip the other jobs in a dtype that the device cannot run."""
@@ -136,7 +138,7 @@ class LayerSchedule:
     def _is_worth_it(self, job: LayerJob, now_seconds: float) -> bool:
         if job.dtype in self._skipped or self._is_too_large(job):
             return False
-        if job.recompute and self._timing(job._replace(recompute=False)) is None:
+        if job.recompute and job._replace(recompute=False) not in map(job_of, self.timings):
             return False
         is_first = job.micro_batch_size == self.jobs[0].micro_batch_size and not job.recompute
         if is_first and job.dtype == self.jobs[0].dtype:
@@ -154,20 +156,11 @@ class LayerSchedule:
             for timing in self.timings
             if (timing.part, timing.dtype, timing.recompute) == (job.kind, job.dtype, False)
         ]
-        if not peaks:
-            return False
-        size, peak_bytes = max(peaks)
+        size, peak_bytes = max(peaks, default=(1, 0))
         if peak_bytes * job.micro_batch_size / size <= self.most_peak_bytes:
             return False
         self.note_out_of_memory(job)
         return True
-
-    def _timing(self, job: LayerJob) -> Timing | None:
-        for timing in self.timings:
-            found = timing.dtype, timing.micro_batch_size, timing.part, timing.recompute
-            if found == tuple(job):
-                return timing
-        return None
 
     def _predicted_seconds(self, job: LayerJob) -> float:
         """In proportion to the largest finished job of its kind; 0 without one."""
@@ -179,14 +172,7 @@ def layer_jobs(
     kinds: Iterable[str], sizes: Iterable[int], dtypes: Iterable[Dtype]
 ) -> list[LayerJob]:
     """Every kind at every size in every dtype, without and with recomputation."""
-    kinds, sizes = list(kinds), list(sizes)
-    return [
-        LayerJob(dtype, size, kind, recompute)
-        for dtype in dtypes
-        for size in sizes
-        for kind in kinds
-        for recompute in (False, True)
-    ]
+    return list(starmap(LayerJob, product(dtypes, sizes, kinds, (False, True))))
 
 
 @dataclass
@@ -233,22 +219,24 @@ def trials(
 
 def first_again(subject: Subject, first: Timing, patience_seconds: float) -> Trials:
     """Yield a device's first trial again; the result has no timing if it fails."""
-    job = LayerJob(first.dtype, first.micro_batch_size, first.part, first.recompute)
+    job = job_of(first)
     outcome = yield subject.layer_trial(job, patience_seconds)
     return DeviceResult([timing_of(job, outcome)] if isinstance(outcome, m.LayerMeasured) else [])
 
 
+def job_of(timing: Timing) -> LayerJob:
+    """The job that a timing is for."""
+    return LayerJob(timing.dtype, timing.micro_batch_size, timing.part, timing.recompute)
+
+
 def timing_of(job: LayerJob, found: m.LayerMeasured) -> Timing:
-    """A measurement as the profile has it."""
+    """The timing of a job in the profile."""
     return Timing(
-        part=job.kind,
-        micro_batch_size=job.micro_batch_size,
-        forward_seconds=found.forward_seconds,
-        backward_seconds=found.backward_seconds,
-        saved_bytes=found.saved_bytes,
-        peak_bytes=found.peak_bytes,
+        job.kind,
+        job.micro_batch_size,
         dtype=job.dtype,
         recompute=job.recompute,
+        **structs.asdict(found),
     )
 
 

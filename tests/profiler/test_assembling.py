@@ -3,11 +3,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from lightning_hetero.planner.profile import VERSION, DeviceProfile, Link, Profile
+from lightning_hetero.profiler.measure import usable_memory
 from lightning_hetero.profiler.run import (
     merged,
     pairs_without_link,
     restricted,
-    shared_memory_bytes,
     still_true,
     with_present_memory,
 )
@@ -43,7 +43,7 @@ def test_those_of_one_memory_share_what_is_free() -> None:
         "two": now("gpu"),
         "three": now(base_bytes=3 * GIB),
     }
-    shared = shared_memory_bytes(described)
+    shared = usable_memory(described)
     free = 8 * GIB // 3
     assert shared == {
         "coordinator": GIB + free,

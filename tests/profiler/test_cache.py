@@ -8,8 +8,8 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_hetero import PipelineProfiler
+from lightning_hetero.profiler.measure import Identity
 from lightning_hetero.profiler.run import (
-    Identity,
     cache_file,
     cache_folder,
     read_known,

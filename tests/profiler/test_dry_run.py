@@ -21,7 +21,14 @@ from torchmetrics import MeanMetric
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_hetero.model.attributes import restoring_generator
-from lightning_hetero.profiler.dry_run import NoSample, SampleBatch, no_trace, sample_batch
+from lightning_hetero.profiler.dry_run import (
+    NoSample,
+    OptimizerSettings,
+    SampleBatch,
+    no_trace,
+    sample_batch,
+    step_like,
+)
 
 from ..models import TinyModule, loader, sequences, trainer
 
@@ -308,3 +315,9 @@ def test_gradients_are_kept_apart(module: Busy) -> None:
 
 def test_what_is_no_generator_needs_no_restoring() -> None:
     assert restoring_generator(object()) is None
+
+
+def test_a_parameter_without_elements_is_measured_too() -> None:
+    settings = OptimizerSettings("SGD", {"lr": 0.1}, {"lr": 0.1})
+    empty = nn.Parameter(torch.zeros(0, 3))
+    assert step_like([empty], settings, torch.device("cpu")).step_seconds == 0

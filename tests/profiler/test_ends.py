@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,7 @@ def may_leave(module: TinyModule) -> bool:
     drawn = Blueprint.draw(module, layers, kinds_of_layers(layers, first_wants_gradient=True))
     device = torch.device("cpu")
     outputs = MadeUpOutputs(drawn, drawn.bench(device))
-    runner = EndsRunner(module, layers, drawn.on_meta(), outputs, time.perf_counter)
+    runner = EndsRunner(module, layers, drawn.on_meta(), outputs)
     with no_trace(module, [layer.module for layer in layers]):
         return runner.only_layers_read(embedding, next(iter(loader(2, 2))))
 
