@@ -52,21 +52,21 @@ def no_trace(
     is_timed: bool = True,
     puts_draws_back: bool = True,
 ) -> Iterator[Callable[[Tensor], bool]]:
-    """Inside, a module's own code may run; afterwards it and its Trainer are as before.
+    """Inside, a module's own code may run. The end of the block restores it and its Trainer.
 
-    The yielded function tells whether a tensor was changed in place; it does not if ``is_timed``.
+    Attributes of the module, of its class, and of objects of the same packages are restored:
+    assigned ones, and lists, dicts, sets, tensors and random generators that were changed in place,
+    such as those of a metric. Other effects of the code stay.
 
-    That holds for attributes of the module, of its class, and of objects of the same packages that
-    it refers to: for those that were assigned, and for lists, dicts, sets, tensors and random
-    generators that were changed in place, a metric's among them. What code does outside of these
-    is not undone.
+    The block gets a function that tells whether a tensor was changed in place. With ``is_timed`` it
+    always answers no.
 
     Args:
         module: Attached to its Trainer.
-        without: Modules in it that do not run, with all that is in them.
-        is_timed: Whether the runs inside are timed. Otherwise every operation is watched: a tensor
-            is copied just before it changes, and so are parameters, which a ``training_step`` may
-            average by itself.
+        without: Modules in it that do not run; the modules inside them do not run either.
+        is_timed: Whether the runs inside are timed. Otherwise every operation is watched, and
+            tensors are copied before they change: parameters too, because a ``training_step`` may
+            average them by itself.
         puts_draws_back: Whether random generators are restored, too.
     """
     skipped = {inner for outer in without for inner in outer.modules()}
@@ -96,11 +96,11 @@ _UNDECLARED = "batch_norm"
 
 
 class _CopiesOnWrite(TorchDispatchMode):
-    """Inside, tensors are copied before an operation changes them; at the end they get their
-    content back.
+    """Inside, tensors are copied before an operation changes them. The end of the block restores
+    their content.
 
     Args:
-        tensors: Those that are looked after.
+        tensors: The tensors to restore.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -193,11 +193,11 @@ class SampleBatch:
 
 
 def sample_batch(trainer: pl.Trainer) -> SampleBatch:
-    """The first batch of the training data. The run will get it again: nothing is drawn from its
-    loaders, its generators or its workers.
+    """The first batch of the training data. The run gets it again, because nothing is drawn from
+    its loaders, its generators or its workers.
 
     Raises:
-        NoSample: If there is none, or it could not be given back.
+        NoSample: If there is no batch, or if the run would not get it again.
     """
     module = trainer.lightning_module
     if trainer.state.fn != TrainerFn.FITTING:
@@ -249,10 +249,10 @@ def _first_batch(loaders: Any) -> Any:
 
 
 def _in_this_process(loader: Any) -> Any:
-    """A loader that gives the same batches without workers of its own, and takes none away.
+    """A loader of the same batches that starts no workers and takes no batch from the run.
 
     Raises:
-        NoSample: If a batch that is taken is gone.
+        NoSample: If the data can be read only once.
     """
     if not isinstance(loader, DataLoader):
         return loader if isinstance(loader, Sequence) else _copied(loader)
@@ -269,7 +269,7 @@ def _in_this_process(loader: Any) -> Any:
 
 
 def _copied(stream: Any) -> Any:
-    """A copy of data that may know how far it has been read."""
+    """A copy of data that may remember its position."""
     if not isinstance(stream, Iterator):
         with contextlib.suppress(TypeError, AttributeError, RuntimeError, copy.Error):
             return copy.deepcopy(stream)
@@ -285,7 +285,7 @@ def _attributes_of(loader: Any) -> Iterator[Any]:
         yield from getattr(part, "__dict__", {}).values()
 
 
-# Of a large embedding only so many elements are stepped, and the rest is reckoned in proportion.
+# The optimizer steps over so many elements of a large embedding; its time is extrapolated.
 _MOST_ELEMENTS = 2**22
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -124,19 +124,19 @@ class Unreadable:
         return self._given[-1]
 
 
-# Hidden states, the call and the kinds wanted, to what one layer would add to what is collected.
+# Takes hidden states, a call and the wanted kinds; returns the outputs that the layer would add.
 Outputs = Callable[[Tensor, LayerCall, Sequence[str]], Iterable[tuple[str, Tensor]]]
 
 
+@dataclass
 class PassingLayers:
     """All decoder layers of a model while `passing`.
 
     Args:
         root: The LightningModule.
         layers: In their order.
-        on_meta: A layer without content for each of them, which is asked for the form of its
-            result.
-        outputs: Makes up what a layer would add to the outputs that the model collects.
+        on_meta: For each of them a layer without content, which tells the form of the result.
+        outputs: Makes up the outputs that a layer adds to those that the model collects.
         enter: Called with the hidden states before the first layer, and with its call.
         leave: Called with the hidden states behind the last layer; returns those for the head.
 
@@ -145,69 +145,53 @@ class PassingLayers:
         calls: How each layer was called first.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        layers: Sequence[DecoderLayer],
-        on_meta: Mapping[int, nn.Module],
-        outputs: Outputs,
-        enter: Callable[[Tensor, LayerCall], None],
-        leave: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._root = root
-        self._layers = layers
-        self._on_meta = on_meta
-        self._outputs = outputs
-        self._enter = enter
-        self._leave = leave
-        self._results: dict[int, tuple[int, Tensor]] = {}
-        self.inputs: dict[int, Tensor] = {}
-        self.calls: dict[int, LayerCall] = {}
+    root: nn.Module
+    layers: Sequence[DecoderLayer]
+    on_meta: Mapping[int, nn.Module]
+    outputs: Outputs
+    enter: Callable[[Tensor, LayerCall], None]
+    leave: Callable[[Tensor], Tensor]
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    calls: dict[int, LayerCall] = field(default_factory=dict)
+    _results: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Inside, the layers compute nothing."""
-        collecting = CollectingHooks(self._root, [layer.name for layer in self._layers])
-        silenced = [SilencedHooks(layer.module) for layer in self._layers]
-        overrides = [
-            _Passing(layer.module, self, number).put_on()
-            for number, layer in enumerate(self._layers)
-        ]
-        try:
+        with ExitStack() as undo:
+            names = [layer.name for layer in self.layers]
+            undo.callback(CollectingHooks(self.root, names).remove)
+            for number, layer in enumerate(self.layers):
+                undo.callback(SilencedHooks(layer.module).restore)
+                undo.callback(_Passing(layer.module, self, number).put_on().take_off)
             yield
-        finally:
-            for override in overrides:
-                override.take_off()
-            for taken in silenced:
-                taken.restore()
-            collecting.remove()
 
     def call(
         self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """What a layer's ``forward`` does."""
+        """Stand in for a layer's ``forward``."""
         hidden, args, kwargs = take_hidden(number, args, kwargs)
         args, kwargs = without_cache(args, kwargs)
         length, behind = self._result(number, hidden, args, kwargs)
-        call = LayerCall(number, self._layers[number].module.training, args, kwargs, length)
+        call = LayerCall(number, self.layers[number].module.training, args, kwargs, length)
         self.calls.setdefault(number, call)
         self.inputs.setdefault(number, torch.empty_like(hidden, device="meta"))
         if number == 0:
-            self._enter(hidden, call)
+            self.enter(hidden, call)
         kinds = wanted_kinds()
         if kinds:
-            add_collected(hidden, self._outputs(hidden, call, kinds))
+            add_collected(hidden, self.outputs(hidden, call, kinds))
         if (hidden.shape, hidden.dtype) != (behind.shape, behind.dtype):
             hidden = torch.zeros_like(behind, device=hidden.device)
-        if number == len(self._layers) - 1:
-            hidden = self._leave(hidden)
+        if number == len(self.layers) - 1:
+            hidden = self.leave(hidden)
         return (hidden, *[None] * (length - 1)) if length else hidden
 
     def _result(
         self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[int, Tensor]:
         if number not in self._results:
-            layer = self._on_meta[number].train(self._layers[number].module.training)
+            layer = self.on_meta[number].train(self.layers[number].module.training)
             with shapes_only(layer):
                 self._results[number] = expected_result(layer, number, hidden, args, kwargs)
         return self._results[number]
@@ -228,9 +212,10 @@ class Example:
     """What the model passes to its layers for one micro-batch.
 
     Args:
-        inputs: The form of the hidden states that come into each layer, on ``meta``.
+        inputs: The form of each layer's hidden states, on ``meta``, by the layer's number.
         wants_gradient: Whether the hidden states before the first layer have a backward.
-        surroundings: What the layers run under, and how the model called each, by their numbers.
+        surroundings: The modes under which the layers run.
+        calls: How the model called each layer, by its number.
     """
 
     inputs: Mapping[int, Tensor]
@@ -283,46 +268,44 @@ class _Pass:
 
 
 class _AnythingBehind(_Pass):
-    """A run that goes on with any numbers behind the last layer."""
+    """A run that gives the head random hidden states."""
 
     def leave(self, hidden: Tensor) -> Tensor:
         return super().leave(torch.randn_like(hidden))
 
 
+@dataclass(frozen=True)
 class EndsRunner:
     """Runs ``training_step`` on micro-batches while no layer computes.
 
     Args:
         module: Attached to its Trainer; its own ends are on their device.
         layers: All its decoder layers.
-        on_meta: For each of them one without content.
-        outputs: Makes up what a layer adds to collected outputs.
+        on_meta: For each of them a layer without content.
+        outputs: Makes up the outputs that a layer adds to those that the model collects.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        layers: Sequence[DecoderLayer],
-        on_meta: Mapping[int, nn.Module],
-        outputs: Outputs,
-    ) -> None:
-        self._module = module
-        self._layers = layers
-        self._on_meta = on_meta
-        self._outputs = outputs
-        self.device = module.trainer.strategy.root_device
+    module: pl.LightningModule
+    layers: Sequence[DecoderLayer]
+    on_meta: Mapping[int, nn.Module]
+    outputs: Outputs
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the ends."""
+        return self.module.trainer.strategy.root_device
 
     def example(self, batch: Any) -> Example:
-        """What the layers are called with for a micro-batch that is on its device.
+        """The arguments of the layers for a micro-batch that is on its device.
 
         Raises:
-            ModelError: If the model does not come to its layers, or not through all of them.
+            ModelError: If the model does not run all its layers.
         """
         passed = _Pass(self.device)
         _, passing = self._forward(batch, passed)
         if passed.around is None or not passed.leaves:
             raise ModelError(
-                f"`training_step` of {type(self._module).__name__} does not run all decoder layers,"
+                f"`training_step` of {type(self.module).__name__} does not run all decoder layers,"
                 " so they cannot be measured; use plan='even', or a plan of your own."
             )
         wants_gradient = passed.entered[0].requires_grad
@@ -376,22 +359,17 @@ class EndsRunner:
         return passed
 
     def _forward(self, batch: Any, passed: _Pass) -> tuple[Tensor | None, PassingLayers]:
-        module, on_meta = self._module, self._on_meta
+        module, on_meta = self.module, self.on_meta
         passing = PassingLayers(
-            module, self._layers, on_meta, self._outputs, passed.enter, passed.leave
+            module, self.layers, on_meta, self.outputs, passed.enter, passed.leave
         )
-        trainer = module.trainer
+        step = module.training_step
+        index = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
         with passing.passing(), torch.enable_grad():
             passed.mark()
-            with trainer.precision_plugin.train_step_context():
-                result = self._step()(batch)
+            with module.trainer.precision_plugin.train_step_context():
+                result = step(batch, *index)
         return loss_of(result), passing
-
-    def _step(self) -> Callable[[Any], Any]:
-        step = self._module.training_step
-        if is_param_in_hook_signature(step, "batch_idx", min_args=2):
-            return lambda batch: step(batch, 0)
-        return step
 
 
 def _backward(out: Tensor, leaf: Tensor, retain_graph: bool) -> None:

@@ -60,11 +60,10 @@ def measure_ends(sighting: Sighting, budget_seconds: float, tick: Tick) -> Devic
     end_seconds, last_seconds = clock() + budget_seconds, 0.0
     for size in sizes:
         start = clock()
-        # The next one is about twice as large.
+        # The next size is about twice as large.
         if result.timings and start + 2 * last_seconds > end_seconds:
             break
-        found = _measure_batch(sighting, sighting.cutting.sample.first(size), patience)
-        tick()
+        found = _measure_batch(sighting, size, patience, tick)
         if isinstance(found, m.NotMeasured):
             if not found.is_out_of_memory or size == 1:
                 raise _ends_failed(found, size)
@@ -81,16 +80,15 @@ def _measure_whole(
     sighting: Sighting, sizes: Sequence[int], patience_seconds: float, tick: Tick
 ) -> DeviceResult:
     """Measure ends that run once per batch: each micro-batch gets its share of the time."""
-    found = _measure_batch(sighting, sighting.cutting.sample.batch, patience_seconds)
-    tick()
+    whole = sighting.batch_size
+    found = _measure_batch(sighting, whole, patience_seconds, tick)
     if isinstance(found, m.NotMeasured):
-        raise _ends_failed(found, sighting.batch_size)
-    timings = []
+        raise _ends_failed(found, whole)
+    result = DeviceResult()
     for size in sizes:
-        share = size / sighting.batch_size
-        ends = {part: _share_of(measured, share) for part, measured in found.items()}
-        timings += _timings(sighting, size, ends)
-    return DeviceResult(timings)
+        ends = {part: _share_of(measured, size / whole) for part, measured in found.items()}
+        result.timings += _timings(sighting, size, ends)
+    return result
 
 
 def _share_of(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
@@ -103,10 +101,12 @@ def _share_of(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
 
 
 def _measure_batch(
-    sighting: Sighting, batch: object, patience_seconds: float
+    sighting: Sighting, size: int, patience_seconds: float, tick: Tick
 ) -> dict[str, m.LayerMeasured] | m.NotMeasured:
-    measure = partial(sighting.runner.measure, batch, patience_seconds)
-    return attempt(measure, sighting.bench.device)
+    measure = partial(sighting.runner.measure, sighting.cutting.batch(size), patience_seconds)
+    found = attempt(measure, sighting.bench.device)
+    tick()
+    return found
 
 
 def _timings(sighting: Sighting, size: int, ends: Mapping[str, m.LayerMeasured]) -> list[Timing]:
@@ -234,10 +234,10 @@ class ProfilingOptions:
         budget_seconds: About how long it may take; each kind of layer runs at least once on each
             device.
         micro_batch_sizes: Samples of the micro-batches; None for 1, 2, 4, … up to the batch.
-        dtypes: What layers on workers multiply in besides the user's precision; None for float32,
-            and for all its dtypes on a device that is slow in that precision.
+        dtypes: Further compute dtypes of layers on workers, beside the user's precision. None is
+            float32, or all dtypes of a device that is slow in the user's precision.
         path: The profile's file; None for one in the cache folder.
-        force: Measure even what the file has.
+        force: Measure everything, even devices and links in the file.
     """
 
     budget_seconds: float = 60.0
@@ -362,8 +362,12 @@ class Measuring:
         self, results: Mapping[str, DeviceResult], jobs: Mapping[str, list[LayerJob]]
     ) -> None:
         """Warn of devices whose speed has changed since they were measured."""
-        again = {name: self._again(name, found, jobs[name]) for name, found in results.items()}
-        repeated = {name: trials for name, trials in again.items() if trials is not None}
+        repeated: dict[str, Trials] = {}
+        for name, result in results.items():
+            seconds, first = self._seconds_for_layers(name), result.timings[:1]
+            patience = patience_for(seconds, len(jobs[name]))
+            if first and is_worth_repeating(first[0], patience, seconds):
+                repeated[name] = first_again(self._subject, first[0], patience)
         found = {}
         if (here := repeated.pop(COORDINATOR, None)) is not None:
             found[COORDINATOR] = lead_here(self.sighting.bench, here, _no_tick)
@@ -373,14 +377,6 @@ class Measuring:
             for timing in result.timings:
                 if told := change_of_speed(name, results[name].timings[0], timing):
                     rank_zero_warn(told)
-
-    def _again(self, name: str, found: DeviceResult, jobs: Sequence[LayerJob]) -> Trials | None:
-        """A device's first trial again; None if it has none, or if repeating it tells little."""
-        seconds = self._seconds_for_layers(name)
-        patience = patience_for(seconds, len(jobs))
-        if found.timings and is_worth_repeating(found.timings[0], patience, seconds):
-            return first_again(self._subject, found.timings[0], patience)
-        return None
 
     def _trials(self, name: str, jobs: Mapping[str, list[LayerJob]]) -> Trials:
         """The trials of one device, starting now."""

@@ -1,11 +1,11 @@
-"""What a dry run shows of a model: kinds of layers, their calls, and its part of the profile."""
+"""A model after its dry run: its kinds of layers, their calls, and its part of the profile."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -29,7 +29,7 @@ from .sample_layers import Blueprint, MadeUpOutputs, kinds_of_layers, wants_grad
 
 
 class LayerJob(NamedTuple):
-    """One kind of layer, to be run forward and backward in one way."""
+    """One forward and backward of one kind of layer, to be measured."""
 
     dtype: Dtype
     micro_batch_size: int
@@ -43,11 +43,11 @@ class Subject:
 
     Args:
         blueprint: One layer of each kind.
-        wants_gradient: Whether the hidden states that come into each layer have a backward.
+        wants_gradient: For each layer, whether its hidden states have a backward.
         examples: How the model calls its layers, by the size of the micro-batch.
-        optimizer: What steps over them; None where nothing does.
-        dtype: What the user's precision multiplies in.
-        converts_weights: Whether a stage's own dtype is for its weights too.
+        optimizer: The optimizer's settings; None without an optimizer.
+        dtype: The compute dtype of the user's precision.
+        converts_weights: Whether a stage's own dtype applies to its weights too.
         embedding_may_leave: Whether a worker may have the input embedding.
     """
 
@@ -65,7 +65,7 @@ class Subject:
         return list(dict.fromkeys(self.blueprint.kinds))
 
     def layer_trial(self, job: LayerJob, patience_seconds: float) -> LayerTrial:
-        """How a device is to run a layer for a job.
+        """The trial of a layer for a job.
 
         Raises:
             ModelError: If the model did not call the layer.
@@ -89,21 +89,20 @@ class Subject:
         )
 
     def optimizer_trial(self, kind: str, patience_seconds: float) -> OptimizerTrial | None:
-        """How the optimizer is to step over a layer."""
-        if self.optimizer is None:
+        """The trial of the optimizer's step over a layer; None without an optimizer."""
+        used, number = self.optimizer, self.blueprint.number_of(kind)
+        if used is None:
             return None
         return OptimizerTrial(
-            self.blueprint.number_of(kind),
-            self.optimizer.class_name,
-            self.optimizer.defaults,
-            self.optimizer.options,
-            patience_seconds,
+            number, used.class_name, used.defaults, used.options, patience_seconds
         )
 
 
 def cut_example(whole: Example, sizes: Sequence[int]) -> dict[int, Example]:
-    """Examples for micro-batches that are cut before the first layer; only the whole one if they
-    cannot be cut."""
+    """Examples for micro-batches that are cut before the first layer.
+
+    A size into which the hidden states cannot be cut has no example.
+    """
     calls = list(whole.calls.values())
     request = Request(whole.hidden, replace(whole.surroundings, calls=calls))
     found = {}
@@ -135,13 +134,17 @@ class Cutting:
     at_boundary: bool
     sizes: Sequence[int] | None
 
+    def batch(self, size: int) -> Any:
+        """The batch that ``training_step`` sees for micro-batches of this size."""
+        return self.sample.batch if self.at_boundary else self.sample.first(size)
+
 
 @dataclass(frozen=True)
 class Sighting:
     """A model after its dry run.
 
     Args:
-        subject: What to measure.
+        subject: The model as devices measure it.
         bench: Measures its layers in this process.
         runner: Runs its ends.
         cutting: How its training batches become micro-batches.
@@ -169,7 +172,8 @@ def sight(
         cutting: How training batches become micro-batches.
         optimizer: The settings of the optimizer of these parameters.
     """
-    trainer, device = module.trainer, module.trainer.strategy.root_device
+    trainer = module.trainer
+    device = trainer.strategy.root_device
     drawn = Blueprint.draw(module, layers, kinds_of_layers(layers, first_wants_gradient=True))
     bench = drawn.bench(device)
     runner = EndsRunner(module, layers, drawn.on_meta(), MadeUpOutputs(drawn, bench))
@@ -179,6 +183,8 @@ def sight(
     if kinds != drawn.kinds:
         drawn = Blueprint.draw(module, layers, kinds)
         bench = drawn.bench(device)
+    embedding = embedding_to_leave(module, layers)
+    largest = cutting.batch(max(examples))
     subject = Subject(
         blueprint=drawn,
         wants_gradient=wants_gradient(layers, first.wants_gradient),
@@ -186,7 +192,7 @@ def sight(
         optimizer=optimizer,
         dtype=_dtype(first),
         converts_weights=not isinstance(trainer.precision_plugin, MixedPrecision),
-        embedding_may_leave=_embedding_may_leave(runner, module, layers, cutting, max(examples)),
+        embedding_may_leave=embedding is not None and runner.only_layers_read(embedding, largest),
     )
     return Sighting(subject, bench, runner, cutting, batch_size)
 
@@ -212,19 +218,6 @@ def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Exam
             break
     device_for(runner.device).free_cache()
     return cutting.sample.size, examples
-
-
-def _embedding_may_leave(
-    runner: EndsRunner,
-    module: pl.LightningModule,
-    layers: Sequence[DecoderLayer],
-    cutting: Cutting,
-    size: int,
-) -> bool:
-    embedding = embedding_to_leave(module, layers)
-    sample = cutting.sample
-    batch = sample.batch if cutting.at_boundary else sample.first(size)
-    return embedding is not None and runner.only_layers_read(embedding, batch)
 
 
 def micro_batch_sizes(batch_size: int) -> list[int]:
@@ -258,9 +251,9 @@ def model_profile(
     Args:
         root: The LightningModule.
         layers: All its decoder layers.
-        subject: As it was measured.
-        optimizers: What the optimizer took for one layer of each kind, and for both ends.
-        fingerprint: Tells the model from others.
+        subject: The model as devices have measured it.
+        optimizers: The optimizer's measured step over one layer of each kind, and over both ends.
+        fingerprint: Differs between models.
     """
     samples, example = min(subject.examples.items())
     hidden_bytes = max(hidden.nbytes for hidden in example.inputs.values())

@@ -1,4 +1,4 @@
-"""A profiling run: read the cached profile, measure what it lacks, write it back.
+"""A profiling run: read the cached profile, measure the missing devices and links, write it back.
 
 The cache holds one file per model and per setting that the measured times depend on. A device
 that has changed since, or that has other libraries now, is measured again.
@@ -190,7 +190,7 @@ class ProfilingRun:
         layers: All its decoder layers.
         coordinator: Connected to all workers, which have no layers yet.
         workers: Their names.
-        options: What was chosen.
+        options: How to measure.
         cuts_boundary: Whether ``training_step`` sees whole batches.
     """
 
@@ -202,10 +202,10 @@ class ProfilingRun:
     cuts_boundary: bool
 
     def profile(self) -> Profile:
-        """Read the cache, measure what it lacks, and write it.
+        """Read the cache, measure the missing devices and links, and write the cache.
 
-        Afterwards the module and its Trainer are as before, except that all modules but decoder
-        layers are on their device.
+        The module and its Trainer stay as before, except that all modules but decoder layers are
+        moved to their device.
 
         Raises:
             NoSample: If there is no training batch to measure with.
@@ -286,7 +286,7 @@ class ProfilingRun:
 
 @contextmanager
 def _ends_here(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> Iterator[None]:
-    """Inside, all modules but decoder layers have their weights on the device; they stay there."""
+    """Move all modules but decoder layers to the device. Inside, their weights are there."""
     weights = weights_in_checkpoint(module)
     device = module.trainer.strategy.root_device
     with ExitStack() as undo:
@@ -296,13 +296,11 @@ def _ends_here(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> It
                 pass
             weights.is_deployed = True
             undo.callback(setattr, weights, "is_deployed", False)
-        for layer in layers:
-            hold_in_place(layer.module)
-        try:
-            module.to(device)
-        finally:
+        with ExitStack() as moving:
             for layer in layers:
-                let_move(layer.module)
+                hold_in_place(layer.module)
+                moving.callback(let_move, layer.module)
+            module.to(device)
         yield
 
 

@@ -1,4 +1,4 @@
-"""The trials of a device: which layers it runs next, and what came of the last one.
+"""The trials of a device: the layers that it runs next, and the outcome of the last trial.
 
 The schedule is a rule without a clock and a device. One conversation leads the trials of the
 coordinator's own device and of a worker:
@@ -9,6 +9,7 @@ coordinator's own device and of a worker:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,9 +33,9 @@ Tick = Callable[[], None]
 _MOST_PATIENCE_SECONDS = 0.6
 # The other runs warm up and measure the memory.
 _SHARE_OF_TIMED_RUNS = 0.5
-# A plan is off by as much as a speed changes while it is measured.
+# A larger change of a device's speed makes its plan doubtful.
 _MOST_CHANGE = 0.25
-# A shorter measurement varies by that much on a busy machine.
+# A shorter measurement varies too much on a busy machine.
 _LEAST_PATIENCE_SECONDS = 0.1
 # The share of a device's time in which its first trial may run again.
 _MOST_SHARE_OF_REPEAT = 0.1
@@ -75,9 +76,9 @@ def change_of_speed(name: str, first: Timing, again: Timing) -> str | None:
     samples = "1 sample" if first.micro_batch_size == 1 else f"{first.micro_batch_size} samples"
     return (
         f"{name} took {1000 * before:.3g} ms for a {first.part} on {samples} when its measuring "
-        f"began, and {1000 * after:.3g} ms when all was measured: its speed changed meanwhile, by "
-        "another program, a quota or heat, and a plan by these figures may be far from the best. "
-        "Measure again on calm machines, by `PipelineProfiler(force=True)` or `lightning-hetero "
+        f"began, and {1000 * after:.3g} ms at its end: its speed changed meanwhile, because of "
+        "another program, a quota or heat, so a plan by these figures may be far from the best. "
+        "Measure again on idle machines, by `PipelineProfiler(force=True)` or `lightning-hetero "
         "profile CONFIG --force`."
     )
 
@@ -90,8 +91,8 @@ class LayerSchedule:
         jobs: All of them in their order; see `layer_jobs`.
         end_seconds: When to stop, on the clock of `next`. The first job of every kind runs even
             later: without it there is no plan.
-        most_peak_bytes: Jobs that need more are skipped, where running out of memory would end
-            the process.
+        most_peak_bytes: Jobs that need more are skipped, because running out of memory may end the
+            process.
 
     Attributes:
         timings: What has been measured.
@@ -100,7 +101,7 @@ class LayerSchedule:
 
     jobs: Sequence[LayerJob]
     end_seconds: float
-    most_peak_bytes: int | None = None
+    most_peak_bytes: float = math.inf
     timings: list[Timing] = field(default_factory=list)
     largest_micro_batch: int | None = None
     _next: int = 0
@@ -146,10 +147,10 @@ class LayerSchedule:
         return now_seconds + self._predicted_seconds(job) <= self.end_seconds
 
     def _is_too_large(self, job: LayerJob) -> bool:
-        limits = [self._limits.get(dtype) for dtype in {job.dtype, self.jobs[0].dtype}]
-        if any(limit is not None and job.micro_batch_size >= limit for limit in limits):
+        dtypes = {job.dtype, self.jobs[0].dtype}
+        if any(job.micro_batch_size >= self._limits.get(dtype, math.inf) for dtype in dtypes):
             return True
-        if self.most_peak_bytes is None or job.recompute:
+        if job.recompute:
             return False
         peaks = [
             (timing.micro_batch_size, timing.peak_bytes)
@@ -193,7 +194,7 @@ def trials(
     """Yield the trials of one device, as long as its schedule has jobs.
 
     Args:
-        subject: What is measured.
+        subject: The model.
         schedule: The jobs.
         patience_seconds: The time for each trial.
         clock: The clock of the schedule.
@@ -272,7 +273,7 @@ def _note_failure(
 
 
 def failure(what: str, answer: m.NotMeasured) -> StageFailed:
-    """The error for something that could not be measured; ``what`` begins its sentence."""
+    """The error for a failed measurement; ``what`` begins its sentence."""
     return StageFailed(f"{what}: {answer.reason}\n\nThe traceback there:\n{answer.traceback}")
 
 

@@ -11,15 +11,18 @@ import importlib
 import importlib.util
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, starmap
+from typing import TypeVar
 
 from ..errors import PictureError
 
 Point = tuple[float, float]
 
-# The radius of the corners of lines.
+# Arrows: the radius of corners, the length of the head, and the gap at both ends.
 _RADIUS = 10.0
+_HEAD = 8.0
+_CLEAR = 3.0
 
 # Characters that XML 1.0 cannot contain, escaped or not.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -72,27 +75,37 @@ def titled(title: str, *children: str, class_: str | None = None) -> str:
     return element("g", element("title", escaped(title)), *children, class_=class_)
 
 
-def rounded_line(points: Sequence[Point], class_: str) -> str:
+def arrow(points: Sequence[Point], name: str) -> str:
+    """An arrow from the first point to the last one, with a gap at both ends."""
+    *_, before, end = points
+    tip = _towards(end, before, _CLEAR)
+    neck = _towards(end, before, _CLEAR + _HEAD - 1)
+    start = _towards(points[0], points[1], _CLEAR)
+    line = _rounded_line([start, *points[1:-1], neck], f"line {name}-line")
+    return line + _arrow_head(tip, before, f"{name}-head")
+
+
+def _rounded_line(points: Sequence[Point], class_: str) -> str:
     """A line through points, with right angles that are drawn as round corners."""
     (x, y), *_ = points
     path = [f"M{_number(x)} {_number(y)}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
         reach = min(_RADIUS, _distance(before, corner) / 2, _distance(corner, after) / 2)
-        enter, leave = towards(corner, before, reach), towards(corner, after, reach)
+        enter, leave = _towards(corner, before, reach), _towards(corner, after, reach)
         path.append(f"L{_pair(enter)} Q{_pair(corner)} {_pair(leave)}")
     path.append(f"L{_pair(points[-1])}")
     return element("path", d=" ".join(path), class_=class_)
 
 
-def arrow_head(tip: Point, origin: Point, class_: str, size: float) -> str:
+def _arrow_head(tip: Point, origin: Point, class_: str) -> str:
     """An arrow head at ``tip`` that points away from ``origin``."""
-    back = towards(tip, origin, size)
+    back = _towards(tip, origin, _HEAD)
     dx, dy = (back[0] - tip[0]) / 2, (back[1] - tip[1]) / 2
     corners = [tip, (back[0] + dy, back[1] - dx), (back[0] - dy, back[1] + dx)]
     return element("polygon", points=" ".join(_pair(corner) for corner in corners), class_=class_)
 
 
-def towards(start: Point, end: Point, reach: float) -> Point:
+def _towards(start: Point, end: Point, reach: float) -> Point:
     """The point at this distance from ``start`` on the way to ``end``."""
     share = reach / (_distance(start, end) or 1)
     return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
@@ -161,13 +174,11 @@ def elided(text: str, width: float, size: float, is_bold: bool = False) -> str:
     """The text, with an ellipsis in place of its middle if it is wider than ``width``."""
     if width_of(text, size, is_bold) <= width:
         return text
-    kept = len(text) - 1
-    while kept > 0:
+    for kept in range(len(text) - 1, 0, -1):
         left = (kept + 1) // 2
         shorter = f"{text[:left]}…{text[len(text) - kept + left :]}"
         if width_of(shorter, size, is_bold) <= width:
             return shorter
-        kept -= 1
     return "…"
 
 
@@ -193,6 +204,25 @@ def _fitting(words: list[str], width: float, size: float) -> int:
 def _other_width(character: str) -> float:
     is_wide = unicodedata.east_asian_width(character) in "WF"
     return _WIDE_WIDTH if is_wide or ord(character) > 0xFFFF else _UNKNOWN_WIDTH
+
+
+Item = TypeVar("Item")
+
+
+def in_rows(
+    items: Iterable[Item], width_of_item: Callable[[Item], float], gap: float, width: float
+) -> list[list[Item]]:
+    """The items in rows of at most ``width``, with a gap between the items of a row."""
+    rows: list[list[Item]] = []
+    room = 0.0
+    for item in items:
+        needed = width_of_item(item) + gap
+        if not rows or room < needed:
+            rows.append([])
+            room = width + gap
+        rows[-1].append(item)
+        room -= needed
+    return rows
 
 
 FONTS = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"

@@ -39,11 +39,6 @@ class Memory:
     total_bytes: float
     used_bytes: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def sum_bytes(self) -> float:
-        """The sum of all used memory."""
-        return math.fsum(self.used_bytes.values())
-
 
 @dataclass(frozen=True)
 class Place:
@@ -173,7 +168,7 @@ def speed_as_text(speed: Speed) -> tuple[str, str]:
 
 def memory_as_text(memory: Memory) -> str:
     """As ``5.1 of 23.5 GiB``, or as much of that as is known."""
-    used, total = memory.sum_bytes, memory.total_bytes
+    used, total = math.fsum(memory.used_bytes.values()), memory.total_bytes
     if not memory.used_bytes:
         return in_short_bytes(total)
     if not total:
@@ -193,7 +188,21 @@ def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> 
     if num_layers < 1:
         raise PlanError("The plan has no layers to draw; give it stages.")
     plan.check(num_layers, [stage.worker for stage in plan.remote_stages])
-    bare = _bare(plan, title)
+    local = next((stage for stage in plan.stages if stage.is_local), None)
+    stages = [_place(stage) for stage in plan.remote_stages]
+    links = []
+    if stages:
+        links = [Link(None, None, n.activation_dtype, n.gradient_dtype) for n in plan.narrowings]
+        if EMBEDDING in stages[0].marks:
+            links[0] = Link(is_one_way=True)
+    bare = Topology(
+        title=title,
+        num_layers=num_layers,
+        coordinator=_place(local or StagePlan([COORDINATOR], (0, 0))),
+        stages=stages,
+        links=links,
+        facts=[f"{plan.micro_batches} micro-batches, at most {plan.max_in_flight} in flight"],
+    )
     return bare if profile is None else with_profile(bare, plan, profile)
 
 
@@ -217,25 +226,6 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
         facts=[*bare.facts, _prediction(candidate)],
         # A head that shares the embedding's weight has no parameters of its own.
         frozen_ends=bare.frozen_ends | (frozen_ends if len(frozen_ends) == len(ENDS) else set()),
-    )
-
-
-def _bare(plan: Plan, title: str) -> Topology:
-    local = next((stage for stage in plan.stages if stage.is_local), None)
-    num_layers = plan.stages[-1].layers[1]
-    stages = [_place(stage) for stage in plan.remote_stages]
-    links = []
-    if stages:
-        links = [Link(None, None, n.activation_dtype, n.gradient_dtype) for n in plan.narrowings]
-        if EMBEDDING in stages[0].marks:
-            links[0] = Link(is_one_way=True)
-    return Topology(
-        title=title,
-        num_layers=num_layers,
-        coordinator=_place(local or StagePlan([COORDINATOR], (0, 0))),
-        stages=stages,
-        links=links,
-        facts=[f"{plan.micro_batches} micro-batches, at most {plan.max_in_flight} in flight"],
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether the embedding may leave: by what it is, and by what the model does with it."""
+"""Whether the embedding may leave: its class and place, and its use by the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OfFamily(TinyModule):
 
 
 class Reading(TinyModule):
-    """Looks at what the embedding gave in the loss too."""
+    """Uses the embedding's output in the loss too."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         given: list[Tensor] = []
@@ -62,7 +62,7 @@ class Twice(TinyModule):
 
 
 class Scaled(TinyModule):
-    """Gives the layers what it has changed in place."""
+    """Changes the embedding's output in place before the layers."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         hidden = self.model.get_input_embeddings()(batch["input_ids"])

@@ -1,4 +1,4 @@
-"""Measured on real workers: what comes out, what is kept, and that nobody notices."""
+"""Profiling runs with real workers: the profile, its file, and a module without traces."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def profiled(
 
 
 class Watched(TinyModule):
-    """A module with everything that a run could leave a trace in."""
+    """A module with everything in which a run could leave a trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_over_slow_links_token_ids_travel(
     path = tmp_path / "profile.yaml"
     profiled(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), path)
     found = Profile.from_yaml(path)
-    # As if this process were slow, and so that a boundary takes as long as many layers.
+    # This process looks slow, and a boundary takes as long as many layers.
     own = found.device("coordinator")
     slowed = [
         msgspec.structs.replace(timing, forward_seconds=1.0, backward_seconds=2.0)
@@ -157,7 +157,7 @@ def test_over_slow_links_token_ids_travel(
 def test_a_device_that_changed_while_it_was_measured_is_named(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So that everybody has changed, however short the measuring.
+    # With these limits every device counts as changed, even after a short measurement.
     monkeypatch.setattr(trials, "_MOST_CHANGE", 0.0)
     monkeypatch.setattr(trials, "_LEAST_PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(trials, "_MOST_SHARE_OF_REPEAT", 1e9)
@@ -207,7 +207,7 @@ def test_a_new_worker_is_measured_alone(workers: list[str], tmp_path: Path) -> N
         ("another batch", "other batch"),
     ],
 )
-def test_a_file_of_no_use_is_ignored_with_a_line(
+def test_an_unusable_file_is_ignored_with_a_log_line(
     workers: list[str],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -231,7 +231,7 @@ def test_a_file_of_no_use_is_ignored_with_a_line(
 
 
 class Fragile(nn.Module):
-    """A layer that runs out of memory, or fails, from a size on."""
+    """A layer that fails with more than so many samples."""
 
     def __init__(self, most_samples: int, complaint: str) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Fragile(nn.Module):
 
 
 class FragileModule(TinyModule):
-    """Three of them between an embedding and a head."""
+    """Three fragile layers between an embedding and a head."""
 
     def __init__(self, most_samples: int, complaint: str) -> None:
         super().__init__(1)
@@ -275,7 +275,7 @@ def allowing() -> Iterator[str]:
         yield str(address)
 
 
-def test_who_runs_out_of_memory_reports_the_largest_that_fits_and_goes_on(
+def test_a_device_out_of_memory_reports_the_largest_size_that_fits_and_goes_on(
     allowing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = FragileModule(2, "CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -316,8 +316,8 @@ def test_a_model_that_no_worker_makes_faster_is_cut_to_what_fits_here(
     assert len(module.losses) == 2
 
 
-def test_who_has_no_memory_for_a_layer_gets_none(allowing: str, tmp_path: Path) -> None:
-    """Both share this test's layers, so that nobody can have one."""
+def test_a_device_without_memory_for_a_layer_gets_none(allowing: str, tmp_path: Path) -> None:
+    """The layers of this test fit neither process."""
     path = tmp_path / "profile.yaml"
     strategy = HeteroPipelineStrategy([allowing], "auto", layers="blocks")
     with pytest.raises(PlanError):
@@ -383,7 +383,7 @@ class Family(TinyModule):
         self.model = tiny_model(family)  # type: ignore[assignment]
 
 
-# The router's loss of a micro-batch is not that of the batch, which the first-batch check says.
+# The router's loss of a batch is no mean over micro-batches, so the first-batch check warns.
 @pytest.mark.filterwarnings("ignore:The loss of the first batch")
 @pytest.mark.parametrize(
     ("family", "kinds"),
