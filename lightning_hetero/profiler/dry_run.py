@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..devices.device import device_for
 from ..errors import BatchError, HeteroError
 from ..model.attributes import Attributes, contents_kept, restoring_generator
-from ..pipeline.bench import Clock, median_of_blocks, state_bytes
+from ..pipeline.bench import median_of_blocks, state_bytes
 from ..pipeline.microbatch import batch_size, first_samples
 from ..pipeline.optimizer import (
     Group,
@@ -51,34 +52,35 @@ def no_trace(
     is_timed: bool = True,
     puts_draws_back: bool = True,
 ) -> Iterator[Callable[[Tensor], bool]]:
-    """Inside, a module's own code may run; afterwards it and its Trainer are as before.
+    """Inside, a module's own code may run. The end of the block restores it and its Trainer.
 
-    The yielded function tells whether a tensor was changed in place; it does not if ``is_timed``.
+    Attributes of the module, of its class, and of objects of the same packages are restored:
+    assigned ones, and lists, dicts, sets, tensors and random generators that were changed in place,
+    such as those of a metric. Other effects of the code stay.
 
-    That holds for attributes of the module, of its class, and of objects of the same packages that
-    it refers to: for those that were assigned, and for lists, dicts, sets, tensors and random
-    generators that were changed in place, a metric's among them. What code does outside of these
-    is not undone.
+    The block gets a function that tells whether a tensor was changed in place. With ``is_timed`` it
+    always answers no.
 
     Args:
         module: Attached to its Trainer.
-        without: Modules in it that do not run, with all that is in them.
-        is_timed: Whether the runs inside are timed. Otherwise every operation is watched: a tensor
-            is copied just before it changes, and so are parameters, which a ``training_step`` may
-            average by itself.
+        without: Modules in it that do not run; the modules inside them do not run either.
+        is_timed: Whether the runs inside are timed. Otherwise every operation is watched, and
+            tensors are copied before they change: parameters too, because a ``training_step`` may
+            average them by itself.
         puts_draws_back: Whether random generators are restored, too.
     """
     skipped = {inner for outer in without for inner in outer.modules()}
     modules = [inner for inner in module.modules() if inner not in skipped]
     with ExitStack() as undo:
         if puts_draws_back:
-            undo.enter_context(_random_numbers())
-        undo.enter_context(_no_loggers(module.trainer))
+            undo.callback(_set_rng_states, _collect_rng_states())
+        trainer = module.trainer
+        undo.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [DummyLogger()] if trainer.loggers else []
         before = Attributes(modules, with_generators=puts_draws_back)
         undo.callback(before.restore)
-        gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-        undo.callback(_restore_gradients, gradients)
-        for parameter, _ in gradients:
+        for parameter in module.parameters():
+            undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
         module.log = _drop  # type: ignore[method-assign]
         if is_timed:
@@ -94,11 +96,11 @@ _UNDECLARED = "batch_norm"
 
 
 class _CopiesOnWrite(TorchDispatchMode):
-    """Inside, tensors are copied before an operation changes them; at the end they get their
-    content back.
+    """Inside, tensors are copied before an operation changes them. The end of the block restores
+    their content.
 
     Args:
-        tensors: Those that are looked after.
+        tensors: The tensors to restore.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -149,31 +151,6 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if has_memory else None
 
 
-def _restore_gradients(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-
-
-@contextmanager
-def _random_numbers() -> Iterator[None]:
-    """The generators of torch, numpy and Python, restored whatever happens."""
-    states = _collect_rng_states()
-    try:
-        yield
-    finally:
-        _set_rng_states(states)
-
-
-@contextmanager
-def _no_loggers(trainer: pl.Trainer) -> Iterator[None]:
-    before = trainer.loggers
-    trainer.loggers = [DummyLogger()] if before else []
-    try:
-        yield
-    finally:
-        trainer.loggers = before
-
-
 def _drop(*_args: Any, **_kwargs: Any) -> None:
     """Stands in for ``LightningModule.log``."""
 
@@ -216,11 +193,11 @@ class SampleBatch:
 
 
 def sample_batch(trainer: pl.Trainer) -> SampleBatch:
-    """The first batch of the training data. The run will get it again: nothing is drawn from its
-    loaders, its generators or its workers.
+    """The first batch of the training data. The run gets it again, because nothing is drawn from
+    its loaders, its generators or its workers.
 
     Raises:
-        NoSample: If there is none, or it could not be given back.
+        NoSample: If there is no batch, or if the run would not get it again.
     """
     module = trainer.lightning_module
     if trainer.state.fn != TrainerFn.FITTING:
@@ -260,19 +237,22 @@ def _first_batch(loaders: Any) -> Any:
         loaders.iterables if isinstance(loaders, CombinedLoader) else loaders,
         loaders._mode if isinstance(loaders, CombinedLoader) else "max_size_cycle",
     )
-    before = combined.flattened
-    with _generators_kept(before):
-        combined.flattened = [_in_this_process(loader) for loader in before]
+    with ExitStack() as undo:
+        for loader in combined.flattened:
+            for attribute in _attributes_of(loader):
+                if (restore := restoring_generator(attribute)) is not None:
+                    undo.callback(restore)
+        combined.flattened = [_in_this_process(loader) for loader in combined.flattened]
         for batch, _, _ in combined:
             return batch
     raise NoSample("the train_dataloader has no batch")
 
 
 def _in_this_process(loader: Any) -> Any:
-    """A loader that gives the same batches without workers of its own, and takes none away.
+    """A loader of the same batches that starts no workers and takes no batch from the run.
 
     Raises:
-        NoSample: If a batch that is taken is gone.
+        NoSample: If the data can be read only once.
     """
     if not isinstance(loader, DataLoader):
         return loader if isinstance(loader, Sequence) else _copied(loader)
@@ -289,34 +269,23 @@ def _in_this_process(loader: Any) -> Any:
 
 
 def _copied(stream: Any) -> Any:
-    """A copy of data that may know how far it has been read."""
+    """A copy of data that may remember its position."""
     if not isinstance(stream, Iterator):
         with contextlib.suppress(TypeError, AttributeError, RuntimeError, copy.Error):
             return copy.deepcopy(stream)
     raise NoSample("the training data can be read only once, or cannot be copied to look at it")
 
 
-@contextmanager
-def _generators_kept(loaders: list[Any]) -> Iterator[None]:
-    """Inside, loaders may draw from generators of their own."""
-    with ExitStack() as undo:
-        for loader in loaders:
-            for owner in _owners_of_generators(loader):
-                for value in getattr(owner, "__dict__", {}).values():
-                    restore = restoring_generator(value)
-                    if restore is not None:
-                        undo.callback(restore)
-        yield
+def _attributes_of(loader: Any) -> Iterator[Any]:
+    """The attributes of a loader and of its parts, the random generators among them."""
+    names = ("batch_sampler", "sampler", "dataset", "collate_fn")
+    parts = [loader, *(getattr(loader, name, None) for name in names)]
+    parts.append(getattr(parts[1], "sampler", None))
+    for part in parts:
+        yield from getattr(part, "__dict__", {}).values()
 
 
-def _owners_of_generators(loader: Any) -> Iterator[Any]:
-    batches = getattr(loader, "batch_sampler", None)
-    yield from (loader, batches, getattr(loader, "sampler", None))
-    yield from (getattr(batches, "sampler", None), getattr(loader, "dataset", None))
-    yield getattr(loader, "collate_fn", None)
-
-
-# Of a large embedding only so many elements are stepped, and the rest is reckoned in proportion.
+# The optimizer steps over so many elements of a large embedding; its time is extrapolated.
 _MOST_ELEMENTS = 2**22
 
 
@@ -360,23 +329,22 @@ def _settings(optimizers: list[Optimizer]) -> OptimizerSettings | None:
 
 
 def step_like(
-    parameters: Iterable[nn.Parameter],
-    settings: OptimizerSettings,
-    device: torch.device,
-    clock: Clock,
+    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, device: torch.device
 ) -> m.OptimizerMeasured:
-    """What a step over parameters like these takes. They themselves stay as they are."""
-    found = [_step_like_one(p, settings, device, clock) for p in parameters if p.requires_grad]
+    """Measure a step over copies of these parameters."""
+    found = [_step_like_one(p, settings, device) for p in parameters if p.requires_grad]
     return m.OptimizerMeasured(
         sum(one.step_seconds for one in found), sum(one.state_bytes for one in found)
     )
 
 
 def _step_like_one(
-    parameter: nn.Parameter, settings: OptimizerSettings, device: torch.device, clock: Clock
+    parameter: nn.Parameter, settings: OptimizerSettings, device: torch.device
 ) -> m.OptimizerMeasured:
-    rows = max(1, _MOST_ELEMENTS * len(parameter) // parameter.numel()) if parameter.ndim else 1
-    shape = (min(rows, len(parameter)), *parameter.shape[1:]) if parameter.ndim else ()
+    shape = parameter.shape
+    if parameter.numel() > _MOST_ELEMENTS:
+        rows = max(1, _MOST_ELEMENTS * len(parameter) // parameter.numel())
+        shape = torch.Size([rows, *shape[1:]])
     twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
     twin.grad = torch.zeros_like(twin)
     group = Group(["twin"], settings.options)
@@ -384,10 +352,10 @@ def _step_like_one(
 
     def step() -> list[float]:
         device_for(device).synchronize()
-        start = clock()
+        start = time.perf_counter()
         optimizer.step([settings.options])
         device_for(device).synchronize()
-        return [clock() - start]
+        return [time.perf_counter() - start]
 
     step()
     [seconds] = median_of_blocks(step, 0.0)

@@ -13,9 +13,11 @@ before them; it must take token ids alone; and only the first layer may use its 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -32,10 +34,11 @@ from ..model.layer_call import LayerCall, expected_result, take_hidden, without_
 from ..model.layers import EMBEDDING_LAYER, DecoderLayer, check_layers_stand_alone, find_embedding
 from ..model.override import ForwardOverride
 from ..model.tensors import ends_of
-from ..pipeline.bench import Clock, median_of_blocks
+from ..pipeline.bench import median_of_blocks
 from ..pipeline.boundary import Surroundings
 from ..pipeline.handover import surroundings_here
 from ..pipeline.results import loss_of
+from ..planner.profile import EMBEDDING, HEAD
 from ..protocol import messages as m
 
 
@@ -48,30 +51,27 @@ def embedding_to_leave(root: nn.Module, layers: Sequence[DecoderLayer]) -> nn.Mo
         HollowLayers({EMBEDDING_LAYER: found}, workers.exchange, workers).check()
     except ModelError:
         return None
-    before, _ = ends_of(root, layers)
-    parameters = [tensor for tensor in before if isinstance(tensor, nn.Parameter)]
+    parameters = parameters_of_ends(root, layers)[EMBEDDING]
     weight = found.module.get_parameter("weight")
     is_all = len(parameters) == 1 and parameters[0] is weight
     return found.module if is_all else None
 
 
+def parameters_of_ends(
+    root: nn.Module, layers: Sequence[DecoderLayer]
+) -> dict[str, list[nn.Parameter]]:
+    """The parameters before the layers, and those behind them, by the names of the parts."""
+    ends = zip((EMBEDDING, HEAD), ends_of(root, layers), strict=True)
+    return {name: [t for t in tensors if isinstance(t, nn.Parameter)] for name, tensors in ends}
+
+
 class _NoWorkers:
     """Stands for the workers of layers that are only checked."""
 
-    def exchange(
-        self, hidden: Tensor, calls: list[LayerCall], kinds: list[str]
-    ) -> tuple[Tensor, Iterable[tuple[str, Tensor]]]:
-        _refuse()
+    def exchange(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise ModelError("Layers that were only checked have no worker.")
 
-    def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        _refuse()
-
-    def store(self, tensors: Mapping[str, Tensor]) -> None:
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise ModelError("Layers that were only checked have no worker.")
+    fetch = store = exchange
 
 
 class Unreadable:
@@ -124,19 +124,19 @@ class Unreadable:
         return self._given[-1]
 
 
-# Hidden states, the call and the kinds wanted, to what one layer would add to what is collected.
+# Takes hidden states, a call and the wanted kinds; returns the outputs that the layer would add.
 Outputs = Callable[[Tensor, LayerCall, Sequence[str]], Iterable[tuple[str, Tensor]]]
 
 
+@dataclass
 class PassingLayers:
     """All decoder layers of a model while `passing`.
 
     Args:
         root: The LightningModule.
         layers: In their order.
-        on_meta: A layer without content for each of them, which is asked for the form of its
-            result.
-        outputs: Makes up what a layer would add to the outputs that the model collects.
+        on_meta: For each of them a layer without content, which tells the form of the result.
+        outputs: Makes up the outputs that a layer adds to those that the model collects.
         enter: Called with the hidden states before the first layer, and with its call.
         leave: Called with the hidden states behind the last layer; returns those for the head.
 
@@ -145,69 +145,53 @@ class PassingLayers:
         calls: How each layer was called first.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        layers: Sequence[DecoderLayer],
-        on_meta: Mapping[int, nn.Module],
-        outputs: Outputs,
-        enter: Callable[[Tensor, LayerCall], None],
-        leave: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._root = root
-        self._layers = layers
-        self._on_meta = on_meta
-        self._outputs = outputs
-        self._enter = enter
-        self._leave = leave
-        self._results: dict[int, tuple[int, Tensor]] = {}
-        self.inputs: dict[int, Tensor] = {}
-        self.calls: dict[int, LayerCall] = {}
+    root: nn.Module
+    layers: Sequence[DecoderLayer]
+    on_meta: Mapping[int, nn.Module]
+    outputs: Outputs
+    enter: Callable[[Tensor, LayerCall], None]
+    leave: Callable[[Tensor], Tensor]
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    calls: dict[int, LayerCall] = field(default_factory=dict)
+    _results: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Inside, the layers compute nothing."""
-        collecting = CollectingHooks(self._root, [layer.name for layer in self._layers])
-        silenced = [SilencedHooks(layer.module) for layer in self._layers]
-        overrides = [
-            _Passing(layer.module, self, number).put_on()
-            for number, layer in enumerate(self._layers)
-        ]
-        try:
+        with ExitStack() as undo:
+            names = [layer.name for layer in self.layers]
+            undo.callback(CollectingHooks(self.root, names).remove)
+            for number, layer in enumerate(self.layers):
+                undo.callback(SilencedHooks(layer.module).restore)
+                undo.callback(_Passing(layer.module, self, number).put_on().take_off)
             yield
-        finally:
-            for override in overrides:
-                override.take_off()
-            for taken in silenced:
-                taken.restore()
-            collecting.remove()
 
     def call(
         self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """What a layer's ``forward`` does."""
+        """Stand in for a layer's ``forward``."""
         hidden, args, kwargs = take_hidden(number, args, kwargs)
         args, kwargs = without_cache(args, kwargs)
         length, behind = self._result(number, hidden, args, kwargs)
-        call = LayerCall(number, self._layers[number].module.training, args, kwargs, length)
+        call = LayerCall(number, self.layers[number].module.training, args, kwargs, length)
         self.calls.setdefault(number, call)
         self.inputs.setdefault(number, torch.empty_like(hidden, device="meta"))
         if number == 0:
-            self._enter(hidden, call)
+            self.enter(hidden, call)
         kinds = wanted_kinds()
         if kinds:
-            add_collected(hidden, self._outputs(hidden, call, kinds))
+            add_collected(hidden, self.outputs(hidden, call, kinds))
         if (hidden.shape, hidden.dtype) != (behind.shape, behind.dtype):
             hidden = torch.zeros_like(behind, device=hidden.device)
-        if number == len(self._layers) - 1:
-            hidden = self._leave(hidden)
+        if number == len(self.layers) - 1:
+            hidden = self.leave(hidden)
         return (hidden, *[None] * (length - 1)) if length else hidden
 
     def _result(
         self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[int, Tensor]:
         if number not in self._results:
-            layer = self._on_meta[number].train(self._layers[number].module.training)
+            layer = self.on_meta[number].train(self.layers[number].module.training)
             with shapes_only(layer):
                 self._results[number] = expected_result(layer, number, hidden, args, kwargs)
         return self._results[number]
@@ -228,9 +212,10 @@ class Example:
     """What the model passes to its layers for one micro-batch.
 
     Args:
-        inputs: The form of the hidden states that come into each layer, on ``meta``.
+        inputs: The form of each layer's hidden states, on ``meta``, by the layer's number.
         wants_gradient: Whether the hidden states before the first layer have a backward.
-        surroundings: What the layers run under, and how the model called each, by their numbers.
+        surroundings: The modes under which the layers run.
+        calls: How the model called each layer, by its number.
     """
 
     inputs: Mapping[int, Tensor]
@@ -244,21 +229,12 @@ class Example:
         return self.inputs[0]
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What the coordinator's own ends took."""
-
-    embedding: m.LayerMeasured
-    head: m.LayerMeasured
-
-
 @dataclass
 class _Pass:
-    """One run of ``training_step`` on its way, with what the clock and the memory said."""
+    """The state of one run of ``training_step``: its times, its memory and its hidden states."""
 
-    clock: Clock
     device: torch.device
-    meter: MemoryMeter | None
+    meter: MemoryMeter | None = None
     moments: list[float] = field(default_factory=list)
     taken_bytes: list[int] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
@@ -267,23 +243,23 @@ class _Pass:
     around: Surroundings | None = None
 
     def mark(self) -> None:
-        """Another part of the run ends here."""
+        """Note the end of a part of the run."""
         device_for(self.device).synchronize()
         if self.meter is not None:
             self.taken_bytes.append(self.meter.taken_bytes())
             self.peak_bytes.append(self.meter.peak_bytes())
             self.meter.reset_peak()
-        self.moments.append(self.clock())
+        self.moments.append(time.perf_counter())
 
     def enter(self, hidden: Tensor, call: LayerCall) -> None:
-        """The model has come to its first layer."""
-        self.around = self.around or surroundings_here(hidden, [call])
+        """Note the hidden states before the first layer."""
         if not self.entered:
+            self.around = surroundings_here(hidden, [call])
             self.mark()
         self.entered.append(hidden)
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """The model goes on behind its last layer."""
+        """Cut the graph behind the last layer."""
         leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
         self.leaves.append(leaf)
         if len(self.leaves) == 1:
@@ -292,49 +268,44 @@ class _Pass:
 
 
 class _AnythingBehind(_Pass):
-    """A run that goes on with any numbers behind the last layer."""
+    """A run that gives the head random hidden states."""
 
     def leave(self, hidden: Tensor) -> Tensor:
         return super().leave(torch.randn_like(hidden))
 
 
+@dataclass(frozen=True)
 class EndsRunner:
     """Runs ``training_step`` on micro-batches while no layer computes.
 
     Args:
         module: Attached to its Trainer; its own ends are on their device.
         layers: All its decoder layers.
-        on_meta: For each of them one without content.
-        outputs: Makes up what a layer adds to collected outputs.
-        clock: Seconds that only grow.
+        on_meta: For each of them a layer without content.
+        outputs: Makes up the outputs that a layer adds to those that the model collects.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        layers: Sequence[DecoderLayer],
-        on_meta: Mapping[int, nn.Module],
-        outputs: Outputs,
-        clock: Clock,
-    ) -> None:
-        self._module = module
-        self._layers = layers
-        self._on_meta = on_meta
-        self._outputs = outputs
-        self._clock = clock
-        self.device = module.trainer.strategy.root_device
+    module: pl.LightningModule
+    layers: Sequence[DecoderLayer]
+    on_meta: Mapping[int, nn.Module]
+    outputs: Outputs
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the ends."""
+        return self.module.trainer.strategy.root_device
 
     def example(self, batch: Any) -> Example:
-        """What the layers are called with for a micro-batch that is on its device.
+        """The arguments of the layers for a micro-batch that is on its device.
 
         Raises:
-            ModelError: If the model does not come to its layers, or not through all of them.
+            ModelError: If the model does not run all its layers.
         """
-        passed = self._new_pass()
+        passed = _Pass(self.device)
         _, passing = self._forward(batch, passed)
         if passed.around is None or not passed.leaves:
             raise ModelError(
-                f"`training_step` of {type(self._module).__name__} does not run all decoder layers,"
+                f"`training_step` of {type(self.module).__name__} does not run all decoder layers,"
                 " so they cannot be measured; use plan='even', or a plan of your own."
             )
         wants_gradient = passed.entered[0].requires_grad
@@ -343,19 +314,19 @@ class EndsRunner:
     def only_layers_read(self, embedding: nn.Module, batch: Any) -> bool:
         """Whether only the first layer uses an embedding's output, unchanged, and no other code
         reads its weight."""
-        passed = _AnythingBehind(self._clock, self.device, None)
+        passed = _AnythingBehind(self.device)
         with Unreadable(embedding) as unreadable:
             loss, _ = self._forward(batch, passed)
             if loss is None or not loss.isfinite().all() or unreadable.is_weight_read(loss):
                 return False
         return unreadable.is_what_entered(passed.entered)
 
-    def measure(self, batch: Any, patience_seconds: float) -> Ends:
-        """What both ends take for a micro-batch; the ends have gradients afterwards."""
+    def measure(self, batch: Any, patience_seconds: float) -> dict[str, m.LayerMeasured]:
+        """Measure both ends on a micro-batch; they have gradients afterwards."""
 
         def run() -> list[float]:
             moments = self._run(batch, None).moments
-            return [end - start for start, end in zip(moments, moments[1:], strict=False)]
+            return [end - start for start, end in pairwise(moments)]
 
         run()
         with device_for(self.device).metering() as meter:
@@ -364,20 +335,16 @@ class EndsRunner:
         embedding_forward, _, head_forward, head_backward, embedding_backward = times
         _, kept, _, with_loss, _, _ = metered.taken_bytes
         _, embedding_peak, _, head_peak, loss_peak, last_peak = metered.peak_bytes
-        return Ends(
-            m.LayerMeasured(
-                embedding_forward, embedding_backward, kept, max(embedding_peak, last_peak)
-            ),
-            m.LayerMeasured(
-                head_forward,
-                head_backward,
-                max(0, with_loss - kept),
-                max(0, max(head_peak, loss_peak) - kept),
-            ),
-        )
+        saved_bytes = max(0, with_loss - kept)
+        peak_bytes = max(0, max(head_peak, loss_peak) - kept)
+        first_peak = max(embedding_peak, last_peak)
+        return {
+            EMBEDDING: m.LayerMeasured(embedding_forward, embedding_backward, kept, first_peak),
+            HEAD: m.LayerMeasured(head_forward, head_backward, saved_bytes, peak_bytes),
+        }
 
     def _run(self, batch: Any, meter: MemoryMeter | None) -> _Pass:
-        passed = self._new_pass(meter)
+        passed = _Pass(self.device, meter)
         loss, _ = self._forward(batch, passed)
         passed.mark()
         # Parts of the model may share a piece of the graph, as in the driver.
@@ -391,30 +358,18 @@ class EndsRunner:
         passed.mark()
         return passed
 
-    def _new_pass(self, meter: MemoryMeter | None = None) -> _Pass:
-        return _Pass(self._clock, self.device, meter)
-
     def _forward(self, batch: Any, passed: _Pass) -> tuple[Tensor | None, PassingLayers]:
+        module, on_meta = self.module, self.on_meta
         passing = PassingLayers(
-            self._module,
-            self._layers,
-            self._on_meta,
-            self._outputs,
-            passed.enter,
-            passed.leave,
+            module, self.layers, on_meta, self.outputs, passed.enter, passed.leave
         )
-        trainer = self._module.trainer
+        step = module.training_step
+        index = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
         with passing.passing(), torch.enable_grad():
             passed.mark()
-            with trainer.precision_plugin.train_step_context():
-                result = self._step()(batch)
+            with module.trainer.precision_plugin.train_step_context():
+                result = step(batch, *index)
         return loss_of(result), passing
-
-    def _step(self) -> Callable[[Any], Any]:
-        step = self._module.training_step
-        if is_param_in_hook_signature(step, "batch_idx", min_args=2):
-            return lambda batch: step(batch, 0)
-        return step
 
 
 def _backward(out: Tensor, leaf: Tensor, retain_graph: bool) -> None:

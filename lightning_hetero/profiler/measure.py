@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,22 +12,20 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 
 from ..coordinator.progress import progress_of_parts
 from ..coordinator.session import Coordinator
 from ..errors import RemoteProtocolError, StageFailed
 from ..model.layers import DecoderLayer
-from ..model.tensors import ends_of
-from ..pipeline.bench import Clock, attempt
+from ..pipeline.bench import attempt
 from ..plan import COORDINATOR, Dtype
-from ..planner.profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Timing, fit_link
+from ..planner.profile import VERSION, DeviceProfile, Link, Profile, Timing, fit_link
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
 from .dry_run import step_like
-from .ends import Ends
-from .model_view import Cutting, LayerJob, Sighting, Subject, model_profile
+from .ends import parameters_of_ends
+from .model_view import LayerJob, Sighting, Subject, model_profile
 from .trials import (
     DeviceResult,
     LayerSchedule,
@@ -48,18 +45,7 @@ from .trials import (
 from .trials import patience_seconds as patience_for
 
 
-@dataclass(frozen=True)
-class EndsResult:
-    """The times of the coordinator's ends, and the largest micro-batch that fits if a larger one
-    did not."""
-
-    timings: list[Timing]
-    largest_micro_batch: int | None = None
-
-
-def measure_ends(
-    sighting: Sighting, cutting: Cutting, budget_seconds: float, clock: Clock, tick: Tick
-) -> EndsResult:
+def measure_ends(sighting: Sighting, budget_seconds: float, tick: Tick) -> DeviceResult:
     """Measure embedding, head and loss at every size that memory and time allow, at least one.
 
     Raises:
@@ -67,42 +53,45 @@ def measure_ends(
     """
     sizes = sorted(sighting.subject.examples)
     patience = patience_for(budget_seconds, len(sizes))
-    if cutting.at_boundary:
-        return _measure_whole(sighting, cutting, patience, tick)
-    timings: list[Timing] = []
+    if sighting.cutting.at_boundary:
+        return _measure_whole(sighting, sizes, patience, tick)
+    result = DeviceResult()
+    clock = sighting.bench.clock
     end_seconds, last_seconds = clock() + budget_seconds, 0.0
     for size in sizes:
         start = clock()
-        # The next one is about twice as large.
-        if timings and start + 2 * last_seconds > end_seconds:
+        # The next size is about twice as large.
+        if result.timings and start + 2 * last_seconds > end_seconds:
             break
-        found = _measure_batch(sighting, cutting.sample.first(size), patience)
-        tick()
+        found = _measure_batch(sighting, size, patience, tick)
         if isinstance(found, m.NotMeasured):
-            _check_only_memory(found, size)
-            return EndsResult(timings, max((t.micro_batch_size for t in timings), default=0))
-        timings += _timings(sighting, size, found)
+            if not found.is_out_of_memory or size == 1:
+                raise _ends_failed(found, size)
+            rank_zero_info(f"the coordinator has not enough memory for its ends on {size} samples")
+            fitting = (timing.micro_batch_size for timing in result.timings)
+            result.largest_micro_batch = max(fitting, default=0)
+            break
+        result.timings += _timings(sighting, size, found)
         last_seconds = clock() - start
-    return EndsResult(timings)
+    return result
 
 
 def _measure_whole(
-    sighting: Sighting, cutting: Cutting, patience_seconds: float, tick: Tick
-) -> EndsResult:
+    sighting: Sighting, sizes: Sequence[int], patience_seconds: float, tick: Tick
+) -> DeviceResult:
     """Measure ends that run once per batch: each micro-batch gets its share of the time."""
-    found = _measure_batch(sighting, cutting.sample.batch, patience_seconds)
-    tick()
+    whole = sighting.batch_size
+    found = _measure_batch(sighting, whole, patience_seconds, tick)
     if isinstance(found, m.NotMeasured):
-        raise _ends_failed(found, sighting.batch_size)
-    timings = []
-    for size in sorted(sighting.subject.examples):
-        share = size / sighting.batch_size
-        ends = Ends(_part(found.embedding, share), _part(found.head, share))
-        timings += _timings(sighting, size, ends)
-    return EndsResult(timings)
+        raise _ends_failed(found, whole)
+    result = DeviceResult()
+    for size in sizes:
+        ends = {part: _share_of(measured, size / whole) for part, measured in found.items()}
+        result.timings += _timings(sighting, size, ends)
+    return result
 
 
-def _part(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
+def _share_of(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
     return m.LayerMeasured(
         whole.forward_seconds * share,
         whole.backward_seconds * share,
@@ -112,27 +101,37 @@ def _part(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
 
 
 def _measure_batch(
-    sighting: Sighting, batch: object, patience_seconds: float
-) -> Ends | m.NotMeasured:
-    measure = partial(sighting.runner.measure, batch, patience_seconds)
-    return attempt(measure, sighting.bench.device)
+    sighting: Sighting, size: int, patience_seconds: float, tick: Tick
+) -> dict[str, m.LayerMeasured] | m.NotMeasured:
+    measure = partial(sighting.runner.measure, sighting.cutting.batch(size), patience_seconds)
+    found = attempt(measure, sighting.bench.device)
+    tick()
+    return found
 
 
-def _timings(sighting: Sighting, size: int, ends: Ends) -> list[Timing]:
+def _timings(sighting: Sighting, size: int, ends: Mapping[str, m.LayerMeasured]) -> list[Timing]:
     dtype = sighting.subject.dtype
-    found = ((EMBEDDING, ends.embedding), (HEAD, ends.head))
-    return [timing_of(LayerJob(dtype, size, part, False), taken) for part, taken in found]
-
-
-def _check_only_memory(failed: m.NotMeasured, size: int) -> None:
-    if not failed.is_out_of_memory or size == 1:
-        raise _ends_failed(failed, size)
-    rank_zero_info(f"the coordinator has not enough memory for its ends on {size} samples")
+    return [timing_of(LayerJob(dtype, size, part, False), taken) for part, taken in ends.items()]
 
 
 def _ends_failed(failed: m.NotMeasured, size: int) -> StageFailed:
     what = f"The coordinator failed while it measured `training_step` on {size} samples"
     return failure(what, failed)
+
+
+Described = Mapping[str, m.DeviceDescribed]
+
+
+def shares_of_free_memory(described: Described) -> dict[str, int]:
+    """For each process an even share of the free memory that it has in common with others."""
+    sharers = Counter(found.memory for found in described.values())
+    return {name: found.free_bytes // sharers[found.memory] for name, found in described.items()}
+
+
+def usable_memory(described: Described) -> dict[str, int]:
+    """For each process the memory that it has taken, and its share of the free memory."""
+    shares = shares_of_free_memory(described)
+    return {name: max(1, found.base_bytes + shares[name]) for name, found in described.items()}
 
 
 def describe_workers(
@@ -173,7 +172,7 @@ def measure_links(
     coordinator: Coordinator,
     pairs: Sequence[tuple[str, str]],
     seconds: float,
-    tick: Callable[[], None],
+    tick: Tick,
 ) -> Iterator[Link]:
     """Both directions of each pair, one pair after the other so that none slows another."""
     for first, second in pairs:
@@ -235,10 +234,10 @@ class ProfilingOptions:
         budget_seconds: About how long it may take; each kind of layer runs at least once on each
             device.
         micro_batch_sizes: Samples of the micro-batches; None for 1, 2, 4, … up to the batch.
-        dtypes: What layers on workers multiply in besides the user's precision; None for float32,
-            and for all its dtypes on a device that is slow in that precision.
+        dtypes: Further compute dtypes of layers on workers, beside the user's precision. None is
+            float32, or all dtypes of a device that is slow in the user's precision.
         path: The profile's file; None for one in the cache folder.
-        force: Measure even what the file has.
+        force: Measure everything, even devices and links in the file.
     """
 
     budget_seconds: float = 60.0
@@ -261,40 +260,18 @@ class ProfilingOptions:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The devices and links to measure.
+class Identity:
+    """The model and the settings that a profile is for.
 
     Args:
-        devices: Names of processes.
-        pairs: Pairs of processes, for their links.
+        model_name: The LightningModule's class.
+        fingerprint: Differs between models.
+        settings: The other things that the measured times depend on.
     """
 
-    devices: Sequence[str]
-    pairs: Sequence[tuple[str, str]]
-
-    @property
-    def workers(self) -> list[str]:
-        """The devices without the coordinator's."""
-        return [name for name in self.devices if name != COORDINATOR]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What was measured.
-
-    Args:
-        devices: The wanted devices.
-        links: Both directions of the wanted pairs.
-        model: What the planner needs to know of the model.
-        model_is_measured: Whether that includes the optimizer's part.
-        batch_size: Samples in a training batch.
-    """
-
-    devices: list[DeviceProfile]
-    links: list[Link]
-    model: ModelProfile
-    model_is_measured: bool
-    batch_size: int
+    model_name: str
+    fingerprint: str
+    settings: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -305,12 +282,10 @@ class Measuring:
         module: The LightningModule, attached to its Trainer.
         layers: All its decoder layers.
         coordinator: Connected to all workers, which have no layers yet.
-        options: What was chosen.
+        options: How to measure.
         sighting: The model.
-        cutting: How training batches become micro-batches.
         described: The devices by the names of their processes.
-        fingerprint: Tells the model from others.
-        clock: Seconds that only grow.
+        identity: Stands in the profile.
     """
 
     module: pl.LightningModule
@@ -318,43 +293,49 @@ class Measuring:
     coordinator: Coordinator
     options: ProfilingOptions
     sighting: Sighting
-    cutting: Cutting
-    described: Mapping[str, m.DeviceDescribed]
-    fingerprint: str
-    clock: Clock = time.perf_counter
+    described: Described
+    identity: Identity
 
-    def measure(self, wanted: Wanted) -> Found:
-        """Measure devices and links.
+    def measure(self, names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> Profile:
+        """Measure the devices of some processes, and the links of some pairs in both directions.
+
+        The optimizer's part of the model is known only if the coordinator is among the processes.
 
         Raises:
             WorkerError: If a worker is lost, or a process cannot run a layer.
         """
-        jobs = {name: self._jobs(name) for name in wanted.devices}
-        num_ticks = sum(map(len, jobs.values())) + len(wanted.pairs)
+        bench = self.sighting.bench
+        workers = [name for name in names if name != COORDINATOR]
+        jobs = {name: self._jobs(name) for name in names}
         results: dict[str, DeviceResult] = {}
-        ends = EndsResult([])
-        with self._progress(num_ticks) as tick:
-            if COORDINATOR in wanted.devices:
-                ends = self._measure_ends(tick)
-                trials_here = self._trials(COORDINATOR, jobs)
-                results[COORDINATOR] = here = lead_here(self.sighting.bench, trials_here, tick)
-                here.optimizers.update(self._optimizers_of_ends())
-            self.sighting.bench.forget()
-            results.update(self._measure_workers(wanted.workers, jobs, tick))
+        ends = DeviceResult()
+        with self._progress(sum(map(len, jobs.values())) + len(pairs)) as tick:
+            if COORDINATOR in names:
+                ends = measure_ends(self.sighting, self._seconds(_SHARE_OF_ENDS), tick)
+                results[COORDINATOR] = lead_here(bench, self._trials(COORDINATOR, jobs), tick)
+                ends.optimizers = self._optimizers_of_ends()
+            bench.forget()
+            prepare_workers(self.coordinator, workers, self._subject.blueprint.for_workers())
+            trials_of = {name: self._trials(name, jobs) for name in workers}
+            results |= lead_on_workers(self.coordinator, trials_of, tick)
             seconds = self._seconds(_SHARE_OF_LINKS)
-            links = list(measure_links(self.coordinator, wanted.pairs, seconds, tick))
+            links = list(measure_links(self.coordinator, pairs, seconds, tick))
             self._warn_of_changes(results, jobs)
-        return Found(
-            devices=[self._device(name, results[name], ends) for name in wanted.devices],
+        if COORDINATOR in names:
+            results[COORDINATOR] = _with_ends(results[COORDINATOR], ends)
+        # The optimizer's step for each part, on the first device that measured it.
+        optimizers = ChainMap(*(result.optimizers for result in results.values()))
+        identity = self.identity
+        return Profile(
+            version=VERSION,
+            model=model_profile(
+                self.module, self.layers, self._subject, optimizers, identity.fingerprint
+            ),
+            devices=[self._device(name, results[name]) for name in names],
             links=links,
-            model=self._model_profile(results),
-            model_is_measured=COORDINATOR in wanted.devices,
             batch_size=self.sighting.batch_size,
+            settings=dict(identity.settings),
         )
-
-    def _model_profile(self, results: Mapping[str, DeviceResult]) -> ModelProfile:
-        optimizers = _optimizers(results)
-        return model_profile(self.module, self.layers, self._subject, optimizers, self.fingerprint)
 
     @property
     def _subject(self) -> Subject:
@@ -363,27 +344,30 @@ class Measuring:
     def _seconds(self, share: float) -> float:
         return share * self.options.budget_seconds
 
+    def _seconds_for_layers(self, name: str) -> float:
+        return self._seconds(_SHARE_OF_LAYERS_HERE if name == COORDINATOR else _SHARE_OF_WORKERS)
+
     def _jobs(self, name: str) -> list[LayerJob]:
         subject, sizes = self._subject, sorted(self._subject.examples)
         if name == COORDINATOR:
-            # What it computes in is Lightning's precision.
-            return layer_jobs(subject.kinds, sizes, [subject.dtype])
-        if self.options.dtypes is not None:
+            # The coordinator computes only in Lightning's precision.
+            dtypes = [subject.dtype]
+        elif self.options.dtypes is not None:
             dtypes = list(dict.fromkeys([subject.dtype, *self.options.dtypes]))
         else:
             dtypes = dtypes_to_measure(subject.dtype, self.described[name].dtypes)
         return layer_jobs(subject.kinds, sizes, dtypes)
 
-    def _measure_ends(self, tick: Tick) -> EndsResult:
-        seconds = self._seconds(_SHARE_OF_ENDS)
-        return measure_ends(self.sighting, self.cutting, seconds, self.clock, tick)
-
     def _warn_of_changes(
         self, results: Mapping[str, DeviceResult], jobs: Mapping[str, list[LayerJob]]
     ) -> None:
         """Warn of devices whose speed has changed since they were measured."""
-        again = {name: self._again(name, found, jobs[name]) for name, found in results.items()}
-        repeated = {name: trials for name, trials in again.items() if trials is not None}
+        repeated: dict[str, Trials] = {}
+        for name, result in results.items():
+            seconds, first = self._seconds_for_layers(name), result.timings[:1]
+            patience = patience_for(seconds, len(jobs[name]))
+            if first and is_worth_repeating(first[0], patience, seconds):
+                repeated[name] = first_again(self._subject, first[0], patience)
         found = {}
         if (here := repeated.pop(COORDINATOR, None)) is not None:
             found[COORDINATOR] = lead_here(self.sighting.bench, here, _no_tick)
@@ -394,85 +378,53 @@ class Measuring:
                 if told := change_of_speed(name, results[name].timings[0], timing):
                     rank_zero_warn(told)
 
-    def _again(self, name: str, found: DeviceResult, jobs: Sequence[LayerJob]) -> Trials | None:
-        """A device's first trial again; None if it has none, or if repeating it tells little."""
-        seconds = self._seconds(_share_of(name))
-        patience = patience_for(seconds, len(jobs))
-        if found.timings and is_worth_repeating(found.timings[0], patience, seconds):
-            return first_again(self._subject, found.timings[0], patience)
-        return None
-
     def _trials(self, name: str, jobs: Mapping[str, list[LayerJob]]) -> Trials:
         """The trials of one device, starting now."""
-        seconds = self._seconds(_share_of(name))
-        schedule = LayerSchedule(jobs[name], self.clock() + seconds, self._free_bytes(name))
+        seconds, clock = self._seconds_for_layers(name), self.sighting.bench.clock
+        free_bytes = shares_of_free_memory(self.described)[name]
+        schedule = LayerSchedule(jobs[name], clock() + seconds, free_bytes)
         patience = patience_for(seconds, len(jobs[name]))
-        return trials(self._subject, schedule, patience, self.clock, name)
-
-    def _free_bytes(self, name: str) -> int:
-        """A device's share of the free memory."""
-        sharers = Counter(described.memory for described in self.described.values())
-        described = self.described[name]
-        return described.free_bytes // sharers[described.memory]
-
-    def _measure_workers(
-        self, names: Sequence[str], jobs: Mapping[str, list[LayerJob]], tick: Tick
-    ) -> dict[str, DeviceResult]:
-        if not names:
-            return {}
-        prepare_workers(self.coordinator, names, self._subject.blueprint.for_workers())
-        trials_of = {name: self._trials(name, jobs) for name in names}
-        return lead_on_workers(self.coordinator, trials_of, tick)
+        return trials(self._subject, schedule, patience, clock, name)
 
     def _optimizers_of_ends(self) -> dict[str, m.OptimizerMeasured]:
-        found = {}
         optimizer, device = self._subject.optimizer, self.sighting.bench.device
-        if optimizer is not None:
-            ends = ends_of(self.module, self.layers)
-            for part, tensors in zip((EMBEDDING, HEAD), ends, strict=True):
-                parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-                found[part] = step_like(parameters, optimizer, device, self.clock)
-        return found
+        if optimizer is None:
+            return {}
+        ends = parameters_of_ends(self.module, self.layers)
+        return {name: step_like(parameters, optimizer, device) for name, parameters in ends.items()}
 
-    def _device(self, name: str, result: DeviceResult, ends: EndsResult) -> DeviceProfile:
-        described, is_here = self.described[name], name == COORDINATOR
-        limits = [result.largest_micro_batch]
-        if is_here:
-            # The coordinator has its ends even without memory for a layer.
-            limits = [result.largest_micro_batch or None, ends.largest_micro_batch]
+    def _device(self, name: str, result: DeviceResult) -> DeviceProfile:
+        described = self.described[name]
         return DeviceProfile(
             name=name,
             device=described.device,
-            memory_bytes=max(1, described.base_bytes + self._free_bytes(name)),
+            memory_bytes=usable_memory(self.described)[name],
             base_bytes=described.base_bytes,
-            timings=[*(ends.timings if is_here else []), *result.timings],
+            timings=result.timings,
             optimizer_seconds={k: found.step_seconds for k, found in result.optimizers.items()},
-            largest_micro_batch=min((n for n in limits if n is not None), default=None),
+            largest_micro_batch=result.largest_micro_batch,
             versions=described.versions,
         )
 
     @contextmanager
-    def _progress(self, total: int) -> Iterator[Callable[[], None]]:
+    def _progress(self, total: int) -> Iterator[Tick]:
         if self.options.budget_seconds < _PROGRESS_FROM_SECONDS:
-            yield lambda: None
+            yield _no_tick
             return
         bar = progress_of_parts(self.module.trainer, "Measuring the devices", total)
         with closing(bar) as progress:
             yield lambda: progress.advance(1)
 
 
-def _share_of(name: str) -> float:
-    """The share of the time budget for the layers on one device."""
-    return _SHARE_OF_LAYERS_HERE if name == COORDINATOR else _SHARE_OF_WORKERS
+def _with_ends(layers: DeviceResult, ends: DeviceResult) -> DeviceResult:
+    """The coordinator's results. It has its ends even if it has no memory for a layer."""
+    limits = [layers.largest_micro_batch or None, ends.largest_micro_batch]
+    return DeviceResult(
+        [*ends.timings, *layers.timings],
+        {**layers.optimizers, **ends.optimizers},
+        min((limit for limit in limits if limit is not None), default=None),
+    )
 
 
 def _no_tick() -> None:
     """For measurements that are too short for a progress bar."""
-
-
-def _optimizers(results: Mapping[str, DeviceResult]) -> dict[str, m.OptimizerMeasured]:
-    """The optimizer's step for each part, on the first device that measured it."""
-    found: dict[str, m.OptimizerMeasured] = {}
-    for result in results.values():
-        found = {**result.optimizers, **found}
-    return found

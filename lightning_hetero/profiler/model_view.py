@@ -1,34 +1,35 @@
-"""What a dry run shows of a model: kinds of layers, their calls, and its part of the profile."""
+"""A model after its dry run: its kinds of layers, their calls, and its part of the profile."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info
+from msgspec import structs
 from torch import nn
 
 from ..devices.device import device_for, is_out_of_memory
 from ..errors import BatchError, ModelError
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
-from ..pipeline.bench import Bench, Clock, LayerTrial, OptimizerTrial
+from ..pipeline.bench import Bench, LayerTrial, OptimizerTrial
 from ..pipeline.handover import Request, first_of_request
 from ..plan import Dtype
-from ..planner.profile import EMBEDDING, HEAD, ModelProfile, Part
+from ..planner.profile import ModelProfile, Part
 from ..protocol import messages as m
 from ..protocol.tensors import DTYPES, dtype_name
 from .dry_run import OptimizerSettings, SampleBatch
-from .ends import EndsRunner, Example, embedding_to_leave
+from .ends import EndsRunner, Example, embedding_to_leave, parameters_of_ends
 from .sample_layers import Blueprint, MadeUpOutputs, kinds_of_layers, wants_gradient
 
 
 class LayerJob(NamedTuple):
-    """One kind of layer, to be run forward and backward in one way."""
+    """One forward and backward of one kind of layer, to be measured."""
 
     dtype: Dtype
     micro_batch_size: int
@@ -42,11 +43,11 @@ class Subject:
 
     Args:
         blueprint: One layer of each kind.
-        wants_gradient: Whether the hidden states that come into each layer have a backward.
+        wants_gradient: For each layer, whether its hidden states have a backward.
         examples: How the model calls its layers, by the size of the micro-batch.
-        optimizer: What steps over them; None where nothing does.
-        dtype: What the user's precision multiplies in.
-        converts_weights: Whether a stage's own dtype is for its weights too.
+        optimizer: The optimizer's settings; None without an optimizer.
+        dtype: The compute dtype of the user's precision.
+        converts_weights: Whether a stage's own dtype applies to its weights too.
         embedding_may_leave: Whether a worker may have the input embedding.
     """
 
@@ -64,7 +65,7 @@ class Subject:
         return list(dict.fromkeys(self.blueprint.kinds))
 
     def layer_trial(self, job: LayerJob, patience_seconds: float) -> LayerTrial:
-        """How a device is to run a layer for a job.
+        """The trial of a layer for a job.
 
         Raises:
             ModelError: If the model did not call the layer.
@@ -88,21 +89,20 @@ class Subject:
         )
 
     def optimizer_trial(self, kind: str, patience_seconds: float) -> OptimizerTrial | None:
-        """How the optimizer is to step over a layer."""
-        if self.optimizer is None:
+        """The trial of the optimizer's step over a layer; None without an optimizer."""
+        used, number = self.optimizer, self.blueprint.number_of(kind)
+        if used is None:
             return None
         return OptimizerTrial(
-            self.blueprint.number_of(kind),
-            self.optimizer.class_name,
-            self.optimizer.defaults,
-            self.optimizer.options,
-            patience_seconds,
+            number, used.class_name, used.defaults, used.options, patience_seconds
         )
 
 
 def cut_example(whole: Example, sizes: Sequence[int]) -> dict[int, Example]:
-    """Examples for micro-batches that are cut before the first layer; only the whole one if they
-    cannot be cut."""
+    """Examples for micro-batches that are cut before the first layer.
+
+    A size into which the hidden states cannot be cut has no example.
+    """
     calls = list(whole.calls.values())
     request = Request(whole.hidden, replace(whole.surroundings, calls=calls))
     found = {}
@@ -134,21 +134,27 @@ class Cutting:
     at_boundary: bool
     sizes: Sequence[int] | None
 
+    def batch(self, size: int) -> Any:
+        """The batch that ``training_step`` sees for micro-batches of this size."""
+        return self.sample.batch if self.at_boundary else self.sample.first(size)
+
 
 @dataclass(frozen=True)
 class Sighting:
     """A model after its dry run.
 
     Args:
-        subject: What to measure.
-        bench: Where its layers are measured in this process.
+        subject: The model as devices measure it.
+        bench: Measures its layers in this process.
         runner: Runs its ends.
-        batch_size: Samples in a training batch; one, if it cannot be cut.
+        cutting: How its training batches become micro-batches.
+        batch_size: Samples in a training batch; 1 if it cannot be cut.
     """
 
     subject: Subject
     bench: Bench
     runner: EndsRunner
+    cutting: Cutting
     batch_size: int
 
 
@@ -157,7 +163,6 @@ def sight(
     layers: Sequence[DecoderLayer],
     cutting: Cutting,
     optimizer: OptimizerSettings | None,
-    clock: Clock,
 ) -> Sighting:
     """Run ``training_step`` while no layer computes, to see how the model calls its layers.
 
@@ -165,19 +170,21 @@ def sight(
         module: Attached to its Trainer; all modules but its layers are on their device.
         layers: All its decoder layers.
         cutting: How training batches become micro-batches.
-        optimizer: What steps over the parameters.
-        clock: Seconds that only grow.
+        optimizer: The settings of the optimizer of these parameters.
     """
-    trainer, device = module.trainer, module.trainer.strategy.root_device
+    trainer = module.trainer
+    device = trainer.strategy.root_device
     drawn = Blueprint.draw(module, layers, kinds_of_layers(layers, first_wants_gradient=True))
-    bench = drawn.bench(device, clock)
-    runner = EndsRunner(module, layers, drawn.on_meta(), MadeUpOutputs(drawn, bench), clock)
+    bench = drawn.bench(device)
+    runner = EndsRunner(module, layers, drawn.on_meta(), MadeUpOutputs(drawn, bench))
     batch_size, examples = _examples(runner, cutting)
     first = examples[min(examples)]
     kinds = kinds_of_layers(layers, first.wants_gradient)
     if kinds != drawn.kinds:
         drawn = Blueprint.draw(module, layers, kinds)
-        bench = drawn.bench(device, clock)
+        bench = drawn.bench(device)
+    embedding = embedding_to_leave(module, layers)
+    largest = cutting.batch(max(examples))
     subject = Subject(
         blueprint=drawn,
         wants_gradient=wants_gradient(layers, first.wants_gradient),
@@ -185,9 +192,9 @@ def sight(
         optimizer=optimizer,
         dtype=_dtype(first),
         converts_weights=not isinstance(trainer.precision_plugin, MixedPrecision),
-        embedding_may_leave=_embedding_may_leave(runner, module, layers, cutting, max(examples)),
+        embedding_may_leave=embedding is not None and runner.only_layers_read(embedding, largest),
     )
-    return Sighting(subject, bench, runner, batch_size)
+    return Sighting(subject, bench, runner, cutting, batch_size)
 
 
 def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Example]]:
@@ -213,21 +220,6 @@ def _examples(runner: EndsRunner, cutting: Cutting) -> tuple[int, dict[int, Exam
     return cutting.sample.size, examples
 
 
-def _embedding_may_leave(
-    runner: EndsRunner,
-    module: pl.LightningModule,
-    layers: Sequence[DecoderLayer],
-    cutting: Cutting,
-    size: int,
-) -> bool:
-    embedding = embedding_to_leave(module, layers)
-    if embedding is None:
-        return False
-    sample = cutting.sample
-    batch = sample.batch if cutting.at_boundary else sample.first(size)
-    return runner.only_layers_read(embedding, batch)
-
-
 def micro_batch_sizes(batch_size: int) -> list[int]:
     """1, 2, 4, … and the whole batch."""
     powers = [2**exponent for exponent in range(batch_size.bit_length())]
@@ -243,11 +235,8 @@ def _sizes(batch_size: int, cutting: Cutting) -> list[int]:
 def _dtype(example: Example) -> Dtype:
     """The compute dtype of the user's precision; float32 for one that plans do not know."""
     dtype = example.surroundings.autocast_dtype or example.hidden.dtype
-    name: Dtype
-    for name in get_args(Dtype):
-        if name == dtype_name(dtype):
-            return name
-    return "float32"
+    name = dtype_name(dtype)
+    return cast(Dtype, name) if name in get_args(Dtype) else "float32"
 
 
 def model_profile(
@@ -262,9 +251,9 @@ def model_profile(
     Args:
         root: The LightningModule.
         layers: All its decoder layers.
-        subject: As it was measured.
-        optimizers: What the optimizer took for one layer of each kind, and for both ends.
-        fingerprint: Tells the model from others.
+        subject: The model as devices have measured it.
+        optimizers: The optimizer's measured step over one layer of each kind, and over both ends.
+        fingerprint: Differs between models.
     """
     samples, example = min(subject.examples.items())
     hidden_bytes = max(hidden.nbytes for hidden in example.inputs.values())
@@ -295,33 +284,29 @@ def _layer_part(subject: Subject, kind: str, optimizers: Mapping[str, m.Optimize
         and dtype != subject.dtype
         and (num_bytes := stored_bytes({number: layer}, DTYPES[dtype])) != plain
     }
-    return Part(
-        name=kind,
-        parameter_bytes=plain,
-        trainable_parameters=num_trained(layer.parameters()),
-        gradient_bytes=gradient_bytes(layer.parameters()),
-        optimizer_bytes=_state_bytes(optimizers, kind),
-        parameter_bytes_in=inside,
-    )
+    part = _part(kind, plain, list(layer.parameters()), optimizers)
+    return structs.replace(part, parameter_bytes_in=inside)
 
 
 def _end_parts(
     root: nn.Module, layers: Sequence[DecoderLayer], optimizers: Mapping[str, m.OptimizerMeasured]
-) -> list[Part]:
-    parts = []
-    for name, tensors in zip((EMBEDDING, HEAD), ends_of(root, layers), strict=True):
-        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        parts.append(
-            Part(
-                name=name,
-                parameter_bytes=sum(tensor.nbytes for tensor in tensors),
-                trainable_parameters=num_trained(parameters),
-                gradient_bytes=gradient_bytes(parameters),
-                optimizer_bytes=_state_bytes(optimizers, name),
-            )
-        )
-    return parts
+) -> Iterator[Part]:
+    ends = zip(parameters_of_ends(root, layers).items(), ends_of(root, layers), strict=True)
+    for (name, parameters), tensors in ends:
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        yield _part(name, num_bytes, parameters, optimizers)
 
 
-def _state_bytes(optimizers: Mapping[str, m.OptimizerMeasured], part: str) -> int:
-    return optimizers[part].state_bytes if part in optimizers else 0
+def _part(
+    name: str,
+    num_bytes: int,
+    parameters: Sequence[nn.Parameter],
+    optimizers: Mapping[str, m.OptimizerMeasured],
+) -> Part:
+    return Part(
+        name=name,
+        parameter_bytes=num_bytes,
+        trainable_parameters=num_trained(parameters),
+        gradient_bytes=gradient_bytes(parameters),
+        optimizer_bytes=optimizers[name].state_bytes if name in optimizers else 0,
+    )

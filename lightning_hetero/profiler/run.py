@@ -1,4 +1,4 @@
-"""A profiling run: read the cached profile, measure what it lacks, write it back.
+"""A profiling run: read the cached profile, measure the missing devices and links, write it back.
 
 The cache holds one file per model and per setting that the measured times depend on. A device
 that has changed since, or that has other libraries now, is measured again.
@@ -11,15 +11,12 @@ import hashlib
 import itertools
 import logging
 import os
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lightning.pytorch as pl
-import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
@@ -31,9 +28,8 @@ from ..errors import ProfileError
 from ..model.hollow import hold_in_place, let_move
 from ..model.layers import DecoderLayer
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
-from ..pipeline.bench import Clock
 from ..plan import COORDINATOR
-from ..planner.profile import VERSION, DeviceProfile, Link, Profile
+from ..planner.profile import Link, Profile
 from ..protocol import messages as m
 from .dry_run import (
     OptimizerSettings,
@@ -44,7 +40,14 @@ from .dry_run import (
     with_optimizers,
 )
 from .ends import embedding_to_leave
-from .measure import Found, Measuring, ProfilingOptions, Wanted, describe_workers
+from .measure import (
+    Described,
+    Identity,
+    Measuring,
+    ProfilingOptions,
+    describe_workers,
+    usable_memory,
+)
 from .model_view import Cutting, sight
 from .sample_layers import fingerprint
 
@@ -59,21 +62,6 @@ def cache_folder() -> Path:
     # As its specification says, a relative one is invalid and ignored.
     base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
     return base / "lightning-hetero" / "profiles"
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The model and the settings that a profile is for.
-
-    Args:
-        model_name: The LightningModule's class.
-        fingerprint: Tells the model from others.
-        settings: What else the measured times depend on.
-    """
-
-    model_name: str
-    fingerprint: str
-    settings: Mapping[str, str]
 
 
 def cache_file(identity: Identity) -> Path:
@@ -122,28 +110,15 @@ def write_known(path: Path, profile: Profile) -> None:
         rank_zero_info(f"what was measured is kept in {path}")
 
 
-Described = Mapping[str, m.DeviceDescribed]
-
-
-def shared_memory_bytes(described: Described) -> dict[str, int]:
-    """What each process may use: what it takes already, and an even share of the free memory that
-    it has in common with others."""
-    sharers = Counter(found.memory for found in described.values())
-    return {
-        name: max(1, found.base_bytes + found.free_bytes // sharers[found.memory])
-        for name, found in described.items()
-    }
-
-
 def with_present_memory(profile: Profile, described: Described, held_bytes: int) -> Profile:
     """The profile with the memory that its devices have now.
 
     Args:
         profile: Of these devices.
         described: The devices as they are now.
-        held_bytes: What the coordinator holds of the model, which the layers will free.
+        held_bytes: The coordinator's memory for the model, which is free after the deployment.
     """
-    memory_bytes = shared_memory_bytes(described)
+    memory_bytes = usable_memory(described)
     base_bytes = {name: found.base_bytes for name, found in described.items()}
     base_bytes[COORDINATOR] = max(0, base_bytes.get(COORDINATOR, 0) - held_bytes)
     devices = [
@@ -157,32 +132,32 @@ def with_present_memory(profile: Profile, described: Described, held_bytes: int)
 
 def still_true(profile: Profile, described: Described) -> Profile:
     """The profile without devices that have changed, or that have other libraries now."""
-    devices = [
-        device
-        for device in profile.devices
-        if device.name not in described or _is_same(device, described[device.name])
+    present = {name: (found.device, found.versions) for name, found in described.items()}
+    names = [
+        known.name
+        for known in profile.devices
+        if present.get(known.name) in (None, (known.device, known.versions))
     ]
-    names = {device.name for device in devices}
-    links = [link for link in profile.links if {*_ends(link)} <= names]
-    return structs.replace(profile, devices=devices, links=links)
-
-
-def _is_same(device: DeviceProfile, described: m.DeviceDescribed) -> bool:
-    known = (device.device, device.versions)
-    return known == (described.device, described.versions)
+    return restricted(profile, names)
 
 
 def merged(new: Profile, old: Profile | None) -> Profile:
-    """A profile, completed with the devices and links of an older one."""
+    """A profile, completed with the devices and links of an older one.
+
+    The model is that of the older profile if the new one lacks the coordinator: only there the
+    optimizer steps over the ends.
+    """
     if old is None:
         return new
     names = {device.name for device in new.devices}
+    model = new.model
+    if COORDINATOR not in names:
+        model = structs.replace(old.model, embedding_may_leave=model.embedding_may_leave)
     ends = {(link.source, link.target) for link in new.links}
-    devices = [device for device in old.devices if device.name not in names]
-    names |= {device.name for device in devices}
     return structs.replace(
         new,
-        devices=[*new.devices, *devices],
+        model=model,
+        devices=[*new.devices, *(device for device in old.devices if device.name not in names)],
         links=[*new.links, *(link for link in old.links if _ends(link) not in ends)],
     )
 
@@ -199,12 +174,7 @@ def restricted(profile: Profile, names: Sequence[str]) -> Profile:
 def pairs_without_link(names: Sequence[str], links: Iterable[Link]) -> list[tuple[str, str]]:
     """Pairs of processes whose link was not measured, each once."""
     known = {_ends(link) for link in links}
-    return [
-        (first, second)
-        for index, first in enumerate(names)
-        for second in names[index + 1 :]
-        if (first, second) not in known or (second, first) not in known
-    ]
+    return [pair for pair in itertools.combinations(names, 2) if not {pair, pair[::-1]} <= known]
 
 
 def _ends(link: Link) -> tuple[str, str]:
@@ -220,9 +190,8 @@ class ProfilingRun:
         layers: All its decoder layers.
         coordinator: Connected to all workers, which have no layers yet.
         workers: Their names.
-        options: What was chosen.
+        options: How to measure.
         cuts_boundary: Whether ``training_step`` sees whole batches.
-        clock: Seconds that only grow.
     """
 
     module: pl.LightningModule
@@ -231,13 +200,12 @@ class ProfilingRun:
     workers: Sequence[str]
     options: ProfilingOptions
     cuts_boundary: bool
-    clock: Clock = time.perf_counter
 
     def profile(self) -> Profile:
-        """Read the cache, measure what it lacks, and write it.
+        """Read the cache, measure the missing devices and links, and write the cache.
 
-        Afterwards the module and its Trainer are as before, except that all modules but decoder
-        layers are on their device.
+        The module and its Trainer stay as before, except that all modules but decoder layers are
+        moved to their device.
 
         Raises:
             NoSample: If there is no training batch to measure with.
@@ -257,17 +225,20 @@ class ProfilingRun:
         identity = self._identity(sample, optimizer)
         path = self.options.path or cache_file(identity)
         described, held_bytes = self._describe(), self._held_bytes()
+        names = list(described)
         known = None if self.options.force else read_known(path, identity)
         known = None if known is None else still_true(known, described)
-        wanted = _wanted(list(described), known)
-        if known is not None and not wanted.devices and not wanted.pairs:
-            rank_zero_info(f"nothing is measured: {path} has the profile of this model here")
-        else:
-            found = self._measure(sample, optimizer, described, identity.fingerprint, wanted)
-            known = merged(_joined(found, identity, known), known)
+        measured = [] if known is None else [device.name for device in known.devices]
+        missing = [name for name in names if name not in measured]
+        pairs = pairs_without_link(names, [] if known is None else known.links)
+        if known is None or missing or pairs:
+            with _ends_here(self.module, self.layers):
+                measuring = self._measuring(sample, optimizer, described, identity)
+                known = merged(measuring.measure(missing, pairs), known)
             write_known(path, known)
-        here = restricted(known, list(described))
-        return with_present_memory(here, described, held_bytes)
+        else:
+            rank_zero_info(f"nothing is measured: {path} has the profile of this model here")
+        return with_present_memory(restricted(known, names), described, held_bytes)
 
     def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Identity:
         could_leave = embedding_to_leave(self.module, self.layers) is not None
@@ -293,59 +264,29 @@ class ProfilingRun:
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         return sum(t.nbytes for t in tensors if t.device.type == "cpu")
 
-    def _measure(
+    def _measuring(
         self,
         sample: SampleBatch,
         optimizer: OptimizerSettings | None,
-        described: Mapping[str, m.DeviceDescribed],
-        fingerprint: str,
-        wanted: Wanted,
-    ) -> Found:
-        with _ends_here(self.module, self.layers):
-            here = replace(sample, batch=to_device(self.module.trainer, sample.batch))
-            cutting = Cutting(here, self.cuts_boundary, self.options.micro_batch_sizes)
-            sighting = sight(self.module, self.layers, cutting, optimizer, self.clock)
-            measuring = Measuring(
-                self.module,
-                self.layers,
-                self.coordinator,
-                self.options,
-                sighting,
-                cutting,
-                described,
-                fingerprint,
-                self.clock,
-            )
-            return measuring.measure(wanted)
-
-
-def _joined(found: Found, identity: Identity, known: Profile | None) -> Profile:
-    """The new measurements; if the coordinator was not measured, with the known model."""
-    model = found.model
-    if known is not None and not found.model_is_measured:
-        model = msgspec.structs.replace(known.model, embedding_may_leave=model.embedding_may_leave)
-    return Profile(
-        version=VERSION,
-        model=model,
-        devices=found.devices,
-        links=found.links,
-        batch_size=found.batch_size,
-        settings=dict(identity.settings),
-    )
-
-
-def _wanted(names: Sequence[str], known: Profile | None) -> Wanted:
-    """The devices and links that a profile lacks."""
-    measured = [] if known is None else [device.name for device in known.devices]
-    links = [] if known is None else known.links
-    return Wanted(
-        [name for name in names if name not in measured], pairs_without_link(names, links)
-    )
+        described: Described,
+        identity: Identity,
+    ) -> Measuring:
+        here = replace(sample, batch=to_device(self.module.trainer, sample.batch))
+        cutting = Cutting(here, self.cuts_boundary, self.options.micro_batch_sizes)
+        return Measuring(
+            self.module,
+            self.layers,
+            self.coordinator,
+            self.options,
+            sight(self.module, self.layers, cutting, optimizer),
+            described,
+            identity,
+        )
 
 
 @contextmanager
 def _ends_here(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> Iterator[None]:
-    """Inside, all modules but decoder layers have their weights on the device; they stay there."""
+    """Move all modules but decoder layers to the device. Inside, their weights are there."""
     weights = weights_in_checkpoint(module)
     device = module.trainer.strategy.root_device
     with ExitStack() as undo:
@@ -355,13 +296,11 @@ def _ends_here(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> It
                 pass
             weights.is_deployed = True
             undo.callback(setattr, weights, "is_deployed", False)
-        for layer in layers:
-            hold_in_place(layer.module)
-        try:
-            module.to(device)
-        finally:
+        with ExitStack() as moving:
             for layer in layers:
-                let_move(layer.module)
+                hold_in_place(layer.module)
+                moving.callback(let_move, layer.module)
+            module.to(device)
         yield
 
 

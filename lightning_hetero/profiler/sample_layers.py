@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ..model.half_layers import absent_in, is_second_half
 from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
 from ..model.recipe import Recipe, write_recipe
-from ..pipeline.bench import Bench, Clock, LayerTrial
+from ..pipeline.bench import Bench, LayerTrial
 from ..pipeline.handover import surroundings_here
 from ..pipeline.stage_layers import build_for_values, describe_parameters
 from ..protocol import messages as m
@@ -83,9 +82,9 @@ class Blueprint:
             SilencedHooks(layer)  # Their outputs must not be collected.
         return {n: built[str(self.number_of(kind))] for n, kind in enumerate(self.kinds)}
 
-    def bench(self, device: torch.device, clock: Clock = time.perf_counter) -> Bench:
+    def bench(self, device: torch.device) -> Bench:
         """The bench that measures the layers in this process."""
-        return Bench(device, self.build, self.buffers, clock)
+        return Bench(device, self.build, self.buffers)
 
     def for_workers(self) -> Content:
         """The message from which a worker builds the layers."""
@@ -94,6 +93,7 @@ class Blueprint:
         return message, list(self.buffers.values())
 
 
+@dataclass
 class MadeUpOutputs:
     """Makes up the outputs that layers add to those that a model collects.
 
@@ -102,15 +102,14 @@ class MadeUpOutputs:
         bench: Runs them.
     """
 
-    def __init__(self, blueprint: Blueprint, bench: Bench) -> None:
-        self._blueprint = blueprint
-        self._bench = bench
-        self._known: dict[tuple[int, int, tuple[str, ...]], list[tuple[str, Tensor]]] = {}
+    blueprint: Blueprint
+    bench: Bench
+    _known: dict[Hashable, list[tuple[str, Tensor]]] = field(default_factory=dict)
 
     def __call__(
         self, hidden: Tensor, call: LayerCall, kinds: Sequence[str]
     ) -> Iterable[tuple[str, Tensor]]:
-        number = self._blueprint.number_of(self._blueprint.kinds[call.layer_index])
+        number = self.blueprint.number_of(self.blueprint.kinds[call.layer_index])
         key = number, len(hidden), tuple(kinds)
         if key not in self._known:
             around = surroundings_here(hidden, [replace(call, layer_index=number)], kinds)
@@ -125,7 +124,7 @@ class MadeUpOutputs:
                 converts_weights=True,
                 patience_seconds=0.0,
             )
-            self._known[key] = list(self._bench.collected(trial))
+            self._known[key] = list(self.bench.collected(trial))
         return [(kind, _leaf(tensor)) for kind, tensor in self._known[key]]
 
 
@@ -133,7 +132,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
-# A stage recomputes as a whole, and modes come with each call.
+# These attributes change no cost: a stage recomputes as a whole, and modes come with each call.
 _NO_COST = frozenset({"gradient_checkpointing", "_is_hf_initialized", *vars(nn.Module())})
 _MOST_DIGITS = 16
 
@@ -164,7 +163,7 @@ def kinds_of_layers(layers: Sequence[DecoderLayer], first_wants_gradient: bool) 
 
 
 def wants_gradient(layers: Sequence[DecoderLayer], first: bool) -> list[bool]:
-    """Whether the hidden states before each layer have a backward; ``first`` tells it of the
+    """Whether the hidden states before each layer have a backward; ``first`` is the answer for the
     first layer."""
     trains = (_trains(layer.module) for layer in layers)
     found = itertools.accumulate(trains, lambda wanted, trained: wanted or trained, initial=first)

@@ -1,4 +1,4 @@
-"""The trials of a device: which layers it runs next, and what came of the last one.
+"""The trials of a device: the layers that it runs next, and the outcome of the last trial.
 
 The schedule is a rule without a clock and a device. One conversation leads the trials of the
 coordinator's own device and of a worker:
@@ -9,11 +9,14 @@ coordinator's own device and of a worker:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product, starmap
 
 from lightning_utilities.core.rank_zero import rank_zero_info
+from msgspec import structs
 
 from ..coordinator.session import Coordinator
 from ..errors import RemoteProtocolError, StageFailed
@@ -30,9 +33,9 @@ Tick = Callable[[], None]
 _MOST_PATIENCE_SECONDS = 0.6
 # The other runs warm up and measure the memory.
 _SHARE_OF_TIMED_RUNS = 0.5
-# A plan is off by as much as a speed changes while it is measured.
+# A larger change of a device's speed makes its plan doubtful.
 _MOST_CHANGE = 0.25
-# A shorter measurement varies by that much on a busy machine.
+# A shorter measurement varies too much on a busy machine.
 _LEAST_PATIENCE_SECONDS = 0.1
 # The share of a device's time in which its first trial may run again.
 _MOST_SHARE_OF_REPEAT = 0.1
@@ -73,9 +76,9 @@ def change_of_speed(name: str, first: Timing, again: Timing) -> str | None:
     samples = "1 sample" if first.micro_batch_size == 1 else f"{first.micro_batch_size} samples"
     return (
         f"{name} took {1000 * before:.3g} ms for a {first.part} on {samples} when its measuring "
-        f"began, and {1000 * after:.3g} ms when all was measured: its speed changed meanwhile, by "
-        "another program, a quota or heat, and a plan by these figures may be far from the best. "
-        "Measure again on calm machines, by `PipelineProfiler(force=True)` or `lightning-hetero "
+        f"began, and {1000 * after:.3g} ms at its end: its speed changed meanwhile, because of "
+        "another program, a quota or heat, so a plan by these figures may be far from the best. "
+        "Measure again on idle machines, by `PipelineProfiler(force=True)` or `lightning-hetero "
         "profile CONFIG --force`."
     )
 
@@ -88,8 +91,8 @@ class LayerSchedule:
         jobs: All of them in their order; see `layer_jobs`.
         end_seconds: When to stop, on the clock of `next`. The first job of every kind runs even
             later: without it there is no plan.
-        most_peak_bytes: Jobs that need more are skipped, where running out of memory would end
-            the process.
+        most_peak_bytes: Jobs that need more are skipped, because running out of memory may end the
+            process.
 
     Attributes:
         timings: What has been measured.
@@ -98,7 +101,7 @@ class LayerSchedule:
 
     jobs: Sequence[LayerJob]
     end_seconds: float
-    most_peak_bytes: int | None = None
+    most_peak_bytes: float = math.inf
     timings: list[Timing] = field(default_factory=list)
     largest_micro_batch: int | None = None
     _next: int = 0
@@ -125,9 +128,9 @@ class LayerSchedule:
         """Note that a job did not fit: larger ones will not fit either."""
         self._limits[job.dtype] = job.micro_batch_size
         if job.dtype == self.jobs[0].dtype:
-            smaller = [j.micro_batch_size for j in self.jobs]
-            below = [size for size in smaller if size < job.micro_batch_size]
-            self.largest_micro_batch = max(below, default=0)
+            sizes = {other.micro_batch_size for other in self.jobs}
+            smaller = (size for size in sizes if size < job.micro_batch_size)
+            self.largest_micro_batch = max(smaller, default=0)
 
     def skip(self, dtype: Dtype) -> None:
         """Skip the other jobs in a dtype that the device cannot run."""
@@ -136,7 +139,7 @@ class LayerSchedule:
     def _is_worth_it(self, job: LayerJob, now_seconds: float) -> bool:
         if job.dtype in self._skipped or self._is_too_large(job):
             return False
-        if job.recompute and self._timing(job._replace(recompute=False)) is None:
+        if job.recompute and job._replace(recompute=False) not in map(job_of, self.timings):
             return False
         is_first = job.micro_batch_size == self.jobs[0].micro_batch_size and not job.recompute
         if is_first and job.dtype == self.jobs[0].dtype:
@@ -144,30 +147,21 @@ class LayerSchedule:
         return now_seconds + self._predicted_seconds(job) <= self.end_seconds
 
     def _is_too_large(self, job: LayerJob) -> bool:
-        limits = [self._limits.get(dtype) for dtype in {job.dtype, self.jobs[0].dtype}]
-        if any(limit is not None and job.micro_batch_size >= limit for limit in limits):
+        dtypes = {job.dtype, self.jobs[0].dtype}
+        if any(job.micro_batch_size >= self._limits.get(dtype, math.inf) for dtype in dtypes):
             return True
-        if self.most_peak_bytes is None or job.recompute:
+        if job.recompute:
             return False
         peaks = [
             (timing.micro_batch_size, timing.peak_bytes)
             for timing in self.timings
             if (timing.part, timing.dtype, timing.recompute) == (job.kind, job.dtype, False)
         ]
-        if not peaks:
-            return False
-        size, peak_bytes = max(peaks)
+        size, peak_bytes = max(peaks, default=(1, 0))
         if peak_bytes * job.micro_batch_size / size <= self.most_peak_bytes:
             return False
         self.note_out_of_memory(job)
         return True
-
-    def _timing(self, job: LayerJob) -> Timing | None:
-        for timing in self.timings:
-            found = timing.dtype, timing.micro_batch_size, timing.part, timing.recompute
-            if found == tuple(job):
-                return timing
-        return None
 
     def _predicted_seconds(self, job: LayerJob) -> float:
         """In proportion to the largest finished job of its kind; 0 without one."""
@@ -179,14 +173,7 @@ def layer_jobs(
     kinds: Iterable[str], sizes: Iterable[int], dtypes: Iterable[Dtype]
 ) -> list[LayerJob]:
     """Every kind at every size in every dtype, without and with recomputation."""
-    kinds, sizes = list(kinds), list(sizes)
-    return [
-        LayerJob(dtype, size, kind, recompute)
-        for dtype in dtypes
-        for size in sizes
-        for kind in kinds
-        for recompute in (False, True)
-    ]
+    return list(starmap(LayerJob, product(dtypes, sizes, kinds, (False, True))))
 
 
 @dataclass
@@ -207,7 +194,7 @@ def trials(
     """Yield the trials of one device, as long as its schedule has jobs.
 
     Args:
-        subject: What is measured.
+        subject: The model.
         schedule: The jobs.
         patience_seconds: The time for each trial.
         clock: The clock of the schedule.
@@ -233,22 +220,24 @@ def trials(
 
 def first_again(subject: Subject, first: Timing, patience_seconds: float) -> Trials:
     """Yield a device's first trial again; the result has no timing if it fails."""
-    job = LayerJob(first.dtype, first.micro_batch_size, first.part, first.recompute)
+    job = job_of(first)
     outcome = yield subject.layer_trial(job, patience_seconds)
     return DeviceResult([timing_of(job, outcome)] if isinstance(outcome, m.LayerMeasured) else [])
 
 
+def job_of(timing: Timing) -> LayerJob:
+    """The job that a timing is for."""
+    return LayerJob(timing.dtype, timing.micro_batch_size, timing.part, timing.recompute)
+
+
 def timing_of(job: LayerJob, found: m.LayerMeasured) -> Timing:
-    """A measurement as the profile has it."""
+    """The timing of a job in the profile."""
     return Timing(
-        part=job.kind,
-        micro_batch_size=job.micro_batch_size,
-        forward_seconds=found.forward_seconds,
-        backward_seconds=found.backward_seconds,
-        saved_bytes=found.saved_bytes,
-        peak_bytes=found.peak_bytes,
+        job.kind,
+        job.micro_batch_size,
         dtype=job.dtype,
         recompute=job.recompute,
+        **structs.asdict(found),
     )
 
 
@@ -284,7 +273,7 @@ def _note_failure(
 
 
 def failure(what: str, answer: m.NotMeasured) -> StageFailed:
-    """The error for something that could not be measured; ``what`` begins its sentence."""
+    """The error for a failed measurement; ``what`` begins its sentence."""
     return StageFailed(f"{what}: {answer.reason}\n\nThe traceback there:\n{answer.traceback}")
 
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .svg import element, elided, escaped, hue, moved, rectangle, text, titled, width_of, wrapped
+from .svg import (
+    element,
+    elided,
+    escaped,
+    hue,
+    in_rows,
+    moved,
+    rectangle,
+    text,
+    titled,
+    width_of,
+    wrapped,
+)
 from .topology import MEMORY_PARTS, Memory, Place, layers_as_text, memory_as_text, split_address
 
 PADDING = 16
@@ -15,7 +27,9 @@ LAYERS_HEIGHT = 46
 MEMORY_HEIGHT = 38
 MARKS_HEIGHT = 28
 
+_BAR_HEIGHT = 8
 _LEAST_CELL = 6.0
+_PILL_GAP = 6
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,7 @@ class CardGrid:
         inner = width - 2 * PADDING
         return cls(
             width,
-            max((len(_device_lines(place, inner)) for place in places), default=0),
+            max((len(wrapped(place.device, inner, 12)) for place in places), default=0),
             any(place.memory for place in places),
             max((len(mark_rows(place.marks, inner)) for place in places), default=0),
         )
@@ -66,7 +80,7 @@ def card(place: Place, number: int, num_layers: int, machine: int, grid: CardGri
         moved(PADDING, PADDING, header(place, str(number), machine, inner)),
     ]
     y = PADDING + HEADER_HEIGHT
-    for line, content in enumerate(_device_lines(place, inner)):
+    for line, content in enumerate(wrapped(place.device, inner, 12)):
         parts.append(text(PADDING, y + line * DEVICE_LINE_HEIGHT, content, "normal soft"))
     y += grid.device_lines * DEVICE_LINE_HEIGHT
     parts.append(moved(PADDING, y, layers_row(place, num_layers, machine, inner)))
@@ -94,25 +108,17 @@ def header(place: Place, number: str, machine: int, width: float) -> str:
         # A space character, not only a gap, so that screen readers separate the two words.
         said = aside if port else f" {aside}"
         parts.append(element("tspan", escaped(said), class_="normal soft", dx=1))
-    return "".join(
-        [
-            element("circle", cx=12, cy=12, r=12, class_=hue(machine)),
-            text(12, 16.5, number, "chip", "middle"),
-            element("text", *parts, x=34, y=17),
-        ]
-    )
+    circle = element("circle", cx=12, cy=12, r=12, class_=hue(machine))
+    chip = text(12, 16.5, number, "chip", "middle")
+    return circle + chip + element("text", *parts, x=34, y=17)
 
 
 def layers_row(place: Place, num_layers: int, machine: int, width: float) -> str:
     """The layers of a place, and their position in the model."""
     count = f"{place.num_layers} of {num_layers}"
-    return "".join(
-        [
-            text(0, 12, layers_as_text(place.layers), "strong ink"),
-            text(width, 12, count, "small soft", "end"),
-            moved(0, 20, layer_map(place.layers, num_layers, machine, width)),
-        ]
-    )
+    words = text(0, 12, layers_as_text(place.layers), "strong ink")
+    words += text(width, 12, count, "small soft", "end")
+    return words + moved(0, 20, layer_map(place.layers, num_layers, machine, width))
 
 
 def layer_map(
@@ -122,22 +128,17 @@ def layer_map(
     first, end = layers
     cell = width / max(num_layers, 1)
     if cell >= _LEAST_CELL:
+        colours = [hue(machine) if first <= n < end else "track" for n in range(num_layers)]
         return "".join(
-            rectangle(
-                index * cell,
-                0,
-                cell - 2,
-                height,
-                hue(machine) if first <= index < end else "track",
-                radius=2,
-            )
-            for index in range(num_layers)
+            rectangle(index * cell, 0, cell - 2, height, colour, radius=2)
+            for index, colour in enumerate(colours)
         )
-    held = max((end - first) * cell, 3) if end > first else 0
+    track = rectangle(0, 0, width, height, "track", radius=3)
+    if first >= end:
+        return track
+    held = max((end - first) * cell, 3)
     start = min(first * cell, width - held)
-    return rectangle(0, 0, width, height, "track", radius=3) + (
-        rectangle(start, 0, held, height, hue(machine), radius=2) if held else ""
-    )
+    return track + rectangle(start, 0, held, height, hue(machine), radius=2)
 
 
 def memory_row(memory: Memory, machine: int, width: float) -> str:
@@ -147,21 +148,20 @@ def memory_row(memory: Memory, machine: int, width: float) -> str:
         text(width, 8, memory_as_text(memory), "small soft", "end"),
     ]
     if memory.total_bytes and memory.used_bytes:
-        parts.append(moved(0, 15, memory_bar(memory, machine, width)))
+        parts.append(moved(0, 15, _memory_bar(memory, machine, width)))
     return "".join(parts)
 
 
-def memory_bar(memory: Memory, machine: int, width: float, height: float = 8) -> str:
+def _memory_bar(memory: Memory, machine: int, width: float) -> str:
     """The bar of the memory's parts; it ends at the device's memory."""
-    parts = [rectangle(0, 0, width, height, "track", radius=3)]
+    parts = [rectangle(0, 0, width, _BAR_HEIGHT, "track", radius=3)]
     start = 0.0
     for name in MEMORY_PARTS:
         share = memory.used_bytes.get(name, 0.0) / memory.total_bytes
         length = min(share * width, width - start)
         if length > 0:
-            parts.append(
-                rectangle(start, 0, length, height, f"{hue(machine)} {memory_class(name)}")
-            )
+            class_ = f"{hue(machine)} {memory_class(name)}"
+            parts.append(rectangle(start, 0, length, _BAR_HEIGHT, class_))
             start += length
     return "".join(parts)
 
@@ -173,18 +173,12 @@ def memory_class(name: str) -> str:
 
 def mark_rows(marks: Sequence[str], width: float) -> list[list[str]]:
     """The marks in rows of at most this width."""
-    rows: list[list[str]] = []
-    for mark in marks:
-        if rows and marks_width([*rows[-1], mark]) <= width:
-            rows[-1].append(mark)
-        else:
-            rows.append([mark])
-    return rows
+    return in_rows(marks, _pill_width, _PILL_GAP, width)
 
 
 def marks_width(marks: Sequence[str]) -> float:
     """The width of a row of marks in pixels."""
-    return sum(_pill_width(mark) + 6 for mark in marks) - 6
+    return sum(_pill_width(mark) + _PILL_GAP for mark in marks) - _PILL_GAP
 
 
 def marks_row(marks: Sequence[str]) -> str:
@@ -194,16 +188,12 @@ def marks_row(marks: Sequence[str]) -> str:
         width = _pill_width(mark)
         parts.append(rectangle(x, 0, width, 20, "pill", radius=10))
         parts.append(text(x + width / 2, 14, mark, "small ink", "middle"))
-        x += width + 6
+        x += width + _PILL_GAP
     return "".join(parts)
 
 
 def _pill_width(mark: str) -> float:
     return width_of(mark, 11) + 18
-
-
-def _device_lines(place: Place, width: float) -> list[str]:
-    return wrapped(place.device, width, 12)
 
 
 def _name_of_bar(memory: Memory) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..protocol.fields import SpanKind
+from ..protocol.fields import Span
 from ..telemetry.step import Prediction, RecordedStep, StageSpans
 from .svg import (
     HUES,
@@ -58,6 +57,11 @@ class _Frame:
             self.top + self.height * (1 - _share(value, *self.y)),
         )
 
+    def path(self, curve: Curve) -> str:
+        """The points of a curve as the value of an attribute."""
+        places = (self.place(*point) for point in curve)
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
 
 def line_chart(
     curves: Mapping[str, Curve], label: str, height: float = 250.0, from_zero: bool = False
@@ -65,21 +69,16 @@ def line_chart(
     """A line for each curve over its steps. Values that are not finite are skipped. The chart is
     empty if no value is finite."""
     finite = {name: _finite(curve) for name, curve in curves.items() if _finite(curve)}
-    points = [point for curve in finite.values() for point in curve]
-    if not points:
+    if not finite:
         return ""
-    least = min(value for _, value in points)
-    ticks = nice_ticks(min(least, 0.0) if from_zero else least, max(v for _, v in points))
-    frame = _Frame(
-        _reach(step for step, _ in points),
-        (ticks[0], ticks[-1]),
-        *(_LEFT, WIDTH - _LEFT - _RIGHT, _TOP, height - _TOP - _FOOT),
-    )
-    parts = [*_grid(frame, ticks), *_step_axis(frame)]
-    for number, curve in enumerate(finite.values()):
-        parts.append(_line(frame, curve, number))
+    steps, values = zip(*(point for curve in finite.values() for point in curve), strict=True)
+    ticks = nice_ticks(min(*values, 0.0) if from_zero else min(values), max(values))
+    room = WIDTH - _LEFT - _RIGHT
+    reach = min(steps), max(steps)
+    frame = _Frame(reach, (ticks[0], ticks[-1]), _LEFT, room, _TOP, height - _TOP - _FOOT)
+    lines = [_line(frame, curve, number) for number, curve in enumerate(finite.values())]
     legend = _legend({name: hue(number) for number, name in enumerate(finite)})
-    return picture(WIDTH, height, label, legend, *parts)
+    return picture(WIDTH, height, label, legend, *_grid(frame, ticks), *_step_axis(frame), *lines)
 
 
 def shares_chart(
@@ -95,20 +94,17 @@ def shares_chart(
     steps = [step for kinds_of in rows.values() for curve in kinds_of.values() for step, _ in curve]
     if not steps:
         return ""
-    reach = _reach(steps)
+    reach, room = (min(steps), max(steps)), WIDTH - _LABEL - _RIGHT - 56
     parts = []
-    y = _TOP
-    for name, curves in rows.items():
-        frame = _Frame(reach, (0, 1), _LABEL, WIDTH - _LABEL - _RIGHT - 56, y, _BAND - 12)
+    for index, (name, curves) in enumerate(rows.items()):
+        y = _TOP + index * _BAND
+        frame = _Frame(reach, (0, 1), _LABEL, room, y, _BAND - 12)
         parts.append(text(0, y + 20, elided(name, _LABEL - 12, 12), "normal ink"))
         parts += _bands(frame, curves, colours)
-        parts.append(
-            text(WIDTH - _RIGHT, y + 20, _last(curves, next(iter(colours))), "normal soft", "end")
-        )
-        y += _BAND
-    end = _Frame(reach, (0, 1), _LABEL, WIDTH - _LABEL - _RIGHT - 56, y - _BAND, _BAND - 12)
-    height = y + _FOOT - 12
-    return picture(WIDTH, height, label, _legend(colours), *parts, *_step_axis(end))
+        last = _last(curves, next(iter(colours)))
+        parts.append(text(WIDTH - _RIGHT, y + 20, last, "normal soft", "end"))
+    height = _TOP + len(rows) * _BAND + _FOOT - 12
+    return picture(WIDTH, height, label, _legend(colours), *parts, *_step_axis(frame))
 
 
 def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
@@ -171,11 +167,10 @@ def _step_axis(frame: _Frame) -> Iterator[str]:
 
 
 def _line(frame: _Frame, curve: Curve, number: int) -> str:
-    points = [frame.place(*point) for point in thinned(curve)]
-    if len(points) == 1:
-        ((x, y),) = points
+    if len(curve) == 1:
+        x, y = frame.place(*curve[0])
         return element("circle", cx=x, cy=y, r=3.0, class_=hue(number))
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    path = frame.path(thinned(curve))
     return element("polyline", points=path, class_=f"trace stroke-{number % len(HUES)}")
 
 
@@ -183,35 +178,20 @@ def _bands(frame: _Frame, curves: Mapping[str, Curve], colours: Mapping[str, str
     """Stacked areas; a kind without a value at a step has height zero there."""
     yield rectangle(frame.left, frame.top, frame.width, frame.height, "track", radius=3)
     steps = sorted({step for curve in curves.values() for step, _ in _finite(curve)})
-    steps = steps[:: math.ceil(len(steps) / MOST_POINTS)] if steps else []
-    below = [0.0] * len(steps)
+    if not steps:
+        return
+    steps = steps[:: math.ceil(len(steps) / MOST_POINTS)]
     # A single step is drawn over the whole width.
-    shown = [frame.x[0], frame.x[1]] if len(steps) == 1 else steps
+    steps, shown = (steps * 2, frame.x) if len(steps) == 1 else (steps, steps)
+    below = [(place, 0.0) for place in shown]
     for kind, colour in colours.items():
         values = dict(_finite(curves.get(kind, ())))
         above = [
-            min(1.0, base + max(0.0, values.get(step, 0.0)))
-            for base, step in zip(below, steps, strict=True)
+            (place, min(1.0, base + max(0.0, values.get(step, 0.0))))
+            for (place, base), step in zip(below, steps, strict=True)
         ]
-        yield _area(frame, shown, _stretched(below, shown), _stretched(above, shown), colour)
+        yield element("polygon", points=frame.path([*above, *reversed(below)]), class_=colour)
         below = above
-
-
-def _area(
-    frame: _Frame,
-    steps: Sequence[float],
-    below: Sequence[float],
-    above: Sequence[float],
-    colour: str,
-) -> str:
-    there = [frame.place(*point) for point in zip(steps, above, strict=True)]
-    back = [frame.place(*point) for point in zip(steps, below, strict=True)]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*there, *reversed(back)])
-    return element("polygon", points=path, class_=colour) if path else ""
-
-
-def _stretched(values: Sequence[float], steps: Sequence[float]) -> Sequence[float]:
-    return values if len(values) == len(steps) else [values[0]] * len(steps)
 
 
 def _last(curves: Mapping[str, Curve], kind: str) -> str:
@@ -222,11 +202,6 @@ def _last(curves: Mapping[str, Curve], kind: str) -> str:
 
 def _finite(curve: Curve) -> list[tuple[float, float]]:
     return [(step, value) for step, value in curve if math.isfinite(value)]
-
-
-def _reach(values: Sequence[float] | Iterator[float]) -> tuple[float, float]:
-    known = list(values)
-    return min(known), max(known)
 
 
 def _share(value: float, least: float, most: float) -> float:
@@ -261,36 +236,26 @@ _HATCH = (
 
 
 @dataclass(frozen=True)
-class _Bar:
-    """An action; seconds count from the first action."""
-
-    kind: SpanKind
-    name: str
-    start_seconds: float
-    end_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end_seconds - self.start_seconds
-
-    @property
-    def number(self) -> str:
-        """The micro-batch in names such as ``2F0``; empty for others."""
-        found = re.match(r"\d+[A-Z](\d+)", self.name)
-        return found[1] if found else ""
-
-
-@dataclass(frozen=True)
 class _Panel:
-    """The rows under one title: for each stage its label, its busy share and its actions."""
+    """The rows under one title, one for each stage.
+
+    Args:
+        title: Names the panel.
+        stages: The actions of each row.
+        start_seconds: When the first action starts, on the clock of the actions.
+        row_seconds: The time from there to the end of a row.
+        step_seconds: The duration of the step, of which the busy shares are parts.
+    """
 
     title: str
-    seconds: float
-    rows: Sequence[tuple[str, float, Sequence[_Bar]]]
+    stages: Sequence[StageSpans]
+    start_seconds: float
+    row_seconds: float
+    step_seconds: float
 
     @property
     def height(self) -> float:
-        return _TITLE + _ROW * len(self.rows)
+        return _TITLE + _ROW * len(self.stages)
 
 
 def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
@@ -300,8 +265,8 @@ def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
     """
     panels = [_measured(step)]
     if prediction is not None:
-        panels.append(_predicted(step, prediction))
-    longest = max(panel.seconds for panel in panels) or 1e-9
+        panels.append(_predicted(prediction))
+    longest = max(panel.row_seconds for panel in panels) or 1e-9
     left = _MARGIN + _STEP_LABEL
     scale = (_STEP_WIDTH - left - _STEP_SHARE - _MARGIN) / longest
     parts: list[str] = []
@@ -316,54 +281,42 @@ def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
 
 
 def _measured(step: RecordedStep) -> _Panel:
-    zero = step.first_action_seconds
-    rows = []
-    for stage in step.stages:
-        bars = [
-            _Bar(s.kind, stage.name_of(s), s.start_seconds - zero, s.end_seconds - zero)
-            for s in stage.actions
-        ]
-        rows.append((_label(stage), _busy_share(stage.computing_seconds, step.seconds), bars))
     title = f"Step {step.step} as it was: {_duration(step.seconds)}, bubble {step.bubble:.0%}"
-    return _Panel(title, step.end_seconds - zero, rows)
+    start = step.first_action_seconds
+    return _Panel(title, step.stages, start, step.end_seconds - start, step.seconds)
 
 
-def _predicted(step: RecordedStep, prediction: Prediction) -> _Panel:
-    rows = []
-    for stage in step.stages:
-        bars = [
-            _Bar(s.kind, s.name, s.start_seconds, s.end_seconds)
-            for s in prediction.spans
-            if s.stage == stage.stage
-        ]
-        busy = sum(bar.seconds for bar in bars)
-        rows.append((_label(stage), _busy_share(busy, prediction.seconds), bars))
+def _predicted(prediction: Prediction) -> _Panel:
     sources = {"profile": "from the profile", "this step's own times": "from its mean times"}
     title = (
         f"Simulated {sources[prediction.source]}: {_duration(prediction.seconds)}, "
         f"bubble {prediction.bubble:.0%}"
     )
-    return _Panel(title, prediction.seconds, rows)
+    return _Panel(title, prediction.stages, 0.0, prediction.seconds, prediction.seconds)
 
 
 def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
     yield text(_MARGIN, 16, panel.title, "name ink")
-    for index, (label, share, bars) in enumerate(panel.rows):
+    for index, stage in enumerate(panel.stages):
         y = _TITLE + index * _ROW
-        yield text(_MARGIN, y + 16, elided(label, _STEP_LABEL - 8, 12), "normal ink")
-        yield rectangle(left, y, panel.seconds * scale, _BAR, "bubble")
-        for bar in bars:
-            yield from _action(bar, left, y, scale)
+        yield text(_MARGIN, y + 16, elided(_label(stage), _STEP_LABEL - 8, 12), "normal ink")
+        yield rectangle(left, y, panel.row_seconds * scale, _BAR, "bubble")
+        for span in stage.actions:
+            x = left + (span.start_seconds - panel.start_seconds) * scale
+            yield from _action(stage.name_of(span), span, x, y, scale)
+        share = stage.computing_seconds / panel.step_seconds if panel.step_seconds > 0 else 0.0
         yield text(_STEP_WIDTH - _MARGIN, y + 16, f"{share:.0%} busy", "normal ink", "end")
 
 
-def _action(bar: _Bar, left: float, y: float, scale: float) -> Iterator[str]:
-    x, width = left + bar.start_seconds * scale, bar.seconds * scale
+def _action(name: str, span: Span, x: float, y: float, scale: float) -> Iterator[str]:
+    seconds = span.end_seconds - span.start_seconds
+    width = seconds * scale
     # A narrow gap separates neighbouring bars.
-    shown = rectangle(x, y, max(0.4, width - 0.6), _BAR, bar.kind)
-    yield titled(f"{bar.name}: {_duration(bar.seconds)}", shown)
-    if bar.number and width >= width_of(bar.number, 11) + _AROUND:
-        yield text(x + width / 2, y + 16, bar.number, "inside", "middle")
+    shown = rectangle(x, y, max(0.4, width - 0.6), _BAR, span.kind)
+    yield titled(f"{name}: {_duration(seconds)}", shown)
+    number = "" if span.microbatch is None else str(span.microbatch)
+    if number and width >= width_of(number, 11) + _AROUND:
+        yield text(x + width / 2, y + 16, number, "inside", "middle")
 
 
 def _seconds_axis(longest: float, scale: float) -> Iterator[str]:
@@ -375,10 +328,6 @@ def _seconds_axis(longest: float, scale: float) -> Iterator[str]:
 
 def _label(stage: StageSpans) -> str:
     return stage.worker if stage.stage == 0 else f"stage {stage.stage}: {stage.worker}"
-
-
-def _busy_share(busy: float, seconds: float) -> float:
-    return busy / seconds if seconds > 0 else 0.0
 
 
 def _duration(seconds: float) -> str:

@@ -32,19 +32,18 @@ from .card import (
 from .svg import (
     HUES,
     Point,
-    arrow_head,
+    arrow,
     beside,
     element,
     elided,
     escaped,
+    in_rows,
     moved,
     picture_file,
     png,
     rectangle,
-    rounded_line,
     text,
     titled,
-    towards,
     width_of,
     wrapped,
 )
@@ -61,8 +60,6 @@ from .topology import (
 
 APART = 5.0
 LABEL_HEIGHT = 14
-_HEAD = 8.0
-_CLEAR = 3.0
 _ALIKE = 0.1
 
 _BOTH = "small soft"
@@ -83,9 +80,9 @@ def both_ways(points: Sequence[Point], link: Link) -> str:
     only token ids."""
     there = beside(points, 0 if link.is_one_way else APART)
     back = list(reversed(beside(points, -APART)))
-    lines = _arrow(there, "activation")
+    lines = arrow(there, "activation")
     if not link.is_one_way:
-        lines += _arrow(back, "gradient")
+        lines += arrow(back, "gradient")
     said = [label.content for side in labels(link) for label in side]
     return titled(", ".join(said), lines, class_="link") if said else lines
 
@@ -139,16 +136,6 @@ def _in_a_line(x: float, y: float, parts: Sequence[Label], anchor: str) -> str:
 
 def _are_alike(one: Speed, other: Speed) -> bool:
     return abs(one.bytes_per_second / other.bytes_per_second - 1) < _ALIKE
-
-
-def _arrow(points: Sequence[Point], name: str) -> str:
-    """An arrow from the first point to the last one, with a gap at both ends."""
-    *_, before, end = points
-    tip = towards(end, before, _CLEAR)
-    neck = towards(end, before, _CLEAR + _HEAD - 1)
-    start = towards(points[0], points[1], _CLEAR)
-    line = rounded_line([start, *points[1:-1], neck], f"line {name}-line")
-    return line + arrow_head(tip, before, f"{name}-head", _HEAD)
 
 
 COLUMNS = 3
@@ -224,7 +211,8 @@ class _Diagram:
     def _band(self) -> _Box:
         header_height = 52 if self._topology.coordinator.device else 38
         height = 2 * _BAND_PADDING + header_height + _PILL_HEIGHT
-        return _Box(self._left, MARGIN + self._heading_height, self._inner, height)
+        top = MARGIN + 38 + 17 * len(self._fact_lines)
+        return _Box(self._left, top, self._inner, height)
 
     @cached_property
     def _boxes(self) -> list[_Box]:
@@ -263,10 +251,6 @@ class _Diagram:
         places = len(self._topology.places)
         processes = f"{places} processes" if places > 1 else "one process"
         return f"{self._topology.num_layers} layers over {processes}"
-
-    @property
-    def _heading_height(self) -> float:
-        return 32 + 17 * len(self._fact_lines) + 6
 
     def _heading(self) -> str:
         title = elided(self._topology.title or self._size, self._inner, 20, is_bold=True)
@@ -309,21 +293,18 @@ class _Diagram:
         y = band.bottom - _BAND_PADDING - _PILL_HEIGHT
         boxes: dict[str, _Box] = {}
         before, behind = self._topology.own_parts
-        x = band.x + _BAND_PADDING
-        for name, width in self._pill_widths(before).items():
-            boxes[name] = _Box(x, y, width, _PILL_HEIGHT)
-            x += width + _PILL_GAP
-        x = band.right - _BAND_PADDING
-        for name, width in self._pill_widths(behind[::-1]).items():
-            boxes[name] = _Box(x - width, y, width, _PILL_HEIGHT)
-            x -= width + _PILL_GAP
+        left, right = band.x + _BAND_PADDING, band.right - _BAND_PADDING
+        for name in before:
+            boxes[name] = _Box(left, y, self._pill_width(name), _PILL_HEIGHT)
+            left = boxes[name].right + _PILL_GAP
+        for name in reversed(behind):
+            width = self._pill_width(name)
+            boxes[name] = _Box(right - width, y, width, _PILL_HEIGHT)
+            right -= width + _PILL_GAP
         return boxes
 
-    def _pill_widths(self, names: Sequence[str]) -> dict[str, float]:
-        return {
-            name: _LAYERS_PILL if name == "layers" else width_of(self._pill_text(name), 12) + 22
-            for name in names
-        }
+    def _pill_width(self, name: str) -> float:
+        return _LAYERS_PILL if name == "layers" else width_of(self._pill_text(name), 12) + 22
 
     def _pill_text(self, name: str) -> str:
         return f"{name}, frozen" if name in self._topology.frozen_ends else name
@@ -355,10 +336,8 @@ class _Diagram:
 
     def _card(self, index: int) -> str:
         place, box = self._topology.stages[index], self._boxes[index]
-        content = card(
-            place, index + 1, self._topology.num_layers, self._machine(place), self._grid
-        )
-        return moved(box.x, box.y, content)
+        machine, num_layers = self._machine(place), self._topology.num_layers
+        return moved(box.x, box.y, card(place, index + 1, num_layers, machine, self._grid))
 
     def _machine(self, place: Place) -> int:
         return self._topology.machines.index(place.machine)
@@ -396,8 +375,7 @@ class _Diagram:
         x = start.middle[0]
         if first.x + 20 <= x <= first.right - 20:
             return [(x, start.bottom), (x, first.y)]
-        level, target = self._band.bottom + GUTTER / 2, first.right - 48
-        return [(x, start.bottom), (x, level), (target, level), (target, first.y)]
+        return self._turned((x, start.bottom), (first.right - 48, first.y))
 
     def _way_home(self) -> list[Point]:
         """The line from the last stage to the coordinator's first part after the stages."""
@@ -406,12 +384,16 @@ class _Diagram:
         if not self._is_wrapped and last.x + 20 <= x <= last.right - 20:
             return [(x, last.y), (x, first.bottom)]
         if not self._is_wrapped:
-            level, target = self._band.bottom + GUTTER / 2, last.x + 48
-            return [(target, last.y), (target, level), (x, level), (x, first.bottom)]
+            return self._turned((last.x + 48, last.y), (x, first.bottom))
         rail = self._left + self._inner + 2 * RAIL - 10
         level = self._band.bottom + GUTTER / 2
         y = last.middle[1]
         return [(last.right, y), (rail, y), (rail, level), (x, level), (x, first.bottom)]
+
+    def _turned(self, start: Point, end: Point) -> list[Point]:
+        """A line with two corners in the gutter below the coordinator."""
+        level = self._band.bottom + GUTTER / 2
+        return [start, (start[0], level), (end[0], level), end]
 
     def _next_row(self, index: int) -> list[Point]:
         """The line from the end of a row of cards to the start of the next row."""
@@ -419,32 +401,14 @@ class _Diagram:
         right, left = before.right + RAIL - 6, after.x - RAIL + 2
         level = before.bottom + GUTTER / 2
         start, end = before.middle[1], after.middle[1]
-        return [
-            (before.right, start),
-            (right, start),
-            (right, level),
-            (left, level),
-            (left, end),
-            (after.x, end),
-        ]
+        out = [(before.right, start), (right, start), (right, level)]
+        return [*out, (left, level), (left, end), (after.x, end)]
 
     # the legend
 
     @cached_property
     def _legend_rows(self) -> list[list[tuple[str, str]]]:
-        rows: list[list[tuple[str, str]]] = []
-        room = 0.0
-        for item in self._legend_items():
-            width = 28 + width_of(item[1], 11) + 22
-            if not rows or room < width:
-                rows.append([])
-                room = self._inner + 22
-            rows[-1].append(item)
-            room -= width
-        return rows
-
-    def _legend_items(self) -> list[tuple[str, str]]:
-        """The kind of each item and its words."""
+        """The kind of each item and its words, in rows."""
         items = []
         if self._topology.links:
             items += [("activation", "activations"), ("gradient", "gradients")]
@@ -457,7 +421,7 @@ class _Diagram:
         }
         words = {"training": "gradients and optimizer", "other": "working memory"}
         items += [(name, words.get(name, name)) for name in MEMORY_PARTS if name in used]
-        return items
+        return in_rows(items, lambda item: 28 + width_of(item[1], 11), 22, self._inner)
 
     def _legend(self) -> str:
         parts = []

@@ -33,28 +33,23 @@ _MOST_COMPARED = 10
 def report(record: RunRecord) -> str:
     """The page as HTML."""
     topology, no_topology = _topology(record)
-    page = (
-        _environment()
-        .get_template("page.html")
-        .render(
-            record=record,
-            summary=_summary(record),
-            key_numbers=list(_key_numbers(record)),
-            findings=findings(record),
-            topology=topology,
-            no_topology=no_topology,
-            loss=line_chart(
-                {name: record.metrics[name] for name in _losses(record)}, "Loss over steps"
-            ),
-            shares=_shares(record),
-            speed=_speed(record),
-            compared=_compared(record),
-            stages=[_stage_row(record, number) for number in record.stage_numbers],
-            fonts=FONTS,
-            picture_style=style_sheet(),
-        )
+    page = _environment().get_template("page.html")
+    shown = page.render(
+        record=record,
+        summary=_summary(record),
+        key_numbers=list(_key_numbers(record)),
+        findings=findings(record),
+        topology=topology,
+        no_topology=no_topology,
+        loss=_loss(record),
+        shares=_shares(record),
+        speed=_speed(record),
+        compared=_compared(record),
+        stages=[_stage_row(record, number) for number in record.stage_numbers],
+        fonts=FONTS,
+        picture_style=style_sheet(),
     )
-    return printable(page)
+    return printable(shown)
 
 
 def _environment() -> Environment:

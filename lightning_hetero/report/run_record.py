@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +26,8 @@ TIMELINE_PICTURE = "timeline.svg"
 FILES = (METRICS, TOPOLOGY, TIMELINE, TIMELINE_PICTURE, PLAN_NAME)
 
 Found = TypeVar("Found")
+
+_STAGE_METRIC = re.compile("stage/([0-9]+)/[^/]*")
 
 
 class PredictedStep(msgspec.Struct, frozen=True):
@@ -103,14 +106,8 @@ class RunRecord:
     @property
     def stage_numbers(self) -> list[int]:
         """The numbers of the stages with metrics."""
-        parts = (name.split("/") for name in self.metrics)
-        return sorted(
-            {
-                int(part[1])
-                for part in parts
-                if len(part) == 3 and part[0] == "stage" and part[1].isdigit()
-            }
-        )
+        matches = (_STAGE_METRIC.fullmatch(name) for name in self.metrics)
+        return sorted({int(match[1]) for match in matches if match})
 
     def stage_metric(self, number: int, name: str) -> Curve:
         """A metric of a stage; empty if the run has no such metric."""
@@ -196,16 +193,16 @@ def _metrics(path: Path) -> dict[str, Curve]:
             if step is None or not math.isfinite(step):
                 continue
             for name, cell in row.items():
-                value = _number(cell) if isinstance(cell, str) else None
+                value = _number(cell)
                 if value is not None and name not in (None, "step", "epoch"):
                     found.setdefault(name, []).append((step, value))
     return {name: sorted(curve, key=lambda point: point[0]) for name, curve in found.items()}
 
 
-def _number(cell: str | None) -> float | None:
+def _number(cell: Any) -> float | None:
     try:
-        return None if cell is None else float(cell)
-    except ValueError:
+        return float(cell)
+    except (TypeError, ValueError):
         return None
 
 
@@ -279,13 +276,13 @@ def _of_bubble(record: RunRecord) -> Iterator[str]:
 
 
 def _of_links(record: RunRecord) -> Iterator[str]:
-    packing = _medians(record, "transferring_share")
-    for number, share in packing.items():
-        if share > MUCH_TRANSFER:
-            what = f"{_said(record, number)} spends {in_percent(share)} of the step on transfers."
-            yield f"{what} {_FASTER_LINKS}"
-    for number, share in _medians(record, "sending_share").items():
-        if share > MUCH_SENDING and packing.get(number, 0.0) <= MUCH_TRANSFER:
+    packing, sending = _medians(record, "transferring_share"), _medians(record, "sending_share")
+    much = {number: share for number, share in packing.items() if share > MUCH_TRANSFER}
+    for number, share in much.items():
+        what = f"{_said(record, number)} spends {in_percent(share)} of the step on transfers."
+        yield f"{what} {_FASTER_LINKS}"
+    for number, share in sending.items():
+        if share > MUCH_SENDING and number not in much:
             what = f"{_said(record, number)} sends during {in_percent(share)} of the time."
             yield f"{what} {_FASTER_LINKS}"
 

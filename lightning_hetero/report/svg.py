@@ -11,11 +11,18 @@ import importlib
 import importlib.util
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise, starmap
+from typing import TypeVar
 
 from ..errors import PictureError
 
 Point = tuple[float, float]
+
+# Arrows: the radius of corners, the length of the head, and the gap at both ends.
+_RADIUS = 10.0
+_HEAD = 8.0
+_CLEAR = 3.0
 
 # Characters that XML 1.0 cannot contain, escaped or not.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -68,27 +75,37 @@ def titled(title: str, *children: str, class_: str | None = None) -> str:
     return element("g", element("title", escaped(title)), *children, class_=class_)
 
 
-def rounded_line(points: Sequence[Point], class_: str, radius: float = 10) -> str:
+def arrow(points: Sequence[Point], name: str) -> str:
+    """An arrow from the first point to the last one, with a gap at both ends."""
+    *_, before, end = points
+    tip = _towards(end, before, _CLEAR)
+    neck = _towards(end, before, _CLEAR + _HEAD - 1)
+    start = _towards(points[0], points[1], _CLEAR)
+    line = _rounded_line([start, *points[1:-1], neck], f"line {name}-line")
+    return line + _arrow_head(tip, before, f"{name}-head")
+
+
+def _rounded_line(points: Sequence[Point], class_: str) -> str:
     """A line through points, with right angles that are drawn as round corners."""
     (x, y), *_ = points
     path = [f"M{_number(x)} {_number(y)}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
-        reach = min(radius, _distance(before, corner) / 2, _distance(corner, after) / 2)
-        enter, leave = towards(corner, before, reach), towards(corner, after, reach)
+        reach = min(_RADIUS, _distance(before, corner) / 2, _distance(corner, after) / 2)
+        enter, leave = _towards(corner, before, reach), _towards(corner, after, reach)
         path.append(f"L{_pair(enter)} Q{_pair(corner)} {_pair(leave)}")
     path.append(f"L{_pair(points[-1])}")
     return element("path", d=" ".join(path), class_=class_)
 
 
-def arrow_head(tip: Point, origin: Point, class_: str, size: float = 8) -> str:
+def _arrow_head(tip: Point, origin: Point, class_: str) -> str:
     """An arrow head at ``tip`` that points away from ``origin``."""
-    back = towards(tip, origin, size)
+    back = _towards(tip, origin, _HEAD)
     dx, dy = (back[0] - tip[0]) / 2, (back[1] - tip[1]) / 2
     corners = [tip, (back[0] + dy, back[1] - dx), (back[0] - dy, back[1] + dx)]
     return element("polygon", points=" ".join(_pair(corner) for corner in corners), class_=class_)
 
 
-def towards(start: Point, end: Point, reach: float) -> Point:
+def _towards(start: Point, end: Point, reach: float) -> Point:
     """The point at this distance from ``start`` on the way to ``end``."""
     share = reach / (_distance(start, end) or 1)
     return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
@@ -97,9 +114,9 @@ def towards(start: Point, end: Point, reach: float) -> Point:
 def beside(points: Sequence[Point], distance: float) -> list[Point]:
     """The parallel of a line with right angles, at this distance to its left, or to its right if
     the distance is negative."""
-    normals = [_normal(start, end) for start, end in zip(points, points[1:], strict=False)]
+    normals = list(starmap(_normal, pairwise(points)))
     shifts = [normals[0]]
-    for before, after in zip(normals, normals[1:], strict=False):
+    for before, after in pairwise(normals):
         is_straight = before == after
         shifts.append(before if is_straight else (before[0] + after[0], before[1] + after[1]))
     shifts.append(normals[-1])
@@ -157,13 +174,11 @@ def elided(text: str, width: float, size: float, is_bold: bool = False) -> str:
     """The text, with an ellipsis in place of its middle if it is wider than ``width``."""
     if width_of(text, size, is_bold) <= width:
         return text
-    kept = len(text) - 1
-    while kept > 0:
+    for kept in range(len(text) - 1, 0, -1):
         left = (kept + 1) // 2
         shorter = f"{text[:left]}…{text[len(text) - kept + left :]}"
         if width_of(shorter, size, is_bold) <= width:
             return shorter
-        kept -= 1
     return "…"
 
 
@@ -191,6 +206,25 @@ def _other_width(character: str) -> float:
     return _WIDE_WIDTH if is_wide or ord(character) > 0xFFFF else _UNKNOWN_WIDTH
 
 
+Item = TypeVar("Item")
+
+
+def in_rows(
+    items: Iterable[Item], width_of_item: Callable[[Item], float], gap: float, width: float
+) -> list[list[Item]]:
+    """The items in rows of at most ``width``, with a gap between the items of a row."""
+    rows: list[list[Item]] = []
+    room = 0.0
+    for item in items:
+        needed = width_of_item(item) + gap
+        if not rows or room < needed:
+            rows.append([])
+            room = width + gap
+        rows[-1].append(item)
+        room -= needed
+    return rows
+
+
 FONTS = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
 HUES = ("#2f6fde", "#0f9d76", "#d4772a", "#8b5cd6", "#cf4a6f", "#1795b8", "#7d8a22", "#a9633a")
@@ -213,7 +247,7 @@ _COLOURS = {
     "gradient-head": ("fill", "#b4540f", "#f0a062"),
 }
 
-_TYPE = {
+_RULES = {
     "title": "font-size:20px;font-weight:700",
     "name": "font-size:14px;font-weight:700",
     "strong": "font-size:13px;font-weight:700",
@@ -221,9 +255,6 @@ _TYPE = {
     "small": "font-size:11px",
     "chip": "font-size:12px;font-weight:700;fill:#ffffff",
     "inside": "font-size:11px;fill:#ffffff",
-}
-
-_SHAPES = {
     "edge": "stroke-width:1.2",
     "hatch": "stroke-width:2",
     "line": "fill:none;stroke-width:1.8",
@@ -242,9 +273,8 @@ _SHAPES = {
 
 def style_sheet() -> str:
     """The CSS rules for elements of class ``hetero``, with a dark mode."""
-    rules = {**_TYPE, **_SHAPES}
     light = [f".hetero text{{font-family:{FONTS}}}"]
-    light += [f".hetero .{name}{{{rule}}}" for name, rule in rules.items()]
+    light += [f".hetero .{name}{{{rule}}}" for name, rule in _RULES.items()]
     light += [f".hetero .{name}{{{key}:{one}}}" for name, (key, one, _) in _COLOURS.items()]
     for number, hue in enumerate(HUES):
         light.append(f".hetero .hue-{number}{{fill:{hue}}}")
@@ -290,8 +320,8 @@ _TEXT = (
 )
 
 
-def png(svg: str, scale: float = 2.0) -> bytes:
-    """The picture as PNG, enlarged by ``scale``.
+def png(svg: str) -> bytes:
+    """The picture as PNG, twice as large.
 
     Raises:
         PictureError: If the library or a font is missing.
@@ -301,7 +331,7 @@ def png(svg: str, scale: float = 2.0) -> bytes:
     library = importlib.import_module(_LIBRARY)
 
     def draw(markup: str) -> bytes:
-        return bytes(library.svg_to_bytes(markup, zoom=scale, sans_serif_family="DejaVu Sans"))
+        return bytes(library.svg_to_bytes(markup, zoom=2.0, sans_serif_family="DejaVu Sans"))
 
     # Without a font the library omits all text and reports no error.
     if draw(_TEXT) == draw(_TEXT.replace(">M<", "> <")):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ..errors import PlanError
-from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
+from ..plan import COORDINATOR, Plan, StagePlan
 from ..planner.candidates import Candidate
 from ..planner.costs import Need
 from ..planner.feasibility import candidate_of
@@ -38,11 +38,6 @@ class Memory:
 
     total_bytes: float
     used_bytes: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def sum_bytes(self) -> float:
-        """The sum of all used memory."""
-        return math.fsum(self.used_bytes.values())
 
 
 @dataclass(frozen=True)
@@ -173,7 +168,7 @@ def speed_as_text(speed: Speed) -> tuple[str, str]:
 
 def memory_as_text(memory: Memory) -> str:
     """As ``5.1 of 23.5 GiB``, or as much of that as is known."""
-    used, total = memory.sum_bytes, memory.total_bytes
+    used, total = math.fsum(memory.used_bytes.values()), memory.total_bytes
     if not memory.used_bytes:
         return in_short_bytes(total)
     if not total:
@@ -193,7 +188,21 @@ def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> 
     if num_layers < 1:
         raise PlanError("The plan has no layers to draw; give it stages.")
     plan.check(num_layers, [stage.worker for stage in plan.remote_stages])
-    bare = _bare(plan, title)
+    local = next((stage for stage in plan.stages if stage.is_local), None)
+    stages = [_place(stage) for stage in plan.remote_stages]
+    links = []
+    if stages:
+        links = [Link(None, None, n.activation_dtype, n.gradient_dtype) for n in plan.narrowings]
+        if EMBEDDING in stages[0].marks:
+            links[0] = Link(is_one_way=True)
+    bare = Topology(
+        title=title,
+        num_layers=num_layers,
+        coordinator=_place(local or StagePlan([COORDINATOR], (0, 0))),
+        stages=stages,
+        links=links,
+        facts=[f"{plan.micro_batches} micro-batches, at most {plan.max_in_flight} in flight"],
+    )
     return bare if profile is None else with_profile(bare, plan, profile)
 
 
@@ -205,38 +214,18 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
     """
     plan.check(len(profile.model.layers), profile.workers)
     candidate = candidate_of(plan, profile)
-    known = {
-        name: _measured_place(place, candidate, index)
-        for index, (name, place) in enumerate(
-            zip(candidate.names, [bare.coordinator, *bare.stages], strict=True)
-        )
-    }
+    coordinator, *stages = (
+        _measured_place(place, candidate, index) for index, place in enumerate(bare.places)
+    )
     frozen_ends = {end for end in ENDS if not profile.model.part(end).trainable_parameters}
     return replace(
         bare,
-        coordinator=known[COORDINATOR],
-        stages=[known[place.name] for place in bare.stages],
+        coordinator=coordinator,
+        stages=stages,
         links=_measured_links(bare, profile),
         facts=[*bare.facts, _prediction(candidate)],
         # A head that shares the embedding's weight has no parameters of its own.
         frozen_ends=bare.frozen_ends | (frozen_ends if len(frozen_ends) == len(ENDS) else set()),
-    )
-
-
-def _bare(plan: Plan, title: str) -> Topology:
-    local = next((stage for stage in plan.stages if stage.is_local), None)
-    num_layers = plan.stages[-1].layers[1]
-    stages = [_place(stage) for stage in plan.remote_stages]
-    links = [_rounding(narrowing) for narrowing in plan.narrowings] if stages else []
-    if stages and EMBEDDING in stages[0].marks:
-        links[0] = Link(is_one_way=True)
-    return Topology(
-        title=title,
-        num_layers=num_layers,
-        coordinator=_place(local or StagePlan([COORDINATOR], (0, 0))),
-        stages=stages,
-        links=links,
-        facts=[f"{plan.micro_batches} micro-batches, at most {plan.max_in_flight} in flight"],
     )
 
 
@@ -249,23 +238,15 @@ def _place(stage: StagePlan) -> Place:
     return Place(stage.worker, host, layers=stage.layers, marks=tuple(marks))
 
 
-def _rounding(narrowing: Narrowing) -> Link:
-    return Link(None, None, narrowing.activation_dtype, narrowing.gradient_dtype)
-
-
 def _measured_place(place: Place, candidate: Candidate, index: int) -> Place:
-    profile, name = candidate.costs.profile, candidate.names[index]
-    device = profile.device(name)
+    profile = candidate.costs.profile
+    device = profile.device(place.name)
     parts = [profile.model.part(kind) for kind in profile.model.layers[slice(*place.layers)]]
     is_frozen = bool(parts) and not any(part.trainable_parameters for part in parts)
     marks = ("frozen",) if is_frozen else ()
     memory = Memory(float(device.memory_bytes), _by_part(candidate.need(index)))
-    return replace(
-        place,
-        device=device.device,
-        memory=memory,
-        marks=tuple(dict.fromkeys((*place.marks, *marks))),
-    )
+    marks = tuple(dict.fromkeys((*place.marks, *marks)))
+    return replace(place, device=device.device, memory=memory, marks=marks)
 
 
 def _by_part(need: Need) -> Mapping[str, float]:

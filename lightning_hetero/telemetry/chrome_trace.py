@@ -14,7 +14,7 @@ PREDICTED = 1000
 """Add this to a stage's number to get the process id that shows its predicted actions."""
 
 _COMPUTES, _HANDLES, _SENDS = 1, 2, 3
-_TRACKS = {_COMPUTES: "computes", _HANDLES: "waits, takes, packs", _SENDS: "sends"}
+_TRACKS = {_COMPUTES: "computes", _HANDLES: "waits, takes, packs"}
 
 Event = dict[str, Any]
 StepAndPrediction = tuple[RecordedStep, Prediction | None]
@@ -55,17 +55,18 @@ class _Writer:
 
     def predicted(self, step: RecordedStep, prediction: Prediction) -> Iterator[Event]:
         start = step.first_action_seconds
-        for span in prediction.spans:
-            yield {
-                "ph": "X",
-                "cat": "predicted",
-                "name": span.name,
-                "pid": PREDICTED + span.stage,
-                "tid": _COMPUTES,
-                "ts": self._micro(start + span.start_seconds),
-                "dur": 1e6 * (span.end_seconds - span.start_seconds),
-                "args": {"step": step.step, "kind": span.kind},
-            }
+        for stage in prediction.stages:
+            for span in stage.spans:
+                yield {
+                    "ph": "X",
+                    "cat": "predicted",
+                    "name": stage.name_of(span),
+                    "pid": PREDICTED + stage.stage,
+                    "tid": _COMPUTES,
+                    "ts": self._micro(start + span.start_seconds),
+                    "dur": 1e6 * (span.end_seconds - span.start_seconds),
+                    "args": {"step": step.step, "kind": span.kind},
+                }
 
     def summary(self, step: RecordedStep, prediction: Prediction | None) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -138,9 +139,8 @@ def _shown(stage: StageSpans, span: Span) -> tuple[str, int, str]:
 
 def _awaited(stage: StageSpans, wait: Span) -> str:
     """The name of the first action after the wait."""
-    after = (s for s in stage.actions if s.start_seconds >= wait.end_seconds)
-    following = next(after, None)
-    return "the next step" if following is None else stage.name_of(following)
+    after = (stage.name_of(s) for s in stage.actions if s.start_seconds >= wait.end_seconds)
+    return next(after, "the next step")
 
 
 def _receiving_action(step: RecordedStep, sent: Span) -> tuple[int, Span] | None:
@@ -151,10 +151,11 @@ def _receiving_action(step: RecordedStep, sent: Span) -> tuple[int, Span] | None
     forward = "loss" if sent.peer == 0 else "forward"
     kind = forward if sent.message == "Activation" else "backward"
     wanted = kind, sent.microbatch, sent.visit
-    stage = step.stages[sent.peer]
-    found = (s for s in stage.actions if (s.kind, s.microbatch, s.visit) == wanted)
-    action = next((s for s in found if s.start_seconds >= sent.start_seconds), None)
-    return None if action is None else (sent.peer, action)
+    for action in step.stages[sent.peer].actions:
+        found = action.kind, action.microbatch, action.visit
+        if found == wanted and action.start_seconds >= sent.start_seconds:
+            return sent.peer, action
+    return None
 
 
 def _names(steps: Sequence[StepAndPrediction]) -> Iterator[Event]:
@@ -167,10 +168,9 @@ def _names(steps: Sequence[StepAndPrediction]) -> Iterator[Event]:
         for pid, name in shown:
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-        peers = [s.stage for s in stages if s.stage != stage.stage]
-        tracks = {track: _TRACKS[track] for track in (_COMPUTES, _HANDLES)}
-        tracks |= {_SENDS + peer: f"sends to stage {peer}" for peer in peers}
-        for tid, name in tracks.items():
+        peers = (other.stage for other in stages if other.stage != stage.stage)
+        sends = {_SENDS + peer: f"sends to stage {peer}" for peer in peers}
+        for tid, name in {**_TRACKS, **sends}.items():
             args = {"name": name}
             yield {"ph": "M", "name": "thread_name", "pid": stage.stage, "tid": tid, "args": args}
 
@@ -186,11 +186,10 @@ def _stage(stage: StageSpans) -> dict[str, Any]:
 
 
 def _shares(stage: StageSpans) -> dict[str, Any]:
-    sent = [span.num_bytes for span in stage.spans if span.kind == "send"]
     return {
         "stage": stage.stage,
         "busy_us": 1e6 * stage.computing_seconds,
         "waiting_us": 1e6 * stage.seconds("wait"),
         "transferring_us": 1e6 * stage.seconds("take", "pack"),
-        "sent_bytes": sum(sent),
+        "sent_bytes": sum(span.num_bytes for span in stage.spans if span.kind == "send"),
     }

@@ -21,6 +21,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from ..errors import ChannelError, PlanError
+from ..pipeline.rule import Action
 from ..plan import COORDINATOR, Plan
 from ..planner.candidates import Costs
 from ..planner.feasibility import candidate_of
@@ -36,7 +37,6 @@ from ..planner.simulation import (
     least_bottleneck,
     predict,
 )
-from ..planner.simulation import Span as Played
 from ..protocol.fields import ACTIONS, Span, SpanKind
 from ..transport.link_probe import ClockSample
 
@@ -262,17 +262,6 @@ Source = Literal["profile", "this step's own times"]
 
 
 @dataclass(frozen=True)
-class PredictedSpan:
-    """A predicted action. Seconds count from the start of the first action."""
-
-    stage: int
-    kind: SpanKind
-    name: str
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True)
 class Prediction:
     """A step as the simulator predicts it.
 
@@ -282,13 +271,14 @@ class Prediction:
             why the times of one step differ.
         seconds: The duration of the step.
         bubble: The idle share of all stages' time.
-        spans: All actions, including the optimizer's steps.
+        stages: The actions of each stage, including the optimizer's step. Their seconds count from
+            the start of the first action.
     """
 
     source: Source
     seconds: float
     bubble: float
-    spans: Sequence[PredictedSpan]
+    stages: Sequence[StageSpans]
 
 
 def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Prediction | None:
@@ -303,11 +293,11 @@ def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Pr
         except PlanError:
             pass
         else:
-            return _prediction("profile", candidate.pipeline, candidate.simulation)
+            return _prediction(step, "profile", candidate.pipeline, candidate.simulation)
     pipeline = pipeline_of(step, plan)
     if pipeline is None:
         return None
-    return _prediction("this step's own times", pipeline, predict(pipeline))
+    return _prediction(step, "this step's own times", pipeline, predict(pipeline))
 
 
 def bound_seconds(plan: Plan, profile: Profile) -> float:
@@ -342,8 +332,7 @@ def _times(stage: StageSpans) -> StageTimes:
 
 
 def _mean(stage: StageSpans, kind: SpanKind) -> float:
-    found = [s.end_seconds - s.start_seconds for s in stage.spans if s.kind == kind]
-    return statistics.fmean(found) if found else 0.0
+    return _mean_seconds(span for span in stage.spans if span.kind == kind)
 
 
 def _count(stage: StageSpans, kind: SpanKind) -> int:
@@ -351,30 +340,33 @@ def _count(stage: StageSpans, kind: SpanKind) -> int:
 
 
 def _hop(stage: StageSpans, peer: int) -> Hop:
-    sends = [
-        span.end_seconds - span.start_seconds
-        for span in stage.spans
-        if span.kind == "send" and span.peer == peer and span.message != "Arguments"
-    ]
-    return Hop(f"{stage.stage} to {peer}", statistics.fmean(sends) if sends else 0.0)
+    sends = (s for s in stage.spans if s.kind == "send" and s.peer == peer)
+    seconds = _mean_seconds(span for span in sends if span.message != "Arguments")
+    return Hop(f"{stage.stage} to {peer}", seconds)
 
 
-def _prediction(source: Source, pipeline: Pipeline, played: Simulation) -> Prediction:
-    spans = [_span(span) for span in played.spans]
-    end = max((span.end_seconds for span in spans), default=0.0)
-    spans += [
-        PredictedSpan(index, "optimizer", "optimizer", end, end + times.optimizer_seconds)
-        for index, times in enumerate(pipeline.stages)
-        if times.optimizer_seconds > 0
-    ]
-    return Prediction(source, played.step_seconds, played.bubble, spans)
+def _mean_seconds(spans: Iterable[Span]) -> float:
+    found = [_seconds(span) for span in spans]
+    return statistics.fmean(found) if found else 0.0
 
 
-def _span(played: Played) -> PredictedSpan:
-    action = played.action
-    kind: SpanKind = "backward" if action.kind == "B" else "forward"
+def _prediction(
+    step: RecordedStep, source: Source, pipeline: Pipeline, played: Simulation
+) -> Prediction:
+    end = max((span.end_seconds for span in played.spans), default=0.0)
+    spans: dict[int, list[Span]] = {stage.stage: [] for stage in step.stages}
+    for action, start_seconds, end_seconds in played.spans:
+        microbatch = action.key.microbatch
+        found = Span(_kind_of(action), start_seconds, end_seconds, microbatch)
+        spans[action.stage_index].append(found)
+    for index, times in enumerate(pipeline.stages):
+        if times.optimizer_seconds > 0:
+            spans[index].append(Span("optimizer", end, end + times.optimizer_seconds))
+    stages = [StageSpans(s.stage, s.worker, s.layers, spans[s.stage]) for s in step.stages]
+    return Prediction(source, played.step_seconds, played.bubble, stages)
+
+
+def _kind_of(action: Action) -> SpanKind:
     if action.stage_index == 0 and action.key.visit == LOSS:
-        kind = "loss"
-    letter = {"backward": "B", "forward": "F", "loss": "L"}[kind]
-    name = f"{action.stage_index}{letter}{action.key.microbatch}"
-    return PredictedSpan(action.stage_index, kind, name, played.start_seconds, played.end_seconds)
+        return "loss"
+    return "backward" if action.kind == "B" else "forward"

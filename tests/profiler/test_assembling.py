@@ -3,11 +3,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from lightning_hetero.planner.profile import VERSION, DeviceProfile, Link, Profile
+from lightning_hetero.profiler.measure import usable_memory
 from lightning_hetero.profiler.run import (
     merged,
     pairs_without_link,
     restricted,
-    shared_memory_bytes,
     still_true,
     with_present_memory,
 )
@@ -36,14 +36,14 @@ def names(devices: list[DeviceProfile]) -> list[str]:
     return [one.name for one in devices]
 
 
-def test_those_of_one_memory_share_what_is_free() -> None:
+def test_processes_with_one_memory_share_its_free_part() -> None:
     described = {
         "coordinator": now(),
         "one": now(),
         "two": now("gpu"),
         "three": now(base_bytes=3 * GIB),
     }
-    shared = shared_memory_bytes(described)
+    shared = usable_memory(described)
     free = 8 * GIB // 3
     assert shared == {
         "coordinator": GIB + free,
@@ -53,14 +53,14 @@ def test_those_of_one_memory_share_what_is_free() -> None:
     }
 
 
-def test_the_memory_is_that_of_now() -> None:
+def test_a_known_profile_gets_the_present_memory() -> None:
     described = {"coordinator": now("main", base_bytes=3 * GIB), "one": now("other")}
     found = with_present_memory(known("coordinator", "one"), described, 2 * GIB)
     assert [d.memory_bytes for d in found.devices] == [11 * GIB, 9 * GIB]
     assert [d.base_bytes for d in found.devices] == [GIB, GIB]
 
 
-def test_another_device_or_other_libraries_are_not_believed() -> None:
+def test_a_changed_device_and_changed_libraries_are_dropped() -> None:
     before = known("coordinator", "one", "two", "away")
     described = {
         "coordinator": now(),
@@ -75,7 +75,7 @@ def test_another_device_or_other_libraries_are_not_believed() -> None:
     }
 
 
-def test_what_is_new_comes_to_what_is_known() -> None:
+def test_new_measurements_complete_the_known_profile() -> None:
     old = known("coordinator", "one")
     fresh = replace(old.device("one"), memory_bytes=5)
     new = replace(
@@ -88,7 +88,7 @@ def test_what_is_new_comes_to_what_is_known() -> None:
     assert merged(new, None) is new
 
 
-def test_only_present_processes_are_planned_with() -> None:
+def test_a_restricted_profile_has_only_the_present_processes() -> None:
     found = restricted(known("coordinator", "one", "two"), ["coordinator", "two"])
     assert names(found.devices) == ["coordinator", "two"]
     assert len(found.links) == 2

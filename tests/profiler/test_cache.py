@@ -8,8 +8,8 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_hetero import PipelineProfiler
+from lightning_hetero.profiler.measure import Identity
 from lightning_hetero.profiler.run import (
-    Identity,
     cache_file,
     cache_folder,
     read_known,
@@ -42,7 +42,7 @@ def test_another_model_or_setting_has_another_file() -> None:
     assert cache_file(IDENTITY).name.startswith("Module-")
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_profile_can_be_read(tmp_path: Path) -> None:
     path, written = tmp_path / "deep" / "profile.yaml", profile(2, [device("one", 1.0, 2.0)])
     assert read_known(path, IDENTITY) is None
     write_known(path, written)
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["profile.yaml"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_said(
+def test_a_folder_that_cannot_be_written_to_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_written_to_is_said(
         (replace(IDENTITY, settings={"precision": "16"}), "precision (was None, is '16')"),
     ],
 )
-def test_what_is_of_something_else_is_not_believed(
+def test_a_profile_of_another_model_or_setting_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, identity: Identity, said: str
 ) -> None:
     path = tmp_path / "profile.yaml"

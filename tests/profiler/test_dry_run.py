@@ -21,7 +21,14 @@ from torchmetrics import MeanMetric
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_hetero.model.attributes import restoring_generator
-from lightning_hetero.profiler.dry_run import NoSample, SampleBatch, no_trace, sample_batch
+from lightning_hetero.profiler.dry_run import (
+    NoSample,
+    OptimizerSettings,
+    SampleBatch,
+    no_trace,
+    sample_batch,
+    step_like,
+)
 
 from ..models import TinyModule, loader, sequences, trainer
 
@@ -37,7 +44,7 @@ def sample(data: Any, module: TinyModule | None = None, **options: Any) -> Sampl
     return sample_batch(run)
 
 
-def test_it_is_the_first_batch_and_can_be_cut() -> None:
+def test_the_sample_is_the_first_batch_and_can_be_cut() -> None:
     found = sample(loader(8, 4))
     expected = next(iter(loader(8, 4)))
     assert torch.equal(found.batch["input_ids"], expected["input_ids"])
@@ -58,7 +65,7 @@ def test_shuffled_data_comes_in_the_same_order_afterwards() -> None:
         assert torch.equal(found["input_ids"], expected["input_ids"])
 
 
-def test_no_process_is_started_for_it() -> None:
+def test_no_process_is_started_for_the_sample() -> None:
     data = DataLoader(sequences(8), 4, num_workers=2, prefetch_factor=2)  # type: ignore[arg-type]
     sample(data)
     assert (data.num_workers, data.prefetch_factor, data._iterator) == (2, 2, None)
@@ -86,7 +93,7 @@ def test_a_stream_is_read_and_starts_anew() -> None:
 
 
 class Slices:
-    """Goes on where it was left, as some libraries' loaders do."""
+    """Remembers its position, as some libraries' loaders do."""
 
     def __init__(self, copies: bool) -> None:
         self.batches: Any = list(torch.arange(12.0).reshape(3, 2, 2))
@@ -98,7 +105,7 @@ class Slices:
             yield self.batches.pop(0)
 
 
-def test_data_that_goes_on_where_it_was_left_is_copied_or_left_alone() -> None:
+def test_data_that_remembers_its_position_is_copied_or_refused() -> None:
     slices = Slices(copies=True)
     assert sample(slices).size == 2
     assert len(slices.batches) == 3
@@ -119,7 +126,7 @@ class Noisy(list[Any]):
         return self.random.random() + self.numpy.random() + self.old.rand()
 
 
-def test_random_numbers_of_the_data_itself_stay_where_they_were() -> None:
+def test_random_generators_of_a_dataset_are_restored() -> None:
     looked_at, untouched = Noisy(), Noisy()
     sample(DataLoader(looked_at, 4))
     assert looked_at[0] == untouched[0]
@@ -139,12 +146,12 @@ def test_a_batch_that_cannot_be_cut_is_one_piece() -> None:
         (loader(4, 4), {"limit_train_batches": 0}, "no train_dataloader"),
     ],
 )
-def test_without_a_batch_there_is_a_reason(data: Any, options: Any, reason: str) -> None:
+def test_an_error_says_why_there_is_no_sample(data: Any, options: Any, reason: str) -> None:
     with pytest.raises(NoSample, match=reason):
         sample(data, **options)
 
 
-def test_a_step_that_takes_the_loader_itself_is_no_sample() -> None:
+def test_a_step_that_takes_the_loader_itself_has_no_sample() -> None:
     class Taking(TinyModule):
         def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
             raise NotImplementedError
@@ -269,7 +276,7 @@ def test_parameters_that_operations_change_get_their_content_back(module: Busy) 
     assert state_of(module) == before
 
 
-def test_it_is_undone_after_an_exception_too(module: Busy) -> None:
+def test_changes_are_undone_after_an_exception_too(module: Busy) -> None:
     before = state_of(module)
     with suppress(KeyError), no_trace(module, [], is_timed=False):
         module.change()
@@ -277,7 +284,7 @@ def test_it_is_undone_after_an_exception_too(module: Busy) -> None:
     assert state_of(module) == before
 
 
-def test_what_a_user_has_set_on_the_module_is_there_again(module: Busy) -> None:
+def test_an_attribute_that_the_user_has_set_is_restored(module: Busy) -> None:
     logged: list[Any] = []
     module.log = lambda *args, **_kwargs: logged.append(args)  # type: ignore[method-assign]
     with no_trace(module, []):
@@ -306,5 +313,11 @@ def test_gradients_are_kept_apart(module: Busy) -> None:
     assert torch.equal(parameter.grad, torch.ones(2, 2))
 
 
-def test_what_is_no_generator_needs_no_restoring() -> None:
+def test_other_objects_than_generators_are_not_restored() -> None:
     assert restoring_generator(object()) is None
+
+
+def test_a_parameter_without_elements_is_measured_too() -> None:
+    settings = OptimizerSettings("SGD", {"lr": 0.1}, {"lr": 0.1})
+    empty = nn.Parameter(torch.zeros(0, 3))
+    assert step_like([empty], settings, torch.device("cpu")).step_seconds == 0

@@ -1,8 +1,7 @@
-"""Whether the embedding may leave: by what it is, and by what the model does with it."""
+"""Whether the embedding may leave: its class and place, and its use by the model."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,7 @@ def may_leave(module: TinyModule) -> bool:
     drawn = Blueprint.draw(module, layers, kinds_of_layers(layers, first_wants_gradient=True))
     device = torch.device("cpu")
     outputs = MadeUpOutputs(drawn, drawn.bench(device))
-    runner = EndsRunner(module, layers, drawn.on_meta(), outputs, time.perf_counter)
+    runner = EndsRunner(module, layers, drawn.on_meta(), outputs)
     with no_trace(module, [layer.module for layer in layers]):
         return runner.only_layers_read(embedding, next(iter(loader(2, 2))))
 
@@ -43,7 +42,7 @@ class OfFamily(TinyModule):
 
 
 class Reading(TinyModule):
-    """Looks at what the embedding gave in the loss too."""
+    """Uses the embedding's output in the loss too."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         given: list[Tensor] = []
@@ -63,7 +62,7 @@ class Twice(TinyModule):
 
 
 class Scaled(TinyModule):
-    """Gives the layers what it has changed in place."""
+    """Changes the embedding's output in place before the layers."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         hidden = self.model.get_input_embeddings()(batch["input_ids"])

@@ -1,4 +1,4 @@
-"""Measured on real workers: what comes out, what is kept, and that nobody notices."""
+"""Profiling runs with real workers: the profile, its file, and a module without traces."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -24,23 +25,20 @@ from lightning_hetero.planner.profile import EMBEDDING, HEAD, Profile
 from lightning_hetero.profiler import trials
 
 from ..families import tiny_model
-from ..models import TinyModule, loader, sequences, trainer
+from ..models import Module, TinyModule, fit, loader, sequences, trainer
 from ..transport.pairs import worker_thread
 
 
-def profiler(path: Path, **options: Any) -> PipelineProfiler:
-    """As quick as measuring can be."""
-    return PipelineProfiler(**{"budget_seconds": 0.2, "path": path, **options})
-
-
-def fit(module: Any, strategy: Any, *callbacks: Any, data: Any = None, **options: Any) -> Any:
-    run = trainer(strategy, callbacks=list(callbacks), **{"max_steps": 2, **options})
-    run.fit(module, data if data is not None else loader(8, 4))
-    return run
+def profiled(
+    module: Module, strategy: Any, path: Path, data: Any = None, budget_seconds: float = 0.2
+) -> Module:
+    """Train a module for two steps, with a profiler that measures as shortly as possible."""
+    profiler = PipelineProfiler(budget_seconds, path=path)
+    return fit(module, strategy, loader(8, 4) if data is None else data, callbacks=[profiler])
 
 
 class Watched(TinyModule):
-    """A module with everything that a run could leave a trace in."""
+    """A module with everything in which a run could leave a trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,23 +60,22 @@ class Watched(TinyModule):
         return loss
 
 
-def watched_run(strategy: Any, *callbacks: Any) -> tuple[Watched, Any]:
+def watched_run(strategy: Any, *callbacks: Callback) -> Watched:
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
     data = DataLoader(sequences(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]
-    module = Watched()
-    return module, fit(module, strategy, *callbacks, data=data)
+    return fit(Watched(), strategy, data, callbacks=list(callbacks))
 
 
 def test_measuring_leaves_no_trace(workers: list[str], tmp_path: Path) -> None:
     options = {"plan": "even", "micro_batching": "boundary"}
-    plain, plain_run = watched_run(HeteroPipelineStrategy(workers[:1], **options))
-    schedule = profiler(tmp_path / "profile.yaml")
-    module, run = watched_run(HeteroPipelineStrategy(workers[:1], **options), schedule)
+    plain = watched_run(HeteroPipelineStrategy(workers[:1], **options))
+    profiler = PipelineProfiler(0.2, path=tmp_path / "profile.yaml")
+    module = watched_run(HeteroPipelineStrategy(workers[:1], **options), profiler)
     assert (module.num_steps, module.seen, module.draws) == (2, plain.seen, plain.draws)
     assert module.losses == plain.losses
-    assert run.logged_metrics == plain_run.logged_metrics
+    assert module.trainer.logged_metrics == plain.trainer.logged_metrics
     assert torch.equal(module.mean.compute(), plain.mean.compute())
     torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=0)
     assert {name: set(vars(m)) for name, m in module.named_modules()} == {
@@ -93,16 +90,12 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "profile.yaml"
-    strategy, module, plain = (
-        HeteroPipelineStrategy(workers[:2], "auto"),
-        TinyModule(),
-        TinyModule(),
-    )
+    strategy, module = HeteroPipelineStrategy(workers[:2], "auto"), TinyModule()
     with caplog.at_level(logging.INFO):
-        fit(module, strategy, profiler(path))
+        profiled(module, strategy, path)
     assert f"what was measured is kept in {path}" in caplog.text
     assert "tokens/s" in capsys.readouterr().out
-    fit(plain, "auto")
+    plain = fit(TinyModule(), data=loader(8, 4))
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
     profile = Profile.from_yaml(path)
     assert profile.model.embedding_may_leave
@@ -124,9 +117,9 @@ def test_auto_measures_solves_and_trains_as_one_device_does(
 
 
 def test_auto_measures_halves_of_layers_apart(workers: list[str], tmp_path: Path) -> None:
-    path, module, plain = tmp_path / "profile.yaml", TinyModule(), TinyModule()
-    fit(module, HeteroPipelineStrategy(workers[:2], "auto", cut_layers=True), profiler(path))
-    fit(plain, "auto")
+    path, module = tmp_path / "profile.yaml", TinyModule()
+    profiled(module, HeteroPipelineStrategy(workers[:2], "auto", cut_layers=True), path)
+    plain = fit(TinyModule(), data=loader(8, 4))
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
     profile = Profile.from_yaml(path)
     assert profile.model.layers == ["LlamaDecoderLayer-attention", "LlamaDecoderLayer-rest"] * 5
@@ -139,9 +132,9 @@ def test_over_slow_links_token_ids_travel(
     workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "profile.yaml"
-    fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), profiler(path))
+    profiled(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), path)
     found = Profile.from_yaml(path)
-    # As if this process were slow, and so that a boundary takes as long as many layers.
+    # This process looks slow, and a boundary takes as long as many layers.
     own = found.device("coordinator")
     slowed = [
         msgspec.structs.replace(timing, forward_seconds=1.0, backward_seconds=2.0)
@@ -153,25 +146,24 @@ def test_over_slow_links_token_ids_travel(
     num_bytes = found.model.activation_bytes_per_sample
     links = [msgspec.structs.replace(link, bytes_per_second=num_bytes) for link in found.links]
     msgspec.structs.replace(found, devices=[own, found.devices[1]], links=links).to_yaml(path)
-    module, plain = TinyModule(), TinyModule()
-    strategy = HeteroPipelineStrategy(workers[:1], "auto")
+    module, strategy = TinyModule(), HeteroPipelineStrategy(workers[:1], "auto")
     with caplog.at_level(logging.INFO):
-        fit(module, strategy, profiler(path))
+        profiled(module, strategy, path)
     assert "stage 1: the input embedding and layers 0 to" in caplog.text
-    fit(plain, "auto")
+    plain = fit(TinyModule(), data=loader(8, 4))
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
 
 
 def test_a_device_that_changed_while_it_was_measured_is_named(
     workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So that everybody has changed, however short the measuring.
+    # With these limits every device counts as changed, even after a short measurement.
     monkeypatch.setattr(trials, "_MOST_CHANGE", 0.0)
     monkeypatch.setattr(trials, "_LEAST_PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(trials, "_MOST_SHARE_OF_REPEAT", 1e9)
     strategy = HeteroPipelineStrategy(workers[:1], plan="even")
     with pytest.warns(UserWarning, match="its speed changed meanwhile") as told:
-        fit(TinyModule(), strategy, profiler(tmp_path / "profile.yaml"))
+        profiled(TinyModule(), strategy, tmp_path / "profile.yaml")
     said = [str(one.message) for one in told if "its speed changed" in str(one.message)]
     assert [message.split()[0] for message in said] == ["coordinator", workers[0]]
 
@@ -183,12 +175,12 @@ def test_the_second_start_measures_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "profile.yaml"
-    fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), profiler(path))
+    profiled(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), path)
     first = path.read_text()
     monkeypatch.setattr("lightning_hetero.profiler.run.Measuring", None)
     with caplog.at_level(logging.INFO):
         strategy = HeteroPipelineStrategy(workers[:1], "even")
-        fit(TinyModule(), strategy, profiler(path))
+        profiled(TinyModule(), strategy, path)
     assert f"nothing is measured: {path} has the profile" in caplog.text
     assert path.read_text() == first
     assert strategy.plan_choice.profile is not None
@@ -196,9 +188,9 @@ def test_the_second_start_measures_nothing(
 
 def test_a_new_worker_is_measured_alone(workers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
-    fit(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), profiler(path))
+    profiled(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), path)
     before = Profile.from_yaml(path)
-    fit(TinyModule(), HeteroPipelineStrategy(workers[:2], "even"), profiler(path))
+    profiled(TinyModule(), HeteroPipelineStrategy(workers[:2], "even"), path)
     after = Profile.from_yaml(path)
     for name in ("coordinator", workers[0]):
         assert after.device(name).timings == before.device(name).timings
@@ -215,7 +207,7 @@ def test_a_new_worker_is_measured_alone(workers: list[str], tmp_path: Path) -> N
         ("another batch", "other batch"),
     ],
 )
-def test_a_file_of_no_use_is_ignored_with_a_line(
+def test_an_unusable_file_is_ignored_with_a_log_line(
     workers: list[str],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -228,18 +220,18 @@ def test_a_file_of_no_use_is_ignored_with_a_line(
         return HeteroPipelineStrategy(workers[:1], "even")
 
     if content == "another batch":
-        fit(TinyModule(), strategy(), profiler(path), data=loader(6, 3))
+        profiled(TinyModule(), strategy(), path, loader(6, 3))
     else:
         path.write_text(content)
     with caplog.at_level(logging.INFO):
-        fit(TinyModule(), strategy(), profiler(path), max_steps=1)
+        profiled(TinyModule(), strategy(), path)
     assert said in caplog.text
     assert "measured is kept" in caplog.text
     assert Profile.from_yaml(path).batch_size == 4
 
 
 class Fragile(nn.Module):
-    """A layer that runs out of memory, or fails, from a size on."""
+    """A layer that fails with more than so many samples."""
 
     def __init__(self, most_samples: int, complaint: str) -> None:
         super().__init__()
@@ -255,7 +247,7 @@ class Fragile(nn.Module):
 
 
 class FragileModule(TinyModule):
-    """Three of them between an embedding and a head."""
+    """Three fragile layers between an embedding and a head."""
 
     def __init__(self, most_samples: int, complaint: str) -> None:
         super().__init__(1)
@@ -283,14 +275,14 @@ def allowing() -> Iterator[str]:
         yield str(address)
 
 
-def test_who_runs_out_of_memory_reports_the_largest_that_fits_and_goes_on(
+def test_a_device_out_of_memory_reports_the_largest_size_that_fits_and_goes_on(
     allowing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = FragileModule(2, "CUDA out of memory. Tried to allocate 2.00 GiB.")
     path = tmp_path / "profile.yaml"
     strategy = HeteroPipelineStrategy([allowing], "auto", layers="blocks")
     with caplog.at_level(logging.INFO):
-        fit(module, strategy, profiler(path, budget_seconds=6.0), data=loader(16, 8))
+        profiled(module, strategy, path, loader(16, 8), budget_seconds=6.0)
     profile = Profile.from_yaml(path)
     for device in profile.devices:
         assert device.largest_micro_batch == 2
@@ -309,8 +301,7 @@ def test_a_model_that_no_worker_makes_faster_is_cut_to_what_fits_here(
     def run() -> FragileModule:
         module = FragileModule(2, "CUDA out of memory. Tried to allocate 2.00 GiB.")
         strategy = HeteroPipelineStrategy([allowing], "auto", layers="blocks")
-        fit(module, strategy, profiler(path, budget_seconds=2.0), data=loader(16, 8))
-        return module
+        return profiled(module, strategy, path, loader(16, 8), budget_seconds=2.0)
 
     run()
     content = yaml.safe_load(path.read_text())
@@ -325,12 +316,12 @@ def test_a_model_that_no_worker_makes_faster_is_cut_to_what_fits_here(
     assert len(module.losses) == 2
 
 
-def test_who_has_no_memory_for_a_layer_gets_none(allowing: str, tmp_path: Path) -> None:
-    """Both share this test's layers, so that nobody can have one."""
+def test_a_device_without_memory_for_a_layer_gets_none(allowing: str, tmp_path: Path) -> None:
+    """The layers of this test fit neither process."""
     path = tmp_path / "profile.yaml"
     strategy = HeteroPipelineStrategy([allowing], "auto", layers="blocks")
     with pytest.raises(PlanError):
-        fit(FragileModule(0, "out of memory"), strategy, profiler(path))
+        profiled(FragileModule(0, "out of memory"), strategy, path)
     here, there = Profile.from_yaml(path).devices
     assert {timing.part for timing in here.timings} == {EMBEDDING, HEAD}
     assert (here.largest_micro_batch, there.largest_micro_batch) == (None, 0)
@@ -343,7 +334,7 @@ def test_a_layer_that_fails_is_named_with_its_worker(allowing: str, tmp_path: Pa
         StageFailed,
         match=r"coordinator failed while it measured a Fragile \(layer 2\) on 1 samples",
     ):
-        fit(module, strategy, profiler(tmp_path / "profile.yaml"))
+        profiled(module, strategy, tmp_path / "profile.yaml")
     assert not any(parameter.is_meta for parameter in module.parameters())
     assert "forward" not in vars(module.blocks[0])
 
@@ -351,7 +342,7 @@ def test_a_layer_that_fails_is_named_with_its_worker(allowing: str, tmp_path: Pa
 def test_an_unreachable_worker_is_named(workers: list[str], tmp_path: Path) -> None:
     strategy = HeteroPipelineStrategy([workers[0], "127.0.0.1:1"], "auto")
     with pytest.raises(WorkerUnreachable, match=r"127\.0\.0\.1:1"):
-        fit(TinyModule(), strategy, profiler(tmp_path / "profile.yaml"))
+        profiled(TinyModule(), strategy, tmp_path / "profile.yaml")
     assert not (tmp_path / "profile.yaml").exists()
 
 
@@ -367,7 +358,7 @@ def test_validation_takes_the_plan_of_the_training_and_even_without_one(
     assert "'even' here, since nothing can be measured: `trainer.validate`" in caplog.text
     caplog.clear()
     strategy = HeteroPipelineStrategy(workers[:1], "auto")
-    run = fit(module, strategy, profiler(tmp_path / "profile.yaml"))
+    run = profiled(module, strategy, tmp_path / "profile.yaml").trainer
     with caplog.at_level(logging.INFO):
         run.validate(module, loader(8, 4), verbose=False)
     assert "nothing can be measured" not in caplog.text
@@ -379,7 +370,7 @@ def test_data_that_can_be_read_only_once_is_left_alone(
     batches = iter(list(loader(8, 4)))
     module = TinyModule()
     with caplog.at_level(logging.INFO):
-        fit(module, HeteroPipelineStrategy(workers[:1], "auto"), data=batches, max_steps=2)
+        fit(module, HeteroPipelineStrategy(workers[:1], "auto"), batches)
     assert "can be read only once" in caplog.text
     assert len(module.losses) == 2
 
@@ -392,7 +383,7 @@ class Family(TinyModule):
         self.model = tiny_model(family)  # type: ignore[assignment]
 
 
-# The router's loss of a micro-batch is not that of the batch, which the first-batch check says.
+# The router's loss of a batch is no mean over micro-batches, so the first-batch check warns.
 @pytest.mark.filterwarnings("ignore:The loss of the first batch")
 @pytest.mark.parametrize(
     ("family", "kinds"),
@@ -410,7 +401,7 @@ def test_other_families_are_measured(
 ) -> None:
     path = tmp_path / "profile.yaml"
     module = Family(family)
-    fit(module, HeteroPipelineStrategy(workers[:1], "auto"), profiler(path))
+    profiled(module, HeteroPipelineStrategy(workers[:1], "auto"), path)
     profile = Profile.from_yaml(path)
     assert profile.model.kinds == kinds
     for device in profile.devices:

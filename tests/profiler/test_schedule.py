@@ -39,7 +39,7 @@ def lead(
     seconds_per_sample: float = 0.0,
     fits: Callable[[LayerJob], bool] = lambda job: True,
 ) -> list[str]:
-    """Carry out a schedule on a device of that speed; what was tried."""
+    """Follow a schedule on a device of that speed, and list the trials."""
     now, tried = 0.0, []
     while (job := schedule.next(now)) is not None:
         tried.append(short(job))
@@ -75,7 +75,7 @@ def test_a_change_of_over_a_quarter_either_way_is_told(
     assert (change_of_speed("local-1", taking(before), taking(after)) is not None) is changed
 
 
-def test_who_changed_is_named_with_both_figures_and_the_remedy() -> None:
+def test_a_changed_device_is_named_with_both_figures_and_the_remedy() -> None:
     told = change_of_speed("old-tower:9", taking(0.0123, 2), taking(0.02468, 2))
     assert told is not None
     assert "old-tower:9 took 12.3 ms for a layer on 2 samples" in told
@@ -87,7 +87,7 @@ def test_who_changed_is_named_with_both_figures_and_the_remedy() -> None:
     ("seconds", "patience", "expected"),
     [(0.001, 0.6, True), (0.001, 0.05, False), (0.48, 0.6, True), (0.5, 0.6, False)],
 )
-def test_only_what_is_telling_and_cheap_is_repeated(
+def test_only_a_precise_and_short_trial_is_repeated(
     seconds: float, patience: float, expected: bool
 ) -> None:
     assert is_worth_repeating(taking(seconds), patience, 24.0) is expected
@@ -134,7 +134,7 @@ def test_when_time_ends_every_kind_has_been_measured_once() -> None:
     assert lead(schedule, seconds_per_sample=1.0) == ["float32 dense 1", "float32 mixture 1"]
 
 
-def test_what_would_not_end_in_time_is_not_begun() -> None:
+def test_a_trial_that_would_end_too_late_is_not_begun() -> None:
     jobs = layer_jobs(["dense"], [1, 2, 4, 8], ["float32"])
     schedule = LayerSchedule(jobs, end_seconds=8.0)
     # 1 + 1 + 2 + 2 seconds so far, and 4 more would be 10.
@@ -168,7 +168,7 @@ def test_another_dtype_that_does_not_fit_limits_only_itself() -> None:
     assert tried[-1] == "float32 dense 2"
 
 
-def test_what_would_take_the_whole_memory_is_not_tried() -> None:
+def test_a_trial_that_needs_too_much_memory_is_not_begun() -> None:
     jobs = layer_jobs(["dense"], [1, 2, 4, 8], ["float32"])
     schedule = LayerSchedule(jobs, end_seconds=100.0, most_peak_bytes=250)
     assert lead(schedule)[-1] == "float32 dense 2 again"

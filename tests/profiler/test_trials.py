@@ -1,4 +1,4 @@
-"""The conversation with a device, led with one that is made up."""
+"""The conversation with a device, led with a made-up device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def subject(sizes: list[int], called: bool = True) -> Subject:
 
 
 class Clock:
-    """Goes on by a second whenever it is looked at."""
+    """Advances by a second at each reading."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -66,7 +66,7 @@ class Clock:
 def lead(
     device: Device, dtypes: tuple[Dtype, ...] = ("float32",), end_seconds: float = 1e9
 ) -> tuple[DeviceResult, list[Trial]]:
-    """What is measured on a device, and what it was asked."""
+    """The results of a device, and the trials that it was asked for."""
     measured = subject([1, 2, 4])
     schedule = LayerSchedule(layer_jobs(["layer"], [1, 2, 4], dtypes), end_seconds)
     return talk(trials(measured, schedule, 0.1, Clock(), "old-tower"), device)
@@ -130,7 +130,7 @@ def test_a_device_without_time_is_asked_once_for_each_kind() -> None:
     assert len(asked) == 2
 
 
-def test_out_of_memory_ends_the_larger_sizes() -> None:
+def test_a_device_out_of_memory_gets_no_larger_sizes() -> None:
     result, _ = lead(failing(True, lambda trial: trial.hidden_shape[0] >= 4))
     assert result.largest_micro_batch == 2
     assert max(timing.micro_batch_size for timing in result.timings) == 2

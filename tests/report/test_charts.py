@@ -61,7 +61,7 @@ def test_ticks_are_written_with_the_digits_that_they_have() -> None:
     assert {"4.75", "5.00", "5.25", "6.00"} <= set(words)
 
 
-def test_there_is_no_chart_of_nothing() -> None:
+def test_without_values_there_is_no_chart() -> None:
     assert line_chart({"loss": []}, "Loss") == ""
     assert line_chart({"loss": [(1.0, math.inf)]}, "Loss") == ""
     assert shares_chart({"0": {"busy": []}}, KINDS, "Shares") == ""

@@ -34,7 +34,7 @@ def test_every_fact_is_in_the_picture() -> None:
         assert said in found, f"{said!r} is not among {found}."
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_unknown_facts_are_left_out() -> None:
     found = " ".join(words(bare(2)))
     for said in ("memory", "MB/s", "GiB", "frozen,", "weights"):
         assert said not in found
@@ -42,7 +42,7 @@ def test_what_is_not_known_is_left_out() -> None:
     assert found.startswith("13 layers over 3 processes")
 
 
-def test_a_picture_needs_nothing_else() -> None:
+def test_a_picture_needs_no_other_file() -> None:
     drawn = diagram(topology(12))
     assert "http" not in drawn.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert "<script" not in drawn

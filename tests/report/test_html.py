@@ -57,7 +57,7 @@ def timeline(**step: Any) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run that has left everything."""
+    """The folder of a run with all its files."""
     PLAN.to_yaml(tmp_path / "plan.yaml")
     (tmp_path / "architecture.svg").write_text(diagram(topology(2)))
     (tmp_path / "metrics.csv").write_text(metrics())
@@ -159,7 +159,7 @@ def test_names_are_shown_as_text(run: Path) -> None:
     assert "script" not in Reader(report(read_run(run))).tags
 
 
-def test_cells_that_are_no_numbers_are_passed_over(run: Path) -> None:
+def test_cells_without_numbers_are_skipped(run: Path) -> None:
     (run / "metrics.csv").write_text("step,loss,note\n1,2.0,hello\n2,oops\n3,1.0,x,more\n,5,\n")
     assert read_run(run).metrics == {"loss": [(1.0, 2.0), (3.0, 1.0), (3.0, 5.0)]}
 
@@ -218,7 +218,7 @@ def test_a_finding_names_a_step_off_its_prediction(seconds: float, said: str | N
 
 
 @needs_chromium
-def test_a_browser_shows_it_whole(run: Path) -> None:
+def test_a_browser_shows_the_whole_page(run: Path) -> None:
     script = """
       const wide = document.documentElement.scrollWidth > innerWidth;
       const images = [...document.images].map((image) => image.complete);

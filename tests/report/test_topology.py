@@ -58,7 +58,7 @@ def test_a_coordinator_with_the_last_layers_has_them_before_the_head() -> None:
     found = topology_of(Plan(stages))
     assert found.own_parts == (["data"], ["layers", "head", "loss"])
     assert found.stages[0].marks == ("embedding",)
-    # What is only token ids is not rounded.
+    # Token ids are not rounded.
     assert found.links == [Link(is_one_way=True), Link(activation_dtype="int8"), Link()]
 
 
@@ -76,12 +76,12 @@ def test_a_profile_adds_devices_memory_links_and_the_prediction() -> None:
     assert found.frozen_ends == frozenset()
 
 
-def test_a_profile_of_something_else_is_refused() -> None:
+def test_a_profile_of_other_workers_is_refused() -> None:
     with pytest.raises(PlanError, match="none of the workers"):
         topology_of(PLAN, profile(8, [device("other:1", 1, 2)], batch_size=8))
 
 
 @pytest.mark.parametrize("stages", [[], [StagePlan(["a:1"], (2, 4))]], ids=["none", "a gap"])
-def test_what_is_no_plan_is_refused(stages: list[StagePlan]) -> None:
+def test_a_plan_without_all_layers_is_refused(stages: list[StagePlan]) -> None:
     with pytest.raises(PlanError):
         topology_of(Plan(stages))

@@ -1,4 +1,4 @@
-"""The trace that Perfetto opens, and what is found wrong with one."""
+"""The trace for Perfetto, and the faults that its rules find."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_each_action_is_a_slice_of_its_stage(trace: dict[str, Any]) -> None:
     assert named(trace, "0L0", 0)["args"]["kind"] == "loss"
 
 
-def test_waiting_says_for_what(trace: dict[str, Any]) -> None:
+def test_a_wait_names_the_next_action(trace: dict[str, Any]) -> None:
     waits = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "wait" and e["pid"] == 1]
     assert waits == ["waits for 1F0", "waits for 1B0", "waits for ApplyOptimizer"]
 
 
-def test_an_arrow_goes_from_what_was_sent_to_the_action_it_was_for(trace: dict[str, Any]) -> None:
+def test_an_arrow_goes_from_a_sent_tensor_to_the_action_that_used_it(trace: dict[str, Any]) -> None:
     begins = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "s"}
     ends = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "f"}
     ways = [(b["pid"], b["ts"], ends[n]["pid"], ends[n]["ts"]) for n, b in begins.items()]
@@ -55,7 +55,7 @@ def test_an_arrow_goes_from_what_was_sent_to_the_action_it_was_for(trace: dict[s
     ]
 
 
-def test_the_prediction_stands_beside_it(trace: dict[str, Any]) -> None:
+def test_the_prediction_is_in_the_trace(trace: dict[str, Any]) -> None:
     predicted = [e for e in trace["traceEvents"] if e.get("cat") == "predicted"]
     assert {e["pid"] for e in predicted} == {PREDICTED, PREDICTED + 1}
     summary = trace["otherData"]["steps"][0]
@@ -95,7 +95,7 @@ def _endless(events: list[dict[str, Any]]) -> None:
         (_endless, "4 arrows begin and 3 end."),
     ],
 )
-def test_what_is_wrong_is_found(
+def test_broken_rules_are_found(
     trace: dict[str, Any], spoil: Callable[[list[dict[str, Any]]], None], fault: str
 ) -> None:
     spoiled = copy.deepcopy(trace)

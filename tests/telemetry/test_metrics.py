@@ -1,7 +1,4 @@
-"""What a token takes, against the matrices counted by hand.
-
-The metrics that totals come to.
-"""
+"""The operations of a token, counted by hand, and the metrics of given totals."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def test_a_frozen_value_has_no_gradient_of_its_own() -> None:
     assert flops_per_token(model) == 6 * (4 * LAYER + HEAD) + 4 * LAYER
 
 
-def test_of_experts_those_count_that_a_token_goes_to() -> None:
+def test_only_the_experts_that_a_token_uses_count() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
     config = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
@@ -72,7 +69,7 @@ def test_the_shares_of_a_worker_add_up() -> None:
     assert found["bubble_share"] == pytest.approx(0.6)
 
 
-def test_those_of_the_coordinator_do_with_what_lightning_does() -> None:
+def test_the_shares_of_the_coordinator_add_up_with_the_time_of_lightning() -> None:
     found = stage_metrics(WINDOW, 0)
     assert [found[name] for name in SHARES] == pytest.approx([0.6, 0.05, 0.25])
     assert found["other_share"] == pytest.approx(0.1)
@@ -88,7 +85,7 @@ def test_times_are_of_a_microbatch_or_of_a_step() -> None:
     assert stage_metrics(WINDOW, 0)["sent_bytes"] == 50.0
 
 
-def test_the_pipeline_s_are_of_all_stages() -> None:
+def test_pipeline_metrics_cover_all_stages() -> None:
     assert pipeline_metrics(WINDOW) == pytest.approx(
         {
             "tokens_per_second": 50.0,
@@ -99,7 +96,7 @@ def test_the_pipeline_s_are_of_all_stages() -> None:
     )
 
 
-def test_what_was_added_between_two_moments() -> None:
+def test_a_difference_holds_the_growth_between_two_moments() -> None:
     assert difference(WORKER, Totals()) == WORKER
     nothing = difference(WORKER, WORKER)
     assert (nothing.step_seconds, nothing.num_steps, nothing.num_ready) == (0.0, 0, 0)

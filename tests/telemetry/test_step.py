@@ -1,6 +1,6 @@
-"""Clocks: the best ping decides, and what drifts is followed.
+"""Clocks: the best ping decides, and a drift is followed.
 
-A step as stages tell it: on one clock, cut to itself, with its bubble.
+Recorded steps: on one clock, without spans outside the step, with their bubble.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def ping(asked: float, there: float, back: float, offset: float) -> ClockSample:
     return ClockSample(asked, asked + there + offset, asked + there + back)
 
 
-def test_as_long_there_as_back_the_offset_is_exact() -> None:
+def test_equal_ways_give_the_exact_offset() -> None:
     clock = align([ping(10.0, 0.002, 0.002, 3600.0)])
     assert clock.ours(3611.0) == pytest.approx(11.0, abs=1e-9)
     assert clock.error_seconds == pytest.approx(0.002)
@@ -51,7 +51,7 @@ def test_between_two_times_a_drift_is_followed() -> None:
     assert clock.offset_at(500.0) == pytest.approx(50.01)
 
 
-def test_without_a_ping_nothing_can_be_said() -> None:
+def test_without_a_ping_there_is_no_clock_map() -> None:
     with pytest.raises(ChannelError, match="has answered no ping"):
         align([])
 
@@ -71,7 +71,7 @@ def test_the_bubble_is_the_idle_share() -> None:
     assert step.bubble == pytest.approx(1 - 15 / 42)
 
 
-def test_the_worker_s_moments_come_on_our_clock() -> None:
+def test_the_times_of_a_worker_are_put_on_our_clock() -> None:
     ahead = [
         replace(
             span,
@@ -86,7 +86,7 @@ def test_the_worker_s_moments_come_on_our_clock() -> None:
     assert step.stages[1].spans == made_up_step().stages[1].spans
 
 
-def test_what_an_action_waits_for_is_not_computing() -> None:
+def test_waiting_inside_an_action_is_not_computing() -> None:
     spans = [Span("forward", 0, 10), Span("wait", 2, 6), Span("pack", 6, 7)]
     step = recorded_step(0, 0.0, PLAN, {0: spans, 1: WORKER}, {1: align([ClockSample(0, 0, 0)])})
     assert step.stages[0].computing_seconds == 5.0
