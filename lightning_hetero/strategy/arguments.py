@@ -79,16 +79,20 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_arguments(**values: Any) -> None:
+def check_arguments(given: Mapping[str, Any]) -> None:
     """Refuse an invalid argument of the strategy.
+
+    Args:
+        given: The arguments by their names; others of Lightning's own may be among them.
 
     Raises:
         MisconfigurationException: With the argument's name.
     """
-    for name, value in values.items():
-        is_fine, wanted = _ARGUMENTS[name]
-        if not is_fine(value):
-            raise MisconfigurationException(f"`{name}` is {value!r:.80}; it must be {wanted}.")
+    for name, (is_valid, wanted) in _ARGUMENTS.items():
+        if not is_valid(given[name]):
+            raise MisconfigurationException(
+                f"`{name}` is {given[name]!r:.80}; it must be {wanted}."
+            )
 
 
 def check_not_compiled(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> None:

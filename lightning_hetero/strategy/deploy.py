@@ -318,10 +318,14 @@ def _all_on_one(workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:
     return Plan([StagePlan(list(workers[:1]), (0, len(layers)))])
 
 
-def _warn_of_faults(plan: Plan, profile: Profile) -> None:
-    # A batch with fewer samples than micro-batches is cut into fewer pieces.
+def as_measured(plan: Plan, profile: Profile) -> Plan:
+    """The plan with the micro-batches of a measured batch, which may have fewer samples."""
     pieces = min(plan.micro_batches, profile.batch_size or plan.micro_batches)
-    for fault in check_plan(dataclasses.replace(plan, micro_batches=pieces), profile):
+    return dataclasses.replace(plan, micro_batches=pieces)
+
+
+def _warn_of_faults(plan: Plan, profile: Profile) -> None:
+    for fault in check_plan(as_measured(plan, profile), profile):
         rank_zero_warn(f"By what was measured, the plan cannot run. {fault}")
 
 

@@ -100,79 +100,25 @@ class Remedy:
     cause: str
 
 
+@dataclass(frozen=True)
+class _Problem:
+    """A difference between the loss of a batch and that of its micro-batches.
+
+    Args:
+        text: The difference and its remedies in words.
+        is_large: Whether the difference is too large for a run to go on unless the user says so.
+    """
+
+    text: str
+    is_large: bool
+
+
+@dataclass(frozen=True)
 class FirstBatchCheck:
-    """Compares the loss of a batch with that of its micro-batches.
+    """Compares the loss of a batch with that of its micro-batches, in a step that has begun.
 
     Args:
         module: Attached to its Trainer.
-        deployment: Where its layers are.
-        weighting: How micro-batch losses combine.
-        mode: Whether a difference stops the run or is a warning.
-
-    Attributes:
-        is_wanted: Whether the user wants the check.
-    """
-
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        deployment: Deployment,
-        weighting: LossWeighting,
-        mode: CheckFirstBatch,
-    ) -> None:
-        self._module = module
-        self._deployment = deployment
-        self._weighting = weighting
-        self._mode = mode
-        self.is_wanted = mode != "off"
-
-    def run(self, batch: CutBatch, rest: Sequence[Any], begin_again: Callable[[], None]) -> None:
-        """Check a batch in a step that has begun on the stages.
-
-        Everything is as before afterwards, random generators included.
-
-        Args:
-            batch: With two micro-batches at least.
-            rest: The other arguments of ``training_step``.
-            begin_again: Begins the step again, after something in it has failed.
-
-        Raises:
-            BatchError: If the difference is too large, and the check is to stop the run.
-        """
-        away = self._deployment.modules_away
-        trial = _Trial(self._module, self._deployment, self._weighting, rest, begin_again)
-        with no_trace(self._module, away, is_timed=False) as has_changed:
-            _evaluate(self._module, away)
-            problem = trial.problem(batch)
-            changed = list(_changed_in(self._module, has_changed))
-        if changed:
-            rank_zero_warn(
-                f"`training_step` changes {', '.join(changed)} in place, which happens once for "
-                "each micro-batch and not once for each batch. If that makes a difference, do it "
-                "in `on_train_batch_end`, or use `micro_batching='boundary'`."
-            )
-        if problem is None:
-            return
-        if self._mode == "stop" and problem.difference > problem.tolerance:
-            raise BatchError(f"{problem.text} {GO_ON}")
-        rank_zero_warn(problem.text)
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """A loss that differs from that of its micro-batches: how, by how much, what is allowed."""
-
-    text: str
-    difference: float
-    tolerance: float
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Runs ``training_step`` without gradients on whole and cut batches.
-
-    Args:
-        module: In evaluation mode.
         deployment: Where its layers are.
         weighting: How micro-batch losses combine.
         rest: The other arguments of ``training_step``.
@@ -185,21 +131,44 @@ class _Trial:
     rest: Sequence[Any]
     begin_again: Callable[[], None]
 
-    def problem(self, batch: CutBatch) -> _Problem | None:
+    def run(self, batch: CutBatch, mode: CheckFirstBatch) -> None:
+        """Check a batch of two micro-batches at least.
+
+        Everything is as before afterwards, random generators included.
+
+        Raises:
+            BatchError: If the difference is too large, and the mode is ``"stop"``.
+        """
+        away = self.deployment.modules_away
+        with no_trace(self.module, away, is_timed=False) as has_changed:
+            _evaluate(self.module, away)
+            problem = self._problem(batch)
+            changed = list(_changed_in(self.module, has_changed))
+        if changed:
+            rank_zero_warn(
+                f"`training_step` changes {', '.join(changed)} in place, which happens once for "
+                "each micro-batch and not once for each batch. If that makes a difference, do it "
+                "in `on_train_batch_end`, or use `micro_batching='boundary'`."
+            )
+        if problem is None:
+            return
+        if mode == "stop" and problem.is_large:
+            raise BatchError(f"{problem.text} {GO_ON}")
+        rank_zero_warn(problem.text)
+
+    def _problem(self, batch: CutBatch) -> _Problem | None:
         """The problem of a batch, or of its first micro-batches if the batch does not fit."""
         try:
             return self._compare(batch)
-        except HeteroError as error:
-            if not is_out_of_memory(error):
-                raise
-            cause: Exception = error
         except Exception as error:
-            # The user's own code, which may need gradients or training mode.
+            # Other errors are of the user's own code, which may need gradients or training mode.
+            if isinstance(error, HeteroError) and not is_out_of_memory(error):
+                raise
             cause = error
         self._recover()
         few = batch.first(_FEWEST_COMPARED)
         if is_out_of_memory(cause) and few is not batch:
-            return self.problem(few)
+            return self._problem(few)
         # The step itself fails in the same way, unless the check needs more than it.
         say = rank_zero_info if is_out_of_memory(cause) else rank_zero_warn
         say(
@@ -227,7 +196,7 @@ class _Trial:
         if difference <= losses.rounding or self._is_random(losses, difference, batch):
             return None
         text = _said(losses, weights, difference, self._remedies(losses, batch))
-        return _Problem(text, difference, max(losses.rounding, STOPPING_DIFFERENCE))
+        return _Problem(text, difference > max(losses.rounding, STOPPING_DIFFERENCE))
 
     def _loss(self, batch: Any, *, is_cut: bool = False) -> float | None:
         plugin = self.module.trainer.precision_plugin

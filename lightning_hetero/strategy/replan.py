@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -178,28 +178,24 @@ class AtHome:
         )
 
 
-@dataclass
-class _Averages:
-    are_home: bool = False
-
-
 @contextmanager
-def moving_averages(trainer: pl.Trainer) -> Iterator[_Averages]:
-    """Inside, layers move; averages of their weights move along.
+def moving_averages(trainer: pl.Trainer, bring_home: Callable[[], None]) -> Iterator[None]:
+    """Inside, layers move out from this process; the averages of their weights move along.
 
-    The caller must set ``are_home`` once the layers are in this process.
+    Args:
+        trainer: Its callbacks average weights.
+        bring_home: Brings the layers into this process, before the block begins.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     found = [one for one in callbacks if isinstance(one, StageWeightAveraging)]
-    states = [callback.averages(trainer) for callback in found]
-    averages = _Averages()
+    averages = [(one, one.averages(trainer)) for one in found]
+    bring_home()
     try:
-        yield averages
+        yield
     finally:
-        if averages.are_home:
-            for callback, state in zip(found, states, strict=True):
-                if state is not None:
-                    callback.begin_again(trainer, state)
+        for callback, state in averages:
+            if state is not None:
+                callback.begin_again(trainer, state)
 
 
 STEPS_BETWEEN_MOVES = 20
@@ -220,6 +216,9 @@ class Watch:
         recorder: Sums up this process's own work; None if that work cannot be told from waiting.
         moves: Whether layers are to move.
         least_steps: Steps before the first move.
+
+    Attributes:
+        profile: What was measured; after a move, with the times that caused it.
     """
 
     def __init__(
@@ -231,7 +230,7 @@ class Watch:
         least_steps: int = 0,
     ) -> None:
         self._deployment = deployment
-        self._profile = profile
+        self.profile = profile
         self._recorder = recorder
         self._moves = moves
         self._least_steps = least_steps
@@ -251,7 +250,7 @@ class Watch:
 
     def after_move(self, deployment: Deployment, recorder: Recorder | None) -> Watch:
         """The watch over the deployment that follows this one."""
-        return Watch(deployment, self._profile, recorder, self._moves, STEPS_BETWEEN_MOVES)
+        return Watch(deployment, self.profile, recorder, self._moves, STEPS_BETWEEN_MOVES)
 
     def note_own(self) -> None:
         """Note this process's own times after an optimizer step."""
@@ -272,21 +271,15 @@ class Watch:
         for drift in self._look():
             self._has_drifted = True
             logger.warning("%s %s", drift, self._advice())
-        if not (self._has_drifted and self._moves):
-            return None
-        if self._watcher.num_steps < self._least_steps:
+        may_move = self._moves and self._watcher.num_steps >= self._least_steps
+        if not (self._has_drifted and may_move):
             return None
         self._has_drifted = False
         found = self._better()
         if found is None or not self._can_move(found.plan):
             return None
-        self._profile = found.profile or self._profile
+        self.profile = found.profile or self.profile
         return found.plan
-
-    @property
-    def profile(self) -> Profile | None:
-        """The measured profile; after a move, with the times that caused it."""
-        return self._profile
 
     @property
     def bottleneck(self) -> str:
@@ -314,7 +307,7 @@ class Watch:
 
     def _better(self) -> Replanned | None:
         """A plan that is worth a move, or None."""
-        found = replan(self._deployment.plan, self._profile, self._watcher.present())
+        found = replan(self._deployment.plan, self.profile, self._watcher.present())
         return found if found is not None and found.is_worth_it else None
 
     def _can_move(self, plan: Plan) -> bool:
