@@ -80,6 +80,12 @@ def test_what_wg_quick_reads_behind_nat(mesh: Mesh) -> None:
     }
 
 
+def test_wg_quick_reads_the_length_of_a_prefix_that_the_inventory_writes_as_a_mask() -> None:
+    mesh = Mesh.new("10.88.0.0/255.255.255.0").with_node("laptop")
+    (interface,) = sections_of(wg_quick_file(mesh, mesh.node("laptop")))
+    assert interface["address"] == "10.88.0.1/24"
+
+
 def test_what_wg_quick_reads_on_the_hub(mesh: Mesh) -> None:
     laptop, gpu, tower = mesh.nodes
     interface, *peers = sections_of(wg_quick_file(mesh, gpu))
