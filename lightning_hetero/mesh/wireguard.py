@@ -415,7 +415,7 @@ def wg_quick_file(mesh: Mesh, node: Node) -> str:
     template = Template(
         source, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
-    return template.render(
+    text: str = template.render(
         first_line=_FIRST_LINE,
         installed=INSTALLED,
         mesh=mesh,
@@ -423,6 +423,7 @@ def wg_quick_file(mesh: Mesh, node: Node) -> str:
         prefix_length=_network(mesh.network).prefixlen,
         keep_alive_seconds=KEEP_ALIVE_SECONDS,
     )
+    return text
 
 
 def _is_ours(path: Path) -> bool:

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -176,6 +176,13 @@ def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
 def dropout_seed() -> int:
     """The seed of dropout masks: that of `seed_everything`, or torch's own."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63
+
+
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """The dtype of autocast under mixed precision; None under any other precision."""
+    if not isinstance(plugin, MixedPrecision):
+        return None
+    return torch.bfloat16 if "bf16" in plugin.precision else torch.float16
 
 
 def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:

@@ -102,7 +102,7 @@ class Checkpoints:
         # `sys.exc_info` would also see an exception that the user's own code is handling.
         is_interrupted = module is not None and _is_interrupted(module)
         self._is_in_run = loss is not None and not is_interrupted
-        if self._is_in_run and loss is not None:
+        if loss is not None and not is_interrupted:
             raise loss
         if loss is not None:
             logger.error("%s", loss)

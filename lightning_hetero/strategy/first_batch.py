@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -32,6 +31,7 @@ from ..pipeline.microbatch import IGNORED_LABEL, CutBatch, LossWeighting, Sample
 from ..pipeline.results import loss_of
 from ..pipeline.tolerance import coarsest, rounding_of_loss
 from ..profiler.dry_run import no_trace
+from .arguments import autocast_dtype
 
 # Losses may cancel each other to almost nothing, and so may the numbers within each. A difference
 # of so much of the relative rounding error is then rounding too, and a loss below this size, or
@@ -299,9 +299,9 @@ class FirstBatchCheck:
 
     def _rounding(self) -> float:
         dtypes = [parameter.dtype for parameter in self.module.parameters()]
-        plugin = self.module.trainer.precision_plugin
-        if isinstance(plugin, MixedPrecision):
-            dtypes.append(torch.bfloat16 if "bf16" in plugin.precision else torch.float16)
+        autocast = autocast_dtype(self.module.trainer.precision_plugin)
+        if autocast is not None:
+            dtypes.append(autocast)
         dtype = coarsest([*dtypes, *self.deployment.stage_dtypes])
         widths = (max(p.shape, default=1) for p in self.module.parameters())
         return rounding_of_loss(dtype, max(widths, default=1))

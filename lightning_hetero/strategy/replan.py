@@ -34,6 +34,7 @@ from ..planner.replan import (
     expected_seconds,
     replan,
 )
+from .deploy import workers_of
 from .optimizers import RemoteSteps
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,9 @@ def check_move(
         )
     if deployment is None:
         raise ModelError("No layers are on workers, so there are none to move.")
-    workers = [stage.worker for stage in deployment.plan.remote_stages]
+    workers = workers_of(deployment.plan)
     plan.check(len(deployment.layers), workers)
-    wanted = [stage.worker for stage in plan.remote_stages]
+    wanted = workers_of(plan)
     if wanted != workers:
         raise PlanError(
             f"Layers move between {workers}, each of which keeps one at least, in this order; the "
@@ -238,10 +239,7 @@ class Watch:
         if expected is not None and recorder is None:
             del expected[COORDINATOR]
         self._watcher = Watcher(expected)
-        self._names = {
-            number: stage.worker
-            for number, stage in enumerate(deployment.plan.remote_stages, start=1)
-        }
+        self._workers = workers_of(deployment.plan)
         # Layers behind the workers run in one action with the head and the loss.
         self._has_first_layers = not deployment.plan.starts_on_worker
         # The reports so far for steps that are not complete.
@@ -285,16 +283,17 @@ class Watch:
     def bottleneck(self) -> str:
         """The slowest stage of the latest steps; empty while it is not known."""
         slowest = self._watcher.slowest()
-        numbers = {worker: f"stage {number}" for number, worker in self._names.items()}
-        return "" if slowest is None else numbers.get(slowest, slowest)
+        if slowest in self._workers:
+            return f"stage {self._workers.index(slowest) + 1}"
+        return slowest or ""
 
     def _look(self) -> list[Drift]:
         """The drifts in steps that every stage has reported."""
         for number, said in self._deployment.coordinator.stages.take_timings():
             if said.num_microbatches > 0:
                 seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches
-                self._note(said.step, self._names[number], StageSeconds(seconds))
-        wanted = len(self._names) + (self._recorder is not None)
+                self._note(said.step, self._workers[number - 1], StageSeconds(seconds))
+        wanted = len(self._workers) + (self._recorder is not None)
         complete = [step for step, told in sorted(self._steps.items()) if len(told) == wanted]
         drifts = [self._watcher.note(self._steps.pop(step)) for step in complete]
         for step in sorted(self._steps)[:-_MOST_OPEN]:

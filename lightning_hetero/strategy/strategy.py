@@ -429,11 +429,9 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         return Site(
             self._module(),
             self._fleet,
-            self.precision_plugin,
             self.root_device,
-            cuts_step=self._options.cuts_step(self._module()),
+            self._options,
             may_move=self._replan,
-            batches=self._options.batches,
             deadlines=self.deadlines,
         )
 

@@ -44,13 +44,7 @@ from .arguments import check_precision
 from .deploy import as_measured
 from .optimizers import FollowedZeroGrad, RemoteSteps
 from .replan import Watch, bring_home, give_back
-from .training_step import (
-    BatchReader,
-    BatchStep,
-    MicrobatchedStep,
-    StepOptions,
-    WholeBatchStep,
-)
+from .training_step import BatchReader, BatchStep, MicrobatchedStep, StepOptions, WholeBatchStep
 
 
 class Run:
