@@ -153,9 +153,9 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """A part of a checkpoint; empty if it cannot be gathered after an exception.
 
-        An exception that ends the run makes callbacks write checkpoints. An error of theirs is
-        kept for the log: Lightning would raise it in place of the exception and leave the workers
-        busy.
+        An exception that ends the run makes callbacks write checkpoints. If such a checkpoint
+        cannot be gathered, the error is kept for the log: Lightning would raise it in place of the
+        exception and leave the workers busy.
         """
         try:
             if deployment is not None:

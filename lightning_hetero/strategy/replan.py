@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
-from ..errors import HeteroError, ModelError, PlanError, WeightsLost
+from ..errors import ModelError, PlanError
 from ..model.tensors import flatten, named_contents
 from ..pipeline.optimizer import beside
 from ..pipeline.recorder import Recorder
@@ -35,7 +35,6 @@ from ..planner.replan import (
     replan,
 )
 from .deploy import workers_of
-from .optimizers import RemoteSteps
 
 logger = logging.getLogger(__name__)
 
@@ -85,59 +84,6 @@ def moves_layers(module: pl.LightningModule) -> bool:
     return bool(module.automatic_optimization)
 
 
-def bring_home(deployment: Deployment, remote_steps: RemoteSteps) -> None:
-    """Bring weights and optimizer state here; changes nothing if it raises.
-
-    Raises:
-        WorkerError: If a worker does not return what it has.
-        ModelError: If only some of the layers have made the latest step.
-    """
-    states = [remote.remote_state() for remote in remote_steps.optimizers]
-    deployment.check_between_steps()
-    deployment.bring_here()
-    for remote, state in zip(remote_steps.optimizers, states, strict=True):
-        remote.take_back(state)
-    remote_steps.detach()
-
-
-def give_back(
-    deployment: Deployment, remote_steps: RemoteSteps | None, remedy: str
-) -> WeightsLost | None:
-    """Bring weights and optimizer state home, and end a deployment.
-
-    Args:
-        deployment: The deployment that ends.
-        remote_steps: The optimizers' parts on the stages; None in an evaluation.
-        remedy: How to continue if something is lost.
-
-    Returns:
-        What was lost, or None.
-    """
-    try:
-        deployment.bring_back(remedy)
-        if remote_steps is not None:
-            _bring_states_back(remote_steps, remedy)
-    except WeightsLost as loss:
-        return loss
-    finally:
-        if remote_steps is not None:
-            remote_steps.detach()
-        deployment.close()
-    return None
-
-
-def _bring_states_back(remote_steps: RemoteSteps, remedy: str) -> None:
-    try:
-        for optimizer in remote_steps.optimizers:
-            optimizer.bring_back()
-    except HeteroError as error:
-        raise WeightsLost(
-            "The weights have come home from the workers, and the optimizer state has not, so no "
-            f"whole checkpoint can be made. {error} To train on, {remedy}.",
-            are_weights_whole=True,
-        ) from error
-
-
 @dataclass(frozen=True)
 class AtHome:
     """Weights and optimizer state while all of them are in this process.
@@ -165,12 +111,10 @@ class AtHome:
             for parameter, state in optimizer.state.items():
                 optimizer.state[parameter] = {k: beside(parameter, k, v) for k, v in state.items()}
 
-    def restore(self, failed: Deployment | None, remote_steps: RemoteSteps | None) -> None:
+    def restore(self, failed: Deployment | None) -> None:
         """Restore the module and its optimizers after a deployment has failed."""
         if failed is not None:
             failed.refill(self.contents)
-        if remote_steps is not None:
-            remote_steps.detach()
         for optimizer, state in self.states:
             optimizer.state.update(state)
         logger.error(

@@ -322,16 +322,16 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         site, before = self._site(), run.deployment
         self._leave_weights()
         home = AtHome.of(before.modules_under(plan), self.optimizers)
-        deployment, remote_steps = None, None
+        deployment = None
         try:
             deployment = site.carry_out(plan, before.layers, before.coordinator)
             site.bring_weights_here(deployment)
             super().model_to_device()
-            remote_steps = run.redeploy(deployment, self.optimizers)
+            run.redeploy(deployment, self.optimizers)
             home.settle()
         except BaseException:
-            run.release_trainer()
-            home.restore(deployment, remote_steps)
+            run.abandon()
+            home.restore(deployment)
             before.coordinator.close()
             raise
         self._run = run

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
@@ -43,7 +44,7 @@ from ..report.topology import Memory, Place, Topology, topology_of, with_profile
 from .arguments import check_precision
 from .deploy import as_measured
 from .optimizers import FollowedZeroGrad, RemoteSteps
-from .replan import Watch, bring_home, give_back
+from .replan import Watch
 from .training_step import BatchReader, BatchStep, MicrobatchedStep, StepOptions, WholeBatchStep
 
 
@@ -89,7 +90,16 @@ class Run:
         Args:
             remedy: How to continue if something is lost.
         """
-        return give_back(self.deployment, None, remedy)
+        try:
+            self._bring_back(remedy)
+        except WeightsLost as loss:
+            return loss
+        finally:
+            self.deployment.close()
+        return None
+
+    def _bring_back(self, remedy: str) -> None:
+        self.deployment.bring_back(remedy)
 
 
 class TrainingRun(Run):
@@ -119,18 +129,19 @@ class TrainingRun(Run):
         moves: bool,
     ) -> None:
         super().__init__(module, deployment, options)
-        self._remote_steps, self._step = _attached(module, deployment, options, optimizers)
-        # User code zeroes gradients only under manual optimization, where layers never move.
-        self._followed: FollowedZeroGrad | None = None
-        if not module.automatic_optimization:
-            self._followed = FollowedZeroGrad(module, deployment, self._remote_steps)
+        self._remote_steps, self._step = self._attached(deployment, options, optimizers)
         self._watch = Watch(deployment, profile, self._step.recorder, moves)
-        self._trainer_changes = let_callbacks_be_copied(module.trainer)
+        self._put_back = let_callbacks_be_copied(module.trainer)
         stages = deployment.coordinator.stages
         figures = TrainingFigures(
             module.trainer, lambda: stages.num_tokens, lambda: self._watch.bottleneck
         )
-        self._trainer_changes.callback(figures.detach)
+        self._put_back.callback(figures.detach)
+        # Under automatic optimization, Lightning's rule says when gradients become zero.
+        self._followed: FollowedZeroGrad | None = None
+        if not module.automatic_optimization:
+            self._followed = FollowedZeroGrad(module, deployment, self._remote_steps)
+            self._put_back.callback(self._followed.detach)
 
     @property
     def profile(self) -> Profile | None:
@@ -178,14 +189,29 @@ class TrainingRun(Run):
 
     @override
     def end(self, remedy: str) -> WeightsLost | None:
-        self.release_trainer()
-        if self._followed is not None:
-            self._followed.detach()
-        return give_back(self.deployment, self._remote_steps, remedy)
+        self._put_back.close()
+        try:
+            return super().end(remedy)
+        finally:
+            self._remote_steps.detach()
 
-    def release_trainer(self) -> None:
-        """Restore the Trainer's callbacks and its progress bar."""
-        self._trainer_changes.close()
+    @override
+    def _bring_back(self, remedy: str) -> None:
+        super()._bring_back(remedy)
+        try:
+            for optimizer in self._remote_steps.optimizers:
+                optimizer.bring_back()
+        except HeteroError as error:
+            raise WeightsLost(
+                "The weights have come home from the workers, and the optimizer state has not, so "
+                f"no whole checkpoint can be made. {error} To train on, {remedy}.",
+                are_weights_whole=True,
+            ) from error
+
+    def abandon(self) -> None:
+        """Restore the Trainer and the optimizers after a failed move, with the layers at home."""
+        self._put_back.close()
+        self._remote_steps.detach()
 
     def bring_home(self) -> None:
         """Bring weights and optimizer state into this process; changes nothing if it raises.
@@ -194,33 +220,35 @@ class TrainingRun(Run):
             WorkerError: If a worker does not return what it has.
             ModelError: If only some of the layers have made the latest step.
         """
-        bring_home(self.deployment, self._remote_steps)
+        optimizers = self._remote_steps.optimizers
+        states = [remote.remote_state() for remote in optimizers]
+        self.deployment.check_between_steps()
+        self.deployment.bring_here()
+        for remote, state in zip(optimizers, states, strict=True):
+            remote.take_back(state)
+        self._remote_steps.detach()
 
-    def redeploy(self, deployment: Deployment, optimizers: Sequence[Optimizer]) -> RemoteSteps:
-        """Train on over another deployment; returns the optimizers' parts on its stages."""
+    def redeploy(self, deployment: Deployment, optimizers: Sequence[Optimizer]) -> None:
+        """Train on over another deployment."""
         # The check of the first batch belongs to the run, not to each deployment.
         batches = replace(self._options.batches, check="off")
         options = replace(self._options, batches=batches)
-        attached = _attached(self._module, deployment, options, optimizers)
+        attached = self._attached(deployment, options, optimizers)
         self.deployment = deployment
         self._remote_steps, self._step = attached
         self._watch = self._watch.after_move(deployment, self._step.recorder)
-        return self._remote_steps
 
-
-def _attached(
-    module: pl.LightningModule,
-    deployment: Deployment,
-    options: StepOptions,
-    optimizers: Sequence[Optimizer],
-) -> tuple[RemoteSteps, BatchStep]:
-    """The optimizers' parts on the stages, and the training step that uses them."""
-    plugin, names_of = module.trainer.strategy.precision_plugin, deployment.tensors.names_of
-    remote = remote_optimizers(optimizers, deployment.coordinator.training, names_of)
-    for each in remote:
-        check_precision(plugin, each.optimizer)
-    step = MicrobatchedStep if options.cuts_step(module) else WholeBatchStep
-    return RemoteSteps(plugin, remote, names_of), step(module, deployment, options)
+    def _attached(
+        self, deployment: Deployment, options: StepOptions, optimizers: Sequence[Optimizer]
+    ) -> tuple[RemoteSteps, BatchStep]:
+        """The optimizers' parts on the stages, and the training step that uses them."""
+        plugin, names_of = self._module.trainer.precision_plugin, deployment.tensors.names_of
+        remote = remote_optimizers(optimizers, deployment.coordinator.training, names_of)
+        for each in remote:
+            check_precision(plugin, each.optimizer)
+        remote_steps = RemoteSteps(plugin, remote, names_of)
+        kind = MicrobatchedStep if options.cuts_step(self._module) else WholeBatchStep
+        return remote_steps, kind(self._module, deployment, options)
 
 
 def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:
@@ -236,38 +264,29 @@ def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:
             if getattr(given, "__self__", None) is trainer.lightning_module:
                 put_back.callback(stand_in(callback, name, _Shared(given)))
         if isinstance(callback, ProgressBar):
-            put_back.callback(stand_in(callback, "__deepcopy__", _BarCopy(trainer, callback)))
+            put_back.callback(
+                stand_in(callback, "__deepcopy__", partial(_copied_bar, trainer, callback))
+            )
     return put_back
 
 
-class _Shared:
+class _Shared(partial[Any]):
     """A method that the copies of its holder share."""
-
-    def __init__(self, method: Any) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method(*args, **kwargs)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _Shared:
         return self
 
 
-class _BarCopy:
-    """Copies a progress bar; the copy belongs to the same Trainer."""
-
-    def __init__(self, trainer: pl.Trainer, bar: ProgressBar) -> None:
-        self._trainer, self._bar = trainer, bar
-
-    def __call__(self, memo: dict[int, Any]) -> ProgressBar:
-        made: ProgressBar = type(self._bar).__new__(type(self._bar))
-        memo[id(self._bar)] = made
-        memo.setdefault(id(self._trainer), self._trainer)
-        # Bars leave out of copies what cannot be copied, such as their consoles.
-        state: Any = self._bar.__reduce_ex__(4)[2]
-        kept = {name: value for name, value in state.items() if value is not self}
-        vars(made).update(copy.deepcopy(kept, memo))
-        return made
+def _copied_bar(trainer: pl.Trainer, bar: ProgressBar, memo: dict[int, Any]) -> ProgressBar:
+    """A copy of a progress bar; it belongs to the same Trainer."""
+    made: ProgressBar = type(bar).__new__(type(bar))
+    memo[id(bar)] = made
+    memo.setdefault(id(trainer), trainer)
+    # Bars leave out of copies what cannot be copied, such as their consoles.
+    state: Any = bar.__reduce_ex__(4)[2]
+    kept = {name: value for name, value in state.items() if name != "__deepcopy__"}
+    vars(made).update(copy.deepcopy(kept, memo))
+    return made
 
 
 logger = logging.getLogger(__name__)
