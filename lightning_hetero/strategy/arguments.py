@@ -136,22 +136,23 @@ def check_callbacks(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (BaseFinetuning, ModelPruning)):
             raise MisconfigurationException(
-                f"{type(callback).__name__} compares or changes the values of parameters, and "
-                "those of layers on workers are not here; to fine-tune in phases, give the "
-                "optimizer all parameters and set `requires_grad` in `on_train_epoch_start`."
+                f"{type(callback).__name__} compares or changes the values of parameters, and this "
+                "process does not have the parameters of layers on workers; to fine-tune in "
+                "phases, give the optimizer all parameters and set `requires_grad` in "
+                "`on_train_epoch_start`."
             )
         averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
         if averages and not isinstance(callback, StageWeightAveraging):
             raise MisconfigurationException(
-                f"{type(callback).__name__} averages copies of the weights, and those of layers on "
-                "workers are not here to be copied; use "
-                "`lightning_hetero.callbacks.StageWeightAveraging`, which averages them where they "
-                "are."
+                f"{type(callback).__name__} averages copies of the weights, and this process does "
+                "not have the weights of layers on workers; use "
+                "`lightning_hetero.callbacks.StageWeightAveraging`, which averages the weights on "
+                "the workers."
             )
 
 
 def warn_of_batch_statistics(module: pl.LightningModule) -> None:
-    """Warn of BatchNorm: its statistics will be those of a micro-batch."""
+    """Warn of BatchNorm: its statistics will come from one micro-batch each."""
     if any(isinstance(m, _BatchNorm) for m in module.modules()):
         rank_zero_warn(
             f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
@@ -161,7 +162,7 @@ def warn_of_batch_statistics(module: pl.LightningModule) -> None:
 
 
 def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that unscales gradients within its step: the stages would not do it.
+    """Refuse an optimizer that unscales gradients within its step: the stages cannot follow it.
 
     Raises:
         MisconfigurationException: With the optimizer's name.
@@ -174,7 +175,7 @@ def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
 
 
 def dropout_seed() -> int:
-    """The seed of dropout masks: that of `seed_everything`, or torch's own."""
+    """The seed of dropout masks: the one of `seed_everything`, or else torch's own."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63
 
 

@@ -35,6 +35,9 @@ from ..model.tensors import keys_of, leave_out, left_out_of
 
 logger = logging.getLogger(__name__)
 
+# Makes a state dict.
+MakeState = Callable[[], dict[str, Any]]
+
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -113,10 +116,7 @@ class Checkpoints:
             self._ever_trained |= {p for p in module.parameters() if p.requires_grad}
 
     def weights(
-        self,
-        module: pl.LightningModule,
-        deployment: Deployment | None,
-        state_dict: Callable[[], dict[str, Any]],
+        self, module: pl.LightningModule, deployment: Deployment | None, state_dict: MakeState
     ) -> dict[str, Any]:
         """The module's state dict for a checkpoint."""
 
@@ -135,10 +135,7 @@ class Checkpoints:
         return self._gathered(module, deployment, gather, weights_alone=True)
 
     def optimizer_state(
-        self,
-        module: pl.LightningModule,
-        deployment: Deployment | None,
-        state_dict: Callable[[], dict[str, Any]],
+        self, module: pl.LightningModule, deployment: Deployment | None, state_dict: MakeState
     ) -> dict[str, Any]:
         """An optimizer's state dict for a checkpoint."""
         return self._gathered(module, deployment, state_dict, weights_alone=False)
@@ -147,7 +144,7 @@ class Checkpoints:
         self,
         module: pl.LightningModule,
         deployment: Deployment | None,
-        gather: Callable[[], dict[str, Any]],
+        gather: MakeState,
         *,
         weights_alone: bool,
     ) -> dict[str, Any]:

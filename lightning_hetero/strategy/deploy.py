@@ -304,7 +304,7 @@ def workers_of(plan: Plan) -> list[str]:
 
 
 def _all_on_one(workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:
-    """A plan that makes its worker import what any worker may have to import."""
+    """A plan whose worker holds all layers, and so imports everything that any worker may need."""
     return Plan([StagePlan(list(workers[:1]), (0, len(layers)))])
 
 

@@ -1,10 +1,10 @@
-"""The first-batch check: is the loss of a batch that of its micro-batches?
+"""The first-batch check: does a batch have the same loss as its micro-batches together?
 
     training_step(batch)  ──────────────────────────────▶ loss of the whole ─┐
     training_step(micro-batch 1), …, weighted and added ▶ loss as it is cut ─┴▶ difference
 
 Both run before the first step, without gradients and in evaluation mode, and leave nothing behind.
-Where they differ, what might repair it is tried, and what does is named.
+If the losses differ, the check tries several remedies and names those that work.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ..pipeline.tolerance import coarsest, rounding_of_loss
 from ..profiler.dry_run import no_trace
 from .arguments import autocast_dtype
 
-# Losses may cancel each other to almost nothing, and so may the numbers within each. A difference
-# of so much of the relative rounding error is then rounding too, and a loss below this size, or
-# below so many times the rounding error, has no relative error of its own.
+# Losses may cancel each other to almost nothing, and so may the numbers within each loss. So an
+# absolute difference below this part of the relative rounding error is rounding too. A loss below
+# the least scale, or below this multiple of the rounding error, has no relative error of its own.
 _NOISE = 1 / 30
 _LEAST_SCALE = 1e-3
 _LEAST_ROUNDINGS = 10
-# A forward takes and frees more within its operations than their results take.
+# The operations of a forward take more memory, and free it, than their results take.
 _MARGIN = 1.5
 _FEWEST_COMPARED = 2
-# Three losses of one batch spread over less than what a fourth one may differ by.
+# A fourth loss of one batch may differ by this multiple of the spread of three losses.
 _SPREADS = 8
 
 
@@ -244,8 +244,8 @@ class FirstBatchCheck:
             return self._loss(batch)
 
     def _from_the_start(self, *, puts_draws_back: bool = True) -> AbstractContextManager[Any]:
-        """Inside, runs have no side effects: a layer here may count its calls, and a module may
-        carry a state from one call to the next."""
+        """Inside, forwards have no side effects: a layer in this process may count its calls, and
+        a module may carry a state from one call to the next."""
         away = self.deployment.modules_away
         return no_trace(self.module, away, is_timed=False, puts_draws_back=puts_draws_back)
 
@@ -285,7 +285,7 @@ class FirstBatchCheck:
             with self._from_the_start():
                 cut = [self._loss(piece) for piece in again.microbatches]
         except Exception:
-            # The user's code need not take what is cut along a wrong dimension.
+            # The user's code may refuse a batch that is cut along a wrong dimension.
             self._recover()
             return
         if replace(losses, cut=cut).fit(self._weights(again, self.weighting)):
@@ -319,8 +319,8 @@ def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool
 def _evaluate(module: pl.LightningModule, away: Sequence[nn.Module]) -> None:
     """Turn dropout off; modules that normalize over a batch stay as in training.
 
-    The module itself keeps its mode, which its ``training_step`` may ask for, and layers that are
-    away have theirs from the trial.
+    The module itself keeps its mode, because its ``training_step`` may ask for it. Layers that are
+    away keep their mode too: a trial sets it on the workers.
     """
     kept = {inner for outer in away for inner in outer.modules()} | {module}
     for inner in module.modules():
@@ -345,7 +345,7 @@ def _said(
 
 
 def _counts_in(microbatches: Sequence[Any]) -> Iterator[tuple[str, list[float]]]:
-    """Numbers by which micro-batches may be weighted, each with the code that counts it."""
+    """Numbers that may weight the micro-batches, each with the code that counts it."""
     tensors = [_tensors_of(microbatch) for microbatch in microbatches]
     for path in tensors[0]:
         each = [found[path] for found in tensors if path in found]
@@ -359,8 +359,8 @@ def _counts_in(microbatches: Sequence[Any]) -> Iterator[tuple[str, list[float]]]
 
 
 def _may_count(tensor: Tensor) -> bool:
-    """Whether the sum of a tensor may be a count: of a mask, of weights, or of one length per
-    sample, and not of token ids or classes at every position."""
+    """Whether the sum of a tensor may be a count. A mask, weights, and one length per sample may
+    have such a sum; token ids and classes at every position do not."""
     is_small = tensor.is_floating_point() or tensor.ndim == 1 or bool((tensor <= 1).all())
     return is_small and bool((tensor >= 0).all())
 

@@ -58,7 +58,7 @@ class Collated:
 
 
 def collated_by(loader: Any, batch_idx: int) -> Collated:
-    """What a data loader tells of one of its batches; nothing if it is not a torch loader."""
+    """What a data loader knows of one of its batches: nothing, unless it is a loader of torch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     size = getattr(batch_sampler, "batch_size", None)
     if not isinstance(size, int):
@@ -297,13 +297,8 @@ class MicrobatchedStep(BatchStep):
         stages, plan = self._deployment.coordinator.stages, self._deployment.plan
         begin = partial(stages.begin_step, plan.max_in_flight, accumulate)
         begin()
-        check = FirstBatchCheck(
-            self._module,
-            self._deployment,
-            self._loss_weighting,
-            rest,
-            partial(begin, is_trial=True),
-        )
+        again = partial(begin, is_trial=True)
+        check = FirstBatchCheck(self._module, self._deployment, self._loss_weighting, rest, again)
         check.run(batch, mode)
         return True
 
@@ -348,7 +343,7 @@ class MicrobatchedStep(BatchStep):
 class LossScaling:
     """Refuses a loss that was scaled after its gradients were computed.
 
-    If reading a number means waiting for the device, it is read when the next step begins.
+    If reading the scale means waiting for the device, it is read when the next step begins.
     """
 
     def __init__(self, copies: Copies) -> None:

@@ -56,7 +56,7 @@ class Observed:
     Args:
         loss: What ``training_step`` returned.
         activations: The hidden states behind layers, by their numbers.
-        before: The gradients of the hidden states before layers, where these want one.
+        before: The gradients of the hidden states before layers, if they require gradients.
         gradients: The gradients of parameters, by their layers' numbers and their names there.
     """
 
@@ -235,8 +235,8 @@ class Rehearsal:
             raise BatchError(f"There is no batch to compare with: {reason}.") from reason
 
     def _alone(self, stage: StagePlan) -> Plan:
-        """A plan with one stage away and all other layers here, so that errors are that stage's.
-        What crosses its boundaries is not rounded."""
+        """A plan with one stage away and all other layers here, so that any error is of that
+        stage. Tensors cross its boundaries without rounding."""
         own = StagePlan([COORDINATOR], (0, stage.layers[0]))
         return Plan([own, _unrounded(stage)], micro_batches=1)
 
@@ -249,7 +249,7 @@ class Rehearsal:
         with closing(self.site.connect(names, self.layers, plan)) as coordinator:
             coordinator.serve(names, Narrowing())
             away = {n: layer.module for s in plan.remote_stages for n, layer in self._held(s)}
-            # From here and not from the workers, whose memory may be what is wrong.
+            # The copies come from this process: a worker's memory may be the fault.
             kept = _copies_of(away)
             # Under autocast, weights keep their dtype.
             converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
@@ -281,7 +281,7 @@ class Rehearsal:
         first, end = stages[0].layers[0], stages[-1].layers[1]
         dtype = coarsest(self._dtypes(stages))
         gradient = None
-        # In front of an embedding there is none.
+        # In front of an embedding there is no gradient.
         if first in expected.before and not stages[0].embedding:
             before = found.before.get(first, torch.empty(0))
             gradient = relative_error(before, expected.before[first])
@@ -296,7 +296,7 @@ class Rehearsal:
         )
 
     def _dtypes(self, stages: Sequence[StagePlan]) -> Iterator[torch.dtype]:
-        """What is computed in, here or there."""
+        """The dtypes of the computation, in this process and on the workers."""
         autocast = autocast_dtype(self.module.trainer.precision_plugin)
         if autocast is not None:
             yield autocast
@@ -310,8 +310,10 @@ class Rehearsal:
 
 
 def _multiplied_in(owner: nn.Module, parameter: nn.Parameter) -> torch.dtype:
-    """What a parameter is multiplied in; of one in 4 bits its module has noted that, or else it is
-    taken for half precision."""
+    """The dtype in which a parameter is multiplied.
+
+    The module of a 4-bit parameter has noted that dtype; without the note it counts as bfloat16.
+    """
     noted = getattr(owner, "compute_dtype", None)
     if isinstance(noted, torch.dtype):
         return noted

@@ -74,7 +74,7 @@ def test_clipping_and_stepping_go_to_the_stages_until_detached() -> None:
     assert list(vars(plugin)) == ["_after_closure"]  # as the test gave it
 
 
-def test_an_optimizer_that_has_nothing_on_stages_is_lightnings_alone() -> None:
+def test_lightning_alone_handles_an_optimizer_without_parameters_on_stages() -> None:
     plugin, _, remote = diverted()
     other = sgd()
     plugin.clip_gradients(other, 1.0)
