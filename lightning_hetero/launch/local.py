@@ -116,11 +116,11 @@ def _same_search_path() -> dict[str, str]:
 
 def threads_per_process(num_processes: int) -> int:
     """Compute threads for each of several processes on this machine."""
-    return max(1, len(usable_cores()) // num_processes)
+    return max(1, usable_cores() // num_processes)
 
 
-def usable_cores() -> list[int]:
-    """The cores that this process may run on."""
+def usable_cores() -> int:
+    """The number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -7,6 +7,8 @@ tower                    two nodes behind NAT reach each other through the first
 
 mesh.yaml           the inventory with all keys; it stays on one machine
 mesh/laptop.conf    the file for `wg-quick` on laptop, with laptop's keys only
+
+The template of the nodes' files is ``node.conf``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import base64
 import ipaddress
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ import yaml
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from jinja2 import StrictUndefined, Template
 
 from ..atomic_file import replacing
 from ..errors import MeshError, PlanError
@@ -357,10 +360,9 @@ def save_mesh(path: Path, mesh: Mesh) -> None:
         MeshError: If the file cannot be written.
     """
     content = asdict(mesh)
-    content["nodes"] = [
-        {name: value for name, value in node.items() if value is not None}
-        for node in content["nodes"]
-    ]
+    for node in content["nodes"]:
+        if node["endpoint"] is None:
+            del node["endpoint"]
     _write(path, yaml.safe_dump(content, sort_keys=False))
 
 
@@ -409,37 +411,19 @@ def forgotten_files(folder: Path, mesh: Mesh) -> list[Path]:
 
 def wg_quick_file(mesh: Mesh, node: Node) -> str:
     """The content of a node's file for `wg-quick`."""
-    prefix = mesh.network.rpartition("/")[2]
-    lines = [
-        _FIRST_LINE,
-        f"# It holds keys: put it on {node.name} as {INSTALLED}, with mode 0600.",
-        "",
-        "[Interface]",
-        f"# {node.name}",
-        f"Address = {node.address}/{prefix}",
-        f"PrivateKey = {node.private_key}",
-        f"MTU = {mesh.mtu}",
-    ]
-    if node.endpoint is not None:
-        lines.append(f"ListenPort = {Address.parse(node.endpoint).port}")
-    if node == mesh.hub:
-        # Forward on this interface only: the machine is no router for other networks.
-        lines.append("PostUp = sysctl -q -w net.ipv4.conf.%i.forwarding=1")
-    for peer in mesh.peers_of(node):
-        lines += ["", *_peer_lines(mesh, node, peer)]
-    return "\n".join(lines) + "\n"
-
-
-def _peer_lines(mesh: Mesh, node: Node, peer: Peer) -> Iterator[str]:
-    yield "[Peer]"
-    yield f"# {peer.node.name}"
-    yield f"PublicKey = {peer.node.public_key}"
-    yield f"PresharedKey = {mesh.preshared_key(node, peer.node)}"
-    yield f"AllowedIPs = {', '.join(f'{address}/32' for address in peer.reaches)}"
-    if peer.node.endpoint is not None:
-        yield f"Endpoint = {peer.node.endpoint}"
-    if peer.keeps_alive:
-        yield f"PersistentKeepalive = {KEEP_ALIVE_SECONDS}"
+    source = Path(__file__).with_name("node.conf").read_text(encoding="utf-8")
+    template = Template(
+        source, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
+    text: str = template.render(
+        first_line=_FIRST_LINE,
+        installed=INSTALLED,
+        mesh=mesh,
+        node=node,
+        prefix_length=_network(mesh.network).prefixlen,
+        keep_alive_seconds=KEEP_ALIVE_SECONDS,
+    )
+    return text
 
 
 def _is_ours(path: Path) -> bool:

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -79,16 +79,20 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_arguments(**values: Any) -> None:
+def check_arguments(given: Mapping[str, Any]) -> None:
     """Refuse an invalid argument of the strategy.
+
+    Args:
+        given: The arguments by their names; others of Lightning's own may be among them.
 
     Raises:
         MisconfigurationException: With the argument's name.
     """
-    for name, value in values.items():
-        is_fine, wanted = _ARGUMENTS[name]
-        if not is_fine(value):
-            raise MisconfigurationException(f"`{name}` is {value!r:.80}; it must be {wanted}.")
+    for name, (is_valid, wanted) in _ARGUMENTS.items():
+        if not is_valid(given[name]):
+            raise MisconfigurationException(
+                f"`{name}` is {given[name]!r:.80}; it must be {wanted}."
+            )
 
 
 def check_not_compiled(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> None:
@@ -132,22 +136,23 @@ def check_callbacks(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (BaseFinetuning, ModelPruning)):
             raise MisconfigurationException(
-                f"{type(callback).__name__} compares or changes the values of parameters, and "
-                "those of layers on workers are not here; to fine-tune in phases, give the "
-                "optimizer all parameters and set `requires_grad` in `on_train_epoch_start`."
+                f"{type(callback).__name__} compares or changes the values of parameters, and this "
+                "process does not have the parameters of layers on workers; to fine-tune in "
+                "phases, give the optimizer all parameters and set `requires_grad` in "
+                "`on_train_epoch_start`."
             )
         averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
         if averages and not isinstance(callback, StageWeightAveraging):
             raise MisconfigurationException(
-                f"{type(callback).__name__} averages copies of the weights, and those of layers on "
-                "workers are not here to be copied; use "
-                "`lightning_hetero.callbacks.StageWeightAveraging`, which averages them where they "
-                "are."
+                f"{type(callback).__name__} averages copies of the weights, and this process does "
+                "not have the weights of layers on workers; use "
+                "`lightning_hetero.callbacks.StageWeightAveraging`, which averages the weights on "
+                "the workers."
             )
 
 
 def warn_of_batch_statistics(module: pl.LightningModule) -> None:
-    """Warn of BatchNorm: its statistics will be those of a micro-batch."""
+    """Warn of BatchNorm: its statistics will come from one micro-batch each."""
     if any(isinstance(m, _BatchNorm) for m in module.modules()):
         rank_zero_warn(
             f"{type(module).__name__} has BatchNorm, whose statistics will be those of one "
@@ -157,7 +162,7 @@ def warn_of_batch_statistics(module: pl.LightningModule) -> None:
 
 
 def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that unscales gradients within its step: the stages would not do it.
+    """Refuse an optimizer that unscales gradients within its step: the stages cannot follow it.
 
     Raises:
         MisconfigurationException: With the optimizer's name.
@@ -170,8 +175,15 @@ def check_precision(plugin: Precision, optimizer: Optimizer) -> None:
 
 
 def dropout_seed() -> int:
-    """The seed of dropout masks: that of `seed_everything`, or torch's own."""
+    """The seed of dropout masks: the one of `seed_everything`, or else torch's own."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**63
+
+
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """The dtype of autocast under mixed precision; None under any other precision."""
+    if not isinstance(plugin, MixedPrecision):
+        return None
+    return torch.bfloat16 if "bf16" in plugin.precision else torch.float16
 
 
 def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:

@@ -35,6 +35,9 @@ from ..model.tensors import keys_of, leave_out, left_out_of
 
 logger = logging.getLogger(__name__)
 
+# Makes a state dict.
+MakeState = Callable[[], dict[str, Any]]
+
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -102,7 +105,7 @@ class Checkpoints:
         # `sys.exc_info` would also see an exception that the user's own code is handling.
         is_interrupted = module is not None and _is_interrupted(module)
         self._is_in_run = loss is not None and not is_interrupted
-        if self._is_in_run and loss is not None:
+        if loss is not None and not is_interrupted:
             raise loss
         if loss is not None:
             logger.error("%s", loss)
@@ -113,10 +116,7 @@ class Checkpoints:
             self._ever_trained |= {p for p in module.parameters() if p.requires_grad}
 
     def weights(
-        self,
-        module: pl.LightningModule,
-        deployment: Deployment | None,
-        state_dict: Callable[[], dict[str, Any]],
+        self, module: pl.LightningModule, deployment: Deployment | None, state_dict: MakeState
     ) -> dict[str, Any]:
         """The module's state dict for a checkpoint."""
 
@@ -135,10 +135,7 @@ class Checkpoints:
         return self._gathered(module, deployment, gather, weights_alone=True)
 
     def optimizer_state(
-        self,
-        module: pl.LightningModule,
-        deployment: Deployment | None,
-        state_dict: Callable[[], dict[str, Any]],
+        self, module: pl.LightningModule, deployment: Deployment | None, state_dict: MakeState
     ) -> dict[str, Any]:
         """An optimizer's state dict for a checkpoint."""
         return self._gathered(module, deployment, state_dict, weights_alone=False)
@@ -147,15 +144,15 @@ class Checkpoints:
         self,
         module: pl.LightningModule,
         deployment: Deployment | None,
-        gather: Callable[[], dict[str, Any]],
+        gather: MakeState,
         *,
         weights_alone: bool,
     ) -> dict[str, Any]:
         """A part of a checkpoint; empty if it cannot be gathered after an exception.
 
-        An exception that ends the run makes callbacks write checkpoints. An error of theirs is
-        kept for the log: Lightning would raise it in place of the exception and leave the workers
-        busy.
+        An exception that ends the run makes callbacks write checkpoints. If such a checkpoint
+        cannot be gathered, the error is kept for the log: Lightning would raise it in place of the
+        exception and leave the workers busy.
         """
         try:
             if deployment is not None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich.console import Console
@@ -25,7 +24,6 @@ from ..callbacks.profiler import PipelineProfiler
 from ..coordinator.deployment import Deployment, imports_of
 from ..coordinator.progress import progress_of_bytes
 from ..coordinator.session import Coordinator
-from ..coordinator.whole_batches import BatchOptions
 from ..coordinator.workers import Fleet
 from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
@@ -38,7 +36,8 @@ from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
 from ..profiler.run import ProfilingRun
 from ..transport.deadlines import Deadlines
-from .arguments import check_callbacks, check_not_compiled, dropout_seed, scaler_of
+from .arguments import autocast_dtype, check_callbacks, check_not_compiled, dropout_seed, scaler_of
+from .training_step import StepOptions
 
 logger = logging.getLogger(__name__)
 
@@ -131,21 +130,17 @@ class Site:
     Args:
         module: Attached to its Trainer.
         fleet: The workers.
-        plugin: The precision of this process.
         device: The device of this process.
-        cuts_step: Whether ``training_step`` runs once per micro-batch.
+        options: How the user wants batches to be cut.
         may_move: Whether any layer may move to any worker during the run.
-        batches: What the user said of batches.
         deadlines: How long anything may take.
     """
 
     module: pl.LightningModule
     fleet: Fleet
-    plugin: Precision
     device: torch.device
-    cuts_step: bool
+    options: StepOptions
     may_move: bool
-    batches: BatchOptions
     deadlines: Deadlines
 
     def deploy(self, layers: Sequence[DecoderLayer], choice: PlanChoice) -> Deployment | None:
@@ -178,13 +173,9 @@ class Site:
             NoSample: If there is no training batch to measure with.
             HeteroError: If a worker fails, or a process cannot run a layer.
         """
-        workers = self.find_workers()
-        self._check(layers)
-        coordinator = self.connect(workers, layers, _all_on_one(workers, layers))
-        try:
-            return self._profile(layers, workers, coordinator, options)
-        finally:
-            coordinator.close()
+        run = self._connected(layers, self.find_workers(), options)
+        with closing(run.coordinator):
+            return run.profile()
 
     def find_workers(self) -> list[str]:
         """The names of all workers.
@@ -212,15 +203,11 @@ class Site:
         """Send layers to where a plan has them, over connections that are open."""
         coordinator.serve(workers_of(plan), plan.coordinator_narrowing)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
-        converts_weights = not isinstance(self.plugin, MixedPrecision)
+        # Under autocast, weights keep their dtype.
+        converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
+        seed, batches = dropout_seed(), self.options.batches
         deployment = Deployment(
-            self.module,
-            layers,
-            plan,
-            coordinator,
-            dropout_seed(),
-            converts_weights,
-            self.batches,
+            self.module, layers, plan, coordinator, seed, converts_weights, batches
         )
         self._announce_layers(layers)
         self._announce_plan(plan)
@@ -243,11 +230,11 @@ class Site:
         options: ProfilingOptions,
     ) -> Deployment | None:
         given = choice.given(len(layers), workers)
-        self._check(layers)
-        coordinator = self.connect(workers, layers, _all_on_one(workers, layers))
+        run = self._connected(layers, workers, options)
+        coordinator = run.coordinator
         with _closing_on_error(coordinator):
             try:
-                choice.profile = self._profile(layers, workers, coordinator, options)
+                choice.profile = run.profile()
             except NoSample as reason:
                 plan = given or choice.even(len(layers), workers, str(reason))
             else:
@@ -261,21 +248,23 @@ class Site:
             self.fleet.end(self.deadlines)
             return self.carry_out(plan, layers, coordinator) if self._cuts_batches(plan) else None
 
-    def _profile(
-        self,
-        layers: Sequence[DecoderLayer],
-        workers: Sequence[str],
-        coordinator: Coordinator,
-        options: ProfilingOptions,
-    ) -> Profile:
-        whole_batches = not self.cuts_step
-        run = ProfilingRun(self.module, layers, coordinator, workers, options, whole_batches)
-        return run.profile()
+    def _connected(
+        self, layers: Sequence[DecoderLayer], workers: Sequence[str], options: ProfilingOptions
+    ) -> ProfilingRun:
+        """Connect to all workers; the caller must close the coordinator of the returned run."""
+        self._check(layers)
+        coordinator = self.connect(workers, layers, _all_on_one(workers, layers))
+        whole_batches = not self._cuts_step
+        return ProfilingRun(self.module, layers, coordinator, workers, options, whole_batches)
+
+    @property
+    def _cuts_step(self) -> bool:
+        return self.options.cuts_step(self.module)
 
     def _cuts_batches(self, plan: Plan) -> bool:
         """Whether a plan without workers differs from plain Lightning: it cuts batches that may be
         too large for the memory here."""
-        return self.cuts_step and plan.micro_batches > 1
+        return self._cuts_step and plan.micro_batches > 1
 
     def _check(self, layers: Sequence[DecoderLayer]) -> None:
         check_callbacks(self.module.trainer)
@@ -292,16 +281,17 @@ class Site:
             )
 
     def _announce_plan(self, plan: Plan) -> None:
+        scaler = scaler_of(self.module.trainer.precision_plugin)
         for number, stage in enumerate(plan.remote_stages, start=1):
             first, end = stage.layers
             also = "the input embedding and " if stage.embedding else ""
             rank_zero_info(f"stage {number}: {also}layers {first} to {end - 1} on {stage.worker}")
-            if stage.dtype == "float16" and scaler_of(self.plugin) is None:
+            if stage.dtype == "float16" and scaler is None:
                 rank_zero_info(
                     f"stage {number} computes in float16 without loss scaling, so that gradients "
                     "below 6e-8 become zero there; precision '16-mixed' scales the loss"
                 )
-        what = "training_step runs on each" if self.cuts_step else "boundary only"
+        what = "training_step runs on each" if self._cuts_step else "boundary only"
         rank_zero_info(
             f"each batch is cut into {plan.micro_batches} micro-batches ({what}), "
             f"at most {plan.max_in_flight} in flight"
@@ -314,14 +304,18 @@ def workers_of(plan: Plan) -> list[str]:
 
 
 def _all_on_one(workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:
-    """A plan that makes its worker import what any worker may have to import."""
+    """A plan whose worker holds all layers, and so imports everything that any worker may need."""
     return Plan([StagePlan(list(workers[:1]), (0, len(layers)))])
 
 
-def _warn_of_faults(plan: Plan, profile: Profile) -> None:
-    # A batch with fewer samples than micro-batches is cut into fewer pieces.
+def as_measured(plan: Plan, profile: Profile) -> Plan:
+    """The plan with the micro-batches of a measured batch, which may have fewer samples."""
     pieces = min(plan.micro_batches, profile.batch_size or plan.micro_batches)
-    for fault in check_plan(dataclasses.replace(plan, micro_batches=pieces), profile):
+    return dataclasses.replace(plan, micro_batches=pieces)
+
+
+def _warn_of_faults(plan: Plan, profile: Profile) -> None:
+    for fault in check_plan(as_measured(plan, profile), profile):
         rank_zero_warn(f"By what was measured, the plan cannot run. {fault}")
 
 

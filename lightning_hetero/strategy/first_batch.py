@@ -1,10 +1,10 @@
-"""The first-batch check: is the loss of a batch that of its micro-batches?
+"""The first-batch check: does a batch have the same loss as its micro-batches together?
 
     training_step(batch)  ──────────────────────────────▶ loss of the whole ─┐
     training_step(micro-batch 1), …, weighted and added ▶ loss as it is cut ─┴▶ difference
 
 Both run before the first step, without gradients and in evaluation mode, and leave nothing behind.
-Where they differ, what might repair it is tried, and what does is named.
+If the losses differ, the check tries several remedies and names those that work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -32,17 +31,18 @@ from ..pipeline.microbatch import IGNORED_LABEL, CutBatch, LossWeighting, Sample
 from ..pipeline.results import loss_of
 from ..pipeline.tolerance import coarsest, rounding_of_loss
 from ..profiler.dry_run import no_trace
+from .arguments import autocast_dtype
 
-# Losses may cancel each other to almost nothing, and so may the numbers within each. A difference
-# of so much of the relative rounding error is then rounding too, and a loss below this size, or
-# below so many times the rounding error, has no relative error of its own.
+# Losses may cancel each other to almost nothing, and so may the numbers within each loss. So an
+# absolute difference below this part of the relative rounding error is rounding too. A loss below
+# the least scale, or below this multiple of the rounding error, has no relative error of its own.
 _NOISE = 1 / 30
 _LEAST_SCALE = 1e-3
 _LEAST_ROUNDINGS = 10
-# A forward takes and frees more within its operations than their results take.
+# The operations of a forward take more memory, and free it, than their results take.
 _MARGIN = 1.5
 _FEWEST_COMPARED = 2
-# Three losses of one batch spread over less than what a fourth one may differ by.
+# A fourth loss of one batch may differ by this multiple of the spread of three losses.
 _SPREADS = 8
 
 
@@ -100,79 +100,25 @@ class Remedy:
     cause: str
 
 
+@dataclass(frozen=True)
+class _Problem:
+    """A difference between the loss of a batch and that of its micro-batches.
+
+    Args:
+        text: The difference and its remedies in words.
+        is_large: Whether the difference is too large for a run to go on unless the user says so.
+    """
+
+    text: str
+    is_large: bool
+
+
+@dataclass(frozen=True)
 class FirstBatchCheck:
-    """Compares the loss of a batch with that of its micro-batches.
+    """Compares the loss of a batch with that of its micro-batches, in a step that has begun.
 
     Args:
         module: Attached to its Trainer.
-        deployment: Where its layers are.
-        weighting: How micro-batch losses combine.
-        mode: Whether a difference stops the run or is a warning.
-
-    Attributes:
-        is_wanted: Whether the user wants the check.
-    """
-
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        deployment: Deployment,
-        weighting: LossWeighting,
-        mode: CheckFirstBatch,
-    ) -> None:
-        self._module = module
-        self._deployment = deployment
-        self._weighting = weighting
-        self._mode = mode
-        self.is_wanted = mode != "off"
-
-    def run(self, batch: CutBatch, rest: Sequence[Any], begin_again: Callable[[], None]) -> None:
-        """Check a batch in a step that has begun on the stages.
-
-        Everything is as before afterwards, random generators included.
-
-        Args:
-            batch: With two micro-batches at least.
-            rest: The other arguments of ``training_step``.
-            begin_again: Begins the step again, after something in it has failed.
-
-        Raises:
-            BatchError: If the difference is too large, and the check is to stop the run.
-        """
-        away = self._deployment.modules_away
-        trial = _Trial(self._module, self._deployment, self._weighting, rest, begin_again)
-        with no_trace(self._module, away, is_timed=False) as has_changed:
-            _evaluate(self._module, away)
-            problem = trial.problem(batch)
-            changed = list(_changed_in(self._module, has_changed))
-        if changed:
-            rank_zero_warn(
-                f"`training_step` changes {', '.join(changed)} in place, which happens once for "
-                "each micro-batch and not once for each batch. If that makes a difference, do it "
-                "in `on_train_batch_end`, or use `micro_batching='boundary'`."
-            )
-        if problem is None:
-            return
-        if self._mode == "stop" and problem.difference > problem.tolerance:
-            raise BatchError(f"{problem.text} {GO_ON}")
-        rank_zero_warn(problem.text)
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """A loss that differs from that of its micro-batches: how, by how much, what is allowed."""
-
-    text: str
-    difference: float
-    tolerance: float
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Runs ``training_step`` without gradients on whole and cut batches.
-
-    Args:
-        module: In evaluation mode.
         deployment: Where its layers are.
         weighting: How micro-batch losses combine.
         rest: The other arguments of ``training_step``.
@@ -185,21 +131,44 @@ class _Trial:
     rest: Sequence[Any]
     begin_again: Callable[[], None]
 
-    def problem(self, batch: CutBatch) -> _Problem | None:
+    def run(self, batch: CutBatch, mode: CheckFirstBatch) -> None:
+        """Check a batch of two micro-batches at least.
+
+        Everything is as before afterwards, random generators included.
+
+        Raises:
+            BatchError: If the difference is too large, and the mode is ``"stop"``.
+        """
+        away = self.deployment.modules_away
+        with no_trace(self.module, away, is_timed=False) as has_changed:
+            _evaluate(self.module, away)
+            problem = self._problem(batch)
+            changed = list(_changed_in(self.module, has_changed))
+        if changed:
+            rank_zero_warn(
+                f"`training_step` changes {', '.join(changed)} in place, which happens once for "
+                "each micro-batch and not once for each batch. If that makes a difference, do it "
+                "in `on_train_batch_end`, or use `micro_batching='boundary'`."
+            )
+        if problem is None:
+            return
+        if mode == "stop" and problem.is_large:
+            raise BatchError(f"{problem.text} {GO_ON}")
+        rank_zero_warn(problem.text)
+
+    def _problem(self, batch: CutBatch) -> _Problem | None:
         """The problem of a batch, or of its first micro-batches if the batch does not fit."""
         try:
             return self._compare(batch)
-        except HeteroError as error:
-            if not is_out_of_memory(error):
-                raise
-            cause: Exception = error
         except Exception as error:
-            # The user's own code, which may need gradients or training mode.
+            # Other errors are of the user's own code, which may need gradients or training mode.
+            if isinstance(error, HeteroError) and not is_out_of_memory(error):
+                raise
             cause = error
         self._recover()
         few = batch.first(_FEWEST_COMPARED)
         if is_out_of_memory(cause) and few is not batch:
-            return self.problem(few)
+            return self._problem(few)
         # The step itself fails in the same way, unless the check needs more than it.
         say = rank_zero_info if is_out_of_memory(cause) else rank_zero_warn
         say(
@@ -227,7 +196,7 @@ class _Trial:
         if difference <= losses.rounding or self._is_random(losses, difference, batch):
             return None
         text = _said(losses, weights, difference, self._remedies(losses, batch))
-        return _Problem(text, difference, max(losses.rounding, STOPPING_DIFFERENCE))
+        return _Problem(text, difference > max(losses.rounding, STOPPING_DIFFERENCE))
 
     def _loss(self, batch: Any, *, is_cut: bool = False) -> float | None:
         plugin = self.module.trainer.precision_plugin
@@ -275,8 +244,8 @@ class _Trial:
             return self._loss(batch)
 
     def _from_the_start(self, *, puts_draws_back: bool = True) -> AbstractContextManager[Any]:
-        """Inside, runs have no side effects: a layer here may count its calls, and a module may
-        carry a state from one call to the next."""
+        """Inside, forwards have no side effects: a layer in this process may count its calls, and
+        a module may carry a state from one call to the next."""
         away = self.deployment.modules_away
         return no_trace(self.module, away, is_timed=False, puts_draws_back=puts_draws_back)
 
@@ -316,7 +285,7 @@ class _Trial:
             with self._from_the_start():
                 cut = [self._loss(piece) for piece in again.microbatches]
         except Exception:
-            # The user's code need not take what is cut along a wrong dimension.
+            # The user's code may refuse a batch that is cut along a wrong dimension.
             self._recover()
             return
         if replace(losses, cut=cut).fit(self._weights(again, self.weighting)):
@@ -330,9 +299,9 @@ class _Trial:
 
     def _rounding(self) -> float:
         dtypes = [parameter.dtype for parameter in self.module.parameters()]
-        plugin = self.module.trainer.precision_plugin
-        if isinstance(plugin, MixedPrecision):
-            dtypes.append(torch.bfloat16 if "bf16" in plugin.precision else torch.float16)
+        autocast = autocast_dtype(self.module.trainer.precision_plugin)
+        if autocast is not None:
+            dtypes.append(autocast)
         dtype = coarsest([*dtypes, *self.deployment.stage_dtypes])
         widths = (max(p.shape, default=1) for p in self.module.parameters())
         return rounding_of_loss(dtype, max(widths, default=1))
@@ -350,8 +319,8 @@ def _changed_in(module: pl.LightningModule, has_changed: Callable[[Tensor], bool
 def _evaluate(module: pl.LightningModule, away: Sequence[nn.Module]) -> None:
     """Turn dropout off; modules that normalize over a batch stay as in training.
 
-    The module itself keeps its mode, which its ``training_step`` may ask for, and layers that are
-    away have theirs from the trial.
+    The module itself keeps its mode, because its ``training_step`` may ask for it. Layers that are
+    away keep their mode too: a trial sets it on the workers.
     """
     kept = {inner for outer in away for inner in outer.modules()} | {module}
     for inner in module.modules():
@@ -376,7 +345,7 @@ def _said(
 
 
 def _counts_in(microbatches: Sequence[Any]) -> Iterator[tuple[str, list[float]]]:
-    """Numbers by which micro-batches may be weighted, each with the code that counts it."""
+    """Numbers that may weight the micro-batches, each with the code that counts it."""
     tensors = [_tensors_of(microbatch) for microbatch in microbatches]
     for path in tensors[0]:
         each = [found[path] for found in tensors if path in found]
@@ -390,8 +359,8 @@ def _counts_in(microbatches: Sequence[Any]) -> Iterator[tuple[str, list[float]]]
 
 
 def _may_count(tensor: Tensor) -> bool:
-    """Whether the sum of a tensor may be a count: of a mask, of weights, or of one length per
-    sample, and not of token ids or classes at every position."""
+    """Whether the sum of a tensor may be a count. A mask, weights, and one length per sample may
+    have such a sum; token ids and classes at every position do not."""
     is_small = tensor.is_floating_point() or tensor.ndim == 1 or bool((tensor <= 1).all())
     return is_small and bool((tensor >= 0).all())
 

@@ -12,6 +12,7 @@ stages follow Lightning's rule instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,6 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.session import Coordinator
 from ..coordinator.training import RemoteOptimizer, changed_parameters, optimized_parameters
 from ..errors import ModelError
 from ..model.override import stand_in
@@ -63,24 +63,21 @@ class RemoteSteps:
         self._unclipped: dict[int, Versions | None] = {}
         self._sent: set[int] = set()
         diverted = {
-            "clip_grad_by_norm": self._clip_by_norm,
-            "clip_grad_by_value": self._clip_by_value,
-            "_after_closure": self._after_closure,
+            "clip_grad_by_norm": partial(self._clip, plugin.clip_grad_by_norm, "clip_by_norm"),
+            "clip_grad_by_value": partial(self._clip, plugin.clip_grad_by_value, "clip_by_value"),
+            "_after_closure": partial(self._after_closure, plugin._after_closure),
         }
-        self._original = {name: getattr(plugin, name) for name in diverted}
-        self._put_back = [stand_in(plugin, name, ours) for name, ours in diverted.items()]
-        self._hooks = [
-            remote.optimizer.register_step_post_hook(self._after_step) for remote in optimizers
-        ]
+        self._undo = ExitStack()
+        for name, ours in diverted.items():
+            self._undo.callback(stand_in(plugin, name, ours))
+        for remote in optimizers:
+            hook = remote.optimizer.register_step_post_hook(self._after_step)
+            self._undo.callback(hook.remove)
+            self._undo.callback(remote.detach)
 
     def detach(self) -> None:
         """Restore the plugin and the optimizers."""
-        for remote in self.optimizers:
-            remote.detach()
-        for hook in self._hooks:
-            hook.remove()
-        for put_back in self._put_back:
-            put_back()
+        self._undo.close()
 
     def note_backward(self) -> None:
         """Note that a backward has ended: its gradients are not clipped yet."""
@@ -98,36 +95,31 @@ class RemoteSteps:
             optimizer = optimizer.optimizer
         return self._remote.get(id(optimizer))
 
-    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def _clip(
+        self, clip_here: Callable[..., None], everywhere: str, optimizer: Any, clip_val: float
+    ) -> None:
+        """Clip with the plugin, or by the `RemoteOptimizer` method that clips on the stages too."""
         remote = self.remote_of(optimizer)
         if remote is None:
-            self._original["clip_grad_by_norm"](optimizer, clip_val)
+            clip_here(optimizer, clip_val)
         else:
-            remote.clip_by_norm(clip_val)
+            getattr(remote, everywhere)(clip_val)
             self._unclipped[id(remote.optimizer)] = None
 
-    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
-        remote = self.remote_of(optimizer)
-        if remote is None:
-            self._original["clip_grad_by_value"](optimizer, clip_val)
-        else:
-            remote.clip_by_value(clip_val)
-            self._unclipped[id(remote.optimizer)] = None
-
-    def _after_closure(self, model: Any, optimizer: Any) -> None:
+    def _after_closure(self, original: Callable[..., None], model: Any, optimizer: Any) -> None:
         """Step on the stages: the gradients are final, and the optimizer is about to step here."""
         remote = self.remote_of(optimizer)
         if remote is None:
             if any(p in self._names_of for p in optimized_parameters(optimizer)):
                 raise changed_parameters(optimizer)
-            self._original["_after_closure"](model, optimizer)
+            original(model, optimizer)
             return
         scaler = scaler_of(self._plugin)
         is_finite = scaler is None or self._unscale(scaler, remote)
         number = id(remote.optimizer)
         if getattr(model, "automatic_optimization", True):
             self._unclipped[number] = _versions(optimizer)
-        self._original["_after_closure"](model, optimizer)
+        original(model, optimizer)
         _check_not_clipped_by_hand(self._unclipped.pop(number, None), optimizer)
         if is_finite:
             # Before the step here, so that all step at the same time.
@@ -180,48 +172,36 @@ class FollowedZeroGrad:
 
     Args:
         root: The LightningModule.
-        coordinator: Knows the stages.
-        names_of: Names of the hollow layers' parameters.
-        optimizers: Those that have parameters on stages.
+        deployment: Where its layers are.
+        remote_steps: The optimizers' parts on the stages.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        coordinator: Coordinator,
-        names_of: Mapping[Tensor, str],
-        optimizers: Iterable[RemoteOptimizer],
-    ) -> None:
-        self._remote = {id(remote.optimizer): remote for remote in optimizers}
-        self._followed: list[_ZeroGrad] = []
-        self._put_back: list[Callable[[], None]] = []
+    def __init__(self, root: nn.Module, deployment: Deployment, remote_steps: RemoteSteps) -> None:
+        self._remote_of = remote_steps.remote_of
+        self._undo = ExitStack()
+        names_of, training = deployment.tensors.names_of, deployment.coordinator.training
         for module in root.modules():
             names = [names_of[p] for p in module.parameters() if p in names_of]
             if names:
-                self._follow(module, partial(coordinator.training.zero_gradients, names))
-        for remote in optimizers:
+                self._follow(module, partial(training.zero_gradients, names))
+        for remote in remote_steps.optimizers:
             self._follow(remote.optimizer, remote.zero_grad)
 
     def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
         """Follow Lightning's wrappers too: they call the method of the optimizer's class."""
         for wrapper in wrappers:
-            remote = self._remote.get(id(wrapper.optimizer))
+            remote = self._remote_of(wrapper)
             if remote is not None:
                 self._follow(wrapper, remote.zero_grad)
 
     def detach(self) -> None:
         """Restore every `zero_grad`."""
-        for put_back in reversed(self._put_back):
-            put_back()
-        for zero_grad in self._followed:
-            zero_grad.end()
-        self._put_back.clear()
-        self._followed.clear()
+        self._undo.close()
 
     def _follow(self, owner: Any, zero_remotely: Callable[[bool], None]) -> None:
         zero_grad = _ZeroGrad(owner.zero_grad, zero_remotely)
-        self._put_back.append(stand_in(owner, "zero_grad", zero_grad))
-        self._followed.append(zero_grad)
+        self._undo.callback(zero_grad.end)
+        self._undo.callback(stand_in(owner, "zero_grad", zero_grad))
 
 
 class _ZeroGrad:
@@ -244,7 +224,7 @@ class _ZeroGrad:
         return _ZeroGrad, (self._zero_here, None)
 
     def end(self) -> None:
-        """Zero only gradients in this process; an object may hold this longer than the run."""
+        """From now on, zero only gradients here: an object may keep this after the run."""
         self._zero_remotely = None
 
 

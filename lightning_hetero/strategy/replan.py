@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
-from ..errors import HeteroError, ModelError, PlanError, WeightsLost
+from ..errors import ModelError, PlanError
 from ..model.tensors import flatten, named_contents
 from ..pipeline.optimizer import beside
 from ..pipeline.recorder import Recorder
@@ -34,7 +34,7 @@ from ..planner.replan import (
     expected_seconds,
     replan,
 )
-from .optimizers import RemoteSteps
+from .deploy import workers_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ def check_move(
         )
     if deployment is None:
         raise ModelError("No layers are on workers, so there are none to move.")
-    workers = [stage.worker for stage in deployment.plan.remote_stages]
+    workers = workers_of(deployment.plan)
     plan.check(len(deployment.layers), workers)
-    wanted = [stage.worker for stage in plan.remote_stages]
+    wanted = workers_of(plan)
     if wanted != workers:
         raise PlanError(
             f"Layers move between {workers}, each of which keeps one at least, in this order; the "
@@ -82,59 +82,6 @@ def moves_layers(module: pl.LightningModule) -> bool:
             "whether gradients are still needed."
         )
     return bool(module.automatic_optimization)
-
-
-def bring_home(deployment: Deployment, remote_steps: RemoteSteps) -> None:
-    """Bring weights and optimizer state here; changes nothing if it raises.
-
-    Raises:
-        WorkerError: If a worker does not return what it has.
-        ModelError: If only some of the layers have made the latest step.
-    """
-    states = [remote.remote_state() for remote in remote_steps.optimizers]
-    deployment.check_between_steps()
-    deployment.bring_here()
-    for remote, state in zip(remote_steps.optimizers, states, strict=True):
-        remote.take_back(state)
-    remote_steps.detach()
-
-
-def give_back(
-    deployment: Deployment, remote_steps: RemoteSteps | None, remedy: str
-) -> WeightsLost | None:
-    """Bring weights and optimizer state home, and end a deployment.
-
-    Args:
-        deployment: The deployment that ends.
-        remote_steps: The optimizers' parts on the stages; None in an evaluation.
-        remedy: How to continue if something is lost.
-
-    Returns:
-        What was lost, or None.
-    """
-    try:
-        deployment.bring_back(remedy)
-        if remote_steps is not None:
-            _bring_states_back(remote_steps, remedy)
-    except WeightsLost as loss:
-        return loss
-    finally:
-        if remote_steps is not None:
-            remote_steps.detach()
-        deployment.close()
-    return None
-
-
-def _bring_states_back(remote_steps: RemoteSteps, remedy: str) -> None:
-    try:
-        for optimizer in remote_steps.optimizers:
-            optimizer.bring_back()
-    except HeteroError as error:
-        raise WeightsLost(
-            "The weights have come home from the workers, and the optimizer state has not, so no "
-            f"whole checkpoint can be made. {error} To train on, {remedy}.",
-            are_weights_whole=True,
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -164,12 +111,10 @@ class AtHome:
             for parameter, state in optimizer.state.items():
                 optimizer.state[parameter] = {k: beside(parameter, k, v) for k, v in state.items()}
 
-    def restore(self, failed: Deployment | None, remote_steps: RemoteSteps | None) -> None:
+    def restore(self, failed: Deployment | None) -> None:
         """Restore the module and its optimizers after a deployment has failed."""
         if failed is not None:
             failed.refill(self.contents)
-        if remote_steps is not None:
-            remote_steps.detach()
         for optimizer, state in self.states:
             optimizer.state.update(state)
         logger.error(
@@ -178,28 +123,24 @@ class AtHome:
         )
 
 
-@dataclass
-class _Averages:
-    are_home: bool = False
-
-
 @contextmanager
-def moving_averages(trainer: pl.Trainer) -> Iterator[_Averages]:
-    """Inside, layers move; averages of their weights move along.
+def moving_averages(trainer: pl.Trainer, bring_home: Callable[[], None]) -> Iterator[None]:
+    """Inside, layers move out from this process; the averages of their weights move along.
 
-    The caller must set ``are_home`` once the layers are in this process.
+    Args:
+        trainer: Its callbacks average weights.
+        bring_home: Brings the layers into this process, before the block begins.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     found = [one for one in callbacks if isinstance(one, StageWeightAveraging)]
-    states = [callback.averages(trainer) for callback in found]
-    averages = _Averages()
+    averages = [(one, one.averages(trainer)) for one in found]
+    bring_home()
     try:
-        yield averages
+        yield
     finally:
-        if averages.are_home:
-            for callback, state in zip(found, states, strict=True):
-                if state is not None:
-                    callback.begin_again(trainer, state)
+        for callback, state in averages:
+            if state is not None:
+                callback.begin_again(trainer, state)
 
 
 STEPS_BETWEEN_MOVES = 20
@@ -220,6 +161,9 @@ class Watch:
         recorder: Sums up this process's own work; None if that work cannot be told from waiting.
         moves: Whether layers are to move.
         least_steps: Steps before the first move.
+
+    Attributes:
+        profile: What was measured; after a move, with the times that caused it.
     """
 
     def __init__(
@@ -231,7 +175,7 @@ class Watch:
         least_steps: int = 0,
     ) -> None:
         self._deployment = deployment
-        self._profile = profile
+        self.profile = profile
         self._recorder = recorder
         self._moves = moves
         self._least_steps = least_steps
@@ -239,10 +183,7 @@ class Watch:
         if expected is not None and recorder is None:
             del expected[COORDINATOR]
         self._watcher = Watcher(expected)
-        self._names = {
-            number: stage.worker
-            for number, stage in enumerate(deployment.plan.remote_stages, start=1)
-        }
+        self._workers = workers_of(deployment.plan)
         # Layers behind the workers run in one action with the head and the loss.
         self._has_first_layers = not deployment.plan.starts_on_worker
         # The reports so far for steps that are not complete.
@@ -251,7 +192,7 @@ class Watch:
 
     def after_move(self, deployment: Deployment, recorder: Recorder | None) -> Watch:
         """The watch over the deployment that follows this one."""
-        return Watch(deployment, self._profile, recorder, self._moves, STEPS_BETWEEN_MOVES)
+        return Watch(deployment, self.profile, recorder, self._moves, STEPS_BETWEEN_MOVES)
 
     def note_own(self) -> None:
         """Note this process's own times after an optimizer step."""
@@ -272,36 +213,31 @@ class Watch:
         for drift in self._look():
             self._has_drifted = True
             logger.warning("%s %s", drift, self._advice())
-        if not (self._has_drifted and self._moves):
-            return None
-        if self._watcher.num_steps < self._least_steps:
+        may_move = self._moves and self._watcher.num_steps >= self._least_steps
+        if not (self._has_drifted and may_move):
             return None
         self._has_drifted = False
         found = self._better()
         if found is None or not self._can_move(found.plan):
             return None
-        self._profile = found.profile or self._profile
+        self.profile = found.profile or self.profile
         return found.plan
-
-    @property
-    def profile(self) -> Profile | None:
-        """The measured profile; after a move, with the times that caused it."""
-        return self._profile
 
     @property
     def bottleneck(self) -> str:
         """The slowest stage of the latest steps; empty while it is not known."""
         slowest = self._watcher.slowest()
-        numbers = {worker: f"stage {number}" for number, worker in self._names.items()}
-        return "" if slowest is None else numbers.get(slowest, slowest)
+        if slowest in self._workers:
+            return f"stage {self._workers.index(slowest) + 1}"
+        return slowest or ""
 
     def _look(self) -> list[Drift]:
         """The drifts in steps that every stage has reported."""
         for number, said in self._deployment.coordinator.stages.take_timings():
             if said.num_microbatches > 0:
                 seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches
-                self._note(said.step, self._names[number], StageSeconds(seconds))
-        wanted = len(self._names) + (self._recorder is not None)
+                self._note(said.step, self._workers[number - 1], StageSeconds(seconds))
+        wanted = len(self._workers) + (self._recorder is not None)
         complete = [step for step, told in sorted(self._steps.items()) if len(told) == wanted]
         drifts = [self._watcher.note(self._steps.pop(step)) for step in complete]
         for step in sorted(self._steps)[:-_MOST_OPEN]:
@@ -314,7 +250,7 @@ class Watch:
 
     def _better(self) -> Replanned | None:
         """A plan that is worth a move, or None."""
-        found = replan(self._deployment.plan, self._profile, self._watcher.present())
+        found = replan(self._deployment.plan, self.profile, self._watcher.present())
         return found if found is not None and found.is_worth_it else None
 
     def _can_move(self, plan: Plan) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -125,19 +125,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
-        check_arguments(
-            workers=workers,
-            plan=plan,
-            layers=layers,
-            micro_batches=micro_batches,
-            micro_batching=micro_batching,
-            loss_weighting=loss_weighting,
-            batch_dim=batch_dim,
-            check_first_batch=check_first_batch,
-            checkpoint_weights=checkpoint_weights,
-            replan=replan,
-            cut_layers=cut_layers,
-        )
+        check_arguments(locals())
         self.plan_choice = PlanChoice(plan, micro_batches)
         # Lightning sets the devices; this process computes on the first one.
         self.parallel_devices: list[torch.device] | None = None
@@ -225,7 +213,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         SingleDeviceStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        if self._run is not None:
+        if isinstance(self._run, TrainingRun):
             self._run.follow_wrappers(self._lightning_optimizers)
 
     @override
@@ -244,39 +232,39 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._checkpoints.note_trained(self._module())
-        if self._run is None:
-            return super().training_step(*args, **kwargs)
-        return self._run.training_step(super().training_step, args, kwargs)
+        step = partial(super().training_step, *args, **kwargs)
+        if not isinstance(self._run, TrainingRun):
+            return step()
+        return self._run.training_step(step, (*args, *kwargs.values()))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(super().validation_step, args, kwargs)
+        return self._evaluated(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(super().test_step, args, kwargs)
+        return self._evaluated(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(super().predict_step, args, kwargs)
+        return self._evaluated(super().predict_step, *args, **kwargs)
 
-    def _evaluated(
-        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _evaluated(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        step = partial(method, *args, **kwargs)
         if self._run is None:
-            return step(*args, **kwargs)
-        return self._run.evaluation_step(step, args, kwargs)
+            return step()
+        return self._run.evaluation_step(step, (*args, *kwargs.values()))
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        if self._run is not None:
+        if isinstance(self._run, TrainingRun):
             self._run.note_optimizer_step()
         return result
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        plan = None if self._run is None else self._run.next_plan()
+        plan = self._run.next_plan() if isinstance(self._run, TrainingRun) else None
         if plan is not None:
             self.move_layers(plan)
 
@@ -284,12 +272,9 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if self._run is None:
+        run = self._run
+        with run.backward() if isinstance(run, TrainingRun) else nullcontext():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        with self._run.recording_backward():
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._run.note_backward()
-        return loss
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients, here and on the workers, so that their common 2-norm is at most
@@ -302,7 +287,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             The norm before.
         """
         norm = clip_by_global_norm(self._module(), self.deployment, max_norm)
-        if self._run is not None:
+        if isinstance(self._run, TrainingRun):
             self._run.note_clipping()
         return norm
 
@@ -325,12 +310,10 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 failed while it still had some.
         """
         run = self._run
-        is_inside_window = run is not None and run.is_inside_window
+        is_inside_window = isinstance(run, TrainingRun) and run.is_inside_window
         check_move(self._module(), self.deployment, plan, is_inside_window)
         if isinstance(run, TrainingRun):
-            with moving_averages(self._module().trainer) as averages:
-                run.bring_home()
-                averages.are_home = True
+            with moving_averages(self._module().trainer, run.bring_home):
                 self._run = None
                 self._redeploy(run, plan)
 
@@ -339,16 +322,16 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         site, before = self._site(), run.deployment
         self._leave_weights()
         home = AtHome.of(before.modules_under(plan), self.optimizers)
-        deployment, remote_steps = None, None
+        deployment = None
         try:
             deployment = site.carry_out(plan, before.layers, before.coordinator)
             site.bring_weights_here(deployment)
             super().model_to_device()
-            remote_steps = run.redeploy(deployment, self.optimizers)
+            run.redeploy(deployment, self.optimizers)
             home.settle()
         except BaseException:
-            run.release_trainer()
-            home.restore(deployment, remote_steps)
+            run.abandon()
+            home.restore(deployment)
             before.coordinator.close()
             raise
         self._run = run
@@ -446,11 +429,9 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         return Site(
             self._module(),
             self._fleet,
-            self.precision_plugin,
             self.root_device,
-            cuts_step=self._options.cuts_step(self._module()),
+            self._options,
             may_move=self._replan,
-            batches=self._options.batches,
             deadlines=self.deadlines,
         )
 

@@ -9,9 +9,11 @@ import copy
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -40,9 +42,10 @@ from ..protocol.messages import Equipment
 from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
 from ..report.topology import Memory, Place, Topology, topology_of, with_profile
 from .arguments import check_precision
-from .optimizers import RemoteSteps
-from .replan import Watch, bring_home, give_back
-from .training_step import BatchReader, BatchStep, StepOptions, batch_step
+from .deploy import as_measured
+from .optimizers import FollowedZeroGrad, RemoteSteps
+from .replan import Watch
+from .training_step import BatchReader, BatchStep, MicrobatchedStep, StepOptions, WholeBatchStep
 
 
 class Run:
@@ -55,10 +58,7 @@ class Run:
 
     Attributes:
         deployment: Where the layers are now.
-        is_inside_window: Whether there are gradients that the next optimizer step will use.
     """
-
-    is_inside_window = False
 
     def __init__(
         self, module: pl.LightningModule, deployment: Deployment, options: StepOptions
@@ -68,52 +68,21 @@ class Run:
         self._options = options
         self._reader = BatchReader(module.trainer, options.batches.dim)
 
-    @property
-    def profile(self) -> Profile | None:
-        """The measured times of the deployment; None if they are not known."""
-        return None
-
-    def evaluation_step(
-        self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def evaluation_step(self, step: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run a validation, test or prediction step of a batch.
+
+        Args:
+            step: Lightning's call of the user's method with these arguments.
+            args: The arguments, the batch first.
 
         Raises:
             ModelError: If the batch has not gone through all layers.
         """
-        batch, *rest = (*args, *kwargs.values())
+        batch, *rest = args
         with self.deployment.hand_overs.batch_of(self._reader.count(batch, rest)):
-            result = step(*args, **kwargs)
+            result = step()
         self.deployment.check_forward_finished()
         return result
-
-    def training_step(
-        self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run the training step of a batch."""
-        return step(*args, **kwargs)
-
-    def recording_backward(self) -> AbstractContextManager[None]:
-        """Record the backward of a whole batch; a cut step records those of its micro-batches."""
-        if self._options.cuts_step(self._module):
-            return nullcontext()
-        return self.deployment.coordinator.telemetry.recorder.span("backward")
-
-    def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
-        """Follow what user code calls on Lightning's wrappers of the optimizers."""
-
-    def note_backward(self) -> None:
-        """Note that a backward has ended."""
-
-    def note_clipping(self) -> None:
-        """Note that all gradients, here and on the workers, were clipped."""
-
-    def note_optimizer_step(self) -> None:
-        """Note that an optimizer has stepped."""
-
-    def next_plan(self) -> Plan | None:
-        """The plan under which the next step is to run; None for the present one."""
-        return None
 
     def end(self, remedy: str) -> WeightsLost | None:
         """Bring everything home and disconnect; returns what was lost.
@@ -121,7 +90,16 @@ class Run:
         Args:
             remedy: How to continue if something is lost.
         """
-        return give_back(self.deployment, None, remedy)
+        try:
+            self._bring_back(remedy)
+        except WeightsLost as loss:
+            return loss
+        finally:
+            self.deployment.close()
+        return None
+
+    def _bring_back(self, remedy: str) -> None:
+        self.deployment.bring_back(remedy)
 
 
 class TrainingRun(Run):
@@ -134,7 +112,12 @@ class TrainingRun(Run):
         optimizers: All of them.
         profile: What was measured before the run.
         moves: Whether layers move when a stage's speed changes.
+
+    Attributes:
+        is_inside_window: Whether there are gradients that the next optimizer step will use.
     """
+
+    is_inside_window = False
 
     def __init__(
         self,
@@ -146,59 +129,89 @@ class TrainingRun(Run):
         moves: bool,
     ) -> None:
         super().__init__(module, deployment, options)
-        self._remote_steps, self._step = _attached(module, deployment, options, optimizers)
+        self._remote_steps, self._step = self._attached(deployment, options, optimizers)
         self._watch = Watch(deployment, profile, self._step.recorder, moves)
         self._put_back = let_callbacks_be_copied(module.trainer)
         stages = deployment.coordinator.stages
-        self._figures = TrainingFigures(
+        figures = TrainingFigures(
             module.trainer, lambda: stages.num_tokens, lambda: self._watch.bottleneck
         )
+        self._put_back.callback(figures.detach)
+        # Under automatic optimization, Lightning's rule says when gradients become zero.
+        self._followed: FollowedZeroGrad | None = None
+        if not module.automatic_optimization:
+            self._followed = FollowedZeroGrad(module, deployment, self._remote_steps)
+            self._put_back.callback(self._followed.detach)
 
     @property
-    @override
     def profile(self) -> Profile | None:
+        """The measured times of the deployment; None if they are not known."""
         return self._watch.profile
 
-    @override
-    def training_step(
-        self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def training_step(self, step: Callable[[], Any], args: Sequence[Any]) -> Any:
+        """Run the training step of a batch.
+
+        Args:
+            step: Lightning's call of the user's method with these arguments.
+            args: The arguments, the batch first.
+        """
         self.is_inside_window = True
-        return self._step.run(step, args, kwargs)
+        return self._step.run(step, args)
 
-    @override
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, Lightning runs a backward."""
+        cuts_step = self._options.cuts_step(self._module)
+        recorder = self.deployment.coordinator.telemetry.recorder
+        # A cut step records the backwards of its micro-batches by itself.
+        with nullcontext() if cuts_step else recorder.span("backward"):
+            yield
+        if self._followed is not None:
+            self._remote_steps.note_backward()
+
     def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
-        self._step.follow_wrappers(wrappers)
+        """Follow what user code calls on Lightning's wrappers of the optimizers."""
+        if self._followed is not None:
+            self._followed.follow_wrappers(wrappers)
 
-    @override
-    def note_backward(self) -> None:
-        self._step.note_backward()
-
-    @override
     def note_clipping(self) -> None:
+        """Note that all gradients, here and on the workers, were clipped."""
         self._remote_steps.note_clipping()
 
-    @override
     def note_optimizer_step(self) -> None:
+        """Note that an optimizer has stepped."""
         self.is_inside_window = False
         self._watch.note_own()
 
-    @override
     def next_plan(self) -> Plan | None:
+        """The plan under which the next step is to run; None for the present one."""
         return None if self.is_inside_window else self._watch.next_plan()
 
     @override
     def end(self, remedy: str) -> WeightsLost | None:
-        self.release_trainer()
-        self._step.detach()
-        return give_back(self.deployment, self._remote_steps, remedy)
+        self._put_back.close()
+        try:
+            return super().end(remedy)
+        finally:
+            self._remote_steps.detach()
 
-    def release_trainer(self) -> None:
-        """Restore the Trainer's callbacks and its progress bar."""
-        for put_back in reversed(self._put_back):
-            put_back()
-        self._put_back.clear()
-        self._figures.detach()
+    @override
+    def _bring_back(self, remedy: str) -> None:
+        super()._bring_back(remedy)
+        try:
+            for optimizer in self._remote_steps.optimizers:
+                optimizer.bring_back()
+        except HeteroError as error:
+            raise WeightsLost(
+                "The weights have come home from the workers, and the optimizer state has not, so "
+                f"no whole checkpoint can be made. {error} To train on, {remedy}.",
+                are_weights_whole=True,
+            ) from error
+
+    def abandon(self) -> None:
+        """Restore the Trainer and the optimizers after a failed move, with the layers at home."""
+        self._put_back.close()
+        self._remote_steps.detach()
 
     def bring_home(self) -> None:
         """Bring weights and optimizer state into this process; changes nothing if it raises.
@@ -207,80 +220,73 @@ class TrainingRun(Run):
             WorkerError: If a worker does not return what it has.
             ModelError: If only some of the layers have made the latest step.
         """
-        bring_home(self.deployment, self._remote_steps)
+        optimizers = self._remote_steps.optimizers
+        states = [remote.remote_state() for remote in optimizers]
+        self.deployment.check_between_steps()
+        self.deployment.bring_here()
+        for remote, state in zip(optimizers, states, strict=True):
+            remote.take_back(state)
+        self._remote_steps.detach()
 
-    def redeploy(self, deployment: Deployment, optimizers: Sequence[Optimizer]) -> RemoteSteps:
-        """Train on over another deployment; returns the optimizers' parts on its stages."""
+    def redeploy(self, deployment: Deployment, optimizers: Sequence[Optimizer]) -> None:
+        """Train on over another deployment."""
         # The check of the first batch belongs to the run, not to each deployment.
         batches = replace(self._options.batches, check="off")
         options = replace(self._options, batches=batches)
-        attached = _attached(self._module, deployment, options, optimizers)
+        attached = self._attached(deployment, options, optimizers)
         self.deployment = deployment
         self._remote_steps, self._step = attached
         self._watch = self._watch.after_move(deployment, self._step.recorder)
-        return self._remote_steps
+
+    def _attached(
+        self, deployment: Deployment, options: StepOptions, optimizers: Sequence[Optimizer]
+    ) -> tuple[RemoteSteps, BatchStep]:
+        """The optimizers' parts on the stages, and the training step that uses them."""
+        plugin, names_of = self._module.trainer.precision_plugin, deployment.tensors.names_of
+        remote = remote_optimizers(optimizers, deployment.coordinator.training, names_of)
+        for each in remote:
+            check_precision(plugin, each.optimizer)
+        remote_steps = RemoteSteps(plugin, remote, names_of)
+        kind = MicrobatchedStep if options.cuts_step(self._module) else WholeBatchStep
+        return remote_steps, kind(self._module, deployment, options)
 
 
-def _attached(
-    module: pl.LightningModule,
-    deployment: Deployment,
-    options: StepOptions,
-    optimizers: Sequence[Optimizer],
-) -> tuple[RemoteSteps, BatchStep]:
-    """The optimizers' parts on the stages, and the training step that uses them."""
-    plugin, names_of = module.trainer.strategy.precision_plugin, deployment.tensors.names_of
-    remote = remote_optimizers(optimizers, deployment.coordinator.training, names_of)
-    for each in remote:
-        check_precision(plugin, each.optimizer)
-    remote_steps = RemoteSteps(plugin, remote, names_of)
-    return remote_steps, batch_step(module, deployment, options, remote_steps)
-
-
-def let_callbacks_be_copied(trainer: pl.Trainer) -> list[Callable[[], None]]:
-    """Allow ``copy.deepcopy(trainer.callbacks)`` until the returned functions are called.
+def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:
+    """Allow ``copy.deepcopy(trainer.callbacks)`` until the returned stack is closed.
 
     A callback holds what Lightning gave it: the module's ``log``, a progress bar its Trainer.
     Neither can be copied while layers are on workers, so copies of callbacks share them.
     """
-    put_back = []
+    put_back = ExitStack()
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for name in ("log", "log_dict"):
             given = vars(callback).get(name)
             if getattr(given, "__self__", None) is trainer.lightning_module:
-                put_back.append(stand_in(callback, name, _Shared(given)))
+                put_back.callback(stand_in(callback, name, _Shared(given)))
         if isinstance(callback, ProgressBar):
-            put_back.append(stand_in(callback, "__deepcopy__", _BarCopy(trainer, callback)))
+            put_back.callback(
+                stand_in(callback, "__deepcopy__", partial(_copied_bar, trainer, callback))
+            )
     return put_back
 
 
-class _Shared:
+class _Shared(partial[Any]):
     """A method that the copies of its holder share."""
-
-    def __init__(self, method: Any) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method(*args, **kwargs)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _Shared:
         return self
 
 
-class _BarCopy:
-    """Copies a progress bar; the copy belongs to the same Trainer."""
-
-    def __init__(self, trainer: pl.Trainer, bar: ProgressBar) -> None:
-        self._trainer, self._bar = trainer, bar
-
-    def __call__(self, memo: dict[int, Any]) -> ProgressBar:
-        made: ProgressBar = type(self._bar).__new__(type(self._bar))
-        memo[id(self._bar)] = made
-        memo.setdefault(id(self._trainer), self._trainer)
-        # Bars leave out of copies what cannot be copied, such as their consoles.
-        state: Any = self._bar.__reduce_ex__(4)[2]
-        kept = {name: value for name, value in state.items() if value is not self}
-        vars(made).update(copy.deepcopy(kept, memo))
-        return made
+def _copied_bar(trainer: pl.Trainer, bar: ProgressBar, memo: dict[int, Any]) -> ProgressBar:
+    """A copy of a progress bar; it belongs to the same Trainer."""
+    made: ProgressBar = type(bar).__new__(type(bar))
+    memo[id(bar)] = made
+    memo.setdefault(id(trainer), trainer)
+    # Bars leave out of copies what cannot be copied, such as their consoles.
+    state: Any = bar.__reduce_ex__(4)[2]
+    kept = {name: value for name, value in state.items() if name != "__deepcopy__"}
+    vars(made).update(copy.deepcopy(kept, memo))
+    return made
 
 
 logger = logging.getLogger(__name__)
@@ -326,17 +332,15 @@ def topology_here(
         bare,
         coordinator=_coordinator(bare.coordinator, module, deployment.layers),
         stages=[
-            _place(place, equipment[place.name], stages[place.name], deployment)
+            _stage(place, equipment[place.name], stages[place.name], deployment)
             for place in bare.stages
         ],
         frozen_ends=_frozen_ends(module, deployment.layers),
     )
     if profile is None:
         return found
-    # A batch with fewer samples than micro-batches is cut into fewer pieces.
-    pieces = min(plan.micro_batches, profile.batch_size or plan.micro_batches)
     try:
-        return with_profile(found, replace(plan, micro_batches=pieces), profile)
+        return with_profile(found, as_measured(plan, profile), profile)
     except HeteroError:
         logger.debug("the profile is of another plan", exc_info=True)
         return found
@@ -376,38 +380,36 @@ def _title(module: nn.Module) -> str:
 
 
 def _coordinator(place: Place, module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> Place:
-    equipment = equipment_here(module.device)
-    own = {id(t): t for t in _tensors(module) if not t.is_meta}
+    tensors = chain(module.parameters(), module.buffers())
+    own = {id(tensor): tensor for tensor in tensors if not tensor.is_meta}
     weights = sum(tensor.nbytes for tensor in own.values())
-    return replace(
-        place,
-        host=platform.node(),
-        device=equipment.device_name,
-        memory=Memory(equipment.memory_bytes, {"weights": weights}),
-        marks=(*_marks_of(_numbered(layers, range(*place.layers))), *place.marks),
-    )
+    held = {number: layers[number].module for number in range(*place.layers)}
+    here = replace(place, host=platform.node())
+    return _equipped(here, equipment_here(module.device), weights, held)
 
 
-def _place(place: Place, equipment: Equipment, stage: StagePlan, deployment: Deployment) -> Place:
+def _stage(place: Place, equipment: Equipment, stage: StagePlan, deployment: Deployment) -> Place:
     layers = deployment.modules_of(stage)
     weights = stored_bytes(layers, deployment.weights_dtype_of(stage))
+    there = replace(place, host=platform.node() if place.host else "")
+    return _equipped(there, equipment, weights, layers)
+
+
+def _equipped(
+    place: Place, equipment: Equipment, weights_bytes: int, layers: dict[int, nn.Module]
+) -> Place:
     return replace(
         place,
-        host=platform.node() if place.host else "",
         device=equipment.device_name,
-        memory=Memory(equipment.memory_bytes, {"weights": weights}),
+        memory=Memory(equipment.memory_bytes, {"weights": weights_bytes}),
         marks=(*_marks_of(layers), *place.marks),
     )
-
-
-def _numbered(layers: Sequence[DecoderLayer], indices: range) -> dict[int, nn.Module]:
-    return {number: layers[number].module for number in indices}
 
 
 def _marks_of(layers: dict[int, nn.Module]) -> list[str]:
     tensors = list(named_tensors(layers))
     marks = ["4-bit"] if any(stored_in_four_bits(layers, name) for name, _ in tensors) else []
-    if tensors and not any(tensor.requires_grad for _, tensor in tensors):
+    if _are_frozen([tensor for _, tensor in tensors]):
         marks.append("frozen")
     return marks
 
@@ -416,13 +418,8 @@ def _frozen_ends(module: nn.Module, layers: Sequence[DecoderLayer]) -> frozenset
     before, behind = ends_of(module, layers)
     # A head tied to the embedding has no tensors of its own.
     ends = {EMBEDDING: before, HEAD: behind or before}
-    return frozenset(name for name, tensors in ends.items() if tensors and not _is_trained(tensors))
+    return frozenset(name for name, tensors in ends.items() if _are_frozen(tensors))
 
 
-def _is_trained(tensors: Sequence[Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+def _are_frozen(tensors: Sequence[Tensor]) -> bool:
+    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)

@@ -1,31 +1,31 @@
-"""The training step of one batch, in three ways with one interface.
+"""The training step of one batch, in two ways with one interface.
 
     MicrobatchedStep   training_step runs once per micro-batch     micro_batching="step"
-    WholeBatchStep     training_step runs once per batch           micro_batching="boundary"
-    ManualStep         also steps the optimizers by itself         manual optimization
+    WholeBatchStep     training_step runs once per batch           micro_batching="boundary",
+                                                                   or manual optimization
 
-Under the last two, the hollow layers cut the hidden states of the batch.
+A WholeBatchStep lets the hollow layers cut the hidden states of the batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.whole_batches import NOTHING_SAID, BatchOptions
+from ..coordinator.whole_batches import BatchOptions
 from ..devices.copies import Copies, HostCopy
 from ..errors import BatchError, ModelError
 from ..model.override import stand_in
@@ -42,7 +42,6 @@ from ..pipeline.results import (
 )
 from .arguments import dropout_seed, scaler_of
 from .first_batch import FirstBatchCheck
-from .optimizers import FollowedZeroGrad, RemoteSteps
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Collated:
 
 
 def collated_by(loader: Any, batch_idx: int) -> Collated:
-    """What a data loader tells of one of its batches; nothing if it is not a torch loader."""
+    """What a data loader knows of one of its batches: nothing, unless it is a loader of torch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     size = getattr(batch_sampler, "batch_size", None)
     if not isinstance(size, int):
@@ -137,9 +136,9 @@ class StepOptions:
         batches: What the user said of batches.
     """
 
-    micro_batching: Literal["step", "boundary"] = "step"
-    loss_weighting: LossWeighting = "auto"
-    batches: BatchOptions = NOTHING_SAID
+    micro_batching: Literal["step", "boundary"]
+    loss_weighting: LossWeighting
+    batches: BatchOptions
 
     def cuts_step(self, module: pl.LightningModule) -> bool:
         """Whether ``training_step`` runs once per micro-batch."""
@@ -167,91 +166,38 @@ class BatchStep:
         self._deployment = deployment
         self._reader = BatchReader(module.trainer, options.batches.dim)
 
-    def run(
-        self, training_step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, training_step: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run the step of a batch; returns what ``training_step`` returns for a whole batch.
 
         Args:
-            training_step: Lightning's call of the user's method.
-            args: Its arguments, the batch first.
-            kwargs: Its other arguments.
+            training_step: Lightning's call of the user's method with these arguments.
+            args: The arguments, the batch first.
         """
         raise NotImplementedError
 
-    def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
-        """Follow what user code calls on Lightning's wrappers of the optimizers."""
-
-    def note_backward(self) -> None:
-        """Note that user code has run a backward."""
-
-    def detach(self) -> None:
-        """Restore what this step has changed on the module and the optimizers."""
-
     @property
     def _accumulates(self) -> bool:
-        """Whether gradients of earlier batches are kept, by Lightning's rule for this batch."""
+        """Whether gradients of earlier batches are kept: the user's code drops them under manual
+        optimization, and otherwise Lightning's rule for this batch decides."""
         trainer = self._module.trainer
-        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches != 0
+        is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        return not (is_first and self._module.automatic_optimization)
 
 
 class WholeBatchStep(BatchStep):
     """Runs ``training_step`` once per batch; the hollow layers cut the hidden states."""
 
     @override
-    def run(
-        self, training_step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        batch, *rest = (*args, *kwargs.values())
+    def run(self, training_step: Callable[[], Any], args: Sequence[Any]) -> Any:
+        batch, *rest = args
         num_pieces = self._deployment.plan.micro_batches
         with (
             self._deployment.hand_overs.batch_of(self._reader.count(batch, rest)),
             self._deployment.hand_overs.whole_batch_step(num_pieces, self._accumulates),
         ):
-            result = training_step(*args, **kwargs)
+            result = training_step()
         self._deployment.check_forward_finished()
         return result
-
-
-class ManualStep(WholeBatchStep):
-    """Runs a ``training_step`` that zeroes gradients and steps optimizers by itself.
-
-    Args:
-        module: The LightningModule, attached to its Trainer.
-        deployment: Where its layers are.
-        options: How batches are cut.
-        remote_steps: The optimizers' parts on the stages.
-    """
-
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        deployment: Deployment,
-        options: StepOptions,
-        remote_steps: RemoteSteps,
-    ) -> None:
-        super().__init__(module, deployment, options)
-        self._remote_steps = remote_steps
-        self._followed = FollowedZeroGrad(
-            module, deployment.coordinator, deployment.tensors.names_of, remote_steps.optimizers
-        )
-
-    @override
-    def follow_wrappers(self, wrappers: Iterable[LightningOptimizer]) -> None:
-        self._followed.follow_wrappers(wrappers)
-
-    @override
-    def note_backward(self) -> None:
-        self._remote_steps.note_backward()
-
-    @override
-    def detach(self) -> None:
-        self._followed.detach()
-
-    @property
-    @override
-    def _accumulates(self) -> bool:
-        return True
 
 
 class MicrobatchedStep(BatchStep):
@@ -263,9 +209,7 @@ class MicrobatchedStep(BatchStep):
         super().__init__(module, deployment, options)
         coordinator = deployment.coordinator
         self._loss_weighting = options.loss_weighting
-        self._first_check: FirstBatchCheck | None = FirstBatchCheck(
-            module, deployment, options.loss_weighting, options.batches.check
-        )
+        self._check = options.batches.check
         self._copies = coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
@@ -281,16 +225,14 @@ class MicrobatchedStep(BatchStep):
         )
 
     @override
-    def run(
-        self, training_step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, training_step: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run the step of a batch and compute its gradients.
 
         The ``backward`` of the returned loss only puts the gradients into ``.grad``.
         """
         self._deployment.trained.follow()
         self._scaling.check_last()
-        batch, *rest = (*args, *kwargs.values())
+        batch, *rest = args
         cut, weights = self._cut(batch, rest)
         accumulates = self._accumulates
         has_begun = self._check_first(cut, rest, accumulates)
@@ -307,11 +249,10 @@ class MicrobatchedStep(BatchStep):
         ]
         plan = self._deployment.plan
         step = self._deployment.coordinator.stages.dropout_step + (not has_begun)
-        with (
-            self._deployment.hand_overs.cut_step(),
-            _logging_to(self._module, log),
-            metrics.gathering(self._module),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(self._deployment.hand_overs.cut_step())
+            stack.callback(stand_in(self._module, "log", log.log))
+            stack.enter_context(metrics.gathering(self._module))
             results = self._driver.run(
                 step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
@@ -349,14 +290,16 @@ class MicrobatchedStep(BatchStep):
         Returns:
             Whether the step has begun for that.
         """
-        check = self._first_check
-        if check is None or not check.is_wanted or len(batch.microbatches) == 1:
+        mode = self._check
+        if mode == "off" or len(batch.microbatches) == 1:
             return False
-        self._first_check = None
-        begin = self._deployment.coordinator.stages.begin_step
-        in_flight = self._deployment.plan.max_in_flight
-        begin(in_flight, accumulate)
-        check.run(batch, rest, partial(begin, in_flight, accumulate, is_trial=True))
+        self._check = "off"
+        stages, plan = self._deployment.coordinator.stages, self._deployment.plan
+        begin = partial(stages.begin_step, plan.max_in_flight, accumulate)
+        begin()
+        again = partial(begin, is_trial=True)
+        check = FirstBatchCheck(self._module, self._deployment, self._loss_weighting, rest, again)
+        check.run(batch, mode)
         return True
 
     def _run_one(
@@ -400,7 +343,7 @@ class MicrobatchedStep(BatchStep):
 class LossScaling:
     """Refuses a loss that was scaled after its gradients were computed.
 
-    If reading a number means waiting for the device, it is read when the next step begins.
+    If reading the scale means waiting for the device, it is read when the next step begins.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -441,19 +384,8 @@ class LossScaling:
 def _local_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The parameters in this process, and those that several modules share."""
     local = [parameter for parameter in module.parameters() if not parameter.is_meta]
-    uses: dict[int, int] = {}
-    for _, parameter in module.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     return local, [parameter for parameter in local if uses[id(parameter)] > 1]
-
-
-@contextmanager
-def _logging_to(module: pl.LightningModule, log: StepLog) -> Iterator[None]:
-    put_back = stand_in(module, "log", log.log)
-    try:
-        yield
-    finally:
-        put_back()
 
 
 def _as_computed(loss: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
@@ -476,17 +408,3 @@ class _ComputedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         ctx.publish(gradient)
         return None, None, None
-
-
-def batch_step(
-    module: pl.LightningModule,
-    deployment: Deployment,
-    options: StepOptions,
-    remote_steps: RemoteSteps,
-) -> BatchStep:
-    """The way in which a module's training step runs."""
-    if options.cuts_step(module):
-        return MicrobatchedStep(module, deployment, options)
-    if module.automatic_optimization:
-        return WholeBatchStep(module, deployment, options)
-    return ManualStep(module, deployment, options, remote_steps)

@@ -6,13 +6,12 @@ The loss, activations and gradients of each step are compared with those of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -43,7 +42,11 @@ from ..profiler.dry_run import (
     with_optimizers,
 )
 from ..protocol.tensors import DTYPES
+from ..strategy.arguments import autocast_dtype
 from ..strategy.deploy import Site, workers_of
+
+# The state of the random numbers at the start of each step.
+_SEED = 0
 
 
 @dataclass
@@ -53,14 +56,23 @@ class Observed:
     Args:
         loss: What ``training_step`` returned.
         activations: The hidden states behind layers, by their numbers.
-        before: The gradients of the hidden states before layers, where these want one.
-        gradients: Those of the parameters of each layer, by their names in it.
+        before: The gradients of the hidden states before layers, if they require gradients.
+        gradients: The gradients of parameters, by their layers' numbers and their names there.
     """
 
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     activations: dict[int, Tensor] = field(default_factory=dict)
     before: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def gradients_of(self, number: int) -> dict[str, Tensor]:
+        """The gradients of one layer, by the names of its parameters."""
+        start = f"{number}."
+        return {
+            name.removeprefix(start): gradient
+            for name, gradient in self.gradients.items()
+            if name.startswith(start)
+        }
 
 
 @dataclass(frozen=True)
@@ -72,14 +84,12 @@ class Observer:
         layers: What is observed, by number.
         batch: On its device.
         ends: First and last layers of stages.
-        seed: Where random numbers start in each step.
     """
 
     module: pl.LightningModule
     layers: Mapping[int, DecoderLayer]
     batch: Any
     ends: Sequence[tuple[int, int]]
-    seed: int
 
     def step(self, deployment: Deployment | None = None) -> Observed:
         """One step, with layers where they are."""
@@ -116,7 +126,7 @@ class Observer:
         stack.callback(self.layers[last].module.register_forward_hook(note_output).remove)
 
     def _loss(self) -> Tensor:
-        torch.manual_seed(self.seed)
+        torch.manual_seed(_SEED)
         with torch.enable_grad(), self.module.trainer.precision_plugin.train_step_context():
             loss = loss_of(_step_of(self.module)(self.batch))
         if loss is None:
@@ -126,28 +136,17 @@ class Observer:
             )
         return loss
 
-    def _gradients(self, deployment: Deployment | None) -> dict[int, dict[str, Tensor]]:
-        found: dict[int, dict[str, Tensor]] = {}
-        away = _gradients_away(deployment)
-        for number, layer in self.layers.items():
-            here = {
-                name: _copied(parameter.grad)
-                for name, parameter in layer.module.named_parameters()
-                if parameter.grad is not None
-            }
-            found[number] = here | away.get(number, {})
+    def _gradients(self, deployment: Deployment | None) -> dict[str, Tensor]:
+        found = {
+            f"{number}.{name}": _copied(parameter.grad)
+            for number, layer in self.layers.items()
+            for name, parameter in layer.module.named_parameters()
+            if parameter.grad is not None
+        }
+        if deployment is not None:
+            trained = [name for p, name in deployment.tensors.names_of.items() if p.requires_grad]
+            found |= deployment.coordinator.layers.fetch_gradients(trained)
         return found
-
-
-def _gradients_away(deployment: Deployment | None) -> dict[int, dict[str, Tensor]]:
-    """The gradients on workers, by the numbers of their layers and their names there."""
-    found: dict[int, dict[str, Tensor]] = {}
-    if deployment is not None:
-        trained = [name for p, name in deployment.tensors.names_of.items() if p.requires_grad]
-        for name, gradient in deployment.coordinator.layers.fetch_gradients(trained).items():
-            number, _, inside = name.partition(".")
-            found.setdefault(int(number), {})[inside] = gradient
-    return found
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -173,13 +172,11 @@ class Rehearsal:
         site: The module, with all its layers here, and the workers.
         layers: All its decoder layers.
         plan: A plan that fits the workers.
-        seed: Where random numbers start.
     """
 
     site: Site
     layers: Sequence[DecoderLayer]
     plan: Plan
-    seed: int = 0
 
     def verdict(self) -> Verdict:
         """Compare. Nothing is trained; the module and its Trainer are as before.
@@ -200,7 +197,7 @@ class Rehearsal:
             self.module.eval()
             rows = min(sample.size or 1, _MOST_SAMPLES)
             batch = to_device(self.module.trainer, sample.first(rows))
-            observer = Observer(self.module, self._observed, batch, self._ends, self.seed)
+            observer = Observer(self.module, self._observed, batch, self._ends)
             expected = observer.step()
             widest = self._widest_sum(expected)
             stages = []
@@ -238,8 +235,8 @@ class Rehearsal:
             raise BatchError(f"There is no batch to compare with: {reason}.") from reason
 
     def _alone(self, stage: StagePlan) -> Plan:
-        """A plan with one stage away and all other layers here, so that errors are that stage's.
-        What crosses its boundaries is not rounded."""
+        """A plan with one stage away and all other layers here, so that any error is of that
+        stage. Tensors cross its boundaries without rounding."""
         own = StagePlan([COORDINATOR], (0, stage.layers[0]))
         return Plan([own, _unrounded(stage)], micro_batches=1)
 
@@ -249,23 +246,21 @@ class Rehearsal:
 
     def _step_away(self, observer: Observer, plan: Plan) -> Observed:
         names = workers_of(plan)
-        coordinator = self.site.connect(names, self.layers, plan)
-        try:
+        with closing(self.site.connect(names, self.layers, plan)) as coordinator:
             coordinator.serve(names, Narrowing())
-            is_mixed = isinstance(self.module.trainer.precision_plugin, MixedPrecision)
             away = {n: layer.module for s in plan.remote_stages for n, layer in self._held(s)}
-            # From here and not from the workers, whose memory may be what is wrong.
+            # The copies come from this process: a worker's memory may be the fault.
             kept = _copies_of(away)
+            # Under autocast, weights keep their dtype.
+            converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
             deployment = Deployment(
-                self.module, self.layers, plan, coordinator, self.seed, not is_mixed
+                self.module, self.layers, plan, coordinator, _SEED, converts_weights
             )
             try:
                 return observer.step(deployment)
             finally:
                 deployment.refill(kept)
                 self.module.to(self.site.device)
-        finally:
-            coordinator.close()
 
     def _widest_sum(self, expected: Observed) -> int:
         """A product's sums run over a width of the layers, or over all tokens of the batch."""
@@ -286,7 +281,7 @@ class Rehearsal:
         first, end = stages[0].layers[0], stages[-1].layers[1]
         dtype = coarsest(self._dtypes(stages))
         gradient = None
-        # In front of an embedding there is none.
+        # In front of an embedding there is no gradient.
         if first in expected.before and not stages[0].embedding:
             before = found.before.get(first, torch.empty(0))
             gradient = relative_error(before, expected.before[first])
@@ -301,10 +296,10 @@ class Rehearsal:
         )
 
     def _dtypes(self, stages: Sequence[StagePlan]) -> Iterator[torch.dtype]:
-        """What is computed in, here or there."""
-        plugin = self.module.trainer.precision_plugin
-        if isinstance(plugin, MixedPrecision):
-            yield torch.bfloat16 if "bf16" in plugin.precision else torch.float16
+        """The dtypes of the computation, in this process and on the workers."""
+        autocast = autocast_dtype(self.module.trainer.precision_plugin)
+        if autocast is not None:
+            yield autocast
         for stage in stages:
             if stage.dtype is not None:
                 yield DTYPES[stage.dtype]
@@ -315,8 +310,10 @@ class Rehearsal:
 
 
 def _multiplied_in(owner: nn.Module, parameter: nn.Parameter) -> torch.dtype:
-    """What a parameter is multiplied in; of one in 4 bits its module has noted that, or else it is
-    taken for half precision."""
+    """The dtype in which a parameter is multiplied.
+
+    The module of a 4-bit parameter has noted that dtype; without the note it counts as bfloat16.
+    """
     noted = getattr(owner, "compute_dtype", None)
     if isinstance(noted, torch.dtype):
         return noted
@@ -326,7 +323,7 @@ def _multiplied_in(owner: nn.Module, parameter: nn.Parameter) -> torch.dtype:
 def _copies_of(layers: Mapping[int, nn.Module]) -> dict[str, Tensor]:
     """The tensors of layers and the states of those in 4 bits, as they are now."""
     return {
-        part: tensor.detach().cpu().clone()
+        part: _copied(tensor)
         for name, content, state in named_contents(layers)
         for part, tensor in flatten(name, content, state).items()
     }
@@ -341,6 +338,6 @@ def _worst(found: Observed, expected: Observed, numbers: Iterable[int]) -> Worst
     each = [
         replace(worst, name=f"{describe_layer(number)}: {worst.name}")
         for number in numbers
-        for worst in [worst_gradient(found.gradients[number], expected.gradients[number])]
+        for worst in [worst_gradient(found.gradients_of(number), expected.gradients_of(number))]
     ]
     return max(each, key=lambda worst: worst.error)

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import HeteroPipelineStrategy, Plan
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.errors import ModelError, PlanError, WorkerLost
-from lightning_hetero.strategy import training_run
-from lightning_hetero.strategy.replan import bring_home
+from lightning_hetero.strategy.training_run import TrainingRun
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, sequences, trainer
@@ -223,12 +222,14 @@ def test_a_worker_that_dies_during_a_move_is_named_and_no_weight_is_lost(
         chain = [workers[0], mortal.address]
         plan = plan_of(chain, MOVES["to the left"])
 
-        def bring_home_and_kill(*args: Any) -> None:
-            bring_home(*args)
+        bring_home = TrainingRun.bring_home
+
+        def bring_home_and_kill(run: TrainingRun) -> None:
+            bring_home(run)
             mortal.process.kill()
             mortal.process.wait()
 
-        monkeypatch.setattr(training_run, "bring_home", bring_home_and_kill)
+        monkeypatch.setattr(TrainingRun, "bring_home", bring_home_and_kill)
         module = TinyModule(NUM_LAYERS)
         with pytest.raises(WorkerLost, match=mortal.address):
             train(

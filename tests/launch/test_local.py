@@ -22,7 +22,7 @@ from ..transport.pairs import QUICK
 def test_processes_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, expected: int
 ) -> None:
-    monkeypatch.setattr(local, "usable_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(local, "usable_cores", lambda: cores)
     assert local.threads_per_process(processes) == expected
 
 

@@ -80,6 +80,12 @@ def test_what_wg_quick_reads_behind_nat(mesh: Mesh) -> None:
     }
 
 
+def test_wg_quick_reads_the_length_of_a_prefix_that_the_inventory_writes_as_a_mask() -> None:
+    mesh = Mesh.new("10.88.0.0/255.255.255.0").with_node("laptop")
+    (interface,) = sections_of(wg_quick_file(mesh, mesh.node("laptop")))
+    assert interface["address"] == "10.88.0.1/24"
+
+
 def test_what_wg_quick_reads_on_the_hub(mesh: Mesh) -> None:
     laptop, gpu, tower = mesh.nodes
     interface, *peers = sections_of(wg_quick_file(mesh, gpu))
@@ -174,7 +180,7 @@ def test_a_wrong_inventory_is_refused_where_it_is_wrong(
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "key: [secret\n", "\x00"])
-def test_what_is_no_inventory_is_refused_without_showing_it(inventory: Path, text: str) -> None:
+def test_a_file_that_is_no_inventory_is_refused_and_not_shown(inventory: Path, text: str) -> None:
     inventory.write_text(text)
     with pytest.raises(MeshError) as raised:
         read_mesh(inventory)
@@ -237,9 +243,7 @@ def test_after_an_edit_the_files_are_written_again(
     assert "Endpoint = new.org:51820" in Path("mesh/laptop.conf").read_text()
 
 
-def test_nothing_is_changed_by_what_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_command_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(monkeypatch, "init")
     Path("mesh").mkdir()
@@ -377,7 +381,7 @@ def test_only_a_private_network_is_accepted(network: str) -> None:
         Mesh.new(network)
 
 
-def test_an_unknown_node_is_refused_with_those_that_are_known() -> None:
+def test_an_unknown_node_is_refused_and_the_known_nodes_are_named() -> None:
     with pytest.raises(MeshError, match="no node 'tower'; the nodes are: gpu, laptop"):
         mesh_of(GPU, ("laptop", None)).node("tower")
 
@@ -403,7 +407,7 @@ def test_an_edited_inventory_is_checked(change: dict[str, Any], expected: str) -
         Mesh(new_private_key(), nodes=(gpu, replace(laptop, **change)))
 
 
-def test_a_key_is_used_once_and_does_not_stand_in_the_error() -> None:
+def test_a_key_that_two_nodes_have_is_refused_and_not_shown() -> None:
     gpu, laptop = mesh_of(GPU, ("laptop", None)).nodes
     with pytest.raises(MeshError, match="same private key; each") as raised:
         Mesh(new_private_key(), nodes=(gpu, replace(laptop, private_key=gpu.private_key)))

@@ -1,4 +1,4 @@
-"""What the strategy is given wrongly is refused at once, by name."""
+"""The strategy refuses a wrong argument at once and names it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_compiled_layers_are_refused_by_name(name: str) -> None:
         check_not_compiled(module, layers)
 
 
-def test_what_is_compiled_beside_the_layers_is_left_alone() -> None:
+def test_a_module_beside_the_layers_may_be_compiled() -> None:
     module = TinyModule()
     module.model.lm_head.compile()
     check_not_compiled(module, find_decoder_layers(module))

@@ -64,7 +64,7 @@ def test_a_path_may_be_relative_or_a_url(tmp_path: Path, monkeypatch: pytest.Mon
     assert [value_in(tmp_path / name) for name in ("here.ckpt", "there.ckpt")] == [3.0, 4.0]
 
 
-def test_other_filesystems_are_lightnings_own_business() -> None:
+def test_lightning_writes_to_other_filesystems() -> None:
     FileCheckpointIO().save_checkpoint(checkpoint(5.0), "memory://folder/remote.ckpt")
     with fsspec.open("memory://folder/remote.ckpt", "rb") as file:
         assert float(torch.load(file, weights_only=True)["state_dict"]["weight"][0]) == 5.0
@@ -93,7 +93,7 @@ def test_no_copy_is_made_in_memory(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """Inside, writing beyond that fails, as on a full disk."""
+    """Inside, writing more than this to a file fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -102,7 +102,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_said_and_leaves_what_was_there(path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_the_old_file(path: Path) -> None:
     expected = r"last.ckpt' could not be written: File too large\..* free some space .*`dirpath`"
     with largest_file(MIB), pytest.raises(SaveError, match=expected) as caught:
         FileCheckpointIO().save_checkpoint(checkpoint(2.0), path)
@@ -110,13 +110,13 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(path: Path) -> None:
     assert_untouched(path)
 
 
-def test_a_folder_that_cannot_be_made_is_said(path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(path: Path) -> None:
     with pytest.raises(SaveError, match=r"below.ckpt' could not be written: .* fix the cause"):
         FileCheckpointIO().save_checkpoint(checkpoint(2.0), path / "below.ckpt")
     assert_untouched(path)
 
 
-def test_what_cannot_be_pickled_raises_what_torch_raises(path: Path) -> None:
+def test_a_value_that_cannot_be_pickled_raises_the_error_of_torch(path: Path) -> None:
     with pytest.raises(AttributeError, match="lambda"):
         FileCheckpointIO().save_checkpoint({"function": lambda: None}, path)
     assert_untouched(path)
@@ -152,7 +152,7 @@ def during_write(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) ->
     monkeypatch.setattr(Path, "open", opened)
 
 
-def test_an_interrupt_leaves_what_was_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -163,7 +163,7 @@ def test_an_interrupt_leaves_what_was_there(path: Path, monkeypatch: pytest.Monk
     assert_untouched(path)
 
 
-def test_a_kill_leaves_what_was_there_and_an_unfinished_file(
+def test_a_kill_leaves_the_old_file_and_an_unfinished_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     during_write(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -196,7 +196,7 @@ def test_the_users_own_way_of_saving_wins() -> None:
     assert strategy.checkpoint_io is own
 
 
-def test_what_wraps_nothing_wraps_ours() -> None:
+def test_a_wrapper_without_a_writer_gets_ours() -> None:
     wrapper = AsyncCheckpointIO()
     assert checkpoint_io_or_ours(wrapper) is wrapper
     ours = wrapper.checkpoint_io

@@ -63,7 +63,7 @@ def test_tensors_are_named_by_the_code_that_reads_them() -> None:
     assert list(_tensors_of(one)) == ["batch"]
 
 
-def test_what_may_count_in_a_mean_is_counted_by_the_code_that_is_named() -> None:
+def test_each_count_that_a_mean_may_use_comes_with_its_code() -> None:
     mask = torch.tensor([[True, False], [True, True]])
     labels = torch.tensor([[1, -100], [-100, -100]])
     token_ids = torch.tensor([[5, 7], [1, 0]])

@@ -1,4 +1,4 @@
-"""What is said of stages that have drifted, and what is done about them."""
+"""Reports on stages whose speed drifts, and the moves that follow."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pass_steps(told: Told, watch: Watch, count: int, *seconds: float) -> list[Pl
     return [plan for plan in found if plan is not None]
 
 
-def test_without_replanning_it_is_said_once_with_what_would_help(
+def test_without_replanning_one_warning_names_the_gain_of_a_move(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     told = Told()
@@ -105,7 +105,7 @@ def test_layers_that_cannot_move_stay_where_they_are(caplog: pytest.LogCaptureFi
     assert "The layers cannot move. They share a parameter." in caplog.text
 
 
-def test_steps_of_which_somebody_does_not_tell_are_passed_over() -> None:
+def test_a_step_that_a_stage_does_not_report_is_ignored() -> None:
     told = Told()
     watch = watch_over(told, moves=True)
     pass_steps(told, watch, 20, 0.03, 0.03)

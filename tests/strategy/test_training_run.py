@@ -1,4 +1,4 @@
-"""What a run leaves beside its logs."""
+"""The files that a run leaves beside its logs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Moves(TinyModule):
             mover.move_layers(self.plan)
 
 
-def test_layers_that_move_move_in_the_picture(workers: list[str], tmp_path: Path) -> None:
+def test_the_picture_shows_layers_that_have_moved(workers: list[str], tmp_path: Path) -> None:
     logger, plan = CSVLogger(tmp_path), two_stages(workers)
     shares = zip(plan.stages, [(0, 2), (2, 4), (4, 5)], strict=True)
     moved = replace(plan, stages=[replace(stage, layers=layers) for stage, layers in shares])

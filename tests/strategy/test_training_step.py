@@ -1,4 +1,4 @@
-"""What data loaders say of their batches."""
+"""Data loaders and their batches, and the loss of a step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Reading(TinyModule):
         self.found.append(self.reader.find(batch, [batch_idx, dataloader_idx]))
 
 
-def test_the_present_loop_s_loader_is_asked() -> None:
+def test_the_loader_of_the_running_loop_is_asked() -> None:
     module = Reading()
     along = DataLoader(ROWS, batch_size=4, collate_fn=lambda rows: torch.stack(rows, 1))
     listed = DataLoader(ROWS, batch_size=5, collate_fn=list)
@@ -97,7 +97,7 @@ def test_the_loss_is_found_where_lightning_looks_for_it() -> None:
 
 
 @pytest.mark.parametrize("result", [1.0, {"lose": torch.tensor(1.0)}, {"loss": None}, "loss"])
-def test_anything_else_is_refused(result: Any) -> None:
+def test_a_result_without_a_loss_is_refused(result: Any) -> None:
     with pytest.raises(BatchError, match="without a loss tensor"):
         loss_of(result)
 
@@ -118,7 +118,7 @@ def test_a_loss_scaled_on_its_way_to_backward_is_refused() -> None:
         (loss * 2).backward()
 
 
-def test_where_looking_would_wait_for_the_device_it_is_refused_at_the_next_step() -> None:
+def test_if_reading_the_scale_means_waiting_the_next_step_refuses_it() -> None:
     streams = MadeUpStreams()
     scaling = LossScaling(StreamedCopies(streams))
     scaling.check_last()
