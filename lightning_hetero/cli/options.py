@@ -6,21 +6,20 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningCLI
 
-from ..errors import ModelError, PlanError, ProfileError
+from ..errors import HeteroError, ModelError, PlanError, ProfileError
 from ..model.layers import DecoderLayer
 from ..strategy.deploy import Site
 from ..strategy.strategy import HeteroPipelineStrategy
+from ..transport.address import Address
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Found = TypeVar("Found")
 
@@ -78,7 +77,10 @@ class Project(LightningCLI):
         def act(site: Site, layers: list[DecoderLayer]) -> None:
             if layers:
                 found.append(action(site, layers))
-            self._skip_training()
+            # The Trainer's `fit` ends without a step, a validation, or a callback's own `fit`.
+            self.trainer.limit_train_batches = 0
+            self.trainer.limit_val_batches = 0
+            self.trainer.callbacks = []  # type: ignore[attr-defined]
 
         self.trainer.loggers = []  # A run that trains nothing needs no folder.
         with self.strategy.instead_of_training(act):
@@ -89,12 +91,6 @@ class Project(LightningCLI):
                 f"{purpose}; name them with `layers=`."
             )
         return found[0]
-
-    def _skip_training(self) -> None:
-        """Let the Trainer's `fit` end without a step, a validation, or a callback's own `fit`."""
-        self.trainer.limit_train_batches = 0
-        self.trainer.limit_val_batches = 0
-        self.trainer.callbacks = []  # type: ignore[attr-defined]
 
 
 def project_of(options: argparse.Namespace) -> Project:
@@ -123,6 +119,17 @@ def _class_named(name: str, base: type) -> Any:
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ProfileError(f"{name!r} is not a {base.__name__}.")
     return found
+
+
+def add_addresses(command: argparse.ArgumentParser, name: str) -> None:
+    """Add the addresses of one or more workers as the argument ``name``."""
+    command.add_argument(
+        name,
+        nargs="+",
+        type=Address.parse,
+        metavar="HOST:PORT",
+        help="addresses of the workers",
+    )
 
 
 def add_token_option(command: argparse.ArgumentParser, text: str) -> None:
@@ -157,3 +164,16 @@ def new_file(name: str) -> Path:
     if path.exists():
         raise PlanError(f"{name!r} is there already; name it with --output to replace it.")
     return path
+
+
+@contextmanager
+def writing(what: str, path: Path) -> Iterator[None]:
+    """Inside the block, an error of the system means that ``what`` cannot be written.
+
+    Raises:
+        HeteroError: In place of the error of the system.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise HeteroError(f"The {what} cannot be written to {str(path)!r}: {error}.") from error

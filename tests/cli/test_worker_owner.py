@@ -114,7 +114,9 @@ def printed(
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("asked", [["--print-unit", "systemd"], ["--print-unit=systemd"]])
+@pytest.mark.parametrize(
+    "asked", [["--print-unit", "systemd"], ["--print-unit=systemd"], ["--print", "systemd"]]
+)
 def test_a_unit_has_the_options_and_not_the_question(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
