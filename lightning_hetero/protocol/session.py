@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -179,31 +179,23 @@ class Session:
         self._step = message.step
 
 
-def coordinator_session() -> Session:
-    """The coordinator's end of its conversation with a worker."""
-    return Session(Speaker.COORDINATOR, Speaker.WORKER)
+Role = Literal["coordinator", "neighbor", "watcher"]
+
+# Who opens a conversation and who answers, by the role that the Hello names.
+_ENDS: dict[str, tuple[Speaker, Speaker]] = {
+    "coordinator": (Speaker.COORDINATOR, Speaker.WORKER),
+    "neighbor": (Speaker.UPSTREAM, Speaker.DOWNSTREAM),
+    "watcher": (Speaker.WATCHER, Speaker.WATCHED),
+}
 
 
-def worker_session() -> Session:
-    """The worker's end of its conversation with the coordinator."""
-    return Session(Speaker.WORKER, Speaker.COORDINATOR)
+def opening_session(role: Role) -> Session:
+    """The end that opens a conversation in this role."""
+    opener, answerer = _ENDS[role]
+    return Session(opener, answerer)
 
 
-def upstream_session() -> Session:
-    """The end of the stage that dials its downstream neighbor."""
-    return Session(Speaker.UPSTREAM, Speaker.DOWNSTREAM)
-
-
-def downstream_session() -> Session:
-    """The end of the stage that its upstream neighbor dialled."""
-    return Session(Speaker.DOWNSTREAM, Speaker.UPSTREAM)
-
-
-def watcher_session() -> Session:
-    """The watcher's end of its conversation with a worker."""
-    return Session(Speaker.WATCHER, Speaker.WATCHED)
-
-
-def watched_session() -> Session:
-    """The worker's end of its conversation with a watcher."""
-    return Session(Speaker.WATCHED, Speaker.WATCHER)
+def answering_session(role: str) -> Session:
+    """The worker's end of a conversation that a peer has opened in this role."""
+    opener, answerer = _ENDS[role]
+    return Session(answerer, opener)

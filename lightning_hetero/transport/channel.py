@@ -96,7 +96,6 @@ class Channel:
         self._connection = connection
         self.traffic = connection.traffic
         self._session = session
-        self._reader = FrameReader()
         self._deadlines = deadlines
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
@@ -116,11 +115,10 @@ class Channel:
 
     def start(self, inbox: Inbox, pool: BufferPool | None = None) -> None:
         """Begin to read and write; arrivals go to ``inbox``, tensors in buffers of ``pool``."""
-        if pool is not None:
-            self._reader = FrameReader(pool=pool)
         self._connection.set_timeout(self._deadlines.heartbeat_seconds)
+        reader = FrameReader(pool=pool)
         self._threads = [
-            threading.Thread(target=self._read, args=(inbox,), name=f"read {self.peer}"),
+            threading.Thread(target=self._read, args=(inbox, reader), name=f"read {self.peer}"),
             threading.Thread(target=self._write, name=f"write {self.peer}"),
         ]
         for thread in self._threads:
@@ -188,20 +186,20 @@ class Channel:
         writing.join(self._deadlines.stop_seconds)
         self._connection.close()
 
-    def _read(self, inbox: Inbox) -> None:
+    def _read(self, inbox: Inbox, reader: FrameReader) -> None:
         try:
             while True:
-                frame = self._next_frame()
+                frame = self._next_frame(reader)
                 if not frame.message.is_instant:
                     inbox.put(Arrival(self, frame))
                 del frame  # the next wait must not keep its tensors alive
         except Exception as error:  # the owner waits for the inbox, so any error must get there
             self._end(inbox, error)
 
-    def _next_frame(self) -> Frame:
+    def _next_frame(self, reader: FrameReader) -> Frame:
         while True:
             try:
-                frame = receive_some(self._connection, self._reader, self.peer)
+                frame = receive_some(self._connection, reader, self.peer)
             except TimeoutError:
                 self._on_silence()
                 continue

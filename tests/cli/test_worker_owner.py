@@ -19,7 +19,6 @@ from lightning_hetero.cli.worker import line_of
 from lightning_hetero.errors import WorkerError
 from lightning_hetero.launch.manifests import Kind, unit_text
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.worker.owner import RunRecord
@@ -52,7 +51,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
 
 def test_a_worker_lets_its_run_end_and_says_what_it_was() -> None:
     with worker() as (process, address):
-        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
+        channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
         inbox: SimpleQueue[object] = SimpleQueue()
         channel.start(inbox)  # type: ignore[arg-type]
         for number, kind in ((signal.SIGUSR1, m.Paused), (signal.SIGUSR2, m.Resumed)):
@@ -71,7 +70,7 @@ def test_a_worker_lets_its_run_end_and_says_what_it_was() -> None:
 
 def test_a_second_sigterm_ends_a_worker_at_once() -> None:
     with worker() as (process, address):
-        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
+        channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
         channel.start(SimpleQueue())
         process.send_signal(signal.SIGTERM)
         wait_for(process, "a second SIGTERM")

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
+from lightning_hetero.protocol import frames
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameLimits, FrameReader, encode_frame
 
@@ -125,21 +126,25 @@ def test_an_end_between_frames_is_in_good_order() -> None:
     reader.close()
 
 
-def test_a_frame_exactly_at_the_limits_is_said_and_heard() -> None:
+def test_a_frame_exactly_at_the_limits_is_said_and_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = Frame(m.LoadTensor("n" * 100), (torch.zeros(100, dtype=torch.uint8),))
     header, _ = (len(buffer) for buffer in encode_frame(frame))
     limits = FrameLimits(header_bytes=header - 20, body_bytes=100)
-    assert_same(read_all(b"".join(encode_frame(frame, limits)), limits), [frame])
+    monkeypatch.setattr(frames, "_LIMITS", limits)
+    assert_same(read_all(joined(frame), limits), [frame])
 
 
 @pytest.mark.parametrize("limits", [FrameLimits(50, 2**20), FrameLimits(2**20, 99)])
-def test_a_frame_over_a_limit_is_neither_said_nor_heard(limits: FrameLimits) -> None:
+def test_a_frame_over_a_limit_is_neither_said_nor_heard(
+    monkeypatch: pytest.MonkeyPatch, limits: FrameLimits
+) -> None:
     frame = Frame(m.LoadTensor("n" * 100), (torch.zeros(100, dtype=torch.uint8),))
     expected = f"limit of {limits.header_bytes} \\+ {limits.body_bytes} bytes"
-    with pytest.raises(LocalProtocolError, match=f"LoadTensor.*{expected}"):
-        encode_frame(frame, limits)
     with pytest.raises(RemoteProtocolError, match=expected):
         read_all(joined(frame), limits)
+    monkeypatch.setattr(frames, "_LIMITS", limits)
+    with pytest.raises(LocalProtocolError, match=f"LoadTensor.*{expected}"):
+        encode_frame(frame)
 
 
 def test_a_tensor_of_a_dtype_that_cannot_be_sent_is_our_fault() -> None:

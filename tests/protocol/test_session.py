@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import (
-    Session,
-    State,
-    coordinator_session,
-    downstream_session,
-    upstream_session,
-    watched_session,
-    watcher_session,
-    worker_session,
-)
+from lightning_hetero.protocol.session import Session, State, answering_session, opening_session
 from lightning_hetero.protocol.values import DictNode
 
 from .examples import example
@@ -63,15 +54,15 @@ class Pair:
 
 
 def workers_pair() -> Pair:
-    return Pair(coordinator_session(), worker_session())
+    return Pair(opening_session("coordinator"), answering_session("coordinator"))
 
 
 def neighbors_pair() -> Pair:
-    return Pair(upstream_session(), downstream_session())
+    return Pair(opening_session("neighbor"), answering_session("neighbor"))
 
 
 def watchers_pair() -> Pair:
-    return Pair(watcher_session(), watched_session())
+    return Pair(opening_session("watcher"), answering_session("watcher"))
 
 
 def bring(pair: Pair, state: State) -> Pair:

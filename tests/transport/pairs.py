@@ -13,7 +13,7 @@ import torch
 
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import Session, downstream_session, upstream_session
+from lightning_hetero.protocol.session import Session, answering_session, opening_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Arrival, Channel, Inbox
 from lightning_hetero.transport.connection import SocketConnection, Traffic
@@ -41,7 +41,7 @@ class End(NamedTuple):
 
 def linked_sessions() -> tuple[Session, Session]:
     """Two stages that have greeted each other."""
-    up, down = upstream_session(), downstream_session()
+    up, down = opening_session("neighbor"), answering_session("neighbor")
     hello = m.Hello(m.PROTOCOL_VERSION, "neighbor", "session")
     welcome = m.Welcome(m.PROTOCOL_VERSION)
     up.sent(hello)

@@ -21,7 +21,6 @@ from lightning_hetero.model.recipe import Recipe
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.protocol.messages import Equipment
-from lightning_hetero.protocol.session import coordinator_session, upstream_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import (
     Identity,
@@ -160,9 +159,7 @@ def test_a_process_that_cannot_compile_layers(
 
 def test_a_worker_welcomes_a_coordinator_with_its_device() -> None:
     with worker_thread() as address:
-        channel, welcome = dial(
-            address, coordinator_session(), "coordinator", "a", QUICK, Identity()
-        )
+        channel, welcome = dial(address, "coordinator", "a", QUICK, Identity())
         assert welcome.equipment.device == "cpu"
         channel.start(SimpleQueue())
         channel.close()
@@ -170,7 +167,7 @@ def test_a_worker_welcomes_a_coordinator_with_its_device() -> None:
 
 def test_nobody_there() -> None:
     with pytest.raises(WorkerUnreachable, match="No worker answers at 127.0.0.1:"):
-        dial(closed_address(), coordinator_session(), "coordinator", "a", QUICK, Identity())
+        dial(closed_address(), "coordinator", "a", QUICK, Identity())
 
 
 def test_somebody_else_there() -> None:
@@ -186,7 +183,6 @@ def test_somebody_else_there() -> None:
         with pytest.raises(WorkerUnreachable, match="did not answer as a worker"):
             dial(
                 Address(*listener.getsockname()),
-                coordinator_session(),
                 "coordinator",
                 "a",
                 QUICK,
@@ -197,7 +193,7 @@ def test_somebody_else_there() -> None:
 
 def test_a_stranger_to_the_session_is_refused() -> None:
     with worker_thread() as address, pytest.raises(WorkerUnreachable, match="session 'unknown'"):
-        dial(address, upstream_session(), "neighbor", "unknown", QUICK, Identity())
+        dial(address, "neighbor", "unknown", QUICK, Identity())
 
 
 def test_silence_ends_with_the_deadline() -> None:
@@ -208,7 +204,6 @@ def test_silence_ends_with_the_deadline() -> None:
     ):
         dial(
             Address(*listener.getsockname()),
-            coordinator_session(),
             "coordinator",
             "a",
             quick,
@@ -245,7 +240,7 @@ def test_a_worker_that_welcomes_what_it_cannot_work_with_is_refused(
         thread.start()
         address = Address(*listener.getsockname())
         with pytest.raises(WorkerUnreachable, match=expected):
-            dial(address, coordinator_session(), "coordinator", "a", QUICK, ours)
+            dial(address, "coordinator", "a", QUICK, ours)
         thread.join()
 
 
@@ -254,7 +249,7 @@ def test_a_worker_refuses_another_model_code_and_says_so() -> None:
     expected = r"refused: The worker has transformers 5.* and the coordinator has 6\.0\.0"
     with worker_thread() as address:
         with pytest.raises(WorkerUnreachable, match=expected):
-            dial(address, coordinator_session(), "coordinator", "a", QUICK, identity)
-        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
+            dial(address, "coordinator", "a", QUICK, identity)
+        channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
         channel.start(SimpleQueue())
         channel.close()

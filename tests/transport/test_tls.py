@@ -22,7 +22,6 @@ from cryptography import x509
 from lightning_hetero.errors import ChannelError, TrustError, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
-from lightning_hetero.protocol.session import coordinator_session, upstream_session
 from lightning_hetero.transport import tls
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel, send_buffers
@@ -288,7 +287,7 @@ def test_both_directions_at_once_arrive_whole() -> None:
 def call(address: Address, credentials: Credentials | None) -> None:
     """Be welcomed, and say goodbye."""
     identity = Identity(credentials=credentials)
-    channel, _ = dial(address, coordinator_session(), "coordinator", "s", QUICK, identity)
+    channel, _ = dial(address, "coordinator", "s", QUICK, identity)
     channel.start(SimpleQueue())
     channel.close(m.Goodbye())
 
@@ -302,7 +301,7 @@ def test_a_neighbor_needs_the_token_as_well() -> None:
         for credentials, expected in ((THEIRS, "the tokens differ"), (OURS, "session 'unknown'")):
             identity = Identity(credentials=credentials)
             with pytest.raises(WorkerUnreachable, match=expected):
-                dial(address, upstream_session(), "neighbor", "unknown", QUICK, identity)
+                dial(address, "neighbor", "unknown", QUICK, identity)
 
 
 DIALLED = {
