@@ -12,7 +12,7 @@
 
     watcher ─ worker: OPENING ─ Hello ▶ GREETING ─ Welcome ▶ TELLING ─ Status ▶ CLOSED
 
-Every message says on its class who may send it in which states (`by`). `python -m
+Every class of messages, or its base, says who may send it in which states (`by`). `python -m
 tests.protocol.tables` prints the tables that follow: for each speaker and state, the messages.
 """
 
@@ -75,7 +75,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     Attributes:
         said: Who may send the message in which state, and the state that follows. Every class has
-            to declare it.
+            to declare it, unless its base does.
         begins_step: The message begins the step after the present one.
         is_instant: Channels exchange the message themselves; it does not reach the inbox.
         is_kept: The receiver keeps the tensors for long, so each frame gets memory of its own
@@ -98,7 +98,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     def __init_subclass__(cls, **config: Any) -> None:
         super().__init_subclass__(**config)
-        if not vars(cls).get("said"):
+        if not cls.said:
             raise TypeError(f"{cls.__name__} does not declare in `said` who may send it, and when.")
 
     @property
