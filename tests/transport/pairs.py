@@ -53,7 +53,7 @@ def linked_sessions() -> tuple[Session, Session]:
 
 @contextmanager
 def one_end(deadlines: Deadlines = QUICK) -> Iterator[tuple[End, socket.socket]]:
-    """The downstream end, and the bare socket of whoever is upstream."""
+    """The downstream end, and the bare socket of its upstream peer."""
     mine, theirs = socket.socketpair()
     theirs.settimeout(PATIENCE_SECONDS)
     _, down = linked_sessions()
@@ -159,7 +159,7 @@ def serving_worker(
     owner: Owner | None = None,
     where: Address | None = None,
 ) -> Iterator[tuple[Worker, Address]]:
-    """The same, with what its owner has in hand."""
+    """A worker that serves from a thread of this process, and its address."""
     listener = listen(where or Address("127.0.0.1", 0))
     # Patient: both ends share one interpreter, which may be busy building a model for a while.
     deadlines = deadlines or Deadlines(busy_seconds=0.2)

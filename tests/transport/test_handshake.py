@@ -45,7 +45,7 @@ FLOATS = ["float64", "float32", "bfloat16", "float16"]
 
 
 def party(name: str, protocol: int = 1, **versions: str | None) -> Party:
-    """An end with other versions than usual; None is for what is not installed."""
+    """An end with some versions replaced; None means that the library is not installed."""
     merged = VERSIONS | {key.replace("_", "-"): value for key, value in versions.items()}
     kept = {key: value for key, value in merged.items() if value is not None}
     return Party(name, protocol, Equipment(versions=kept))
@@ -70,7 +70,7 @@ def test_ends_that_can_work_together(there: Party) -> None:
     assert obstacles(HERE, there) == obstacles(there, HERE) == []
 
 
-def test_another_protocol_is_said_with_both_versions_and_the_remedy() -> None:
+def test_another_protocol_is_reported_with_both_versions_and_the_remedy() -> None:
     [found] = obstacles(party("the worker"), party("the coordinator", 2, lightning_hetero="0.9.0"))
     assert found == (
         "The worker speaks protocol 1 (lightning-hetero 0.1.0) and the coordinator 2 "
@@ -78,7 +78,7 @@ def test_another_protocol_is_said_with_both_versions_and_the_remedy() -> None:
     )
 
 
-def test_another_major_version_of_the_model_code_is_said_with_the_remedy() -> None:
+def test_another_major_version_of_the_model_code_is_reported_with_the_remedy() -> None:
     [found] = obstacles(HERE, party("the worker", transformers="6.0.1"))
     assert "The coordinator has transformers 5.23.0 and the worker has 6.0.1" in found
     assert "install the same major version on both" in found
@@ -165,12 +165,12 @@ def test_a_worker_welcomes_a_coordinator_with_its_device() -> None:
         channel.close()
 
 
-def test_nobody_there() -> None:
+def test_an_address_without_a_listener_is_unreachable() -> None:
     with pytest.raises(WorkerUnreachable, match="No worker answers at 127.0.0.1:"):
         dial(closed_address(), "coordinator", "a", QUICK, Identity())
 
 
-def test_somebody_else_there() -> None:
+def test_another_server_is_no_worker() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -191,7 +191,7 @@ def test_somebody_else_there() -> None:
         thread.join()
 
 
-def test_a_stranger_to_the_session_is_refused() -> None:
+def test_a_neighbor_of_an_unknown_session_is_refused() -> None:
     with worker_thread() as address, pytest.raises(WorkerUnreachable, match="session 'unknown'"):
         dial(address, "neighbor", "unknown", QUICK, Identity())
 
