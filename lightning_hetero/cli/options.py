@@ -50,7 +50,7 @@ class Project(LightningCLI):
         """The strategy of the config.
 
         Raises:
-            ProfileError: If it is another one.
+            ProfileError: If the config names another strategy.
         """
         strategy = self.trainer.strategy
         if not isinstance(strategy, HeteroPipelineStrategy):
@@ -97,7 +97,7 @@ def project_of(options: argparse.Namespace) -> Project:
     """The project that the options name.
 
     Raises:
-        ProfileError: If there is none.
+        ProfileError: If a class that the options name does not exist or has another base.
     """
     # Projects import their own modules by plain names, like scripts in the working folder.
     sys.path.insert(0, os.getcwd())
@@ -168,10 +168,10 @@ def new_file(name: str) -> Path:
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """Inside the block, an error of the system means that ``what`` cannot be written.
+    """Write a file in this block; the error of a file that cannot be written names it.
 
     Raises:
-        HeteroError: In place of the error of the system.
+        HeteroError: If the block raises an error of the operating system.
     """
     try:
         yield

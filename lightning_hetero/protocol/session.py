@@ -128,7 +128,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 def kinds_below(base: type[Message]) -> Iterator[type[Message]]:
-    """The classes of messages that derive from a base, without those that others derive from."""
+    """The classes of messages that derive from a base and have no subclasses themselves."""
     for kind in base.__subclasses__():
         yield from kinds_below(kind) if kind.__subclasses__() else [kind]
 
@@ -167,7 +167,7 @@ class Session:
         self.state = following
 
     def _check_step(self, message: Message) -> None:
-        """A coordinator begins one step after the other and speaks only of the present one."""
+        """Check that the coordinator begins the steps in order and speaks of the present one."""
         if message.step is None:
             return
         expected = self._step + 1 if message.begins_step else self._step

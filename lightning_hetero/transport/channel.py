@@ -97,8 +97,7 @@ class Channel:
         self.traffic = connection.traffic
         self._session = session
         self._deadlines = deadlines
-        self._lock = threading.Lock()
-        self._progress = threading.Condition(self._lock)
+        self._progress = threading.Condition()
         self._num_queued = 0
         self._is_over = False
         self.clock = PeerClock(self.send)
@@ -146,7 +145,7 @@ class Channel:
         self._queue(message, encode)
 
     def _queue(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
-        with self._lock:
+        with self._progress:
             self._session.sent(message)
             self._num_queued += 1
             self._outgoing.put((message, encode))

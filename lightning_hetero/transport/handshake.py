@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from ..errors import ChannelError, RemoteProtocolError, TrustError, WorkerError, WorkerUnreachable
 from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader, encode_frame
-from ..protocol.messages import Equipment
 from ..protocol.session import Role, Session, opening_session
 from .address import Address
 from .channel import Channel, receive_some, send_buffers
@@ -215,7 +214,7 @@ class Party:
 
     name: str
     protocol: int
-    equipment: Equipment
+    equipment: m.Equipment
 
 
 def obstacles(one: Party, other: Party) -> list[str]:
@@ -240,8 +239,11 @@ def obstacles(one: Party, other: Party) -> list[str]:
     return [sentence[0].upper() + sentence[1:] for sentence in found]
 
 
-def differences(here: Equipment, there: Equipment) -> list[str]:
-    """Versions that differ without harm, as ``torch 2.6 (2.7 here)``; none if an end tells none."""
+def differences(here: m.Equipment, there: m.Equipment) -> list[str]:
+    """Versions that differ without harm, as ``torch 2.6 (2.7 here)``.
+
+    There are none if an end does not tell its versions.
+    """
     ours, theirs = here.versions, there.versions
     if not ours or not theirs:
         return []

@@ -52,7 +52,7 @@ def _samples(
 
 
 def payload(num_bytes: int) -> tuple[torch.Tensor, ...]:
-    """That many bytes as the tensors of a frame; no tensor for no bytes."""
+    """The tensors of a frame with that many bytes; no tensor for 0 bytes."""
     return (torch.zeros(num_bytes, dtype=torch.uint8),) if num_bytes else ()
 
 
