@@ -111,7 +111,7 @@ def _add_local_options(worker: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     if options.print_unit is not None:
-        print(_unit(options, sys.argv[1:]), end="")
+        print(_unit(options), end="")
         return
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
@@ -141,16 +141,11 @@ def run(options: argparse.Namespace) -> None:
         worker.serve_forever()
 
 
-def _unit(options: argparse.Namespace, arguments: list[str]) -> str:
-    """The file with which the system starts the worker of this command line.
-
-    Args:
-        options: The parsed command line.
-        arguments: The words of the command line after the program's name.
-    """
+def _unit(options: argparse.Namespace) -> str:
+    """The file with which the system starts the worker of this command line."""
     unit_parser = argparse.ArgumentParser(add_help=False)
     _add_unit_option(unit_parser)
-    _, others = unit_parser.parse_known_args(arguments)
+    _, others = unit_parser.parse_known_args(sys.argv[1:])
     command = [sys.executable, "-m", "lightning_hetero", *others]
     environment = {key: os.environ[key] for key in (FILE_VARIABLE,) if key in os.environ}
     where = str(options.listen)

@@ -105,18 +105,19 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     utc_seconds: LongSeconds = 0.0
 
 
-class Ping(Message, frozen=True):
+class InstantMessage(Message, frozen=True):
+    """Base of the messages that channels exchange themselves; they do not reach the inbox."""
+
+    said = by_anyone()
+
+
+class Ping(InstantMessage, frozen=True):
     """Asks for a sign of life."""
 
-    said = by_anyone()
-    is_instant = True
 
-
-class Pong(Message, frozen=True):
+class Pong(InstantMessage, frozen=True):
     """A sign of life. ``doing`` is what the sender does or did last, for people."""
 
-    said = by_anyone()
-    is_instant = True
     doing: Name = ""
 
     @property
@@ -622,19 +623,15 @@ class TensorContent(Message, frozen=True):
     state: list[Name] = []
 
 
-class AskClock(Message, frozen=True):
+class AskClock(InstantMessage, frozen=True):
     """Asks for the time on the peer's clock; answered at once, even while the peer computes."""
 
-    said = by_anyone()
-    is_instant = True
     number: Count
 
 
-class ClockTold(Message, frozen=True):
+class ClockTold(InstantMessage, frozen=True):
     """The time on the clock that the sender's spans use."""
 
-    said = by_anyone()
-    is_instant = True
     number: Count
     moment_seconds: Moment
 

@@ -77,7 +77,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
         said: Who may send the message in which state, and the state that follows. Every class has
             to declare it, unless its base does.
         begins_step: The message begins the step after the present one.
-        is_instant: Channels exchange the message themselves; it does not reach the inbox.
         is_kept: The receiver keeps the tensors for long, so each frame gets memory of its own
             instead of a buffer that is used again.
         is_probe: The tensors are large and unlike later ones, so their buffers are not kept.
@@ -89,7 +88,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     said: ClassVar[Rules] = {}
     begins_step: ClassVar[bool] = False
-    is_instant: ClassVar[bool] = False
     is_kept: ClassVar[bool] = False
     is_probe: ClassVar[bool] = False
     requests: ClassVar[str] = ""

@@ -189,7 +189,7 @@ class Channel:
         try:
             while True:
                 frame = self._next_frame(reader)
-                if not frame.message.is_instant:
+                if not isinstance(frame.message, m.InstantMessage):
                     inbox.put(Arrival(self, frame))
                 del frame  # the next wait must not keep its tensors alive
         except Exception as error:  # the owner waits for the inbox, so any error must get there
