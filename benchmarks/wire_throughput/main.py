@@ -22,7 +22,7 @@ from rich.table import Table
 
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
-from lightning_hetero.protocol.session import downstream_session, upstream_session
+from lightning_hetero.protocol.session import answering_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel, Inbox, send_buffers
 from lightning_hetero.transport.connection import SocketConnection, prepare_socket
@@ -86,7 +86,7 @@ def send_all(
     connected = socket.create_connection((address.host, address.port))
     bare = bare_connection(connected, credentials, is_server=False)
     identity = Identity(credentials=credentials)
-    channel, _ = dial(address, upstream_session(), "neighbor", "benchmark", DEADLINES, identity)
+    channel, _ = dial(address, "neighbor", "benchmark", DEADLINES, identity)
     inbox: Inbox = SimpleQueue()
     channel.start(inbox)
     seconds: dict[str, list[float]] = {BARE: [], CHANNEL: []}
@@ -152,7 +152,7 @@ def accept_channel(
     prepare_socket(connected)
     plain = SocketConnection(connected)
     connection = secured(plain, credentials, True, DEADLINES.connect_seconds)
-    session = downstream_session()
+    session = answering_session("neighbor")
     session.received(receive_hello(connection, DEADLINES, Identity(credentials=credentials)))
     welcome = m.Welcome(m.PROTOCOL_VERSION)
     session.sent(welcome)

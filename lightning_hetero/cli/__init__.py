@@ -1,6 +1,7 @@
 """The command `lightning-hetero`, with one module per subcommand.
 
-A new subcommand is a module with a function ``add_to``, and its name in `COMMANDS`.
+To add a subcommand, add a module with ``HELP``, ``add_options`` and ``run``, and add its name to
+`COMMANDS`.
 """
 
 from __future__ import annotations
@@ -35,5 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
-        import_module(f".{name}", __package__).add_to(commands)
+        module = import_module(f".{name}", __package__)
+        command = commands.add_parser(name, help=module.HELP)
+        command.set_defaults(run=module.run)
+        module.add_options(command)
     return parser

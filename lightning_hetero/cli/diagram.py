@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.text import Text
-
-from ..errors import PictureError
 from ..plan import Plan
 from ..planner.profile import Profile
 from ..report.diagram import picture_for
 from ..report.topology import topology_of
-from .options import add_output_option, new_file
+from .options import add_output_option, new_file, writing
 
-if TYPE_CHECKING:
-    from .options import Commands
+HELP = "draw which process of a plan holds which layers"
 
 
-def add_to(commands: Commands) -> None:
-    diagram = commands.add_parser("diagram", help="draw which process of a plan holds which layers")
-    diagram.set_defaults(run=_run)
+def add_options(diagram: argparse.ArgumentParser) -> None:
     diagram.add_argument("plan", metavar="PLAN", help="file with the plan")
     diagram.add_argument(
         "--profile",
@@ -33,13 +25,11 @@ def add_to(commands: Commands) -> None:
     add_output_option(diagram, text, "a new architecture.svg")
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     path = options.output or new_file("architecture.svg")
     plan = Plan.from_yaml(options.plan)
     profile = None if options.profile is None else Profile.from_yaml(options.profile)
     content = picture_for(path.name, topology_of(plan, profile, options.title))
-    try:
+    with writing("picture", path):
         path.write_bytes(content)
-    except OSError as error:
-        raise PictureError(f"The picture cannot be written to {str(path)!r}: {error}.") from error
-    Console().print(Text(f"The picture is in {path}."))
+    print(f"The picture is in {path}.")

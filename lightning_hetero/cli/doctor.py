@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich import box
@@ -22,13 +21,11 @@ from ..doctor.visit import Options, visit
 from ..errors import PlanError, TokenError
 from ..plan import Plan
 from ..planner.profile import Profile
-from ..transport.address import Address
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import find_token_file
-from .options import add_token_option
+from .options import add_addresses, add_token_option
 
-if TYPE_CHECKING:
-    from .options import Commands
+HELP = "find out why a worker cannot be used, hop by hop"
 
 _MARKS: dict[Outcome, tuple[str, str]] = {
     "passed": ("ok", "green"),
@@ -38,17 +35,8 @@ _MARKS: dict[Outcome, tuple[str, str]] = {
 }
 
 
-def add_to(commands: Commands) -> None:
-    text = "find out why a worker cannot be used, hop by hop"
-    doctor = commands.add_parser("doctor", help=text)
-    doctor.set_defaults(run=_run)
-    doctor.add_argument(
-        "addresses",
-        nargs="+",
-        type=Address.parse,
-        metavar="HOST:PORT",
-        help="addresses of the workers",
-    )
+def add_options(doctor: argparse.ArgumentParser) -> None:
+    add_addresses(doctor, "addresses")
     add_token_option(doctor, "the token of the workers")
     doctor.add_argument(
         "--profile", metavar="FILE", help="measurements of a model whose needs the link must meet"
@@ -73,7 +61,7 @@ def add_to(commands: Commands) -> None:
     doctor.add_argument("--json", action="store_true", help="print all findings as JSON")
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     shared = Options(
         credentials=_credentials(options.token_file),
         equipment=equipment_here(torch.device("cpu")),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..mesh.wireguard import (
     DEFAULT_MTU,
@@ -21,13 +21,10 @@ from ..mesh.wireguard import (
     write_nodes,
 )
 
-if TYPE_CHECKING:
-    from .options import Commands
+HELP = "make a WireGuard network of machines in different places"
 
 
-def add_to(commands: Commands) -> None:
-    text = "make a WireGuard network of machines in different places"
-    mesh = commands.add_parser("mesh", help=text)
+def add_options(mesh: argparse.ArgumentParser) -> None:
     actions = mesh.add_subparsers(required=True, metavar="ACTION")
     init = _action(actions, "init", _init, "make an inventory without nodes")
     init.add_argument(
@@ -58,9 +55,14 @@ def add_to(commands: Commands) -> None:
     show.add_argument("name", nargs="?", metavar="NAME", help="name of one node")
 
 
-def _action(actions: Commands, name: str, run: object, text: str) -> argparse.ArgumentParser:
+def _action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    act: Callable[[argparse.Namespace], None],
+    text: str,
+) -> argparse.ArgumentParser:
     action = actions.add_parser(name, help=text)
-    action.set_defaults(run=run)
+    action.set_defaults(act=act)
     action.add_argument(
         "--file",
         type=Path,
@@ -69,6 +71,10 @@ def _action(actions: Commands, name: str, run: object, text: str) -> argparse.Ar
         help="the inventory with all keys, which stays on this machine (default: %(default)s)",
     )
     return action
+
+
+def run(options: argparse.Namespace) -> None:
+    options.act(options)
 
 
 def _init(options: argparse.Namespace) -> None:

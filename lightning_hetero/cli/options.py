@@ -6,21 +6,20 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningCLI
 
-from ..errors import ModelError, PlanError, ProfileError
+from ..errors import HeteroError, ModelError, PlanError, ProfileError
 from ..model.layers import DecoderLayer
 from ..strategy.deploy import Site
 from ..strategy.strategy import HeteroPipelineStrategy
+from ..transport.address import Address
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Found = TypeVar("Found")
 
@@ -51,7 +50,7 @@ class Project(LightningCLI):
         """The strategy of the config.
 
         Raises:
-            ProfileError: If it is another one.
+            ProfileError: If the config names another strategy.
         """
         strategy = self.trainer.strategy
         if not isinstance(strategy, HeteroPipelineStrategy):
@@ -78,7 +77,10 @@ class Project(LightningCLI):
         def act(site: Site, layers: list[DecoderLayer]) -> None:
             if layers:
                 found.append(action(site, layers))
-            self._skip_training()
+            # The Trainer's `fit` ends without a step, a validation, or a callback's own `fit`.
+            self.trainer.limit_train_batches = 0
+            self.trainer.limit_val_batches = 0
+            self.trainer.callbacks = []  # type: ignore[attr-defined]
 
         self.trainer.loggers = []  # A run that trains nothing needs no folder.
         with self.strategy.instead_of_training(act):
@@ -90,18 +92,12 @@ class Project(LightningCLI):
             )
         return found[0]
 
-    def _skip_training(self) -> None:
-        """Let the Trainer's `fit` end without a step, a validation, or a callback's own `fit`."""
-        self.trainer.limit_train_batches = 0
-        self.trainer.limit_val_batches = 0
-        self.trainer.callbacks = []  # type: ignore[attr-defined]
-
 
 def project_of(options: argparse.Namespace) -> Project:
     """The project that the options name.
 
     Raises:
-        ProfileError: If there is none.
+        ProfileError: If a class that the options name does not exist or has another base.
     """
     # Projects import their own modules by plain names, like scripts in the working folder.
     sys.path.insert(0, os.getcwd())
@@ -123,6 +119,17 @@ def _class_named(name: str, base: type) -> Any:
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ProfileError(f"{name!r} is not a {base.__name__}.")
     return found
+
+
+def add_addresses(command: argparse.ArgumentParser, name: str) -> None:
+    """Add the addresses of one or more workers as the argument ``name``."""
+    command.add_argument(
+        name,
+        nargs="+",
+        type=Address.parse,
+        metavar="HOST:PORT",
+        help="addresses of the workers",
+    )
 
 
 def add_token_option(command: argparse.ArgumentParser, text: str) -> None:
@@ -157,3 +164,16 @@ def new_file(name: str) -> Path:
     if path.exists():
         raise PlanError(f"{name!r} is there already; name it with --output to replace it.")
     return path
+
+
+@contextmanager
+def writing(what: str, path: Path) -> Iterator[None]:
+    """Write a file in this block; the error of a file that cannot be written names it.
+
+    Raises:
+        HeteroError: If the block raises an error of the operating system.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise HeteroError(f"The {what} cannot be written to {str(path)!r}: {error}.") from error

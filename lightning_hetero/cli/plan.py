@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
-from rich.text import Text
 
 from ..errors import PlanError
 from ..planner.profile import Profile
 from ..planner.solver import Wishes, parse_memory, parse_pin, solve
 from ..planner.verdict import judge, render
-from .options import add_output_option, new_file
+from .options import add_output_option, new_file, writing
 
-if TYPE_CHECKING:
-    from .options import Commands
+HELP = "decide from measurements which device holds which layers"
 
 Value = TypeVar("Value")
 
 
-def add_to(commands: Commands) -> None:
-    text = "decide from measurements which device holds which layers"
-    plan = commands.add_parser("plan", help=text)
-    plan.set_defaults(run=_run)
+def add_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
     plan.add_argument(
         "--pin",
@@ -57,7 +52,7 @@ def add_to(commands: Commands) -> None:
     add_output_option(plan, "the plan", "a new plan.yaml")
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     path = options.output or new_file("plan.yaml")
     profile = Profile.from_yaml(options.profile)
     wishes = Wishes(
@@ -68,13 +63,10 @@ def _run(options: argparse.Namespace) -> None:
         micro_batches=options.micro_batches,
     )
     solution = solve(profile, wishes)
-    try:
+    with writing("plan", path):
         solution.plan.to_yaml(path)
-    except OSError as error:
-        raise PlanError(f"The plan cannot be written to {str(path)!r}: {error}.") from error
-    console = Console()
-    console.print(render(judge(solution)))
-    console.print(Text(f"The plan is in {path}."))
+    Console().print(render(judge(solution)))
+    print(f"The plan is in {path}.")
 
 
 def _each_once(pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:

@@ -7,18 +7,14 @@ import getpass
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import TokenError
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, Token, write_token_file
 
-if TYPE_CHECKING:
-    from .options import Commands
+HELP = "make the secret that all machines of a run share"
 
 
-def add_to(commands: Commands) -> None:
-    token = commands.add_parser("token", help="make the secret that all machines of a run share")
-    token.set_defaults(run=_run)
+def add_options(token: argparse.ArgumentParser) -> None:
     token.add_argument(
         "file",
         nargs="?",
@@ -34,7 +30,7 @@ def add_to(commands: Commands) -> None:
     )
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     path = options.file.expanduser().absolute()
     if options.paste:
         write_token_file(path, _pasted_token())

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -24,10 +23,9 @@ from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
 from ..transport.token import find_token_file
 from ..units import in_bytes, in_percent
-from .options import add_token_option
+from .options import add_addresses, add_token_option
 
-if TYPE_CHECKING:
-    from .options import Commands
+HELP = "show live what workers do"
 
 COLUMNS = ("worker", "device", "state", "run", "stage", "step", "busy", "memory", "links, MB/s")
 _COLOURS = {"training": "green", "in a run": "yellow", "free": "cyan", "gone": "red"}
@@ -36,16 +34,8 @@ _BAR_CELLS = 8
 _WHOLE = ("worker", "state", "stage", "step", "busy")
 
 
-def add_to(commands: Commands) -> None:
-    top = commands.add_parser("top", help="show live what workers do")
-    top.set_defaults(run=_run)
-    top.add_argument(
-        "workers",
-        nargs="+",
-        type=Address.parse,
-        metavar="HOST:PORT",
-        help="addresses of the workers",
-    )
+def add_options(top: argparse.ArgumentParser) -> None:
+    add_addresses(top, "workers")
     add_token_option(top, "the token of the workers")
     top.add_argument(
         "--interval",
@@ -68,7 +58,7 @@ def add_to(commands: Commands) -> None:
     )
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     deadlines = replace(Deadlines(), connect_seconds=options.patience)
     identity = Identity(credentials=credentials_of(find_token_file(options.token_file)))
     console = Console()

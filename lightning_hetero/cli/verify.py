@@ -6,7 +6,6 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group
@@ -17,21 +16,16 @@ from ..model.layers import DecoderLayer
 from ..pipeline.tolerance import Comparison, Verdict
 from ..plan import Plan
 from ..planner.solver import even_plan
-from ..strategy.deploy import Site
+from ..strategy.deploy import PlanChoice, Site
 from ..verify.rehearsal import Rehearsal
 from .options import Project, add_project_options, project_of
 
-if TYPE_CHECKING:
-    from .options import Commands
+HELP = "whether the workers compute what one device computes"
 
 _COLUMNS = ("worker", "layers", "loss", "activation", "gradient", "of weights", "allowed", "")
 
 
-def add_to(commands: Commands) -> None:
-    verify = commands.add_parser(
-        "verify", help="whether the workers compute what one device computes"
-    )
-    verify.set_defaults(run=_run)
+def add_options(verify: argparse.ArgumentParser) -> None:
     add_project_options(verify)
     verify.add_argument(
         "--plan",
@@ -41,27 +35,22 @@ def add_to(commands: Commands) -> None:
     )
 
 
-def _run(options: argparse.Namespace) -> None:
-    verdict = _verdict(project_of(options), options.plan)
+def run(options: argparse.Namespace) -> None:
+    project = project_of(options)
+
+    def rehearse(site: Site, layers: list[DecoderLayer]) -> Verdict:
+        plan = _plan(project, options.plan, len(layers), site.find_workers())
+        return Rehearsal(site, layers, plan).verdict()
+
+    verdict = project.instead_of_training(rehearse, "there is nothing to verify")
     Console().print(_rendered(verdict))
     sys.exit(0 if verdict.is_right else 1)
 
 
-def _verdict(project: Project, named: Path | None) -> Verdict:
-    def rehearse(site: Site, layers: list[DecoderLayer]) -> Verdict:
-        plan = _plan(project, named, len(layers), site.find_workers())
-        return Rehearsal(site, layers, plan).verdict()
-
-    return project.instead_of_training(rehearse, "there is nothing to verify")
-
-
 def _plan(project: Project, named: Path | None, num_layers: int, names: list[str]) -> Plan:
-    if named is None:
-        given = project.strategy.plan_choice.given(num_layers, names)
-        return given or replace(even_plan(num_layers, names), micro_batches=2)
-    plan = Plan.from_yaml(named)
-    plan.check(num_layers, names)
-    return plan
+    choice = project.strategy.plan_choice if named is None else PlanChoice(named, None)
+    given = choice.given(num_layers, names)
+    return given or replace(even_plan(num_layers, names), micro_batches=2)
 
 
 def _rendered(verdict: Verdict) -> Group:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from types import FrameType
 
 import torch
 from rich.console import Console
@@ -37,20 +37,12 @@ from ..worker.owner import Owner, RunRecord
 from ..worker.worker import Worker
 from .options import add_token_option
 
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from .options import Commands
-
-_UNIT_OPTION = "--print-unit"
-_UNIT_KINDS = ("systemd", "launchd")
+HELP = "serve stages to one coordinator after another"
 
 logger = logging.getLogger(__name__)
 
 
-def add_to(commands: Commands) -> None:
-    worker = commands.add_parser("worker", help="serve stages to one coordinator after another")
-    worker.set_defaults(run=_run)
+def add_options(worker: argparse.ArgumentParser) -> None:
     worker.add_argument(
         "--listen",
         type=Address.parse,
@@ -95,11 +87,15 @@ def _add_owner_options(worker: argparse.ArgumentParser) -> None:
         metavar="10GiB",
         help="the most that stages may take of the device's memory (default: all of it)",
     )
+    _add_unit_option(worker)
+
+
+def _add_unit_option(worker: argparse.ArgumentParser) -> None:
     worker.add_argument(
-        _UNIT_OPTION,
+        "--print-unit",
         nargs="?",
         const=kind_here(),
-        choices=_UNIT_KINDS,
+        choices=("systemd", "launchd"),
         help="print a file with which the system starts this worker with these options, and exit",
     )
 
@@ -113,9 +109,9 @@ def _add_local_options(worker: argparse.ArgumentParser) -> None:
     worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     if options.print_unit is not None:
-        print(_unit(options, sys.argv[1:]), end="")
+        print(_unit(options), end="")
         return
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
@@ -145,28 +141,15 @@ def _run(options: argparse.Namespace) -> None:
         worker.serve_forever()
 
 
-def _unit(options: argparse.Namespace, arguments: list[str]) -> str:
-    """The file with which the system starts the worker of this command line.
-
-    Args:
-        options: The parsed command line.
-        arguments: The words of the command line after the program's name.
-    """
-    command = [sys.executable, "-m", "lightning_hetero", *_without_unit(arguments)]
+def _unit(options: argparse.Namespace) -> str:
+    """The file with which the system starts the worker of this command line."""
+    unit_parser = argparse.ArgumentParser(add_help=False)
+    _add_unit_option(unit_parser)
+    _, others = unit_parser.parse_known_args(sys.argv[1:])
+    command = [sys.executable, "-m", "lightning_hetero", *others]
     environment = {key: os.environ[key] for key in (FILE_VARIABLE,) if key in os.environ}
     where = str(options.listen)
     return unit_text(options.print_unit, command, os.getcwd(), environment, where)
-
-
-def _without_unit(arguments: list[str]) -> list[str]:
-    kept: list[str] = []
-    before = ""
-    for word in arguments:
-        is_kind = before == _UNIT_OPTION and word in _UNIT_KINDS
-        if not is_kind and word.partition("=")[0] != _UNIT_OPTION:
-            kept.append(word)
-        before = word
-    return kept
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,19 +14,14 @@ from ..transport.tls import credentials_of
 from ..transport.token import find_token_file
 from .options import add_token_option
 
-if TYPE_CHECKING:
-    from .options import Commands
+HELP = "list the workers that are announced on the local network"
 
 
-def add_to(commands: Commands) -> None:
-    workers = commands.add_parser(
-        "workers", help="list the workers that are announced on the local network"
-    )
-    workers.set_defaults(run=_run)
+def add_options(workers: argparse.ArgumentParser) -> None:
     add_token_option(workers, "the token of the workers")
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     token_file = find_token_file(options.token_file)
     identity = Identity(equipment_here(torch.device("cpu")), credentials_of(token_file))
     search = find_workers(token_file, identity, Deadlines())

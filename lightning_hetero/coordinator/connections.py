@@ -30,7 +30,6 @@ from ..errors import (
 )
 from ..protocol import messages as m
 from ..protocol.frames import Frame
-from ..protocol.session import coordinator_session
 from ..protocol.tensors import BufferPool
 from ..protocol.values import SentConstants
 from ..transport.address import Address
@@ -121,10 +120,7 @@ class Connections:
         session_name = secrets.token_hex(16)
         try:
             for stage_index, (name, address) in enumerate(workers, start=1):
-                rules = coordinator_session()
-                channel, welcome = dial(
-                    address, rules, "coordinator", session_name, deadlines, identity
-                )
+                channel, welcome = dial(address, "coordinator", session_name, deadlines, identity)
                 channel.start(self._inbox, receive_pool())
                 theirs = welcome.equipment
                 worker = ConnectedWorker(stage_index, name, address, channel, theirs)

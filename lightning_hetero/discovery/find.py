@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ..errors import DiscoveryError, WorkerUnreachable
 from ..protocol import messages as m
-from ..protocol.session import coordinator_session
 from ..transport.address import Address
 from ..transport.channel import Inbox
 from ..transport.deadlines import Deadlines
@@ -135,8 +134,7 @@ def speak_with(
 def _equipment_of(address: Address, deadlines: Deadlines, identity: Identity) -> m.Equipment:
     """The equipment of the worker at an address; the worker is free again afterwards."""
     name = secrets.token_hex(16)
-    rules = coordinator_session()
-    channel, welcome = dial(address, rules, "coordinator", name, deadlines, identity)
+    channel, welcome = dial(address, "coordinator", name, deadlines, identity)
     channel.start(Inbox())
     channel.close(m.Goodbye())
     return welcome.equipment

@@ -9,7 +9,6 @@ from ..errors import WorkerUnreachable
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.messages import LinkStatus, StageStatus
-from ..protocol.session import watcher_session
 from ..transport.address import Address
 from ..transport.channel import Inbox
 from ..transport.deadlines import Deadlines
@@ -31,8 +30,7 @@ def ask_status(address: Address, deadlines: Deadlines, identity: Identity) -> Wo
         WorkerUnreachable: If the worker does not answer, or refuses.
     """
     inbox: Inbox = SimpleQueue()
-    rules = watcher_session()
-    channel, welcome = dial(address, rules, "watcher", "", deadlines, identity)
+    channel, welcome = dial(address, "watcher", "", deadlines, identity)
     channel.start(inbox)
     try:
         content = inbox.get(timeout=deadlines.connect_seconds).content

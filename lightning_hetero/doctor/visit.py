@@ -21,7 +21,7 @@ from ..plan import COORDINATOR
 from ..planner.profile import Link, fit_link
 from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader
-from ..protocol.session import Session, coordinator_session
+from ..protocol.session import Session, opening_session
 from ..transport.address import Address
 from ..transport.channel import Channel, Inbox, exchange_over
 from ..transport.connection import Connection, SocketConnection, prepare_socket
@@ -256,7 +256,7 @@ def _opening(
     plain: Connection, credentials: Credentials | None, options: Options, address: Address
 ) -> Generator[Finding, None, tuple[Connection, Session] | None]:
     """Agree on TLS and say Hello. The connection and its rules, if the worker welcomes us."""
-    session, is_secured = coordinator_session(), credentials is not None
+    session, is_secured = opening_session("coordinator"), credentials is not None
     connection: Connection | None = None
     try:
         connection = secured(plain, credentials, False, options.connect_seconds)

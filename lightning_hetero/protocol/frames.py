@@ -90,30 +90,28 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = header_decoder(KINDS)
 
 
-def encode_frame(frame: Frame, limits: FrameLimits | None = None) -> list[memoryview]:
+def encode_frame(frame: Frame) -> list[memoryview]:
     """Encode a frame as buffers, to be sent one after the other.
 
     Raises:
         LocalProtocolError: If the frame is longer than the limits.
     """
-    head = encode_head(frame, limits)
-    return [head, *encode_body(frame.tensors)]
+    return [encode_head(frame), *encode_body(frame.tensors)]
 
 
-def encode_head(frame: Frame, limits: FrameLimits | None = None) -> memoryview:
+def encode_head(frame: Frame) -> memoryview:
     """Encode prefix and header, which do not depend on the content of the tensors.
 
     Raises:
         LocalProtocolError: If the frame is longer than the limits.
     """
-    limits = limits or _LIMITS
     specs = [TensorSpec.of(tensor) for tensor in frame.tensors]
     _, body_bytes = body_layout(specs)
     header = _encoder.encode(Header(frame.message, specs))
-    if len(header) > limits.header_bytes or body_bytes > limits.body_bytes:
+    if len(header) > _LIMITS.header_bytes or body_bytes > _LIMITS.body_bytes:
         raise LocalProtocolError(
             f"{type(frame.message).__name__} with {len(header)} + {body_bytes} bytes is over the "
-            f"limit of {limits.header_bytes} + {limits.body_bytes} bytes."
+            f"limit of {_LIMITS.header_bytes} + {_LIMITS.body_bytes} bytes."
         )
     return memoryview(_PREFIX.pack(MAGIC, PROTOCOL_VERSION, len(header), body_bytes) + header)
 
@@ -137,11 +135,14 @@ class FrameReader:
     repeat; `advance()` returns each frame once it is complete.
     """
 
-    def __init__(self, limits: FrameLimits | None = None, pool: BufferPool | None = None) -> None:
-        self._limits = limits or FrameLimits()
+    def __init__(self, limits: FrameLimits = _LIMITS, pool: BufferPool | None = None) -> None:
+        self._limits = limits
         self._pool = pool or BufferPool()
         self._probes = BufferPool()
         self._probes.keep_at_most(1)
+        self._begin_frame()
+
+    def _begin_frame(self) -> None:
         self._body_bytes: int | None = None
         self._header: Header[Message] | None = None
         self._part: Buffer = bytearray(_PREFIX.size)
@@ -178,12 +179,6 @@ class FrameReader:
                 f"The connection ended inside a frame, {len(self._missing)} bytes before the end "
                 "of its current part."
             )
-
-    def _begin_frame(self) -> None:
-        self._body_bytes = None
-        self._header = None
-        self._part = bytearray(_PREFIX.size)
-        self._missing = memoryview(self._part)
 
     def _begin_header(self) -> None:
         magic, version, header_bytes, body_bytes = _PREFIX.unpack(self._part)
@@ -263,16 +258,14 @@ class OpeningReader(FrameReader):
     """Reads one Hello, or the Welcome or Failure that answers it, of any version.
 
     It takes no byte of the next frame, which an ordinary reader can read.
+
+    Attributes:
+        version: The protocol version of the frame; ours until its prefix has been read.
     """
 
     def __init__(self) -> None:
         super().__init__(OPENING_LIMITS)
-        self._version = PROTOCOL_VERSION
-
-    @property
-    def version(self) -> int:
-        """The protocol version of the frame."""
-        return self._version
+        self.version = PROTOCOL_VERSION
 
     @override
     def advance(self, num_bytes: int) -> Frame | None:
@@ -286,15 +279,15 @@ class OpeningReader(FrameReader):
 
     @override
     def _check_version(self, version: int) -> None:
-        self._version = version
+        self.version = version
 
     @override
     def _decode(self, header: bytearray | memoryview) -> Header[Message]:
         try:
             return Header(_opening_decoder.decode(header).message, [])
         except UNREADABLE as error:
-            if self._version != PROTOCOL_VERSION:
-                super()._check_version(self._version)
+            if self.version != PROTOCOL_VERSION:
+                super()._check_version(self.version)
             raise RemoteProtocolError(
                 f"The frame's header is no message that opens a conversation: {error}."
             ) from error

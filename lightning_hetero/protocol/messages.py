@@ -4,8 +4,8 @@ In order: the opening of a conversation; what every conversation has (signs of l
 failures, the end); measurements before anything is deployed; a stage's layers and tensors; what
 passes through the stages in a step; gradients, optimizers and weights; records and status.
 
-Each class declares who may send it in which states (``said``), and what else the package has to
-know of it; see `Message`. Decoding checks every field against its type and bounds.
+Each class, or its base, declares who may send it in which states (``said``), and what else the
+package has to know of it; see `Message`. Decoding checks every field against its type and bounds.
 """
 
 from __future__ import annotations
@@ -49,6 +49,30 @@ PROTOCOL_VERSION = 2
 _MOST_SHOWN = 100
 
 
+class IdleRequest(Message, frozen=True):
+    """Base of what the coordinator may ask before a stage is deployed."""
+
+    said = by(Speaker.COORDINATOR, State.IDLE)
+
+
+class IdleAnswer(Message, frozen=True):
+    """Base of what a worker answers before a stage is deployed."""
+
+    said = by(Speaker.WORKER, State.IDLE)
+
+
+class ServingRequest(Message, frozen=True):
+    """Base of what the coordinator may say to a stage that serves."""
+
+    said = by(Speaker.COORDINATOR, State.SERVING)
+
+
+class StageReport(Message, frozen=True):
+    """Base of what a stage may say while it is loaded and while it serves."""
+
+    said = by(Speaker.WORKER, State.LOADING, State.SERVING)
+
+
 class Hello(Message, frozen=True, forbid_unknown_fields=False):
     """Opens a conversation.
 
@@ -81,18 +105,19 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     utc_seconds: LongSeconds = 0.0
 
 
-class Ping(Message, frozen=True):
+class InstantMessage(Message, frozen=True):
+    """Base of the messages that channels exchange themselves; they do not reach the inbox."""
+
+    said = by_anyone()
+
+
+class Ping(InstantMessage, frozen=True):
     """Asks for a sign of life."""
 
-    said = by_anyone()
-    is_instant = True
 
-
-class Pong(Message, frozen=True):
+class Pong(InstantMessage, frozen=True):
     """A sign of life. ``doing`` is what the sender does or did last, for people."""
 
-    said = by_anyone()
-    is_instant = True
     doing: Name = ""
 
     @property
@@ -119,10 +144,9 @@ class Failure(Message, frozen=True, forbid_unknown_fields=False):
     in_optimizer_step: bool = False
 
 
-class NeighborLost(Message, frozen=True):
+class NeighborLost(StageReport, frozen=True):
     """A stage's channel to another stage ended."""
 
-    said = by(Speaker.WORKER, State.LOADING, State.SERVING)
     stage_index: Count
     reason: Text
 
@@ -145,16 +169,13 @@ class Done(Message, frozen=True):
     said = by(Speaker.WORKER, State.IDLE, State.LOADING, State.SERVING)
 
 
-class DescribeDevice(Message, frozen=True):
+class DescribeDevice(IdleRequest, frozen=True):
     """Asks what the worker computes on."""
 
-    said = by(Speaker.COORDINATOR, State.IDLE)
 
-
-class DeviceDescribed(Message, frozen=True):
+class DeviceDescribed(IdleAnswer, frozen=True):
     """What the worker computes on; workers that name the same ``memory`` share it."""
 
-    said = by(Speaker.WORKER, State.IDLE)
     device: Name
     memory: Name
     free_bytes: Count
@@ -171,33 +192,30 @@ class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requires_grad: bool
 
 
-class PrepareLayers(Message, frozen=True):
+class PrepareLayers(IdleRequest, frozen=True):
     """Build layers for measurements, with made-up values.
 
     The frame's tensors are the content of ``buffers``, whose values matter. ``recipe`` and
     ``parameters`` mean what they mean in `Deploy`.
     """
 
-    said = by(Speaker.COORDINATOR, State.IDLE)
     is_kept = True
     recipe: Text
     parameters: list[ParameterSpec]
     buffers: list[Name]
 
 
-class MeasureLink(Message, frozen=True):
+class MeasureLink(IdleRequest, frozen=True):
     """Measure the link to another worker of the session, in both directions."""
 
-    said = by(Speaker.COORDINATOR, State.IDLE)
     requests = "measuring a link"
     address: Name
     patience_seconds: Seconds
 
 
-class LinkMeasured(Message, frozen=True):
+class LinkMeasured(IdleAnswer, frozen=True):
     """Round trips with bytes on the way ``there``, and with bytes on the way ``back``."""
 
-    said = by(Speaker.WORKER, State.IDLE)
     there: list[Sample]
     back: list[Sample]
 
@@ -217,10 +235,9 @@ class ProbeAnswer(Message, frozen=True):
     is_probe = True
 
 
-class NotMeasured(Message, frozen=True):
+class NotMeasured(IdleAnswer, frozen=True):
     """Measuring the layer, the optimizer or the link raised an error."""
 
-    said = by(Speaker.WORKER, State.IDLE)
     reason: Text
     traceback: Text
     is_out_of_memory: bool
@@ -279,10 +296,9 @@ class LoadTensor(Message, frozen=True):
     state: list[Name] = []
 
 
-class Loaded(Message, frozen=True):
+class Loaded(StageReport, frozen=True):
     """A tensor is in its place."""
 
-    said = by(Speaker.WORKER, State.LOADING, State.SERVING)
     name: Name
 
 
@@ -309,13 +325,12 @@ class Launch(Message, frozen=True):
     requests = "connecting to its neighbor"
 
 
-class BeginStep(Message, frozen=True):
+class BeginStep(ServingRequest, frozen=True):
     """A new step; without ``accumulate`` the worker drops the gradients of earlier steps.
 
     ``dropout_step`` seeds the dropout masks; trials do not advance it.
     """
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     begins_step = True
     step: Count
     in_flight: Annotated[int, msgspec.Meta(ge=1)]
@@ -323,22 +338,20 @@ class BeginStep(Message, frozen=True):
     dropout_step: Count = 0
 
 
-class SetAttributes(Message, frozen=True):
+class SetAttributes(ServingRequest, frozen=True):
     """Plain attributes of a module inside a layer that changed on the coordinator, as text, and
     the names of those that were deleted there (``gone``)."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     layer_index: LayerNumber
     path: Name
     values: Text
     gone: list[Name] = []
 
 
-class BuffersUpdated(Message, frozen=True):
+class BuffersUpdated(StageReport, frozen=True):
     """Buffers of a stage that every micro-batch of a step updated or, with ``is_again``, that a
     recomputed forward updated."""
 
-    said = by(Speaker.WORKER, State.LOADING, State.SERVING)
     names: list[Name]
     is_again: bool
 
@@ -365,7 +378,6 @@ class Arguments(MicrobatchMessage, frozen=True):
     (``is_trial``) leaves nothing behind in the layers.
     """
 
-    said = MicrobatchMessage.said
     grad_enabled: bool
     autocast_dtype: str | None
     collect: list[Name]
@@ -409,28 +421,25 @@ class Gradient(MicrobatchMessage, frozen=True):
     narrowed: list[Narrowed | None] = []
 
 
-class DropCaches(Message, frozen=True):
+class DropCaches(ServingRequest, frozen=True):
     """Drop these key-value caches; the model has dropped them."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     numbers: list[Count]
 
 
-class AbortStep(Message, frozen=True):
+class AbortStep(ServingRequest, frozen=True):
     """Drop the step: saved activations, gradients, pending actions, and all key-value caches."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     step: Count
 
 
-class MeasureLayer(Message, frozen=True):
+class MeasureLayer(IdleRequest, frozen=True):
     """Measure one of the prepared layers with these arguments and made-up hidden states.
 
     ``recompute`` and ``dtype`` are as in `Deploy`; with ``converts_weights`` the weights are
     converted to ``dtype`` too. The measurement takes about ``patience_seconds``.
     """
 
-    said = by(Speaker.COORDINATOR, State.IDLE)
     requests = "measuring a layer"
     arguments: Arguments
     hidden: TensorSpec
@@ -441,21 +450,19 @@ class MeasureLayer(Message, frozen=True):
     patience_seconds: Seconds
 
 
-class LayerMeasured(Message, frozen=True):
+class LayerMeasured(IdleAnswer, frozen=True):
     """What one forward and one backward of the layer took."""
 
-    said = by(Speaker.WORKER, State.IDLE)
     forward_seconds: Seconds
     backward_seconds: Seconds
     saved_bytes: Count
     peak_bytes: Count
 
 
-class MeasureOptimizer(Message, frozen=True):
+class MeasureOptimizer(IdleRequest, frozen=True):
     """Measure the optimizer's step for one of the prepared layers; ``class_name`` as in
     `BuildOptimizer`."""
 
-    said = by(Speaker.COORDINATOR, State.IDLE)
     requests = "measuring an optimizer"
     layer_index: Count
     class_name: Name
@@ -464,35 +471,31 @@ class MeasureOptimizer(Message, frozen=True):
     patience_seconds: Seconds
 
 
-class OptimizerMeasured(Message, frozen=True):
+class OptimizerMeasured(IdleAnswer, frozen=True):
     """Seconds of one step, and bytes of the layer's optimizer state."""
 
-    said = by(Speaker.WORKER, State.IDLE)
     step_seconds: Seconds
     state_bytes: Count
 
 
-class SetTrained(Message, frozen=True):
+class SetTrained(ServingRequest, frozen=True):
     """Freeze or unfreeze parameters from the next forward on."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     parameters: list[Name]
     requires_grad: bool
 
 
-class ZeroGradients(Message, frozen=True):
+class ZeroGradients(ServingRequest, frozen=True):
     """Drop the gradients of parameters or, without ``set_to_none``, set them to zero; the worker
     answers `Done`."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     parameters: list[Name]
     set_to_none: bool
 
 
-class MeasureNorms(Message, frozen=True):
+class MeasureNorms(ServingRequest, frozen=True):
     """Asks for gradient norms of the parameters of one optimizer, or of all parameters."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     requests = "measuring its gradient norms"
     recorded_as = "optimizer"
     step: Count
@@ -507,11 +510,10 @@ class Norms(Message, frozen=True):
     norms: dict[Name, float]
 
 
-class ClipGradients(Message, frozen=True):
+class ClipGradients(ServingRequest, frozen=True):
     """Scale gradients by a factor or clamp them to a value: those of one optimizer's parameters, or
     all."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     recorded_as = "optimizer"
     step: Count
     optimizer: Count | None
@@ -526,13 +528,12 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: Value
 
 
-class BuildOptimizer(Message, frozen=True):
+class BuildOptimizer(ServingRequest, frozen=True):
     """Build the stage's part of an optimizer, which later messages call by its number.
 
     ``class_name`` is a class of torch.optim or, with the prefix ``bitsandbytes.``, of bitsandbytes.
     """
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     requests = "building an optimizer"
     optimizer: Count
     class_name: Name
@@ -540,10 +541,9 @@ class BuildOptimizer(Message, frozen=True):
     groups: list[GroupSpec]
 
 
-class LoadOptimizerState(Message, frozen=True):
+class LoadOptimizerState(ServingRequest, frozen=True):
     """The optimizer's state of one parameter, for the worker to load."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     is_kept = True
     requests = "loading an optimizer's state"
     optimizer: Count
@@ -551,10 +551,9 @@ class LoadOptimizerState(Message, frozen=True):
     state: Value
 
 
-class ApplyOptimizer(Message, frozen=True):
+class ApplyOptimizer(ServingRequest, frozen=True):
     """Step an optimizer with these group options."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     requests = "the optimizer's part of step {message.step}"
     recorded_as = "optimizer"
     step: Count
@@ -562,11 +561,10 @@ class ApplyOptimizer(Message, frozen=True):
     options: list[Value]
 
 
-class Timings(Message, frozen=True):
+class Timings(StageReport, frozen=True):
     """With each optimizer step: the seconds of all forwards and of all backwards that trained since
     the last `Timings`, and their number of micro-batches."""
 
-    said = by(Speaker.WORKER, State.LOADING, State.SERVING)
     reports = "the optimizer's part of step {message.step}"
     step: Count
     forward_seconds: Seconds
@@ -574,10 +572,9 @@ class Timings(Message, frozen=True):
     num_microbatches: Count
 
 
-class FetchOptimizerState(Message, frozen=True):
+class FetchOptimizerState(ServingRequest, frozen=True):
     """Asks for an optimizer's state of every parameter of the stage."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     requests = "sending its optimizer's state"
     optimizer: Count
 
@@ -591,32 +588,29 @@ class OptimizerState(Message, frozen=True):
     state: Value
 
 
-class AverageWeights(Message, frozen=True):
+class AverageWeights(ServingRequest, frozen=True):
     """Begin a running average of the stage's weights, update it with the present weights, swap the
     two, or adopt the average as the weights.
 
     Without ``decay`` every update weighs the same; ``num_averaged`` counts the updates so far.
     """
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     action: Literal["begin", "update", "swap", "adopt"]
     num_averaged: Count
     decay: float | None
 
 
-class FetchTensors(Message, frozen=True):
+class FetchTensors(ServingRequest, frozen=True):
     """Asks for the content of parameters and buffers."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     requests = "sending its weights"
     names: list[Name]
 
 
-class FetchGradients(Message, frozen=True):
+class FetchGradients(ServingRequest, frozen=True):
     """Asks for the gradients of parameters, each as a `TensorContent`; parameters without a
     gradient are left out."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     names: list[Name]
 
 
@@ -629,48 +623,41 @@ class TensorContent(Message, frozen=True):
     state: list[Name] = []
 
 
-class AskClock(Message, frozen=True):
+class AskClock(InstantMessage, frozen=True):
     """Asks for the time on the peer's clock; answered at once, even while the peer computes."""
 
-    said = by_anyone()
-    is_instant = True
     number: Count
 
 
-class ClockTold(Message, frozen=True):
+class ClockTold(InstantMessage, frozen=True):
     """The time on the clock that the sender's spans use."""
 
-    said = by_anyone()
-    is_instant = True
     number: Count
     moment_seconds: Moment
 
 
-class Record(Message, frozen=True):
+class Record(ServingRequest, frozen=True):
     """Switch recording on or off from the next step on; with ``keeps_spans`` the stage keeps single
     spans besides sums."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     is_on: bool
     keeps_spans: bool
 
 
-class FetchRecord(Message, frozen=True):
+class FetchRecord(ServingRequest, frozen=True):
     """Asks for the recorded sums and spans; each span is sent once."""
 
-    said = by(Speaker.COORDINATOR, State.SERVING)
     number: Count
     with_spans: bool
 
 
-class StageRecord(Message, frozen=True):
+class StageRecord(StageReport, frozen=True):
     """What a stage recorded, and the health of its device.
 
     ``num_dropped`` spans did not fit. ``health`` holds what the device reports, by names that end
     in their units.
     """
 
-    said = by(Speaker.WORKER, State.LOADING, State.SERVING)
     number: Count
     totals: Totals
     spans: Annotated[list[Span], msgspec.Meta(max_length=2**16)]

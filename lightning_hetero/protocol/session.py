@@ -12,7 +12,7 @@
 
     watcher ─ worker: OPENING ─ Hello ▶ GREETING ─ Welcome ▶ TELLING ─ Status ▶ CLOSED
 
-Every message says on its class who may send it in which states (`by`). `python -m
+Every class of messages, or its base, says who may send it in which states (`by`). `python -m
 tests.protocol.tables` prints the tables that follow: for each speaker and state, the messages.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -75,9 +75,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     Attributes:
         said: Who may send the message in which state, and the state that follows. Every class has
-            to declare it.
+            to declare it, unless its base does.
         begins_step: The message begins the step after the present one.
-        is_instant: Channels exchange the message themselves; it does not reach the inbox.
         is_kept: The receiver keeps the tensors for long, so each frame gets memory of its own
             instead of a buffer that is used again.
         is_probe: The tensors are large and unlike later ones, so their buffers are not kept.
@@ -89,7 +88,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     said: ClassVar[Rules] = {}
     begins_step: ClassVar[bool] = False
-    is_instant: ClassVar[bool] = False
     is_kept: ClassVar[bool] = False
     is_probe: ClassVar[bool] = False
     requests: ClassVar[str] = ""
@@ -98,7 +96,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     def __init_subclass__(cls, **config: Any) -> None:
         super().__init_subclass__(**config)
-        if not vars(cls).get("said"):
+        if not cls.said:
             raise TypeError(f"{cls.__name__} does not declare in `said` who may send it, and when.")
 
     @property
@@ -128,7 +126,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 def kinds_below(base: type[Message]) -> Iterator[type[Message]]:
-    """The classes of messages that derive from a base, without those that others derive from."""
+    """The classes of messages that derive from a base and have no subclasses themselves."""
     for kind in base.__subclasses__():
         yield from kinds_below(kind) if kind.__subclasses__() else [kind]
 
@@ -167,7 +165,7 @@ class Session:
         self.state = following
 
     def _check_step(self, message: Message) -> None:
-        """A coordinator begins one step after the other and speaks only of the present one."""
+        """Check that the coordinator begins the steps in order and speaks of the present one."""
         if message.step is None:
             return
         expected = self._step + 1 if message.begins_step else self._step
@@ -179,31 +177,23 @@ class Session:
         self._step = message.step
 
 
-def coordinator_session() -> Session:
-    """The coordinator's end of its conversation with a worker."""
-    return Session(Speaker.COORDINATOR, Speaker.WORKER)
+Role = Literal["coordinator", "neighbor", "watcher"]
+
+# Who opens a conversation and who answers, by the role that the Hello names.
+_ENDS: dict[str, tuple[Speaker, Speaker]] = {
+    "coordinator": (Speaker.COORDINATOR, Speaker.WORKER),
+    "neighbor": (Speaker.UPSTREAM, Speaker.DOWNSTREAM),
+    "watcher": (Speaker.WATCHER, Speaker.WATCHED),
+}
 
 
-def worker_session() -> Session:
-    """The worker's end of its conversation with the coordinator."""
-    return Session(Speaker.WORKER, Speaker.COORDINATOR)
+def opening_session(role: Role) -> Session:
+    """The end that opens a conversation in this role."""
+    opener, answerer = _ENDS[role]
+    return Session(opener, answerer)
 
 
-def upstream_session() -> Session:
-    """The end of the stage that dials its downstream neighbor."""
-    return Session(Speaker.UPSTREAM, Speaker.DOWNSTREAM)
-
-
-def downstream_session() -> Session:
-    """The end of the stage that its upstream neighbor dialled."""
-    return Session(Speaker.DOWNSTREAM, Speaker.UPSTREAM)
-
-
-def watcher_session() -> Session:
-    """The watcher's end of its conversation with a worker."""
-    return Session(Speaker.WATCHER, Speaker.WATCHED)
-
-
-def watched_session() -> Session:
-    """The worker's end of its conversation with a watcher."""
-    return Session(Speaker.WATCHED, Speaker.WATCHER)
+def answering_session(role: str) -> Session:
+    """The worker's end of a conversation that a peer has opened in this role."""
+    opener, answerer = _ENDS[role]
+    return Session(answerer, opener)

@@ -81,9 +81,8 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return DTYPES[self.dtype]
         except KeyError:
-            known = ", ".join(DTYPES)
             raise RemoteProtocolError(
-                f"The dtype {self.dtype!r} cannot be sent; the dtypes are {known}."
+                f"The dtype {self.dtype!r} cannot be sent; the dtypes are {', '.join(DTYPES)}."
             ) from None
 
     def __str__(self) -> str:

@@ -65,7 +65,7 @@ class SentConstants:
         return self._slots.get(digest)
 
     def clear(self) -> None:
-        """Forget everything, as it is unknown what the receiver has got; send it all again."""
+        """Forget all slots, because the receiver may have missed a frame; send everything again."""
         self._slots.clear()
         self._candidates.clear()
 

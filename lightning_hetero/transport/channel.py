@@ -96,10 +96,8 @@ class Channel:
         self._connection = connection
         self.traffic = connection.traffic
         self._session = session
-        self._reader = FrameReader()
         self._deadlines = deadlines
-        self._lock = threading.Lock()
-        self._progress = threading.Condition(self._lock)
+        self._progress = threading.Condition()
         self._num_queued = 0
         self._is_over = False
         self.clock = PeerClock(self.send)
@@ -116,11 +114,10 @@ class Channel:
 
     def start(self, inbox: Inbox, pool: BufferPool | None = None) -> None:
         """Begin to read and write; arrivals go to ``inbox``, tensors in buffers of ``pool``."""
-        if pool is not None:
-            self._reader = FrameReader(pool=pool)
         self._connection.set_timeout(self._deadlines.heartbeat_seconds)
+        reader = FrameReader(pool=pool)
         self._threads = [
-            threading.Thread(target=self._read, args=(inbox,), name=f"read {self.peer}"),
+            threading.Thread(target=self._read, args=(inbox, reader), name=f"read {self.peer}"),
             threading.Thread(target=self._write, name=f"write {self.peer}"),
         ]
         for thread in self._threads:
@@ -148,7 +145,7 @@ class Channel:
         self._queue(message, encode)
 
     def _queue(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
-        with self._lock:
+        with self._progress:
             self._session.sent(message)
             self._num_queued += 1
             self._outgoing.put((message, encode))
@@ -188,20 +185,20 @@ class Channel:
         writing.join(self._deadlines.stop_seconds)
         self._connection.close()
 
-    def _read(self, inbox: Inbox) -> None:
+    def _read(self, inbox: Inbox, reader: FrameReader) -> None:
         try:
             while True:
-                frame = self._next_frame()
-                if not frame.message.is_instant:
+                frame = self._next_frame(reader)
+                if not isinstance(frame.message, m.InstantMessage):
                     inbox.put(Arrival(self, frame))
                 del frame  # the next wait must not keep its tensors alive
         except Exception as error:  # the owner waits for the inbox, so any error must get there
             self._end(inbox, error)
 
-    def _next_frame(self) -> Frame:
+    def _next_frame(self, reader: FrameReader) -> Frame:
         while True:
             try:
-                frame = receive_some(self._connection, self._reader, self.peer)
+                frame = receive_some(self._connection, reader, self.peer)
             except TimeoutError:
                 self._on_silence()
                 continue

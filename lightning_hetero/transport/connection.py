@@ -1,4 +1,4 @@
-"""Connections: bytes both ways between two processes, whatever carries them."""
+"""Connections: they carry bytes in both directions between two processes."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ class Connection(Protocol):
         """
 
     def seconds_since_answer(self) -> float | None:
-        """How long ago the peer's machine acknowledged bytes, whatever its process does; None where
-        the operating system does not tell."""
+        """How long ago the peer's machine acknowledged bytes; None if the system does not tell.
+
+        The machine does that even while its process is frozen.
+        """
 
     def shut_down(self) -> None:
         """End both directions, which wakes the threads that wait."""

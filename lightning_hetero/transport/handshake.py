@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ..errors import ChannelError, RemoteProtocolError, TrustError, WorkerError, WorkerUnreachable
 from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader, encode_frame
-from ..protocol.messages import Equipment
-from ..protocol.session import Session
+from ..protocol.session import Role, Session, opening_session
 from .address import Address
 from .channel import Channel, receive_some, send_buffers
 from .connection import Connection, SocketConnection, prepare_socket
@@ -26,8 +25,6 @@ _OURS = "lightning-hetero"
 _MODEL_CODE = "transformers"
 _UNKNOWN = "unknown"
 _MOST_SHOWN = 40
-
-Role = Literal["coordinator", "neighbor", "watcher"]
 
 # Names of the roles for people.
 ROLES: dict[str, str] = {
@@ -77,7 +74,6 @@ def address_of(listener: socket.socket) -> Address:
 
 def dial(
     address: Address,
-    session: Session,
     role: Role,
     session_name: str,
     deadlines: Deadlines,
@@ -94,25 +90,23 @@ def dial(
             "`lightning-hetero token`, copy it to all machines, and name its file with "
             "`token_file=`."
         )
-    plain = _connect(address, deadlines)
-    try:
-        seconds = deadlines.connect_seconds
-        connection = secured(plain, identity.credentials, is_server=False, patience_seconds=seconds)
-        hello = m.Hello(m.PROTOCOL_VERSION, role, session_name, identity.equipment)
-        welcome = _ask_to_talk(connection, session, hello, address, seconds)
-    except TrustError as error:
-        plain.close()
-        raise WorkerUnreachable(
-            f"The worker at {address} and this process do not trust each other. {error}"
-        ) from error
-    except (OSError, ChannelError, RemoteProtocolError) as error:
-        plain.close()
-        raise WorkerUnreachable(
-            f"What listens at {address} did not answer as a worker: {error}"
-        ) from error
-    except WorkerUnreachable:
-        plain.close()
-        raise
+    session, plain = opening_session(role), _connect(address, deadlines)
+    with ExitStack() as on_failure:
+        on_failure.callback(plain.close)
+        try:
+            seconds = deadlines.connect_seconds
+            connection = secured(plain, identity.credentials, False, seconds)
+            hello = m.Hello(m.PROTOCOL_VERSION, role, session_name, identity.equipment)
+            welcome = _ask_to_talk(connection, session, hello, address, seconds)
+        except TrustError as error:
+            raise WorkerUnreachable(
+                f"The worker at {address} and this process do not trust each other. {error}"
+            ) from error
+        except (OSError, ChannelError, RemoteProtocolError) as error:
+            raise WorkerUnreachable(
+                f"What listens at {address} did not answer as a worker: {error}"
+            ) from error
+        on_failure.pop_all()
     return Channel(connection, session, str(address), deadlines), welcome
 
 
@@ -220,7 +214,7 @@ class Party:
 
     name: str
     protocol: int
-    equipment: Equipment
+    equipment: m.Equipment
 
 
 def obstacles(one: Party, other: Party) -> list[str]:
@@ -245,8 +239,11 @@ def obstacles(one: Party, other: Party) -> list[str]:
     return [sentence[0].upper() + sentence[1:] for sentence in found]
 
 
-def differences(here: Equipment, there: Equipment) -> list[str]:
-    """Versions that differ without harm, as ``torch 2.6 (2.7 here)``; none if an end tells none."""
+def differences(here: m.Equipment, there: m.Equipment) -> list[str]:
+    """Versions that differ without harm, as ``torch 2.6 (2.7 here)``.
+
+    There are none if an end does not tell its versions.
+    """
     ours, theirs = here.versions, there.versions
     if not ours or not theirs:
         return []

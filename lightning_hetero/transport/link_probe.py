@@ -25,18 +25,11 @@ def measure_link(
     exchange: Exchange, patience_seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> m.LinkMeasured:
     """Measure round trips with bytes on the way there, then with bytes on the way back."""
-
-    def there(num_bytes: int) -> None:
-        exchange(num_bytes, 0)
-
-    def back(num_bytes: int) -> None:
-        exchange(0, num_bytes)
-
-    there(PROBE_BYTES[0])  # warms up both ends
+    exchange(PROBE_BYTES[0], 0)  # warms up both ends
     half_seconds = patience_seconds / 2
-    return m.LinkMeasured(
-        list(_samples(there, half_seconds, clock)), list(_samples(back, half_seconds, clock))
-    )
+    there = list(_samples(lambda num_bytes: exchange(num_bytes, 0), half_seconds, clock))
+    back = list(_samples(lambda num_bytes: exchange(0, num_bytes), half_seconds, clock))
+    return m.LinkMeasured(there, back)
 
 
 def _samples(
@@ -59,7 +52,7 @@ def _samples(
 
 
 def payload(num_bytes: int) -> tuple[torch.Tensor, ...]:
-    """That many bytes as the tensors of a frame; no tensor for no bytes."""
+    """The tensors of a frame with that many bytes; no tensor for 0 bytes."""
     return (torch.zeros(num_bytes, dtype=torch.uint8),) if num_bytes else ()
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ..errors import ChannelError, TrustError
 from ..protocol.frames import TLS_RECORD_TYPES
-from .connection import Connection, Traffic
+from .connection import Connection
 from .token import RENEWAL, Authority, Certificate, Token, read_token_file
 
 
@@ -140,11 +140,17 @@ def secured(
         raise
     except TimeoutError:
         raise ChannelError(f"The TLS handshake took over {patience_seconds} s.") from None
-    return TlsConnection(below, handshake.tls, handshake.incoming, handshake.outgoing)
+    return TlsConnection(below, handshake)
 
 
 class _Handshake:
-    """One end of a TLS handshake: OpenSSL in memory, between two ways to the connection below."""
+    """One end of a TLS handshake.
+
+    Attributes:
+        incoming: Records from the peer, which ``tls`` reads.
+        outgoing: Records for the peer, which ``tls`` writes.
+        tls: OpenSSL's object.
+    """
 
     def __init__(
         self, below: Connection, context: ssl.SSLContext, is_server: bool, patience_seconds: float
@@ -211,33 +217,22 @@ class TlsConnection:
 
     Args:
         below: The connection that carries the records.
-        tls: OpenSSL's object after its handshake.
-        incoming: Records from the peer, which ``tls`` reads.
-        outgoing: Records for the peer, which ``tls`` writes.
+        handshake: The handshake, which is over.
     """
 
-    def __init__(
-        self,
-        below: Connection,
-        tls: ssl.SSLObject,
-        incoming: ssl.MemoryBIO,
-        outgoing: ssl.MemoryBIO,
-    ) -> None:
+    def __init__(self, below: Connection, handshake: _Handshake) -> None:
+        self.traffic = below.traffic
         self._below = below
-        self._tls = tls
+        self._tls = handshake.tls
         # The stub does not know that reading into a buffer returns a number.
-        self._read: Callable[[int, memoryview], int] = tls.read  # type: ignore[assignment]
-        self._incoming = incoming
-        self._outgoing = outgoing
+        self._read: Callable[[int, memoryview], int] = self._tls.read  # type: ignore[assignment]
+        self._incoming = handshake.incoming
+        self._outgoing = handshake.outgoing
         self._lock = threading.Lock()
         self._arrived = memoryview(bytearray(CHUNK_BYTES))
         # Records that the connection below has not taken yet, and how many bytes of data they hold.
         self._unsent = memoryview(b"")
         self._owed_bytes = 0
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._below.traffic
 
     def set_timeout(self, seconds: float) -> None:
         self._below.set_timeout(seconds)

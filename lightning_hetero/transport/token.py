@@ -204,14 +204,10 @@ class Authority:
     def issue(self, now: datetime.datetime) -> Certificate:
         """A certificate for this process, with a new key of its own."""
         key = Ed25519PrivateKey.generate()
+        last_moment = now + RENEWAL + CLOCK_SKEW
         certificate = (
-            x509.CertificateBuilder()
-            .subject_name(_name("lightning-hetero"))
-            .issuer_name(self._name)
-            .public_key(key.public_key())
+            self._unsigned(_name("lightning-hetero"), key, now - CLOCK_SKEW, last_moment)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - CLOCK_SKEW)
-            .not_valid_after(now + RENEWAL + CLOCK_SKEW)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage("digital_signature"), critical=True)
             .add_extension(
@@ -226,21 +222,37 @@ class Authority:
             )
             .sign(self._key, None)
         )
-        return Certificate(_pem(certificate), _key_pem(key))
+        key_text = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        return Certificate(_pem(certificate), key_text)
 
     def _certify_itself(self) -> x509.Certificate:
         return (
-            x509.CertificateBuilder()
-            .subject_name(self._name)
-            .issuer_name(self._name)
-            .public_key(self._key.public_key())
+            self._unsigned(self._name, self._key, _FIRST_DAY, _LAST_DAY)
             .serial_number(1)
-            .not_valid_before(_FIRST_DAY)
-            .not_valid_after(_LAST_DAY)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage("key_cert_sign"), critical=True)
             .add_extension(self._key_id, critical=False)
             .sign(self._key, None)
+        )
+
+    def _unsigned(
+        self,
+        subject: x509.Name,
+        key: Ed25519PrivateKey,
+        first_moment: datetime.datetime,
+        last_moment: datetime.datetime,
+    ) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .not_valid_before(first_moment)
+            .not_valid_after(last_moment)
         )
 
 
@@ -254,11 +266,3 @@ def _usage(only: str) -> x509.KeyUsage:
 
 def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _key_pem(key: Ed25519PrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )

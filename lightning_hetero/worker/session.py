@@ -43,7 +43,6 @@ from ..pipeline.stage import CompiledLayers, LayerState, Stage
 from ..plan import Narrowing
 from ..protocol import messages as m
 from ..protocol.frames import Content, Frame
-from ..protocol.session import upstream_session
 from ..protocol.tensors import DTYPES
 from ..protocol.values import KeptConstants
 from ..transport.address import Address
@@ -380,8 +379,8 @@ class StageSession:
         channel.start(self._inbox, self._copies.receive_pool())
 
     def _dial_neighbor(self, text: str) -> Channel:
-        address, rules, host = Address.parse(text), upstream_session(), self._host
-        channel, _ = dial(address, rules, "neighbor", self.name, host.deadlines, host.identity)
+        address, host = Address.parse(text), self._host
+        channel, _ = dial(address, "neighbor", self.name, host.deadlines, host.identity)
         return channel
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:

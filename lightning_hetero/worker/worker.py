@@ -20,7 +20,7 @@ from ..model.allowed_imports import Allowed
 from ..pipeline.stage_layers import KEPT_SECONDS, KeptTensors
 from ..protocol import messages as m
 from ..protocol.frames import Frame, encode_frame
-from ..protocol.session import Session, downstream_session, watched_session, worker_session
+from ..protocol.session import Session, answering_session
 from ..transport.channel import Channel, send_buffers
 from ..transport.connection import Connection, SocketConnection, prepare_socket
 from ..transport.deadlines import Deadlines
@@ -210,7 +210,7 @@ class Worker:
 
     def _welcome(self, connection: Connection, hello: m.Hello, peer: str) -> StageSession | None:
         """Answer a Hello; returns the session that it opens, if it opens one."""
-        rules = worker_session() if hello.role == "coordinator" else downstream_session()
+        rules = answering_session(hello.role)
         rules.received(hello)
         is_coordinator = hello.role == "coordinator"
         patience_seconds = self._host.deadlines.frozen_seconds if is_coordinator else None
@@ -239,7 +239,7 @@ class Worker:
 
     def _tell(self, connection: Connection, hello: m.Hello) -> None:
         """Answer a watcher; the session that runs does not notice."""
-        rules, session = watched_session(), self._session
+        rules, session = answering_session("watcher"), self._session
         rules.received(hello)
         self._say_welcome(connection, rules)
         status = m.Status(

@@ -8,7 +8,7 @@ from lightning_hetero import cli
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
-    """What the command exits with."""
+    """The exit status of the command, or its message."""
     monkeypatch.setattr("sys.argv", ["lightning-hetero", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -28,7 +28,9 @@ def test_help_lists_the_commands(
 
 def test_every_module_with_a_command_is_in_the_list() -> None:
     files = Path(cli.__file__).parent.glob("*.py")
-    assert {file.stem for file in files if "\ndef add_to(" in file.read_text()} == {*cli.COMMANDS}
+    assert {file.stem for file in files if "\ndef add_options(" in file.read_text()} == {
+        *cli.COMMANDS
+    }
 
 
 def test_without_a_command_the_usage_is_shown(
@@ -47,7 +49,7 @@ def test_a_bad_address_is_refused_with_its_option(
 
 
 @pytest.mark.parametrize("package", ["./my_package", "my-package", "my_package.", ""])
-def test_what_is_no_package_name_cannot_be_allowed(
+def test_a_text_that_is_no_package_name_cannot_be_allowed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str
 ) -> None:
     assert run(monkeypatch, "worker", "--allow", package) == 2
@@ -66,7 +68,7 @@ def test_what_is_no_package_name_cannot_be_allowed(
     ],
     ids=["nothing", "packages", "a script with options of its own"],
 )
-def test_a_worker_allows_what_it_was_told(
+def test_a_worker_allows_the_named_packages_and_the_script(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: Allowed
 ) -> None:
     allowed: list[Allowed] = []
@@ -90,7 +92,7 @@ def test_a_worker_allows_what_it_was_told(
         (["--device", "nonsense"], "device 'nonsense' cannot be used"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_sentence(
+def test_a_worker_that_cannot_start_says_why_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
 ) -> None:
     assert expected in str(run(monkeypatch, "worker", *arguments))
@@ -124,7 +126,7 @@ def test_a_plan_is_written_and_its_verdict_shown(
     assert {stage.worker: stage.layers for stage in written.stages}["fast:1"] in [(0, 6), (2, 8)]
 
 
-def test_a_plan_that_is_there_is_replaced_only_when_named(
+def test_an_existing_plan_is_replaced_only_when_it_is_named(
     monkeypatch: pytest.MonkeyPatch, profile_path: str
 ) -> None:
     Path("plan.yaml").write_text("edited")
@@ -159,7 +161,7 @@ def test_wishes_are_granted(monkeypatch: pytest.MonkeyPatch, profile_path: str) 
         (["-o", "nowhere/plan.yaml"], "The plan cannot be written to 'nowhere/plan.yaml'"),
     ],
 )
-def test_what_cannot_be_planned_is_said_in_one_sentence(
+def test_an_impossible_plan_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, profile_path: str, arguments: list[str], expected: str
 ) -> None:
     # A layer weighs something, so that memory can be too small for a pin.
@@ -172,7 +174,9 @@ def test_what_cannot_be_planned_is_said_in_one_sentence(
     assert not Path("plan.yaml").exists()
 
 
-def test_what_is_no_profile_is_refused(monkeypatch: pytest.MonkeyPatch, profile_path: str) -> None:
+def test_a_file_that_is_no_profile_is_refused(
+    monkeypatch: pytest.MonkeyPatch, profile_path: str
+) -> None:
     Path("other.yaml").write_text("micro_batches: 8\nstages: []\n")
     assert "'other.yaml' is not a profile" in str(run(monkeypatch, "plan", "other.yaml"))
     assert "cannot be read" in str(run(monkeypatch, "plan", "none.yaml"))
@@ -307,7 +311,7 @@ def test_a_token_is_made_once_and_not_shown(
     assert "is there already" in str(run(monkeypatch, "token", str(path)))
 
 
-def test_a_token_goes_to_the_home_folder_by_itself_and_is_found_there(
+def test_a_token_is_written_to_the_home_folder_by_default_and_found_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

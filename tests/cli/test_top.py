@@ -74,7 +74,7 @@ def test_in_130_columns_nothing_is_cut() -> None:
     assert "…" not in shown
 
 
-def test_a_worker_that_is_not_there_is_shown_with_the_reason(
+def test_a_worker_that_does_not_answer_is_shown_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with worker_process() as worker:
@@ -85,7 +85,7 @@ def test_a_worker_that_is_not_there_is_shown_with_the_reason(
     assert f"No worker answers at {address}" in shown
 
 
-def test_it_goes_on_until_it_is_interrupted(
+def test_top_looks_again_until_it_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: list[str]
 ) -> None:
     """Three looks: the worker is there, gone, and there again."""

@@ -1,4 +1,4 @@
-"""A worker process in its owner's hands: signals, the line for each run, unit files."""
+"""What the owner of a worker uses: signals, the line for each run, unit files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from lightning_hetero.cli.worker import line_of
 from lightning_hetero.errors import WorkerError
 from lightning_hetero.launch.manifests import Kind, unit_text
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.worker.owner import RunRecord
@@ -29,7 +28,7 @@ from ..transport.pairs import PATIENCE_SECONDS, QUICK
 
 @contextmanager
 def worker() -> Iterator[tuple[subprocess.Popen[str], Address]]:
-    """A worker whose words can be read; it ends with the block."""
+    """A worker process whose output can be read; it ends with the block."""
     command = [sys.executable, "-m", "lightning_hetero", "worker", "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(
         [*command, "--device", "cpu", "--threads", "1", "--memory", "1GiB"],
@@ -50,9 +49,9 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
     return next(line for line in process.stderr if text in line)
 
 
-def test_a_worker_lets_its_run_end_and_says_what_it_was() -> None:
+def test_a_worker_completes_its_run_and_describes_it() -> None:
     with worker() as (process, address):
-        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
+        channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
         inbox: SimpleQueue[object] = SimpleQueue()
         channel.start(inbox)  # type: ignore[arg-type]
         for number, kind in ((signal.SIGUSR1, m.Paused), (signal.SIGUSR2, m.Resumed)):
@@ -71,7 +70,7 @@ def test_a_worker_lets_its_run_end_and_says_what_it_was() -> None:
 
 def test_a_second_sigterm_ends_a_worker_at_once() -> None:
     with worker() as (process, address):
-        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
+        channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
         channel.start(SimpleQueue())
         process.send_signal(signal.SIGTERM)
         wait_for(process, "a second SIGTERM")
@@ -114,8 +113,10 @@ def printed(
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("asked", [["--print-unit", "systemd"], ["--print-unit=systemd"]])
-def test_a_unit_has_the_options_and_not_the_question(
+@pytest.mark.parametrize(
+    "asked", [["--print-unit", "systemd"], ["--print-unit=systemd"], ["--print", "systemd"]]
+)
+def test_a_unit_has_all_options_but_print_unit(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -129,7 +130,7 @@ def test_a_unit_has_the_options_and_not_the_question(
     assert "Environment=LIGHTNING_HETERO_TOKEN_FILE=\n" in text
 
 
-def test_a_property_list_has_the_same(
+def test_a_property_list_has_all_options_but_print_unit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(monkeypatch, capsys, *OPTIONS, "--print-unit", "launchd")

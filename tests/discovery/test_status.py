@@ -11,7 +11,6 @@ import pytest
 from lightning_hetero.discovery.status import Sighting, ask_status, seen_again
 from lightning_hetero.errors import WorkerUnreachable
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.transport.tls import Credentials
@@ -31,9 +30,7 @@ def test_a_free_worker_tells_its_state_and_equipment() -> None:
 
 def test_a_busy_worker_answers_and_its_run_goes_on() -> None:
     with worker_thread() as address:
-        channel, _ = dial(
-            address, coordinator_session(), "coordinator", "a" * 32, QUICK, Identity()
-        )
+        channel, _ = dial(address, "coordinator", "a" * 32, QUICK, Identity())
         inbox: SimpleQueue[object] = SimpleQueue()
         channel.start(inbox)  # type: ignore[arg-type]
         first, second = (

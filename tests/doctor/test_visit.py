@@ -17,7 +17,6 @@ from lightning_hetero.errors import TokenError
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
-from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import Identity, dial
 from lightning_hetero.transport.tls import Credentials, _load_certificate, utc_now
@@ -200,7 +199,7 @@ def test_what_is_no_worker_of_today(
 
 def test_a_busy_worker() -> None:
     with worker_thread() as address:
-        first, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
+        first, _ = dial(address, "coordinator", "a", QUICK, Identity())
         first.start(SimpleQueue())
         found = failure(seen(address))
         first.close(m.Goodbye())

@@ -13,7 +13,7 @@ from lightning_hetero.errors import HeteroError, RemoteProtocolError
 from lightning_hetero.pipeline.codec import decode_activation, decode_arguments, decode_gradients
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, OpeningReader
-from lightning_hetero.protocol.session import Session, State, coordinator_session, worker_session
+from lightning_hetero.protocol.session import Session, State, answering_session, opening_session
 from lightning_hetero.protocol.values import KeptConstants
 from lightning_hetero.transport.address import Address
 
@@ -32,7 +32,7 @@ def decode(data: bytes) -> list[Frame]:
         _feed(OpeningReader(), data)
     frames = _feed(FrameReader(), data)
     for frame in frames:
-        for session in (worker_session(), coordinator_session()):
+        for session in (answering_session("coordinator"), opening_session("coordinator")):
             with contextlib.suppress(RemoteProtocolError):
                 _as_serving(session).received(frame.message)
         _interpret(frame)

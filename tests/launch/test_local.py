@@ -10,7 +10,6 @@ import pytest
 
 from lightning_hetero.errors import WorkerError
 from lightning_hetero.launch import local
-from lightning_hetero.protocol.session import upstream_session
 from lightning_hetero.transport.handshake import Identity, dial
 
 from ..transport.pairs import QUICK
@@ -33,7 +32,7 @@ def test_workers_answer_at_their_addresses_and_end_when_told() -> None:
         slow = local.Deadlines(connect_seconds=60.0)
         for worker in workers:
             with pytest.raises(local.WorkerError, match="does not serve the session"):
-                dial(worker.address, upstream_session(), "neighbor", "none", slow, Identity())
+                dial(worker.address, "neighbor", "none", slow, Identity())
     finally:
         local.stop_local_workers(workers, QUICK)
     assert all(worker.process.poll() is not None for worker in workers)

@@ -39,7 +39,7 @@ values = st.recursive(
 
 
 def anything(kind: mi.Type) -> st.SearchStrategy[Any]:
-    """What a field of this type may hold, so that new messages are tested unasked."""
+    """Values for a field of this type; new messages are thus tested without another line."""
     match kind:
         case mi.UnionType(types=types) if mi.type_info(TensorNode) in types:
             return values
@@ -123,13 +123,13 @@ def joined(*frames: Frame) -> bytes:
 def raw_frame(
     header: object, body: bytes = b"", magic: bytes = b"LHET", version: int = VERSION
 ) -> bytes:
-    """A frame as a peer may build it that keeps no rule but the layout."""
+    """A frame of a peer that follows the layout and breaks the other rules."""
     content = msgspec.msgpack.encode(header)
     return struct.pack(">4sIIQ", magic, version, len(content), len(body)) + content + body
 
 
 def feed(reader: FrameReader, data: bytes, sizes: Iterable[int] = repeat(2**30)) -> Iterator[Frame]:
-    """Give a reader bytes in pieces of these sizes; the frames that come of it."""
+    """The frames that a reader returns for bytes in pieces of these sizes."""
     rest, next_size = memoryview(data), iter(sizes)
     while rest:
         room = reader.buffer()

@@ -1,4 +1,4 @@
-"""Frames: whatever is said arrives, however its bytes are cut; whatever is no frame is refused."""
+"""Frames: every frame arrives, in pieces of any size; bytes that are no frame are refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
+from lightning_hetero.protocol import frames
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameLimits, FrameReader, encode_frame
 
@@ -42,7 +43,7 @@ def assert_same(found: list[Frame], expected: list[Frame]) -> None:
     frames=st.lists(any_frame, min_size=1, max_size=3),
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=10),
 )
-def test_any_frames_arrive_whatever_pieces_their_bytes_come_in(
+def test_frames_arrive_when_their_bytes_come_in_any_pieces(
     frames: list[Frame], sizes: list[int]
 ) -> None:
     reader = FrameReader()
@@ -97,9 +98,7 @@ def test_a_frame_prints_its_message_and_its_tensors() -> None:
 
 
 @given(frame=any_frame, data=st.data())
-def test_an_end_inside_a_frame_is_reported_wherever_it_comes(
-    frame: Frame, data: st.DataObject
-) -> None:
+def test_an_end_at_any_place_inside_a_frame_is_reported(frame: Frame, data: st.DataObject) -> None:
     content = joined(frame)
     for count in {1, len(content) - 1, data.draw(st.integers(1, len(content) - 1))}:
         reader = FrameReader()
@@ -118,31 +117,37 @@ def test_an_end_at_every_single_byte_of_the_second_frame_is_reported() -> None:
             reader.close()
 
 
-def test_an_end_between_frames_is_in_good_order() -> None:
+def test_an_end_between_frames_is_no_error() -> None:
     reader = FrameReader()
     reader.close()
     assert len(list(feed(reader, joined(Frame(m.Ping()), Frame(m.Goodbye()))))) == 2
     reader.close()
 
 
-def test_a_frame_exactly_at_the_limits_is_said_and_heard() -> None:
+def test_a_frame_exactly_at_the_limits_is_sent_and_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     frame = Frame(m.LoadTensor("n" * 100), (torch.zeros(100, dtype=torch.uint8),))
     header, _ = (len(buffer) for buffer in encode_frame(frame))
     limits = FrameLimits(header_bytes=header - 20, body_bytes=100)
-    assert_same(read_all(b"".join(encode_frame(frame, limits)), limits), [frame])
+    monkeypatch.setattr(frames, "_LIMITS", limits)
+    assert_same(read_all(joined(frame), limits), [frame])
 
 
 @pytest.mark.parametrize("limits", [FrameLimits(50, 2**20), FrameLimits(2**20, 99)])
-def test_a_frame_over_a_limit_is_neither_said_nor_heard(limits: FrameLimits) -> None:
+def test_a_frame_over_a_limit_is_neither_sent_nor_received(
+    monkeypatch: pytest.MonkeyPatch, limits: FrameLimits
+) -> None:
     frame = Frame(m.LoadTensor("n" * 100), (torch.zeros(100, dtype=torch.uint8),))
     expected = f"limit of {limits.header_bytes} \\+ {limits.body_bytes} bytes"
-    with pytest.raises(LocalProtocolError, match=f"LoadTensor.*{expected}"):
-        encode_frame(frame, limits)
     with pytest.raises(RemoteProtocolError, match=expected):
         read_all(joined(frame), limits)
+    monkeypatch.setattr(frames, "_LIMITS", limits)
+    with pytest.raises(LocalProtocolError, match=f"LoadTensor.*{expected}"):
+        encode_frame(frame)
 
 
-def test_a_tensor_of_a_dtype_that_cannot_be_sent_is_our_fault() -> None:
+def test_a_dtype_that_cannot_be_sent_is_a_local_fault() -> None:
     frame = Frame(m.LoadTensor("phase"), (torch.zeros(2, dtype=torch.complex64),))
     with pytest.raises(LocalProtocolError, match="complex64"):
         encode_frame(frame)
@@ -193,7 +198,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", sorted(LIES))
-def test_a_lie_is_refused_by_name_before_memory_is_taken(lie: str) -> None:
+def test_a_false_frame_is_refused_before_memory_is_taken(lie: str) -> None:
     data, expected = LIES[lie]
     reader = FrameReader(FrameLimits(header_bytes=2**20))
     tracemalloc.start()
@@ -213,7 +218,7 @@ def assert_only_refused(data: bytes) -> None:
 
 
 @given(garbage=st.binary(max_size=200))
-def test_garbage_is_refused_and_nothing_else(garbage: bytes) -> None:
+def test_garbage_is_read_or_refused_and_raises_nothing_else(garbage: bytes) -> None:
     assert_only_refused(garbage)
     assert_only_refused(b"LHET" + garbage)
     assert_only_refused(struct.pack(">4sIIQ", b"LHET", VERSION, len(garbage), 0) + garbage)

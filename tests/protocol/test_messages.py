@@ -70,7 +70,7 @@ def with_cache(**fields: object) -> dict[str, object]:
     return ARGUMENTS | {"calls": [CALL | {"cache": CACHE | fields}]}
 
 
-def test_the_messages_that_the_refusals_spoil_are_sound() -> None:
+def test_the_contents_that_the_next_test_spoils_are_valid() -> None:
     arguments = ARGUMENTS | {"calls": [CALL, CALL | {"cache": CACHE}]}
     named = {"type": "LoadTensor", "name": "n"}
     for content in (GRADIENT, ACTIVATION, BEGIN_STEP, HELLO, arguments, named):
@@ -123,7 +123,7 @@ def test_the_messages_that_the_refusals_spoil_are_sound() -> None:
         (GRADIENT | {"is_present": [None]}, "is_present"),
     ],
 )
-def test_what_is_no_message_is_refused_by_its_place(content: object, place: str) -> None:
+def test_a_wrong_field_is_refused_and_named(content: object, place: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=place):
         decoded(content)
 

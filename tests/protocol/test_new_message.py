@@ -9,13 +9,7 @@ from lightning_hetero.protocol import frames
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.fields import Name
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame, header_decoder
-from lightning_hetero.protocol.session import (
-    Speaker,
-    State,
-    by,
-    coordinator_session,
-    worker_session,
-)
+from lightning_hetero.protocol.session import Speaker, State, answering_session, by, opening_session
 
 from .strategies import feed
 
@@ -40,7 +34,7 @@ def test_a_message_of_one_class_goes_through_a_frame_and_two_sessions(
     assert frame.message == Weather("Kiel", 21.5)
     assert frame.message.requested_activity == "looking out of the window in Kiel"
 
-    coordinator, worker = coordinator_session(), worker_session()
+    coordinator, worker = opening_session("coordinator"), answering_session("coordinator")
     with pytest.raises(LocalProtocolError, match="Weather .* must not be sent while opening"):
         coordinator.sent(frame.message)
     coordinator.state = worker.state = State.IDLE

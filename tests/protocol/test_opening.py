@@ -23,7 +23,7 @@ def opened(content: object, version: int = m.PROTOCOL_VERSION) -> m.Message:
 
 
 @given(message=any_message)
-def test_openings_are_read_and_nothing_else(message: m.Message) -> None:
+def test_an_opening_reader_reads_only_openings(message: m.Message) -> None:
     data = b"".join(encode_frame(Frame(message)))
     if isinstance(message, (m.Hello, m.Welcome, m.Failure)):
         assert [frame.message for frame in feed(OpeningReader(), data)] == [message]
@@ -32,7 +32,7 @@ def test_openings_are_read_and_nothing_else(message: m.Message) -> None:
             list(feed(OpeningReader(), data))
 
 
-def test_what_a_later_version_says_besides_is_passed_over() -> None:
+def test_unknown_fields_of_a_later_version_are_ignored() -> None:
     later = {
         "message": HELLO
         | {
@@ -57,12 +57,14 @@ def test_a_machine_may_have_any_memory_and_a_device_any_name() -> None:
     assert frame.message == m.Welcome(1, equipment)
 
 
-def test_what_an_earlier_version_does_not_say_has_defaults() -> None:
+def test_fields_that_an_earlier_version_lacks_have_defaults() -> None:
     assert opened({"message": {"type": "Hello", "protocol": 1}}) == m.Hello(1)
 
 
 @given(version=st.integers(m.PROTOCOL_VERSION + 1, 2**32 - 1))
-def test_an_opening_that_has_changed_altogether_is_named_by_its_version(version: int) -> None:
+def test_an_unreadable_opening_of_another_version_is_refused_with_both_versions(
+    version: int,
+) -> None:
     for content in ({"message": {"type": "Salute"}}, {"message": HELLO | {"protocol": "x"}}, 7):
         with pytest.raises(
             RemoteProtocolError, match=f"version {version}, we speak {m.PROTOCOL_VERSION}"
@@ -70,7 +72,7 @@ def test_an_opening_that_has_changed_altogether_is_named_by_its_version(version:
             opened(content, version=version)
 
 
-def test_the_same_version_gets_no_such_excuse() -> None:
+def test_an_unreadable_opening_of_our_version_is_refused_without_versions() -> None:
     with pytest.raises(RemoteProtocolError, match="no message that opens a conversation"):
         opened({"message": PING})
     with pytest.raises(RemoteProtocolError, match="no message that opens a conversation"):
@@ -85,7 +87,7 @@ def test_an_opening_is_small() -> None:
         list(feed(OpeningReader(), raw_frame({"message": HELLO}, b"x")))
 
 
-def test_no_byte_of_what_follows_is_taken() -> None:
+def test_an_opening_reader_takes_no_byte_of_the_next_frame() -> None:
     reader, data = OpeningReader(), raw_frame({"message": HELLO})
     taken = 0
     while True:

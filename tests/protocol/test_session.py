@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import (
-    Session,
-    State,
-    coordinator_session,
-    downstream_session,
-    upstream_session,
-    watched_session,
-    watcher_session,
-    worker_session,
-)
+from lightning_hetero.protocol.session import Session, State, answering_session, opening_session
 from lightning_hetero.protocol.values import DictNode
 
 from .examples import example
@@ -63,19 +54,19 @@ class Pair:
 
 
 def workers_pair() -> Pair:
-    return Pair(coordinator_session(), worker_session())
+    return Pair(opening_session("coordinator"), answering_session("coordinator"))
 
 
 def neighbors_pair() -> Pair:
-    return Pair(upstream_session(), downstream_session())
+    return Pair(opening_session("neighbor"), answering_session("neighbor"))
 
 
 def watchers_pair() -> Pair:
-    return Pair(watcher_session(), watched_session())
+    return Pair(opening_session("watcher"), answering_session("watcher"))
 
 
 def bring(pair: Pair, state: State) -> Pair:
-    """Take a conversation the shortest way to a state."""
+    """Bring a conversation to a state with as few messages as possible."""
     if state is State.OPENING:
         return pair
     if state is State.CLOSED:
@@ -139,7 +130,7 @@ def allowed(make: Callable[[], Pair], state: State, end: str) -> set[str]:
 def accepted(
     say: Callable[[Pair, m.Message], None], make: Callable[[], Pair], state: State
 ) -> set[str]:
-    """The messages that an end takes in a state, each tried on a conversation of its own."""
+    """The messages that an end accepts in a state; each is tried on a new conversation."""
     names = set()
     for message in MESSAGES:
         pair = bring(make(), state)
@@ -154,7 +145,7 @@ def accepted(
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(("make", "state"), SITUATIONS)
-def test_an_end_says_what_the_rules_allow_and_nothing_else(
+def test_an_end_sends_only_what_the_rules_allow(
     make: Callable[[], Pair], state: State, end: str
 ) -> None:
     def say(pair: Pair, message: m.Message) -> None:
@@ -165,7 +156,7 @@ def test_an_end_says_what_the_rules_allow_and_nothing_else(
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(("make", "state"), SITUATIONS)
-def test_an_end_hears_what_the_rules_allow_and_nothing_else(
+def test_an_end_receives_only_what_the_rules_allow(
     make: Callable[[], Pair], state: State, end: str
 ) -> None:
     def hear(pair: Pair, message: m.Message) -> None:
@@ -175,7 +166,7 @@ def test_an_end_hears_what_the_rules_allow_and_nothing_else(
 
 
 @pytest.mark.parametrize(("make", "state"), SITUATIONS)
-def test_the_fault_is_local_when_we_speak_and_remote_when_we_hear(
+def test_the_fault_is_local_when_we_send_and_remote_when_we_receive(
     make: Callable[[], Pair], state: State
 ) -> None:
     wrong = WELCOME if state in (State.LOADING, State.SERVING) else m.NeighborLost(1, "gone")
@@ -292,7 +283,7 @@ def test_a_step_that_begins_late_early_or_again_is_refused(begun: int, step: int
         "ApplyOptimizer",
     ],
 )
-def test_a_coordinator_that_speaks_of_another_step_is_refused(name: str, step: int) -> None:
+def test_a_message_about_another_step_is_refused(name: str, step: int) -> None:
     worker = serving_worker(2)
     with pytest.raises(RemoteProtocolError, match=f"{name} is for step {step}.*step 2"):
         worker.received(in_step(name, step))
@@ -322,7 +313,7 @@ def test_a_worker_may_still_answer_for_the_step_that_was_aborted() -> None:
     situation=st.sampled_from(SITUATIONS),
     moves=st.lists(st.tuples(st.booleans(), st.sampled_from(MESSAGES)), max_size=40),
 )
-def test_what_one_end_may_say_the_other_end_takes(
+def test_one_end_accepts_what_the_other_end_may_send(
     situation: tuple[Callable[[], Pair], State], moves: list[tuple[bool, m.Message]]
 ) -> None:
     make, state = situation

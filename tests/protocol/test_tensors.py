@@ -105,7 +105,7 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [[-1], [2, -3], [2**40 + 1], [2**70], [1.5], ["2"], [1] * 17, 3])
-def test_a_shape_out_of_bounds_is_no_spec(shape: object) -> None:
+def test_a_shape_out_of_bounds_is_refused(shape: object) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"dtype": "float32", "shape": shape}, TensorSpec)
 
@@ -115,7 +115,7 @@ MARK = b"mark"
 
 
 def marked_tensor(pool: BufferPool, num_bytes: int = NUM_BYTES) -> Tensor:
-    """A tensor in a buffer of the pool that can be told from a fresh one."""
+    """A tensor in a buffer of the pool; its mark distinguishes the buffer from a new one."""
     buffer = pool.take(num_bytes)
     buffer[:4] = MARK
     return torch.frombuffer(buffer, dtype=torch.float32)

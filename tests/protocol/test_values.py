@@ -1,6 +1,6 @@
-"""Both ends agree on what is in which slot, whatever is sent.
+"""Constants: both ends agree on the tensor in each slot.
 
-Argument trees: any nesting there and back, each tensor once, refusals that name the place.
+Argument trees: any nesting arrives, each tensor is sent once, and a refusal names the place.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_contents_that_differ_have_digests_that_differ() -> None:
     assert Digests().of(tensors[0]) == Digests().of(torch.zeros(16))
 
 
-def test_only_what_is_worth_it_is_kept() -> None:
+def test_only_tensors_of_a_useful_size_are_kept() -> None:
     assert not may_be_kept(torch.zeros(2))
     assert may_be_kept(torch.zeros(64))
     assert not may_be_kept(torch.zeros(MOST_BYTES // 4 + 1))
@@ -147,7 +147,7 @@ def test_a_tensor_in_several_places_and_trees_is_sent_once(several: list[Any]) -
     assert is_same([unpack(value, tuple(packer.tensors)) for value in values], several)
 
 
-def test_equal_tensors_are_not_taken_for_the_same_one() -> None:
+def test_equal_tensors_are_sent_separately() -> None:
     packer = Packer()
     first, second = torch.zeros(2), torch.zeros(2)
     assert packer.pack([first, second]) == ListNode([TensorNode(0), TensorNode(1)])
@@ -166,7 +166,9 @@ def test_equal_tensors_are_not_taken_for_the_same_one() -> None:
         ([range(3)], "the call[0]", "range"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_by_place_and_type(tree: Any, place: str, kind: str) -> None:
+def test_a_value_that_cannot_be_sent_is_refused_with_its_place_and_type(
+    tree: Any, place: str, kind: str
+) -> None:
     with pytest.raises(LocalProtocolError, match=re.escape(f"{place} is a {kind}, ")):
         Packer().pack(tree, "the call")
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import Session, downstream_session, upstream_session
+from lightning_hetero.protocol.session import Session, answering_session, opening_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Arrival, Channel, Inbox
 from lightning_hetero.transport.connection import SocketConnection, Traffic
@@ -41,7 +41,7 @@ class End(NamedTuple):
 
 def linked_sessions() -> tuple[Session, Session]:
     """Two stages that have greeted each other."""
-    up, down = upstream_session(), downstream_session()
+    up, down = opening_session("neighbor"), answering_session("neighbor")
     hello = m.Hello(m.PROTOCOL_VERSION, "neighbor", "session")
     welcome = m.Welcome(m.PROTOCOL_VERSION)
     up.sent(hello)
@@ -53,7 +53,7 @@ def linked_sessions() -> tuple[Session, Session]:
 
 @contextmanager
 def one_end(deadlines: Deadlines = QUICK) -> Iterator[tuple[End, socket.socket]]:
-    """The downstream end, and the bare socket of whoever is upstream."""
+    """The downstream end, and the bare socket of its upstream peer."""
     mine, theirs = socket.socketpair()
     theirs.settimeout(PATIENCE_SECONDS)
     _, down = linked_sessions()
@@ -159,7 +159,7 @@ def serving_worker(
     owner: Owner | None = None,
     where: Address | None = None,
 ) -> Iterator[tuple[Worker, Address]]:
-    """The same, with what its owner has in hand."""
+    """A worker that serves from a thread of this process, and its address."""
     listener = listen(where or Address("127.0.0.1", 0))
     # Patient: both ends share one interpreter, which may be busy building a model for a while.
     deadlines = deadlines or Deadlines(busy_seconds=0.2)

@@ -58,7 +58,7 @@ def test_the_three_forms_are_read_and_printed(text: str, host: str, port: int) -
         "strix.local:²",
     ],
 )
-def test_anything_else_is_refused_with_what_was_written_and_an_example(text: str) -> None:
+def test_any_other_text_is_refused_with_an_example(text: str) -> None:
     expected = f"{re.escape(repr(text))} is no address.*strix.local:9999"
     with pytest.raises(PlanError, match=expected):
         Address.parse(text)
@@ -75,7 +75,7 @@ def test_any_text_is_an_address_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
-def test_loopback_is_seen(host: str) -> None:
+def test_loopback_is_recognised(host: str) -> None:
     assert Address(host, 1).is_loopback
 
 
@@ -93,5 +93,5 @@ def test_loopback_is_seen(host: str) -> None:
         "",
     ],
 )
-def test_what_others_can_reach_is_not_loopback(host: str) -> None:
+def test_a_host_that_others_can_reach_is_not_loopback(host: str) -> None:
     assert not Address(host, 1).is_loopback

@@ -107,7 +107,7 @@ def test_garbage_ends_the_channel() -> None:
         assert isinstance(end.next().content, RemoteProtocolError)
 
 
-def test_an_end_inside_a_frame_is_told_from_one_between_frames() -> None:
+def test_an_end_inside_a_frame_differs_from_an_end_between_frames() -> None:
     [frame] = encode_frame(Frame(activation(0)))
     with one_end() as (end, upstream):
         upstream.sendall(frame[:-1])
@@ -140,7 +140,7 @@ def test_a_silent_peer_is_given_up() -> None:
         (None, 0.5, "for 0.5 s."),
     ],
 )
-def test_a_frozen_process_is_told_from_a_machine_that_is_gone(
+def test_a_frozen_process_is_distinguished_from_a_lost_machine(
     answer_seconds: float | None, frozen_seconds: float | None, expected: str
 ) -> None:
     """A process that is only frozen may be given more time."""
@@ -155,8 +155,8 @@ def test_a_frozen_process_is_told_from_a_machine_that_is_gone(
     assert expected in str(error)
 
 
-def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
-    """Its clock has run on, and nothing was read meanwhile."""
+def test_a_process_that_was_suspended_does_not_give_up_its_peer() -> None:
+    """The process read nothing for longer than the silence that ends a channel."""
     mine, theirs = memory_pair()
     waits = []
 
@@ -178,7 +178,7 @@ def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
         end.close()
 
 
-def test_signs_of_life_come_unasked_and_say_what_is_done() -> None:
+def test_signs_of_life_are_sent_unasked_and_name_the_activity() -> None:
     with one_end() as (end, upstream):
         end.channel.activity = "the forward of micro-batch 3 in step 7"
         reader, frame = FrameReader(), None
@@ -186,7 +186,7 @@ def test_signs_of_life_come_unasked_and_say_what_is_done() -> None:
             frame = reader.advance(upstream.recv_into(reader.buffer()))
 
 
-def test_what_a_peer_did_last_is_known_from_what_it_says() -> None:
+def test_messages_tell_what_the_peer_did_last() -> None:
     with channel_pair() as (up, down):
         assert up.channel.peer_activity == ""
         down.channel.send(m.Pong("\x1b[2Jloading its weights"))
@@ -198,7 +198,7 @@ def test_what_a_peer_did_last_is_known_from_what_it_says() -> None:
 
 
 class SlowDevice:
-    """Makes the content of a frame, but not before it is let go."""
+    """Encodes a frame after it is let go."""
 
     def __init__(self) -> None:
         self._is_let_go = threading.Event()
@@ -238,7 +238,7 @@ def test_two_peers_whose_devices_are_slow_hear_each_other() -> None:
         assert frame.message == activation(0)
 
 
-def test_nobody_waits_for_a_channel_that_is_over_while_its_device_is_slow() -> None:
+def test_waits_end_with_the_channel_while_its_device_is_slow() -> None:
     device = SlowDevice()
     with one_end() as (end, upstream):
         end.channel.send_later(m.Gradient(1, 0, 0, is_present=[]), device.encode)
@@ -264,7 +264,7 @@ def test_a_peer_that_is_gone_does_not_answer() -> None:
         assert not end.channel.peer_answers()
 
 
-def test_a_peer_with_nothing_to_say_is_not_given_up() -> None:
+def test_an_idle_peer_is_not_given_up() -> None:
     with channel_pair() as (up, down):
         with pytest.raises(Empty):  # three times the silence that ends a channel
             up.inbox.get(timeout=0.9)
@@ -333,7 +333,7 @@ def test_frames_arrive_in_the_order_in_which_they_were_begun() -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_what_a_worker_keeps_is_sent_twice_and_then_no_more(is_streamed: bool) -> None:
+def test_a_constant_is_sent_twice_and_then_no_more(is_streamed: bool) -> None:
     copies: Copies = PlainCopies(torch.device("cpu"))
     place: Any = on_device if is_streamed else lambda tensor: tensor
     if is_streamed:
@@ -358,7 +358,7 @@ def test_what_a_worker_keeps_is_sent_twice_and_then_no_more(is_streamed: bool) -
         assert num_tensors == [2, 2, 1, 1]
 
 
-def test_what_cannot_be_sent_is_refused_before_it_is_queued() -> None:
+def test_an_argument_that_cannot_be_sent_is_refused_before_it_is_queued() -> None:
     copies = StreamedCopies(MadeUpStreams())
     call = LayerCall(3, True, (on_device(torch.ones(2)), object()), {})
     arguments = OutgoingArguments(1, Key(0), Surroundings(True, None, [call]), copies)

@@ -1,4 +1,4 @@
-"""Real TCP connections: what wakes whoever receives."""
+"""Real TCP connections: when a thread that receives wakes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="wait
 
 @contextmanager
 def tcp_pair() -> Iterator[tuple[SocketConnection, socket.socket]]:
-    """The receiving connection, and the bare socket of who sends."""
+    """The receiving connection, and the bare socket of the sender."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname(), PATIENCE_SECONDS)
         mine, _ = listener.accept()
@@ -42,7 +42,7 @@ def tcp_pair() -> Iterator[tuple[SocketConnection, socket.socket]]:
 
 
 def mark(connection: SocketConnection) -> int:
-    """How many bytes the system waits for. After a wait in vain that is one."""
+    """How many bytes the system waits for; one after a wait that timed out."""
     return connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
 
 
@@ -56,13 +56,11 @@ def receive_to_the_end(connection: SocketConnection) -> None:
     ("sure_bytes", "expected"),
     [(0, 1), (1, 1), (20, 1), (1399, 1), (1400, 1400), (32_768, 32_768), (2**33, 32_768)],
 )
-def test_what_a_packet_brings_is_not_waited_for_nor_more_than_pays(
-    sure_bytes: int, expected: int
-) -> None:
+def test_the_number_of_awaited_bytes_has_bounds(sure_bytes: int, expected: int) -> None:
     assert awaited_bytes(sure_bytes) == expected
 
 
-def test_little_over_a_slow_link_is_no_silence() -> None:
+def test_a_few_bytes_over_a_slow_link_are_no_silence() -> None:
     with tcp_pair() as (connection, theirs):
         connection.set_timeout(0.02)
         buffer = memoryview(bytearray(100_000))
@@ -83,7 +81,7 @@ def test_little_over_a_slow_link_is_no_silence() -> None:
 
 
 @on_linux
-def test_an_end_before_all_is_there_wakes_at_once() -> None:
+def test_an_early_end_wakes_the_receiver_at_once() -> None:
     with tcp_pair() as (connection, theirs):
         theirs.sendall(b"0123456789")
         theirs.shutdown(socket.SHUT_WR)
@@ -94,7 +92,7 @@ def test_an_end_before_all_is_there_wakes_at_once() -> None:
 
 
 @on_linux
-def test_a_reset_wakes_at_once() -> None:
+def test_a_reset_wakes_the_receiver_at_once() -> None:
     with tcp_pair() as (connection, theirs):
         theirs.sendall(b"0123456789")
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -105,7 +103,7 @@ def test_a_reset_wakes_at_once() -> None:
 
 
 @on_linux
-def test_who_shuts_down_wakes_the_thread_that_receives() -> None:
+def test_shutting_down_wakes_the_receiving_thread() -> None:
     with tcp_pair() as (connection, theirs), ThreadPoolExecutor(1) as thread:
         theirs.sendall(b"0123456789")
         buffer = memoryview(bytearray(100_000))
@@ -116,7 +114,7 @@ def test_who_shuts_down_wakes_the_thread_that_receives() -> None:
 
 
 @on_linux
-def test_the_system_is_told_only_what_changes() -> None:
+def test_the_socket_option_is_set_only_when_it_changes() -> None:
     with tcp_pair() as (connection, theirs):
         theirs.sendall(bytes(200_000))
         buffer = memoryview(bytearray(100_000))
@@ -131,13 +129,13 @@ def test_the_system_is_told_only_what_changes() -> None:
 
 
 def dribble(theirs: socket.socket, content: bytes) -> None:
-    """Send in pieces that leave one by one."""
+    """Send in small pieces, each in a packet."""
     for start in range(0, len(content), 1000):
         theirs.sendall(content[start : start + 1000])
 
 
 @on_linux
-def test_a_tensor_in_small_packets_wakes_seldom() -> None:
+def test_a_tensor_in_small_packets_wakes_the_receiver_seldom() -> None:
     sent = Frame(m.Activation(1, 0, 0, [True], []), (torch.randn(2**18),))
     with tcp_pair() as (connection, theirs):
         content = b"".join(encode_frame(sent))
@@ -153,7 +151,7 @@ def test_a_tensor_in_small_packets_wakes_seldom() -> None:
 
 
 @on_linux
-def test_a_tensor_under_tls_wakes_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_under_tls_wakes_the_receiver_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     credentials = Credentials(Token.new())
     context = credentials.context(is_server=False)
     receive, received = SocketConnection.receive_into, []

@@ -21,7 +21,6 @@ from lightning_hetero.model.recipe import Recipe
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
 from lightning_hetero.protocol.messages import Equipment
-from lightning_hetero.protocol.session import coordinator_session, upstream_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import (
     Identity,
@@ -46,7 +45,7 @@ FLOATS = ["float64", "float32", "bfloat16", "float16"]
 
 
 def party(name: str, protocol: int = 1, **versions: str | None) -> Party:
-    """An end with other versions than usual; None is for what is not installed."""
+    """An end with some versions replaced; None means that the library is not installed."""
     merged = VERSIONS | {key.replace("_", "-"): value for key, value in versions.items()}
     kept = {key: value for key, value in merged.items() if value is not None}
     return Party(name, protocol, Equipment(versions=kept))
@@ -71,7 +70,7 @@ def test_ends_that_can_work_together(there: Party) -> None:
     assert obstacles(HERE, there) == obstacles(there, HERE) == []
 
 
-def test_another_protocol_is_said_with_both_versions_and_the_remedy() -> None:
+def test_another_protocol_is_reported_with_both_versions_and_the_remedy() -> None:
     [found] = obstacles(party("the worker"), party("the coordinator", 2, lightning_hetero="0.9.0"))
     assert found == (
         "The worker speaks protocol 1 (lightning-hetero 0.1.0) and the coordinator 2 "
@@ -79,7 +78,7 @@ def test_another_protocol_is_said_with_both_versions_and_the_remedy() -> None:
     )
 
 
-def test_another_major_version_of_the_model_code_is_said_with_the_remedy() -> None:
+def test_another_major_version_of_the_model_code_is_reported_with_the_remedy() -> None:
     [found] = obstacles(HERE, party("the worker", transformers="6.0.1"))
     assert "The coordinator has transformers 5.23.0 and the worker has 6.0.1" in found
     assert "install the same major version on both" in found
@@ -160,20 +159,18 @@ def test_a_process_that_cannot_compile_layers(
 
 def test_a_worker_welcomes_a_coordinator_with_its_device() -> None:
     with worker_thread() as address:
-        channel, welcome = dial(
-            address, coordinator_session(), "coordinator", "a", QUICK, Identity()
-        )
+        channel, welcome = dial(address, "coordinator", "a", QUICK, Identity())
         assert welcome.equipment.device == "cpu"
         channel.start(SimpleQueue())
         channel.close()
 
 
-def test_nobody_there() -> None:
+def test_an_address_without_a_listener_is_unreachable() -> None:
     with pytest.raises(WorkerUnreachable, match="No worker answers at 127.0.0.1:"):
-        dial(closed_address(), coordinator_session(), "coordinator", "a", QUICK, Identity())
+        dial(closed_address(), "coordinator", "a", QUICK, Identity())
 
 
-def test_somebody_else_there() -> None:
+def test_another_server_is_no_worker() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -186,7 +183,6 @@ def test_somebody_else_there() -> None:
         with pytest.raises(WorkerUnreachable, match="did not answer as a worker"):
             dial(
                 Address(*listener.getsockname()),
-                coordinator_session(),
                 "coordinator",
                 "a",
                 QUICK,
@@ -195,9 +191,9 @@ def test_somebody_else_there() -> None:
         thread.join()
 
 
-def test_a_stranger_to_the_session_is_refused() -> None:
+def test_a_neighbor_of_an_unknown_session_is_refused() -> None:
     with worker_thread() as address, pytest.raises(WorkerUnreachable, match="session 'unknown'"):
-        dial(address, upstream_session(), "neighbor", "unknown", QUICK, Identity())
+        dial(address, "neighbor", "unknown", QUICK, Identity())
 
 
 def test_silence_ends_with_the_deadline() -> None:
@@ -208,7 +204,6 @@ def test_silence_ends_with_the_deadline() -> None:
     ):
         dial(
             Address(*listener.getsockname()),
-            coordinator_session(),
             "coordinator",
             "a",
             quick,
@@ -245,7 +240,7 @@ def test_a_worker_that_welcomes_what_it_cannot_work_with_is_refused(
         thread.start()
         address = Address(*listener.getsockname())
         with pytest.raises(WorkerUnreachable, match=expected):
-            dial(address, coordinator_session(), "coordinator", "a", QUICK, ours)
+            dial(address, "coordinator", "a", QUICK, ours)
         thread.join()
 
 
@@ -254,7 +249,7 @@ def test_a_worker_refuses_another_model_code_and_says_so() -> None:
     expected = r"refused: The worker has transformers 5.* and the coordinator has 6\.0\.0"
     with worker_thread() as address:
         with pytest.raises(WorkerUnreachable, match=expected):
-            dial(address, coordinator_session(), "coordinator", "a", QUICK, identity)
-        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
+            dial(address, "coordinator", "a", QUICK, identity)
+        channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
         channel.start(SimpleQueue())
         channel.close()

@@ -22,7 +22,6 @@ from cryptography import x509
 from lightning_hetero.errors import ChannelError, TrustError, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, encode_frame
-from lightning_hetero.protocol.session import coordinator_session, upstream_session
 from lightning_hetero.transport import tls
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel, send_buffers
@@ -47,7 +46,10 @@ from .pairs import (
 def shake_hands(
     client: Credentials | None, server: Credentials | None, most_bytes: int = 2**30
 ) -> tuple[Connection | BaseException, Connection | BaseException]:
-    """What becomes of the client and of the server; the client waits for a word, as it should."""
+    """The connection or the error of the client, and of the server.
+
+    The client waits for a message, as a client has to.
+    """
     one, other = memory_pair(most_bytes)
 
     def open_as_client() -> Connection:
@@ -138,7 +140,7 @@ def test_a_certificate_is_renewed_in_time_and_after_the_clock_was_set() -> None:
 
 
 @pytest.mark.parametrize("most_bytes", [1, 1000, 2**16, 2**30])
-def test_any_bytes_arrive_however_little_is_taken_at_once(most_bytes: int) -> None:
+def test_any_bytes_arrive_in_pieces_of_any_size(most_bytes: int) -> None:
     size = 3_000_000 if most_bytes > 1 else 20_000
     sent = torch.randint(
         256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -157,14 +159,14 @@ def test_any_bytes_arrive_however_little_is_taken_at_once(most_bytes: int) -> No
 
 
 def secured_both(one: Connection, other: Connection) -> tuple[Connection, Connection]:
-    """The same two ends under TLS, a client and a server."""
+    """Two ends under TLS: a client over the first connection, a server over the other."""
     with ThreadPoolExecutor(1) as thread:
         answered = thread.submit(secured, other, OURS, True, PATIENCE_SECONDS)
         return secured(one, OURS, False, PATIENCE_SECONDS), answered.result()
 
 
 @pytest.mark.parametrize("most_bytes", [700, 16_000, 40_000, 2**30])
-def test_no_more_is_waited_for_than_comes(most_bytes: int) -> None:
+def test_a_receiver_never_waits_for_more_than_comes(most_bytes: int) -> None:
     one, other = memory_pair()
     client, server = secured_both(one, other)
     asked = []
@@ -192,7 +194,7 @@ def test_a_record_that_was_changed_on_the_way_ends_the_connection() -> None:
         server.receive_into(memoryview(bytearray(5)))
 
 
-def test_an_end_during_the_handshake_is_said() -> None:
+def test_an_end_during_the_handshake_is_reported() -> None:
     one, other = memory_pair()
     one.shut_down()
     for end in (one, other):
@@ -200,7 +202,7 @@ def test_an_end_during_the_handshake_is_said() -> None:
             secured(end, OURS, True, PATIENCE_SECONDS)
 
 
-def test_a_handshake_has_one_deadline_however_the_peer_dribbles() -> None:
+def test_a_slow_peer_does_not_extend_the_deadline_of_the_handshake() -> None:
     hello, _ = ssl.MemoryBIO(), None
     client = OURS.context(False).wrap_bio(ssl.MemoryBIO(), hello)
     with pytest.raises(ssl.SSLWantReadError):
@@ -231,7 +233,7 @@ def test_credentials_do_not_leave_the_process() -> None:
     assert TOKEN.to_text() not in str(vars(OURS))
 
 
-def test_the_most_talkative_log_does_not_have_the_secret(
+def test_a_debug_log_does_not_contain_the_secret(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.DEBUG), worker_thread(OURS) as address:
@@ -286,9 +288,9 @@ def test_both_directions_at_once_arrive_whole() -> None:
 
 
 def call(address: Address, credentials: Credentials | None) -> None:
-    """Be welcomed, and say goodbye."""
+    """Open a conversation as the coordinator and end it."""
     identity = Identity(credentials=credentials)
-    channel, _ = dial(address, coordinator_session(), "coordinator", "s", QUICK, identity)
+    channel, _ = dial(address, "coordinator", "s", QUICK, identity)
     channel.start(SimpleQueue())
     channel.close(m.Goodbye())
 
@@ -302,7 +304,7 @@ def test_a_neighbor_needs_the_token_as_well() -> None:
         for credentials, expected in ((THEIRS, "the tokens differ"), (OURS, "session 'unknown'")):
             identity = Identity(credentials=credentials)
             with pytest.raises(WorkerUnreachable, match=expected):
-                dial(address, upstream_session(), "neighbor", "unknown", QUICK, identity)
+                dial(address, "neighbor", "unknown", QUICK, identity)
 
 
 DIALLED = {
@@ -392,7 +394,7 @@ def test_a_tls_client_without_the_token_learns_nothing(
     assert said_there in logged(caplog)
 
 
-def test_a_plain_client_gets_an_alert_and_not_a_byte_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plain_client_gets_an_alert_and_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
     with worker_thread(OURS) as address:
         for said in (b"GET / HTTP/1.1\r\n\r\n", b"L", b"\0" * 100_000):
             with socket.create_connection(
@@ -429,7 +431,7 @@ def test_nothing_is_said_to_another_machine_without_a_token() -> None:
         call(Address("strix.local", 9), None)
 
 
-def test_the_key_in_a_file_is_gone_and_the_token_never_was_in_one(
+def test_the_key_stays_in_no_file_and_the_token_is_never_in_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

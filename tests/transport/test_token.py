@@ -57,7 +57,7 @@ def test_a_certificate_is_signed_by_its_own_authority() -> None:
         certificate.verify_directly_issued_by(stranger)
 
 
-def test_a_certificate_makes_no_others_and_names_nobody() -> None:
+def test_a_certificate_signs_no_others_and_names_no_host() -> None:
     certificate = x509.load_pem_x509_certificate(Authority(TOKEN).issue(NOW).public)
     constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
     assert not constraints.ca
@@ -124,7 +124,7 @@ def test_a_missing_file_is_named_with_the_remedy(path: Path) -> None:
         read_token_file(path)
 
 
-def test_what_is_no_file_cannot_be_read(tmp_path: Path) -> None:
+def test_a_folder_cannot_be_read_as_a_token_file(tmp_path: Path) -> None:
     with pytest.raises(TokenError, match=r"cannot be read.*directory"):
         read_token_file(tmp_path)
 
@@ -159,7 +159,7 @@ WEAK = {
 
 
 @pytest.mark.parametrize("name", WEAK)
-def test_what_is_no_token_of_ours_is_refused_and_not_repeated(path: Path, name: str) -> None:
+def test_a_text_that_is_no_token_is_refused_and_not_repeated(path: Path, name: str) -> None:
     path.parent.mkdir()
     path.write_text(WEAK[name])
     path.chmod(0o600)
@@ -170,7 +170,7 @@ def test_what_is_no_token_of_ours_is_refused_and_not_repeated(path: Path, name: 
 
 
 @pytest.mark.parametrize("place", range(0, 48, 5))
-def test_a_single_wrong_letter_is_damage(place: int) -> None:
+def test_a_single_wrong_letter_damages_a_token(place: int) -> None:
     text = Token.new().to_text()
     index = len(text) - 48 + place
     wrong = text[:index] + ("A" if text[index] != "A" else "B") + text[index + 1 :]

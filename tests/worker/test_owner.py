@@ -22,7 +22,6 @@ from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
-from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity, dial, listen
@@ -140,9 +139,7 @@ def test_a_stage_that_is_more_than_the_owner_allows_is_refused_before_it_is_buil
 
 def test_what_the_owner_allows_is_what_others_are_told() -> None:
     with serving_worker(owner=Owner(3 * 2**30)) as (_, address):
-        channel, welcome = dial(
-            address, coordinator_session(), "coordinator", "a", QUICK, Identity()
-        )
+        channel, welcome = dial(address, "coordinator", "a", QUICK, Identity())
         assert welcome.equipment.memory_bytes == 3 * 2**30
         inbox: SimpleQueue[object] = SimpleQueue()
         channel.start(inbox)  # type: ignore[arg-type]
@@ -173,7 +170,7 @@ def test_a_drained_worker_finishes_its_run_and_takes_no_other() -> None:
         assert worker.is_draining
         address = coordinator.connections.named("strix").address
         with pytest.raises(WorkerUnreachable, match="ends with its present run"):
-            dial(address, coordinator_session(), "coordinator", "b", QUICK, Identity())
+            dial(address, "coordinator", "b", QUICK, Identity())
         forward(coordinator)
     # The block's end waits for the worker's thread, which nobody but the drain has stopped.
 

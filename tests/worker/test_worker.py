@@ -11,7 +11,6 @@ import pytest
 
 from lightning_hetero.errors import WorkerError, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.session import coordinator_session
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity, address_of, dial, listen
@@ -100,12 +99,12 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_one_coordinator_at_a_time_and_then_the_next() -> None:
     with worker_thread() as address:
-        first, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, Identity())
+        first, _ = dial(address, "coordinator", "a", QUICK, Identity())
         first.start(SimpleQueue())
         with pytest.raises(WorkerUnreachable, match="busy with another coordinator"):
-            dial(address, coordinator_session(), "coordinator", "b", QUICK, Identity())
+            dial(address, "coordinator", "b", QUICK, Identity())
         first.close(m.Goodbye())
-        second, _ = dial(address, coordinator_session(), "coordinator", "c", QUICK, Identity())
+        second, _ = dial(address, "coordinator", "c", QUICK, Identity())
         second.start(SimpleQueue())
         second.close()
 
@@ -119,7 +118,7 @@ def test_silent_strangers_do_not_keep_others_out(credentials: Credentials | None
         where = (address.host, address.port)
         for _ in range(40):
             strangers.enter_context(socket.create_connection(where, PATIENCE_SECONDS))
-        channel, _ = dial(address, coordinator_session(), "coordinator", "a", QUICK, identity)
+        channel, _ = dial(address, "coordinator", "a", QUICK, identity)
         channel.start(SimpleQueue())
         channel.close(m.Goodbye())
 
