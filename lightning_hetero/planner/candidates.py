@@ -21,7 +21,6 @@ from functools import cached_property
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from ..plan import (
     COORDINATOR,
@@ -33,7 +32,7 @@ from ..plan import (
     most_started,
 )
 from .costs import START, WORKER, Cost, End, Holder, Need, Option, Role, cost_at, layer_seconds
-from .profile import EMBEDDING, ENDS, HEAD, Link, ModelProfile, Profile
+from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, Link, ModelProfile, Profile
 from .simulation import (
     Hop,
     Pipeline,
@@ -43,7 +42,7 @@ from .simulation import (
     least_seconds,
     predict,
 )
-from .split import Matrix
+from .split import Matrix, only
 
 OfStage = TypeVar("OfStage")
 
@@ -180,18 +179,15 @@ class Costs:
         )
         return its / own if 0 < own < math.inf and its < math.inf else 1.0
 
-    def matrix(self, name: str, size: int, in_flight: int, role: Role | None = None) -> Matrix:
+    def matrix(self, name: str, holder: Holder, in_flight: int) -> Matrix:
         """The seconds of every stage that the device may hold under its pin."""
-        holder = self.holder(name, size, role)
         seconds = holder.matrix(in_flight)
         if name not in self.pins:
             return seconds
         first, end = self.pins[name]
         if first == end:  # a coordinator without layers
             first = end = len(seconds) - 1 if holder.role.has_last else 0
-        pinned = np.full_like(seconds, np.inf)
-        pinned[first, end] = seconds[first, end]
-        return pinned
+        return only(seconds, (first, end))
 
     def link(self, source: str, target: str) -> Link:
         """The link of that direction, measured or assumed, by a dictionary."""
@@ -207,10 +203,9 @@ class Costs:
         return self._hops[key]
 
 
-def _kind_of(device: msgspec.Struct) -> bytes:
-    name = getattr(device, "name", "")
-    content = msgspec.structs.asdict(device) | {"name": name if name == COORDINATOR else ""}
-    return msgspec.json.encode(content)
+def _kind_of(device: DeviceProfile) -> bytes:
+    name = COORDINATOR if device.name == COORDINATOR else ""
+    return msgspec.json.encode(msgspec.structs.replace(device, name=name))
 
 
 @dataclass(frozen=True)
@@ -269,10 +264,16 @@ class Candidate:
         )
 
     @property
+    def stage_seconds(self) -> list[float]:
+        """The seconds of each stage for one micro-batch; the coordinator's include the loss."""
+        seconds = [stage.forward_seconds + stage.backward_seconds for stage in self.pipeline.stages]
+        seconds[0] += self.pipeline.loss_seconds
+        return seconds
+
+    @property
     def bottleneck_seconds(self) -> float:
         """The slowest stage's time for one micro-batch."""
-        own, *others = (t.forward_seconds + t.backward_seconds for t in self.pipeline.stages)
-        return max(own + self.pipeline.loss_seconds, *others) if others else own
+        return max(self.stage_seconds)
 
     @property
     def busy_seconds_of_media(self) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from msgspec.structs import replace
 
@@ -71,16 +72,14 @@ def apply(wishes: Wishes, profile: Profile) -> Profile:
     Raises:
         PlanError: If a wish names an unknown device, or wishes contradict each other.
     """
-    for names, what in (
-        (wishes.pins, "pin"),
-        (wishes.exclude, "exclusion"),
-        (wishes.memory_bytes, "memory"),
-    ):
+    known = [COORDINATOR, *profile.workers]
+    wished = {"pin": wishes.pins, "exclusion": wishes.exclude, "memory": wishes.memory_bytes}
+    for what, names in wished.items():
         for name in names:
-            if name not in [COORDINATOR, *profile.workers]:
+            if name not in known:
                 raise PlanError(
                     f"The {what} of {name!r} names no device of the profile; its devices are "
-                    f"{', '.join([COORDINATOR, *profile.workers])}."
+                    f"{', '.join(known)}."
                 )
     _check_exclusions(wishes)
     _check_pins(wishes.pins, len(profile.model.layers))
@@ -134,7 +133,7 @@ def _check_pins(pins: Mapping[str, tuple[int, int]], num_layers: int) -> None:
                 f"{num_layers}."
             )
     ordered = sorted(pins.items(), key=lambda pin: pin[1])
-    for (name, (_, end)), (other, (start, _)) in zip(ordered, ordered[1:], strict=False):
+    for (name, (_, end)), (other, (start, _)) in pairwise(ordered):
         if start < end:
             raise PlanError(
                 f"The pins of {name!r} and {other!r} overlap: one ends at layer {end}, "
@@ -213,10 +212,6 @@ def even_plan(num_layers: int, workers: Sequence[str]) -> Plan:
             f"use {num_layers} workers or fewer."
         )
     quotient, remainder = divmod(num_layers, len(names))
-    first_longer = len(names) - remainder
-    stages, start = [], 0
-    for index, name in enumerate(names):
-        end = start + quotient + (index >= first_longer)
-        stages.append(StagePlan([name], (start, end)))
-        start = end
-    return Plan(stages)
+    counts = [quotient] * (len(names) - remainder) + [quotient + 1] * remainder
+    spans = pairwise(accumulate(counts, initial=0))
+    return Plan([StagePlan([name], span) for name, span in zip(names, spans, strict=True)])

@@ -20,10 +20,10 @@ from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, P
 from lightning_hetero.planner.search import (
     LEAST_GAIN,
     LEAST_GAIN_IN_FLIGHT,
+    Arrangement,
     Orders,
     Search,
     interchangeable,
-    place_at,
 )
 from lightning_hetero.planner.simulation import Hop, Pipeline, StageTimes, simulate
 from lightning_hetero.planner.solver import Wishes, solve
@@ -358,7 +358,7 @@ def test_the_search_takes_the_fewest_in_flight_that_are_nearly_fastest(
     costs = Costs(given_profile, {})
     seconds = {}
     for count in range(num_workers + 1, 3 * (num_workers + 1) + 1):
-        placed = place_at(costs, chosen.workers, 16, count, chosen.form)
+        placed = Arrangement(costs, chosen.workers, 16, chosen.form).place_at(count)
         assert placed is not None
         seconds[count] = placed.step_seconds
     limit = min(seconds.values()) * (1 + LEAST_GAIN_IN_FLIGHT)
