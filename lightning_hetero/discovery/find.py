@@ -134,9 +134,8 @@ def speak_with(
 
 def _equipment_of(address: Address, deadlines: Deadlines, identity: Identity) -> m.Equipment:
     """The equipment of the worker at an address; the worker is free again afterwards."""
-    name = secrets.token_hex(16)
-    rules = coordinator_session()
-    channel, welcome = dial(address, rules, "coordinator", name, deadlines, identity)
+    run, rules = secrets.token_hex(16), coordinator_session()
+    channel, welcome = dial(address, rules, "coordinator", run, deadlines, identity)
     channel.start(Inbox())
     channel.close(m.Goodbye())
     return welcome.equipment
