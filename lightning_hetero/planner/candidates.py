@@ -23,12 +23,12 @@ from typing import TypeVar
 import msgspec
 
 from ..plan import (
+    BYTES_PER_NUMBER,
     COORDINATOR,
     Narrowing,
     Plan,
     StagePlan,
     WireDtype,
-    bytes_per_number,
     most_started,
 )
 from .costs import START, WORKER, Cost, End, Holder, Need, Option, Role, cost_at, layer_seconds
@@ -114,13 +114,16 @@ class Costs:
     Args:
         profile: A profile with a batch size.
         pins: Layers that a device must hold.
+
+    Attributes:
+        kinds: A key for each device; it is equal for devices with equal measurements.
     """
 
     def __init__(self, profile: Profile, pins: Mapping[str, tuple[int, int]]) -> None:
         self.profile = profile
         self.pins = pins
         self.batch_size = profile.batch_size or 1
-        self._kinds = {device.name: _kind_of(device) for device in profile.devices}
+        self.kinds = {device.name: _kind_of(device) for device in profile.devices}
         self._links = {(link.source, link.target): link for link in profile.links}
         self._holders: dict[tuple[bytes, int, Role], Holder] = {}
         self._hops: dict[tuple[str, str, float], Hop] = {}
@@ -129,16 +132,12 @@ class Costs:
         """Samples in the largest micro-batch, if the batch is cut into this many."""
         return math.ceil(self.batch_size / micro_batches)
 
-    def kind(self, name: str) -> bytes:
-        """A key that is equal for devices with equal measurements."""
-        return self._kinds[name]
-
     def holder(self, name: str, size: int, role: Role | None = None) -> Holder:
         """The device at a micro-batch size. The default role is that of the form with the
         coordinator first."""
         if role is None:
             role = Form.FIRST.role(0) if name == COORDINATOR else WORKER
-        key = (self._kinds[name], size, role)
+        key = (self.kinds[name], size, role)
         if key not in self._holders:
             device, ends = self.profile.device(name), self._ends(name, size, role)
             self._holders[key] = Holder(device, self.profile.model, size, role, ends)
@@ -190,8 +189,10 @@ class Costs:
         return only(seconds, (first, end))
 
     def link(self, source: str, target: str) -> Link:
-        """The link of that direction, measured or assumed, by a dictionary."""
-        return self._links.get((source, target)) or self.profile.link(source, target)
+        """The link of this direction, measured or assumed."""
+        speed = self.profile.default_link
+        assumed = Link(source, target, speed.latency_seconds, speed.bytes_per_second)
+        return self._links.get((source, target), assumed)
 
     def hop(self, source: str, target: str, num_bytes: float) -> Hop:
         """The transfer of this many bytes over a link."""
@@ -370,4 +371,4 @@ def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
     """The share of a boundary's bytes that remains after rounding."""
     if wire_dtype is None:
         return 1.0
-    return min(1.0, bytes_per_number(wire_dtype) / bytes_per_number(model.dtype))
+    return min(1.0, BYTES_PER_NUMBER[wire_dtype] / BYTES_PER_NUMBER[model.dtype])

@@ -396,7 +396,7 @@ def interchangeable(costs: Costs) -> dict[str, int]:
 
 
 def _are_alike(costs: Costs, one: str, other: str) -> bool:
-    if costs.kind(one) != costs.kind(other) or {one, other} & set(costs.pins):
+    if costs.kinds[one] != costs.kinds[other] or {one, other} & set(costs.pins):
         return False
     others = [d.name for d in costs.profile.devices if d.name not in (one, other)]
     pairs = [((one, name), (other, name)) for name in others]

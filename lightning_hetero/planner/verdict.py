@@ -88,13 +88,8 @@ class Verdict:
     """The prediction for a plan.
 
     Args:
+        candidate: The plan, with the simulated step.
         stages: The stages in the order of the layers.
-        micro_batches: Pieces of the batch.
-        micro_batch_size: Samples in the largest micro-batch.
-        in_flight: The most micro-batches in flight.
-        step_seconds: Seconds of a training batch, including the optimizer step.
-        tokens_per_second: Tokens of a batch over these seconds.
-        bubble: The idle share of all stages' time.
         bounds: Bounds of the speed; the first holds for any plan on these devices.
         best_single: Name and tokens per second of the fastest device that can hold all layers;
             None if no device can.
@@ -102,35 +97,28 @@ class Verdict:
         assumed_links: Number of hops over links that were not measured.
     """
 
+    candidate: Candidate
     stages: Sequence[StageVerdict]
-    micro_batches: int
-    micro_batch_size: int
-    in_flight: int
-    step_seconds: float
-    tokens_per_second: float
-    bubble: float
     bounds: Sequence[Bound]
     best_single: tuple[str, float] | None
     advice: Sequence[Advice]
     assumed_links: int
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a batch over the seconds of its step."""
+        return _tokens_per_second(self.candidate)
+
 
 def judge(solution: Solution) -> Verdict:
     """The verdict on the solver's choice, compared with what its search finds for other devices."""
     candidate, search = solution.chosen, solution.search
-    tokens = _tokens(candidate)
-    single = _best_single(candidate, search)
     stages = [_stage(candidate, index) for index in range(len(candidate.names))]
     return Verdict(
+        candidate,
         stages=candidate.form.in_layer_order(stages),
-        micro_batches=candidate.micro_batches,
-        micro_batch_size=candidate.size,
-        in_flight=candidate.in_flight,
-        step_seconds=candidate.step_seconds,
-        tokens_per_second=_rate(tokens, candidate),
-        bubble=candidate.simulation.bubble,
         bounds=_bounds(candidate, search),
-        best_single=None if single is None else (single.names[-1], _rate(tokens, single)),
+        best_single=_best_single(search),
         advice=advise(candidate, search),
         assumed_links=_assumed_links(candidate),
     )
@@ -140,9 +128,9 @@ def _tokens(candidate: Candidate) -> int:
     return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
 
 
-def _rate(tokens: int, candidate: Candidate) -> float:
+def _tokens_per_second(candidate: Candidate) -> float:
     seconds = candidate.step_seconds
-    return tokens / seconds if seconds > 0 else math.inf
+    return _tokens(candidate) / seconds if seconds > 0 else math.inf
 
 
 def _stage(candidate: Candidate, index: int) -> StageVerdict:
@@ -196,13 +184,13 @@ def _least_step(candidate: Candidate, search: Search, with_memory: bool) -> floa
     return min(steps)
 
 
-def _best_single(candidate: Candidate, search: Search) -> Candidate | None:
-    found = [search.best_alone(name) for name in (COORDINATOR, *search.one_of_each())]
-    return min(
-        (single for single in found if single is not None),
-        key=lambda single: single.step_seconds,
-        default=None,
-    )
+def _best_single(search: Search) -> tuple[str, float] | None:
+    tried = [search.best_alone(name) for name in (COORDINATOR, *search.one_of_each())]
+    found = [single for single in tried if single is not None]
+    if not found:
+        return None
+    best = min(found, key=lambda single: single.step_seconds)
+    return best.names[-1], _tokens_per_second(best)
 
 
 def _assumed_links(candidate: Candidate) -> int:
@@ -294,10 +282,11 @@ def render(verdict: Verdict) -> RenderableType:
 
 def sentences(verdict: Verdict) -> list[str]:
     """The sentences below the table."""
+    candidate = verdict.candidate
     lines = [
-        f"{verdict.micro_batches} micro-batches of {verdict.micro_batch_size}, at most "
-        f"{verdict.in_flight} in flight: a step of {_in_milliseconds(verdict.step_seconds)}, "
-        f"{_rate_text(verdict.tokens_per_second)}, bubble {in_percent(verdict.bubble)}",
+        f"{candidate.micro_batches} micro-batches of {candidate.size}, at most "
+        f"{candidate.in_flight} in flight: a step of {_in_milliseconds(candidate.step_seconds)}, "
+        f"{_rate_text(verdict.tokens_per_second)}, bubble {in_percent(candidate.simulation.bubble)}"
     ]
     lines += [
         f"{stage.worker} has the input embedding: it gets token ids, and sends no gradient back"

@@ -130,7 +130,7 @@ def test_the_published_cluster() -> None:
     assert speed == pytest.approx(512 / row.best_single * 1000, rel=2e-3)
     achieved = verdict.tokens_per_second / verdict.bounds[0].tokens_per_second
     assert 0.95 < achieved < row.bound / row.bottleneck
-    assert verdict.tokens_per_second * verdict.step_seconds == pytest.approx(256 * 512)
+    assert verdict.tokens_per_second * verdict.candidate.step_seconds == pytest.approx(256 * 512)
 
 
 def test_no_plan_exceeds_its_bounds() -> None:
@@ -163,7 +163,7 @@ def test_each_stage_has_its_numbers() -> None:
     assert worker.link_seconds == pytest.approx(0)
     assert worker.available_bytes == 2 * GIB
     assert worker.needed_bytes > GIB // 2
-    assert worker.busy_share == pytest.approx(36 / verdict.step_seconds)
+    assert worker.busy_share == pytest.approx(36 / verdict.candidate.step_seconds)
     assert verdict.assumed_links == 1
 
 
