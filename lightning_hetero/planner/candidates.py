@@ -252,9 +252,10 @@ class Candidate:
         """The step that the simulator plays."""
         there, back = hops_between(self.costs, self.names, self.size, self.narrowings, self.form)
         first, end = self.ranges[0]
+        behind_seconds = 0.0 if self.form is Form.FIRST else sum(self.layer_seconds(0))
         return Pipeline(
             [self._times(index) for index in range(len(self.names))],
-            self._loss_seconds,
+            self.holder(0).end_seconds(HEAD) + behind_seconds,
             there,
             back,
             self.micro_batches,
@@ -339,11 +340,6 @@ class Candidate:
         step = sum(holder.device.optimizer_seconds.get(kind, 0.0) for kind in layers)
         step += sum(each.optimizer_seconds for each in holder.ends.values())
         return StageTimes(forward, backward, step)
-
-    @property
-    def _loss_seconds(self) -> float:
-        head = self.holder(0).end_seconds(HEAD)
-        return head if self.form is Form.FIRST else head + sum(self.layer_seconds(0))
 
 
 def hops_between(

@@ -36,11 +36,7 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     plan.check(len(profile.model.layers), profile.workers)
     if profile.batch_size is None:
         raise PlanError("The profile names no batch size, so micro-batches have none; add it.")
-    if plan.micro_batches > profile.batch_size:
-        raise PlanError(
-            f"A batch of {profile.batch_size} samples cannot be cut into {plan.micro_batches} "
-            f"micro-batches; ask for 1 to {profile.batch_size}."
-        )
+    check_micro_batches(plan.micro_batches, profile.batch_size)
     form, costs = Form.of(plan), Costs(profile, {})
     stages = form.coordinator_first(with_coordinator(plan))
     size = costs.size(plan.micro_batches)
@@ -60,6 +56,19 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
         plan.narrowings,
         form,
     )
+
+
+def check_micro_batches(count: int, batch_size: int) -> None:
+    """Refuse a number of micro-batches into which the batch cannot be cut.
+
+    Raises:
+        PlanError: With the numbers that are possible.
+    """
+    if not 1 <= count <= batch_size:
+        raise PlanError(
+            f"A batch of {batch_size} samples cannot be cut into {count} micro-batches; "
+            f"ask for 1 to {batch_size}."
+        )
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,8 @@ class Search:
         model = self._costs.profile.model
         layers, alone = len(model.layers), name == COORDINATOR
         placed = []
-        for form, pieces in product(
-            (Form.FIRST,) if alone else forms_for(model), self.micro_batches
-        ):
+        forms = (Form.FIRST,) if alone else forms_for(model)
+        for form, pieces in product(forms, self.micro_batches):
             way = Arrangement(self._costs, [] if alone else [name], pieces, form)
             ranges = [(0, layers)] if alone else [form.no_layers(layers), (0, layers)]
             placed += [
@@ -489,15 +488,8 @@ class Arrangement:
             holder.option_for(*span, in_flight)
             for holder, span in zip(self.holders, ranges, strict=True)
         ]
-        return Candidate(
-            self.costs,
-            self.names,
-            ranges,
-            options,
-            self.micro_batches,
-            in_flight,
-            form=self.form,
-        )
+        count = self.micro_batches
+        return Candidate(self.costs, self.names, ranges, options, count, in_flight, form=self.form)
 
     def fits(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> bool:
         """Whether each device can hold its layers."""

@@ -16,7 +16,7 @@ from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..units import parse_bytes
 from .candidates import Candidate, Costs
-from .feasibility import explain_shortage
+from .feasibility import check_micro_batches, explain_shortage
 from .profile import Profile
 from .search import Search
 
@@ -98,12 +98,8 @@ def _batch_size(wishes: Wishes, profile: Profile) -> int:
         raise PlanError("The profile names no batch size; give one with --batch-size.")
     if size < 1:
         raise PlanError(f"The batch size is {size}; it must be 1 or more.")
-    pieces = wishes.micro_batches
-    if pieces is not None and not 1 <= pieces <= size:
-        raise PlanError(
-            f"A batch of {size} samples cannot be cut into {pieces} micro-batches; "
-            f"ask for 1 to {size}."
-        )
+    if wishes.micro_batches is not None:
+        check_micro_batches(wishes.micro_batches, size)
     return size
 
 
@@ -150,12 +146,10 @@ class Solution:
     """The result of the solver.
 
     Args:
-        profile: The profile with the wishes applied.
         chosen: The best candidate.
         search: The search, to compare with other devices.
     """
 
-    profile: Profile
     chosen: Candidate
     search: Search
 
@@ -173,13 +167,12 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
             cannot be granted.
     """
     wishes = wishes or Wishes()
-    wished = apply(wishes, profile)
-    costs = Costs(wished, wishes.pins)
+    costs = Costs(apply(wishes, profile), wishes.pins)
     search = Search(costs, micro_batch_counts(costs.batch_size, wishes.micro_batches))
     chosen = search.best()
     if chosen is None:
         raise explain_shortage(costs, search.micro_batches)
-    return Solution(wished, chosen, search)
+    return Solution(chosen, search)
 
 
 def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:

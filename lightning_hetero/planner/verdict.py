@@ -12,11 +12,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..plan import COORDINATOR, Dtype
+from ..plan import COORDINATOR
 from ..units import in_bytes, in_percent
 from .candidates import Candidate
+from .costs import Option
 from .feasibility import shortages
-from .profile import HEAD
+from .profile import HEAD, DeviceProfile
 from .search import LEAST_GAIN, Search, speeds_of
 from .simulation import Speed, least_bottleneck
 from .solver import Solution
@@ -47,13 +48,10 @@ class StageVerdict:
     """The predicted numbers of one stage.
 
     Args:
-        worker: The worker that holds the stage, or the coordinator.
-        device: The name of its device.
+        device: The worker that holds the stage, or the coordinator.
         layers: Half-open range of layers.
-        dtype: The dtype of its multiplications.
-        recompute: Whether the stage recomputes.
+        option: The dtype of its multiplications, and whether the stage recomputes.
         needed_bytes: The memory that the stage needs.
-        available_bytes: The memory of the device, including the share kept free.
         forward_seconds: Forward of one micro-batch, including the embedding if the stage has it.
         backward_seconds: Backward of one micro-batch; the coordinator's includes head and loss.
         link_seconds: Seconds for which its activation and gradient of one micro-batch travel.
@@ -61,13 +59,10 @@ class StageVerdict:
         embedding: Whether the stage is on a worker and has the embedding.
     """
 
-    worker: str
-    device: str
+    device: DeviceProfile
     layers: tuple[int, int]
-    dtype: Dtype
-    recompute: bool
+    option: Option
     needed_bytes: float
-    available_bytes: float
     forward_seconds: float
     backward_seconds: float
     link_seconds: float
@@ -134,21 +129,16 @@ def _tokens_per_second(candidate: Candidate) -> float:
 
 
 def _stage(candidate: Candidate, index: int) -> StageVerdict:
-    pipeline, option = candidate.pipeline, candidate.options[index]
-    holder = candidate.holder(index)
+    pipeline, holder = candidate.pipeline, candidate.holder(index)
     forward, backward = candidate.layer_seconds(index)
     before = holder.before_layers
     hops = [pipeline.forward_hops[index], pipeline.backward_hops[index]]
     travel = 0.0 if pipeline.is_alone else sum(h.busy_seconds + h.latency_seconds for h in hops)
-    device = candidate.costs.profile.device(candidate.names[index])
     return StageVerdict(
-        worker=device.name,
-        device=device.device,
+        device=candidate.costs.profile.device(candidate.names[index]),
         layers=candidate.ranges[index],
-        dtype=option.dtype,
-        recompute=option.recompute,
+        option=candidate.options[index],
         needed_bytes=float(candidate.need(index).total),
-        available_bytes=device.memory_bytes,
         forward_seconds=forward + before.forward_seconds,
         backward_seconds=backward + before.backward_seconds + holder.end_seconds(HEAD),
         link_seconds=travel,
@@ -289,7 +279,8 @@ def sentences(verdict: Verdict) -> list[str]:
         f"{_rate_text(verdict.tokens_per_second)}, bubble {in_percent(candidate.simulation.bubble)}"
     ]
     lines += [
-        f"{stage.worker} has the input embedding: it gets token ids, and sends no gradient back"
+        f"{stage.device.name} has the input embedding: it gets token ids, and sends no gradient "
+        "back"
         for stage in verdict.stages
         if stage.embedding
     ]
@@ -317,11 +308,11 @@ def _single(verdict: Verdict) -> str:
 def _cells(stage: StageVerdict) -> list[str]:
     first, end = stage.layers
     return [
-        stage.worker,
-        stage.device,
+        stage.device.name,
+        stage.device.device,
         f"{first}:{end} ({end - first})",
-        stage.dtype + (" recompute" if stage.recompute else ""),
-        f"{in_bytes(stage.needed_bytes)} of {in_bytes(stage.available_bytes)}",
+        stage.option.dtype + (" recompute" if stage.option.recompute else ""),
+        f"{in_bytes(stage.needed_bytes)} of {in_bytes(stage.device.memory_bytes)}",
         _in_milliseconds(stage.forward_seconds),
         _in_milliseconds(stage.backward_seconds),
         _in_milliseconds(stage.link_seconds),

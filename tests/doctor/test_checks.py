@@ -118,7 +118,7 @@ def said(answer: m.Message, version: int = m.PROTOCOL_VERSION) -> list[Finding]:
 
 
 @pytest.mark.parametrize("failing", CHECKS)
-def test_what_is_behind_a_failure_is_skipped_and_says_so(failing: Check) -> None:
+def test_checks_after_a_failure_are_skipped_and_say_so(failing: Check) -> None:
     place = CHECKS.index(failing)
     found = [Finding(check, "passed", "") for check in CHECKS[:place]]
     all_found = list(
