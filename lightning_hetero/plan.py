@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,12 +22,13 @@ WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 INT8_BLOCK = 64
 """The number of int8 values that share a float32 scale, which adds 6 % to their bytes."""
 
-_BYTES_PER_NUMBER: dict[WireDtype, float] = {
+BYTES_PER_NUMBER: dict[WireDtype, float] = {
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,
     "int8": 1 + 4 / INT8_BLOCK,
 }
+"""Bytes of a value on the wire, with its part of a scale."""
 
 
 @dataclass(frozen=True)
@@ -204,9 +205,8 @@ class Plan:
 
     def as_yaml(self) -> str:
         """The plan as the text of a plan file."""
-        content = asdict(self)
+        content = msgspec.to_builtins(self)
         for stage in content["stages"]:
-            stage["layers"] = list(stage["layers"])
             for key in [key for key, value in stage.items() if value is None]:
                 del stage[key]
         return str(yaml.safe_dump(content, sort_keys=False))
@@ -279,23 +279,15 @@ class Plan:
             seen.add(stage.worker)
 
 
-def bytes_per_number(dtype: WireDtype) -> float:
-    """Bytes of a value on the wire, with its part of a scale."""
-    return _BYTES_PER_NUMBER[dtype]
-
-
 def _narrower(before: StagePlan | None, after: StagePlan | None, field: str) -> WireDtype | None:
     wishes = [getattr(stage, field) for stage in (before, after) if stage is not None]
-    return min(wishes, key=lambda wish: math.inf if wish is None else bytes_per_number(wish))
+    return min(wishes, key=lambda wish: math.inf if wish is None else BYTES_PER_NUMBER[wish])
 
 
 def _check_dtypes(stage: Any, where: str) -> None:
     """Check the dtypes among the fields of a `StagePlan`, given as a mapping."""
-    for field, kind in (
-        ("dtype", Dtype),
-        ("activation_dtype", WireDtype),
-        ("gradient_dtype", WireDtype),
-    ):
+    kinds = {"dtype": Dtype, "activation_dtype": WireDtype, "gradient_dtype": WireDtype}
+    for field, kind in kinds.items():
         dtype, known = stage.get(field), get_args(kind)
         if dtype is not None and dtype not in known:
             raise PlanError(

@@ -10,7 +10,6 @@ which workers to dial; trust comes from TLS.
 from __future__ import annotations
 
 import hmac
-import importlib
 import ipaddress
 import json
 import logging
@@ -28,6 +27,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import DiscoveryError
+from ..optional import import_extra
 from ..protocol.messages import PROTOCOL_VERSION
 from ..transport.address import MOST_PORT, Address
 from ..transport.token import Token, read_token_file
@@ -42,6 +42,8 @@ _SALT = b"lightning-hetero"
 _PURPOSE = b"recognition of announcements, version 1"
 _KEY_BYTES = 32
 _NONCE_BYTES = 16
+# The fields of an announcement that DNS-SD carries beside hosts and port.
+_PROPERTIES = ("protocol", "version", "nonce", "tag")
 # A machine may have many addresses, and each one that does not answer costs a try.
 MOST_HOSTS = 8
 # Anyone may fill the network with announcements.
@@ -78,19 +80,14 @@ class Announcement:
     @property
     def properties(self) -> dict[str, str]:
         """The fields that DNS-SD carries beside hosts and port."""
-        return {
-            "protocol": self.protocol,
-            "version": self.version,
-            "nonce": self.nonce,
-            "tag": self.tag,
-        }
+        return {name: getattr(self, name) for name in _PROPERTIES}
 
     @classmethod
     def heard(
         cls, hosts: Iterable[str], port: int | None, properties: Mapping[bytes, bytes | None]
     ) -> Announcement | None:
         """The announcement in a service's DNS records; None if a field is missing or wrong."""
-        texts = [properties.get(name) for name in (b"protocol", b"version", b"nonce", b"tag")]
+        texts = [properties.get(name.encode()) for name in _PROPERTIES]
         decoded = [text.decode("utf-8", "replace") for text in texts if text]
         if len(decoded) != len(texts) or port is None or not 0 < port <= MOST_PORT:
             return None
@@ -202,13 +199,13 @@ def announced(announcement: Announcement, hosts: Sequence[str]) -> Iterator[None
         DiscoveryError: If multicast DNS cannot be used here.
     """
     name = announcement.instance
-    service = _library("zeroconf").ServiceInfo(
+    service = _zeroconf().ServiceInfo(
         SERVICE,
         f"{name}.{SERVICE}",
         port=announcement.port,
         properties=announcement.properties,
         server=f"{name}.local.",
-        addresses=[_packed(host) for host in announcement.hosts],
+        addresses=[ipaddress.ip_address(host).packed for host in announcement.hosts],
     )
     with _network(hosts) as network:
         # The name is unique. Asking the network whether it is taken would cost a second.
@@ -228,7 +225,7 @@ def hear(recogniser: Recogniser, hosts: Sequence[str], seconds: float) -> Heard:
     Raises:
         DiscoveryError: If multicast DNS cannot be used here.
     """
-    library = _library("zeroconf")
+    library = _zeroconf()
     names: set[str] = set()
 
     def note(name: str, **_: Any) -> None:
@@ -242,7 +239,11 @@ def hear(recogniser: Recogniser, hosts: Sequence[str], seconds: float) -> Heard:
         library.ServiceBrowser(network, SERVICE, handlers=[note], question_type=everyone)
         time.sleep(seconds)
         services = [library.ServiceInfo(SERVICE, name) for name in sorted(names)]
-        heard = [_announcement_in(each) for each in services if each.load_from_cache(network)]
+        heard = [
+            Announcement.heard(each.parsed_addresses(), each.port, each.properties)
+            for each in services
+            if each.load_from_cache(network)
+        ]
     ours = [each for each in heard if each is not None and recogniser.recognises(each)]
     return Heard(ours, len(heard) - len(ours))
 
@@ -265,20 +266,15 @@ def announced_worker(
     with ExitStack() as stack:
         if wanted or (wanted is None and not where.is_loopback):
             try:
-                hosts = stack.enter_context(_announced_at(where, token_file))
-                logger.info("announced on the local network as %s", ", ".join(hosts))
+                announcement = _announcement_of(where, token_file)
+                hosts = multicast_hosts(own_interfaces())
+                stack.enter_context(announced(announcement, hosts))
+                logger.info("announced on the local network as %s", ", ".join(announcement.hosts))
             except DiscoveryError as error:
                 if wanted:
                     raise
                 logger.info("not announced on the local network: %s", error)
         yield
-
-
-@contextmanager
-def _announced_at(where: Address, token_file: Path | None) -> Iterator[tuple[str, ...]]:
-    announcement = _announcement_of(where, token_file)
-    with announced(announcement, multicast_hosts(own_interfaces())):
-        yield announcement.hosts
 
 
 def _announcement_of(where: Address, token_file: Path | None) -> Announcement:
@@ -303,7 +299,7 @@ def _network(hosts: Sequence[str]) -> Iterator[Any]:
             "This machine has no network, or no IPv4 network, so it can neither announce nor find "
             "workers; name their addresses."
         )
-    library = _library("zeroconf")
+    library = _zeroconf()
     try:
         # zeroconf runs an event loop of its own: the loop of a notebook would wait for this call.
         network = library.Zeroconf(
@@ -318,19 +314,6 @@ def _network(hosts: Sequence[str]) -> Iterator[Any]:
         yield network
 
 
-def _announcement_in(service: Any) -> Announcement | None:
-    return Announcement.heard(service.parsed_addresses(), service.port, service.properties)
-
-
-def _packed(host: str) -> bytes:
-    return socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise DiscoveryError(
-            f"{name} is not installed here, and workers are announced and found with it ({error}); "
-            "pip install 'lightning-hetero[discovery]', or name the workers' addresses."
-        ) from error
+def _zeroconf() -> Any:
+    need = "workers are announced and found with it, unless you name their addresses"
+    return import_extra("zeroconf", "discovery", need, DiscoveryError)

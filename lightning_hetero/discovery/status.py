@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 from ..errors import WorkerUnreachable
 from ..protocol import messages as m
 from ..protocol.frames import Frame
-from ..protocol.messages import LinkStatus, StageStatus
+from ..protocol.messages import StageStatus
 from ..transport.address import Address
 from ..transport.channel import Inbox
 from ..transport.deadlines import Deadlines
@@ -86,15 +86,16 @@ class Sighting:
     @property
     def stage(self) -> StageStatus | None:
         """The stage that the worker serves; None if it serves none."""
-        return None if self.seen is None else self.seen.status.stage
+        return _stage(self.seen)
 
     @property
     def traffic(self) -> list[Traffic]:
         """The traffic of each link since the previous look; empty at the first look."""
-        if self.stage is None or self.before is None or self.seen is None:
+        earlier = _stage(self.before)
+        if self.stage is None or earlier is None or self.before is None or self.seen is None:
             return []
         seconds = self.seen.status.moment_seconds - self.before.status.moment_seconds
-        before = {link.peer: link for link in _links(self.before)}
+        before = {link.peer: link for link in earlier.links}
         return [
             Traffic(
                 link.peer,
@@ -118,20 +119,18 @@ def seen_again(last: Sighting, answer: WorkerStatus | str) -> Sighting:
 
 
 def _busy_share(before: WorkerStatus | None, now: WorkerStatus) -> float | None:
-    stage = now.status.stage
+    stage, earlier = now.status.stage, _stage(before)
     if stage is None:
         return None
-    earlier = None if before is None else before.status.stage
     seconds = stage.training_seconds - (earlier.training_seconds if earlier else 0.0)
     busy = stage.busy_seconds - (earlier.busy_seconds if earlier else 0.0)
     return min(1.0, busy / seconds) if seconds > 0 else None
 
 
 def _are_of_one_run(one: WorkerStatus | None, other: WorkerStatus) -> bool:
-    before = None if one is None else one.status.stage
-    now = other.status.stage
+    before, now = _stage(one), other.status.stage
     return before is not None and now is not None and before.run == now.run
 
 
-def _links(seen: WorkerStatus) -> list[LinkStatus]:
-    return [] if seen.status.stage is None else seen.status.stage.links
+def _stage(seen: WorkerStatus | None) -> StageStatus | None:
+    return None if seen is None else seen.status.stage

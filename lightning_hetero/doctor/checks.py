@@ -48,7 +48,7 @@ _MUCH_FASTER = 1.2
 # Differences below this harm neither logs nor file dates.
 _TOLERABLE_SECONDS = 5.0
 
-_COPY_ITS_FILE = (
+COPY_ITS_FILE = (
     "make one with `lightning-hetero token`, copy its file to both machines, and name it with "
     "--token-file where it is not in its usual place"
 )
@@ -161,30 +161,18 @@ class Greeting:
     heard_at_seconds: float
 
 
-def no_token(address: Address) -> Iterator[Finding]:
-    """This end has no token, so it sends nothing to another machine."""
+def no_token(reason: str, remedy: str = "") -> Iterator[Finding]:
+    """This end has no token that it can use, so it sends nothing to another machine."""
     yield Finding("TLS", "skipped", "not used without a token")
-    text = f"this end has no token, and {address} is on another machine"
-    yield Finding("token", "failed", text, _COPY_ITS_FILE)
-
-
-def unusable_token(reason: str) -> Iterator[Finding]:
-    """The token file of this end cannot be used."""
-    yield Finding("TLS", "skipped", "not used without a token")
-    yield Finding("token", "failed", reason)
+    yield Finding("token", "failed", reason, remedy)
 
 
 def distrusted(error: TrustError) -> Iterator[Finding]:
     """The two ends do not trust each other."""
-    passed: dict[str, list[Finding]] = {
-        "TLS": [],
-        "token": [Finding("TLS", "passed", "the peer speaks TLS")],
-        "clock": [
-            Finding("TLS", "passed", "the peer speaks TLS"),
-            Finding("token", "passed", "the peer has a certificate of some token"),
-        ],
-    }
-    yield from passed[error.about]
+    if error.about != "TLS":
+        yield Finding("TLS", "passed", "the peer speaks TLS")
+    if error.about == "clock":
+        yield Finding("token", "passed", "the peer has a certificate of some token")
     yield Finding(error.about, "failed", *_cut(str(error)))
 
 

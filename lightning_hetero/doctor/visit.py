@@ -9,8 +9,8 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
 from queue import Empty
 from typing import Any
 
@@ -27,9 +27,10 @@ from ..transport.channel import Channel, Inbox, exchange_over
 from ..transport.connection import Connection, SocketConnection, prepare_socket
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import greet
-from ..transport.link_probe import measure_link
+from ..transport.link_probe import Exchange, measure_link
 from ..transport.tls import Credentials, secured
 from .checks import (
+    COPY_ITS_FILE,
     Finding,
     Greeting,
     Report,
@@ -41,7 +42,6 @@ from .checks import (
     heard,
     no_token,
     silent,
-    unusable_token,
 )
 
 _SESSION = "doctor"
@@ -103,80 +103,190 @@ class _Route:
         return f"from {self.source}" + (f" by {self.interface}" if self.interface else "")
 
 
-@dataclass
-class _Way:
-    """The way to a worker, as far as the checks have come."""
-
-    targets: list[_Target] = field(default_factory=list)
-    routes: dict[_Target, _Route] = field(default_factory=dict)
-    taken: _Target | None = None
-    machine: str = ""
-
-
 def visit(address: Address, options: Options) -> Report:
     """Check the way to one worker, hop by hop."""
-    way = _Way()
-    with contextlib.ExitStack() as stack:
-        findings = list(completed(_checks(address, options, way, stack)))
-    return Report(str(address), findings, way.machine)
+    visited = _Visit(address, options)
+    with contextlib.closing(visited.checks()) as checks:
+        findings = list(completed(checks))
+    return Report(str(address), findings, visited.machine)
 
 
-def _checks(
-    address: Address, options: Options, way: _Way, stack: contextlib.ExitStack
-) -> Iterator[Finding]:
-    yield _name(address, way)
-    yield _route(way)
-    port, connected = _port(address, options, way)
-    yield port
-    if connected is None:
-        return
-    stack.callback(connected.close)
-    if isinstance(options.credentials, TokenError):
-        yield from unusable_token(str(options.credentials).rstrip("."))
-        return
-    if options.credentials is None and not address.is_loopback:
-        yield from no_token(address)
-        return
-    plain = SocketConnection(connected)
-    opened = yield from _opening(plain, options.credentials, options, address)
-    if opened is not None:
-        yield from _conversation(*opened, connected, address, options, way)
+class _Visit:
+    """The way to a worker, as far as the checks have come."""
 
+    def __init__(self, address: Address, options: Options) -> None:
+        self._address = address
+        self._options = options
+        self._targets: list[_Target] = []
+        self._routes: dict[_Target, _Route] = {}
+        self._interface = ""
+        self.machine = ""
 
-def _name(address: Address, way: _Way) -> Finding:
-    try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        text = f"the name {address.host!r} has no address: {error.strerror or error}"
-        remedy = (
-            "write the worker's IP address; names that end in .local need mDNS on both machines "
-            "and do not pass through VPNs"
-        )
-        return Finding("name", "failed", text, remedy)
-    # The system lists an address once for each source that it knows it from.
-    way.targets = list(dict.fromkeys(_Target(family, where) for family, _, _, _, where in found))
-    hosts = [target.host for target in way.targets]
-    if hosts == [address.host]:
-        return Finding("name", "passed", "an IP address")
-    return Finding("name", "passed", f"{address.host} is {', '.join(hosts)}")
+    def checks(self) -> Generator[Finding, None, None]:
+        yield self._name()
+        yield self._route()
+        port, connected = self._port()
+        yield port
+        if connected is not None:
+            with connected:
+                yield from self._from_greeting_on(connected)
 
+    def _from_greeting_on(self, connected: socket.socket) -> Iterator[Finding]:
+        credentials = self._options.credentials
+        if isinstance(credentials, TokenError):
+            yield from no_token(str(credentials).rstrip("."))
+        elif credentials is None and not self._address.is_loopback:
+            text = f"this end has no token, and {self._address} is on another machine"
+            yield from no_token(text, COPY_ITS_FILE)
+        else:
+            opened = yield from self._opening(SocketConnection(connected), credentials)
+            if opened is not None:
+                yield from self._conversation(*opened, connected)
 
-def _route(way: _Way) -> Finding:
-    faults = []
-    for target in way.targets:
+    def _name(self) -> Finding:
+        name = self._address.host
         try:
-            way.routes[target] = _route_to(target)
+            found = socket.getaddrinfo(name, self._address.port, type=socket.SOCK_STREAM)
         except OSError as error:
-            faults.append(f"{target.host}: {error.strerror or error}")
-    if not way.routes:
-        remedy = "check that the network, or the VPN, is up on this machine"
-        return Finding("route", "failed", f"no route to {'; '.join(faults)}", remedy)
-    first, *others = way.routes.items()
-    figures = {"source": first[1].source, "interface": first[1].interface}
-    if not others:
-        return Finding("route", "passed", str(first[1]), "", figures)
-    text = ", ".join(f"{target.host} {route}" for target, route in way.routes.items())
-    return Finding("route", "passed", text, "", figures)
+            text = f"the name {name!r} has no address: {error.strerror or error}"
+            remedy = (
+                "write the worker's IP address; names that end in .local need mDNS on both "
+                "machines and do not pass through VPNs"
+            )
+            return Finding("name", "failed", text, remedy)
+        # The system lists an address once for each source that it knows it from.
+        targets = [_Target(family, where) for family, _, _, _, where in found]
+        self._targets = list(dict.fromkeys(targets))
+        hosts = [target.host for target in self._targets]
+        text = "an IP address" if hosts == [name] else f"{name} is {', '.join(hosts)}"
+        return Finding("name", "passed", text)
+
+    def _route(self) -> Finding:
+        faults = []
+        for target in self._targets:
+            try:
+                self._routes[target] = _route_to(target)
+            except OSError as error:
+                faults.append(f"{target.host}: {error.strerror or error}")
+        if not self._routes:
+            remedy = "check that the network, or the VPN, is up on this machine"
+            return Finding("route", "failed", f"no route to {'; '.join(faults)}", remedy)
+        first, *others = self._routes.values()
+        each = ", ".join(f"{target.host} {route}" for target, route in self._routes.items())
+        figures = {"source": first.source, "interface": first.interface}
+        return Finding("route", "passed", each if others else str(first), "", figures)
+
+    def _port(self) -> tuple[Finding, socket.socket | None]:
+        """Connect to every address of the name, and keep the connection that answered first."""
+        answered, errors = [], {}
+        for target in self._routes:
+            try:
+                answered.append((*_connect(target, self._options.connect_seconds), target))
+            except OSError as error:
+                errors[target] = error
+        if not answered:
+            return Finding("port", "failed", *_why_closed(self._address, errors)), None
+        answered.sort(key=lambda one: one[0])
+        seconds, connected, taken = answered[0]
+        for _, other, _ in answered[1:]:
+            other.close()
+        route = self._routes[taken]
+        self._interface = route.interface
+        text = f"answers in {1000 * seconds:.2f} ms"
+        if len(self._routes) > 1:
+            text = (
+                f"of {len(self._routes)} addresses {taken.host} {text}, {route}, before the "
+                "others; write it in `workers` to always use it"
+            )
+        figures: dict[str, float | str] = {"connect_seconds": seconds, "host": taken.host}
+        return Finding("port", "passed", text, "", figures), connected
+
+    def _opening(
+        self, plain: Connection, credentials: Credentials | None
+    ) -> Generator[Finding, None, tuple[Connection, Session] | None]:
+        """Agree on TLS and say Hello. The connection and its rules, if the worker welcomes us."""
+        session, is_secured = opening_session("coordinator"), credentials is not None
+        connection: Connection | None = None
+        try:
+            connection = secured(plain, credentials, False, self._options.connect_seconds)
+            greeting = self._greeting(connection, session, is_secured)
+        except TrustError as error:
+            yield from distrusted(error)
+            return None
+        except (ChannelError, ProtocolError, OSError) as error:
+            has_agreed = is_secured and connection is not None
+            yield from silent(error) if has_agreed else broken_off(error, is_secured)
+            return None
+        answers = list(heard(greeting, self._options.equipment, self._address))
+        yield from answers
+        if any(answer.outcome == "failed" for answer in answers):
+            return None
+        session.received(greeting.answer)
+        return connection, session
+
+    def _greeting(self, connection: Connection, session: Session, is_secured: bool) -> Greeting:
+        # A Hello without our equipment: the doctor reports differences, the worker refuses none.
+        hello = m.Hello(m.PROTOCOL_VERSION, "coordinator", _SESSION)
+        reader, sent_at_seconds = OpeningReader(), time.time()
+        answer = greet(connection, session, hello, self._options.connect_seconds, reader)
+        return Greeting(is_secured, answer, reader.version, sent_at_seconds, time.time())
+
+    def _conversation(
+        self, connection: Connection, session: Session, connected: socket.socket
+    ) -> Iterator[Finding]:
+        """Measure the link to a worker that has welcomed us."""
+        patience_seconds = self._options.connect_seconds
+        deadlines = replace(Deadlines(), stop_seconds=patience_seconds)
+        channel, inbox = Channel(connection, session, str(self._address), deadlines), Inbox()
+        channel.start(inbox)
+        try:
+            yield self._mtu(exchange_over(channel, inbox, patience_seconds), connected)
+            measuring_seconds = patience_seconds + 10 * self._options.measure_seconds
+            yield from self._link(exchange_over(channel, inbox, measuring_seconds))
+            self.machine = _machine_of(channel, inbox, patience_seconds)
+        finally:
+            channel.close(m.Goodbye())
+
+    def _mtu(self, exchange: Exchange, connected: socket.socket) -> Finding:
+        """Whether the path passes packets as large as the interface sends."""
+        try:
+            exchange(1, 1)
+            exchange(_LARGE_BYTES, _LARGE_BYTES)
+        except HeteroError as error:
+            remedy = (
+                "lower the MTU of the interface on both machines, to 1280 to begin with (`ip link "
+                "set dev NAME mtu 1280`, or `MTU = 1280` in a WireGuard file)"
+            )
+            return Finding("MTU", "failed", f"large messages do not get through: {error}", remedy)
+        path, stats = _path_mtu(connected), psutil.net_if_stats().get(self._interface)
+        text = "large messages get through both ways"
+        if path is not None:
+            text += f"; packets of {path} bytes"
+        if path is not None and stats is not None and path < min(stats.mtu, _LARGEST_PACKET):
+            text += f", while {self._interface} sends {stats.mtu}"
+        return Finding("MTU", "passed", text, "", {} if path is None else {"path_mtu_bytes": path})
+
+    def _link(self, exchange: Exchange) -> Iterator[Finding]:
+        """Latency and bandwidth, and whether they meet the needs of a plan."""
+        try:
+            found = measure_link(exchange, self._options.measure_seconds)
+        except HeteroError as error:
+            yield Finding("latency", "failed", f"the link broke during the measurement: {error}")
+            return
+        worker = str(self._address)
+        there = fit_link(COORDINATOR, worker, [(s.num_bytes, s.seconds) for s in found.there])
+        back = fit_link(worker, COORDINATOR, [(s.num_bytes, s.seconds) for s in found.back])
+        yield _latency(there, back)
+        yield _bandwidth(there, back)
+        wanted = self._options.wanted
+        if wanted is None:
+            text = "no plan was given; name one with --profile and --plan"
+            yield Finding("plan", "skipped", text)
+            return
+        try:
+            yield against_plan(wanted, worker, [there, back])
+        except PlanError as error:
+            yield Finding("plan", "failed", str(error).rstrip("."))
 
 
 def _route_to(target: _Target) -> _Route:
@@ -196,32 +306,8 @@ def _interface_of(source: str) -> str:
     return "lo" if sys.platform == "linux" and source.startswith("127.") else ""
 
 
-def _port(address: Address, options: Options, way: _Way) -> tuple[Finding, socket.socket | None]:
-    """Connect to every address of the name, and keep the connection that answered first."""
-    tried = [(target, *_connect(target, options.connect_seconds)) for target in way.routes]
-    answered = [
-        (seconds, target, found)
-        for target, found, seconds in tried
-        if isinstance(found, socket.socket)
-    ]
-    faults = [f"{target.host}: {found}" for target, found, _ in tried if isinstance(found, OSError)]
-    if not answered:
-        return Finding("port", "failed", *_why_closed(address, tried[0][1], faults)), None
-    answered.sort(key=lambda one: one[0])
-    seconds, way.taken, connected = answered[0]
-    for _, _, other in answered[1:]:
-        other.close()
-    text = f"answers in {1000 * seconds:.2f} ms"
-    if len(tried) > 1:
-        text = (
-            f"of {len(tried)} addresses {way.taken.host} {text}, {way.routes[way.taken]}, before "
-            "the others; write it in `workers` to always use it"
-        )
-    figures: dict[str, float | str] = {"connect_seconds": seconds, "host": way.taken.host}
-    return Finding("port", "passed", text, "", figures), connected
-
-
-def _connect(target: _Target, seconds: float) -> tuple[socket.socket | OSError, float]:
+def _connect(target: _Target, seconds: float) -> tuple[float, socket.socket]:
+    """Connect, and measure how long that takes."""
     connected = socket.socket(target.family, socket.SOCK_STREAM)
     connected.settimeout(seconds)
     start = time.perf_counter()
@@ -229,15 +315,15 @@ def _connect(target: _Target, seconds: float) -> tuple[socket.socket | OSError, 
         connected.connect(target.where)
         took_seconds = time.perf_counter() - start
         prepare_socket(connected)
-    except OSError as error:
+    except OSError:
         connected.close()
-        return error, time.perf_counter() - start
-    return connected, took_seconds
+        raise
+    return took_seconds, connected
 
 
-def _why_closed(
-    address: Address, error: socket.socket | OSError, faults: Sequence[str]
-) -> tuple[str, str]:
+def _why_closed(address: Address, errors: Mapping[_Target, OSError]) -> tuple[str, str]:
+    """The fault, from the error at each address of the name, and the remedy."""
+    error = next(iter(errors.values()))
     if isinstance(error, ConnectionRefusedError):
         return (
             f"the machine answers, but nothing listens at port {address.port}",
@@ -249,89 +335,8 @@ def _why_closed(
             f"no answer from port {address.port}",
             f"check that the machine is on and that its firewall opens TCP port {address.port}",
         )
-    return "; ".join(faults), "check that the two machines are in the same network, or VPN"
-
-
-def _opening(
-    plain: Connection, credentials: Credentials | None, options: Options, address: Address
-) -> Generator[Finding, None, tuple[Connection, Session] | None]:
-    """Agree on TLS and say Hello. The connection and its rules, if the worker welcomes us."""
-    session, is_secured = opening_session("coordinator"), credentials is not None
-    connection: Connection | None = None
-    try:
-        connection = secured(plain, credentials, False, options.connect_seconds)
-        greeting = _greeting(connection, session, is_secured, options.connect_seconds)
-    except TrustError as error:
-        yield from distrusted(error)
-        return None
-    except (ChannelError, ProtocolError, OSError) as error:
-        has_agreed = is_secured and connection is not None
-        yield from silent(error) if has_agreed else broken_off(error, is_secured)
-        return None
-    answers = list(heard(greeting, options.equipment, address))
-    yield from answers
-    if any(answer.outcome == "failed" for answer in answers):
-        return None
-    session.received(greeting.answer)
-    return connection, session
-
-
-def _greeting(
-    connection: Connection, session: Session, is_secured: bool, patience_seconds: float
-) -> Greeting:
-    # Without our equipment, so that the doctor reports what differs and the worker refuses nothing.
-    hello = m.Hello(m.PROTOCOL_VERSION, "coordinator", _SESSION)
-    reader, sent_at_seconds = OpeningReader(), time.time()
-    answer = greet(connection, session, hello, patience_seconds, reader)
-    return Greeting(is_secured, answer, reader.version, sent_at_seconds, time.time())
-
-
-def _conversation(
-    connection: Connection,
-    session: Session,
-    connected: socket.socket,
-    address: Address,
-    options: Options,
-    way: _Way,
-) -> Iterator[Finding]:
-    """Measure the link to a worker that has welcomed us."""
-    deadlines = replace(Deadlines(), stop_seconds=options.connect_seconds)
-    channel, inbox = Channel(connection, session, str(address), deadlines), Inbox()
-    channel.start(inbox)
-    try:
-        interface = "" if way.taken is None else way.routes[way.taken].interface
-        yield _mtu(channel, inbox, connected, interface, options.connect_seconds)
-        yield from _link(channel, inbox, options)
-        way.machine = _machine_of(channel, inbox, options.connect_seconds)
-    finally:
-        channel.close(m.Goodbye())
-
-
-def _mtu(
-    channel: Channel,
-    inbox: Inbox,
-    connected: socket.socket,
-    interface: str,
-    patience_seconds: float,
-) -> Finding:
-    """Whether the path passes packets as large as the interface sends."""
-    exchange = exchange_over(channel, inbox, patience_seconds)
-    try:
-        exchange(1, 1)
-        exchange(_LARGE_BYTES, _LARGE_BYTES)
-    except HeteroError as error:
-        remedy = (
-            "lower the MTU of the interface on both machines, to 1280 to begin with (`ip link set "
-            "dev NAME mtu 1280`, or `MTU = 1280` in a WireGuard file)"
-        )
-        return Finding("MTU", "failed", f"large messages do not get through: {error}", remedy)
-    path, stats = _path_mtu(connected), psutil.net_if_stats().get(interface)
-    text = "large messages get through both ways"
-    if path is not None:
-        text += f"; packets of {path} bytes"
-    if path is not None and stats is not None and path < min(stats.mtu, _LARGEST_PACKET):
-        text += f", while {interface} sends {stats.mtu}"
-    return Finding("MTU", "passed", text, "", {} if path is None else {"path_mtu_bytes": path})
+    faults = "; ".join(f"{target.host}: {fault}" for target, fault in errors.items())
+    return faults, "check that the two machines are in the same network, or VPN"
 
 
 def _path_mtu(connected: socket.socket) -> int | None:
@@ -344,29 +349,6 @@ def _path_mtu(connected: socket.socket) -> int | None:
     with contextlib.suppress(OSError):
         return connected.getsockopt(level, _IPV6_MTU if is_ipv6 else _IP_MTU)
     return None
-
-
-def _link(channel: Channel, inbox: Inbox, options: Options) -> Iterator[Finding]:
-    """Latency and bandwidth, and whether they meet the needs of a plan."""
-    patience_seconds = options.connect_seconds + 10 * options.measure_seconds
-    exchange = exchange_over(channel, inbox, patience_seconds)
-    try:
-        found = measure_link(exchange, options.measure_seconds)
-    except HeteroError as error:
-        yield Finding("latency", "failed", f"the link broke during the measurement: {error}")
-        return
-    worker = channel.peer
-    there = fit_link(COORDINATOR, worker, [(s.num_bytes, s.seconds) for s in found.there])
-    back = fit_link(worker, COORDINATOR, [(s.num_bytes, s.seconds) for s in found.back])
-    yield _latency(there, back)
-    yield _bandwidth(there, back)
-    if options.wanted is None:
-        yield Finding("plan", "skipped", "no plan was given; name one with --profile and --plan")
-        return
-    try:
-        yield against_plan(options.wanted, worker, [there, back])
-    except PlanError as error:
-        yield Finding("plan", "failed", str(error).rstrip("."))
 
 
 def _latency(there: Link, back: Link) -> Finding:

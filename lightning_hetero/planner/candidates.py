@@ -21,19 +21,18 @@ from functools import cached_property
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from ..plan import (
+    BYTES_PER_NUMBER,
     COORDINATOR,
     Narrowing,
     Plan,
     StagePlan,
     WireDtype,
-    bytes_per_number,
     most_started,
 )
 from .costs import START, WORKER, Cost, End, Holder, Need, Option, Role, cost_at, layer_seconds
-from .profile import EMBEDDING, ENDS, HEAD, Link, ModelProfile, Profile
+from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, Link, ModelProfile, Profile
 from .simulation import (
     Hop,
     Pipeline,
@@ -43,7 +42,7 @@ from .simulation import (
     least_seconds,
     predict,
 )
-from .split import Matrix
+from .split import Matrix, only
 
 OfStage = TypeVar("OfStage")
 
@@ -115,13 +114,16 @@ class Costs:
     Args:
         profile: A profile with a batch size.
         pins: Layers that a device must hold.
+
+    Attributes:
+        kinds: A key for each device; it is equal for devices with equal measurements.
     """
 
     def __init__(self, profile: Profile, pins: Mapping[str, tuple[int, int]]) -> None:
         self.profile = profile
         self.pins = pins
         self.batch_size = profile.batch_size or 1
-        self._kinds = {device.name: _kind_of(device) for device in profile.devices}
+        self.kinds = {device.name: _kind_of(device) for device in profile.devices}
         self._links = {(link.source, link.target): link for link in profile.links}
         self._holders: dict[tuple[bytes, int, Role], Holder] = {}
         self._hops: dict[tuple[str, str, float], Hop] = {}
@@ -130,16 +132,12 @@ class Costs:
         """Samples in the largest micro-batch, if the batch is cut into this many."""
         return math.ceil(self.batch_size / micro_batches)
 
-    def kind(self, name: str) -> bytes:
-        """A key that is equal for devices with equal measurements."""
-        return self._kinds[name]
-
     def holder(self, name: str, size: int, role: Role | None = None) -> Holder:
         """The device at a micro-batch size. The default role is that of the form with the
         coordinator first."""
         if role is None:
             role = Form.FIRST.role(0) if name == COORDINATOR else WORKER
-        key = (self._kinds[name], size, role)
+        key = (self.kinds[name], size, role)
         if key not in self._holders:
             device, ends = self.profile.device(name), self._ends(name, size, role)
             self._holders[key] = Holder(device, self.profile.model, size, role, ends)
@@ -180,22 +178,21 @@ class Costs:
         )
         return its / own if 0 < own < math.inf and its < math.inf else 1.0
 
-    def matrix(self, name: str, size: int, in_flight: int, role: Role | None = None) -> Matrix:
+    def matrix(self, name: str, holder: Holder, in_flight: int) -> Matrix:
         """The seconds of every stage that the device may hold under its pin."""
-        holder = self.holder(name, size, role)
         seconds = holder.matrix(in_flight)
         if name not in self.pins:
             return seconds
         first, end = self.pins[name]
         if first == end:  # a coordinator without layers
             first = end = len(seconds) - 1 if holder.role.has_last else 0
-        pinned = np.full_like(seconds, np.inf)
-        pinned[first, end] = seconds[first, end]
-        return pinned
+        return only(seconds, (first, end))
 
     def link(self, source: str, target: str) -> Link:
-        """The link of that direction, measured or assumed, by a dictionary."""
-        return self._links.get((source, target)) or self.profile.link(source, target)
+        """The link of this direction, measured or assumed."""
+        speed = self.profile.default_link
+        assumed = Link(source, target, speed.latency_seconds, speed.bytes_per_second)
+        return self._links.get((source, target), assumed)
 
     def hop(self, source: str, target: str, num_bytes: float) -> Hop:
         """The transfer of this many bytes over a link."""
@@ -207,10 +204,9 @@ class Costs:
         return self._hops[key]
 
 
-def _kind_of(device: msgspec.Struct) -> bytes:
-    name = getattr(device, "name", "")
-    content = msgspec.structs.asdict(device) | {"name": name if name == COORDINATOR else ""}
-    return msgspec.json.encode(content)
+def _kind_of(device: DeviceProfile) -> bytes:
+    name = COORDINATOR if device.name == COORDINATOR else ""
+    return msgspec.json.encode(msgspec.structs.replace(device, name=name))
 
 
 @dataclass(frozen=True)
@@ -256,9 +252,10 @@ class Candidate:
         """The step that the simulator plays."""
         there, back = hops_between(self.costs, self.names, self.size, self.narrowings, self.form)
         first, end = self.ranges[0]
+        behind_seconds = 0.0 if self.form is Form.FIRST else sum(self.layer_seconds(0))
         return Pipeline(
             [self._times(index) for index in range(len(self.names))],
-            self._loss_seconds,
+            self.holder(0).end_seconds(HEAD) + behind_seconds,
             there,
             back,
             self.micro_batches,
@@ -269,10 +266,16 @@ class Candidate:
         )
 
     @property
+    def stage_seconds(self) -> list[float]:
+        """The seconds of each stage for one micro-batch; the coordinator's include the loss."""
+        seconds = [stage.forward_seconds + stage.backward_seconds for stage in self.pipeline.stages]
+        seconds[0] += self.pipeline.loss_seconds
+        return seconds
+
+    @property
     def bottleneck_seconds(self) -> float:
         """The slowest stage's time for one micro-batch."""
-        own, *others = (t.forward_seconds + t.backward_seconds for t in self.pipeline.stages)
-        return max(own + self.pipeline.loss_seconds, *others) if others else own
+        return max(self.stage_seconds)
 
     @property
     def busy_seconds_of_media(self) -> dict[str, float]:
@@ -338,11 +341,6 @@ class Candidate:
         step += sum(each.optimizer_seconds for each in holder.ends.values())
         return StageTimes(forward, backward, step)
 
-    @property
-    def _loss_seconds(self) -> float:
-        head = self.holder(0).end_seconds(HEAD)
-        return head if self.form is Form.FIRST else head + sum(self.layer_seconds(0))
-
 
 def hops_between(
     costs: Costs,
@@ -369,4 +367,4 @@ def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
     """The share of a boundary's bytes that remains after rounding."""
     if wire_dtype is None:
         return 1.0
-    return min(1.0, bytes_per_number(wire_dtype) / bytes_per_number(model.dtype))
+    return min(1.0, BYTES_PER_NUMBER[wire_dtype] / BYTES_PER_NUMBER[model.dtype])

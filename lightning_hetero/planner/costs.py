@@ -63,6 +63,9 @@ class Cost(NamedTuple):
     peak_bytes: float
 
 
+_NO_COST = Cost(0.0, 0.0, 0.0, 0.0)
+
+
 def cost_at(
     device: DeviceProfile, part: str, dtype: Dtype, recompute: bool, size: int
 ) -> Cost | None:
@@ -167,10 +170,11 @@ class Option:
         self.recompute = recompute
         costs = {kind: cost_at(device, kind, dtype, recompute, size) for kind in model.kinds}
         plain = {kind: cost_at(device, kind, dtype, False, size) for kind in model.kinds}
-        self.forward = _sums(c.forward_seconds if c else 0 for c in _each(model, costs))
-        self.backward = _sums(c.backward_seconds if c else 0 for c in _each(model, costs))
-        self.saved = _sums(c.saved_bytes if c else 0 for c in _each(model, plain))
-        self._unknown = _sums(cost is None for cost in _each(model, costs))
+        known = [costs[kind] or _NO_COST for kind in model.layers]
+        self.forward = _sums(cost.forward_seconds for cost in known)
+        self.backward = _sums(cost.backward_seconds for cost in known)
+        self.saved = _sums((plain[kind] or _NO_COST).saved_bytes for kind in model.layers)
+        self._unknown = _sums(costs[kind] is None for kind in model.layers)
         parts = [model.part(kind) for kind in model.layers]
         self.weights = _sums(
             part.parameter_bytes_in.get(dtype, part.parameter_bytes) for part in parts
@@ -268,7 +272,7 @@ class Holder:
     def before_layers(self) -> Cost:
         """The cost of the end before the first layer; zero without one."""
         found = self.ends.get(EMBEDDING) or self.ends.get(START)
-        return (found.cost if found else None) or Cost(0.0, 0.0, 0.0, 0.0)
+        return (found.cost if found else None) or _NO_COST
 
     def end_seconds(self, end: str) -> float:
         """Forward and backward of an end; infinite if it does not fit, 0 if it is elsewhere."""
@@ -291,15 +295,24 @@ class Holder:
             working=working,
         )
 
+    def short_bytes(self, option: Option, first: Index, end: Index, in_flight: int) -> Numbers:
+        """The bytes that the device lacks for a stage; 0 or less if the stage fits."""
+        return self.need(option, first, end, in_flight).total - self.usable_bytes
+
     def matrix(self, in_flight: int) -> Matrix:
         """The seconds of every possible stage here; infinite for a stage that does not fit."""
         return self._fastest(in_flight)[0]
 
     def matrix_of(self, option: Option, in_flight: int) -> Matrix:
-        """The seconds of every possible stage that runs with this option."""
-        first, end, is_stage = self._stages()
-        seconds = self._fitting(option, first, end, in_flight)
-        return np.where(is_stage, np.asarray(seconds), np.inf)
+        """The seconds of every possible stage with this option; infinite if it does not fit."""
+        first, end = np.ogrid[: len(self._model.layers) + 1, : len(self._model.layers) + 1]
+        is_stage = (first <= end) if self.role.is_coordinator else (first < end)
+        if self.role.has_first:
+            is_stage = is_stage & (first == 0)
+        if self.role.has_last:
+            is_stage = is_stage & (end == len(self._model.layers))
+        is_fitting = self.short_bytes(option, first, end, in_flight) <= 0
+        return np.where(is_stage & is_fitting, self.seconds(option, first, end), np.inf)
 
     def option_for(self, first: int, end: int, in_flight: int) -> Option:
         """The fastest option that fits."""
@@ -319,26 +332,9 @@ class Holder:
     def _fastest(self, in_flight: int) -> tuple[Matrix, npt.NDArray[np.intp]]:
         """For every possible stage the seconds of the fastest option that fits, and its index."""
         if in_flight not in self._matrices:
-            first, end, is_stage = self._stages()
-            fitting = (self._fitting(option, first, end, in_flight) for option in self.options)
-            ways = np.stack([np.where(is_stage, seconds, np.inf) for seconds in fitting])
+            ways = np.stack([self.matrix_of(option, in_flight) for option in self.options])
             self._matrices[in_flight] = np.min(ways, axis=0), np.argmin(ways, axis=0)
         return self._matrices[in_flight]
-
-    def _stages(self) -> tuple[Index, Index, npt.NDArray[np.bool_]]:
-        """First and end of all ranges of layers, and which ranges can be stages here."""
-        points = np.arange(len(self._model.layers) + 1)
-        first, end = points[:, None], points[None, :]
-        possible = (first <= end) if self.role.is_coordinator else (first < end)
-        if self.role.has_first:
-            possible = possible & (first == 0)
-        if self.role.has_last:
-            possible = possible & (end == points[-1])
-        return first, end, possible
-
-    def _fitting(self, option: Option, first: Index, end: Index, in_flight: int) -> Numbers:
-        is_fitting = self.need(option, first, end, in_flight).total <= self.usable_bytes
-        return np.where(is_fitting, self.seconds(option, first, end), np.inf)
 
     def _kept(self, option: Option, first: Index, end: Index) -> Numbers:
         """The bytes that each micro-batch in flight keeps."""
@@ -386,10 +382,6 @@ class Holder:
             working = working + self._graph(option, first, end)
         working = np.maximum(working, self.before_layers.peak_bytes)
         return working + self.role.num_boundaries * both_ways * self._size
-
-
-def _each(model: ModelProfile, costs: dict[str, Cost | None]) -> list[Cost | None]:
-    return [costs[kind] for kind in model.layers]
 
 
 def _sums(values: Iterable[float]) -> npt.NDArray[np.float64]:

@@ -20,7 +20,6 @@ from .profile import ENDS, Profile
 def check_plan(plan: Plan, profile: Profile) -> list[str]:
     """Every fault of a plan as a sentence; empty if the plan fits the profile."""
     try:
-        plan.check(len(profile.model.layers), profile.workers)
         candidate = candidate_of(plan, profile)
     except PlanError as error:
         return [str(error)]
@@ -31,15 +30,13 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     """Make a candidate of a plan, to judge or to simulate it.
 
     Raises:
-        PlanError: If the profile has no batch size, or fewer samples than the plan micro-batches.
+        PlanError: If the plan does not fit the model or the workers, or the profile has no batch
+            size, or fewer samples than the plan micro-batches.
     """
+    plan.check(len(profile.model.layers), profile.workers)
     if profile.batch_size is None:
         raise PlanError("The profile names no batch size, so micro-batches have none; add it.")
-    if plan.micro_batches > profile.batch_size:
-        raise PlanError(
-            f"A batch of {profile.batch_size} samples cannot be cut into {plan.micro_batches} "
-            f"micro-batches; ask for 1 to {profile.batch_size}."
-        )
+    check_micro_batches(plan.micro_batches, profile.batch_size)
     form, costs = Form.of(plan), Costs(profile, {})
     stages = form.coordinator_first(with_coordinator(plan))
     size = costs.size(plan.micro_batches)
@@ -59,6 +56,19 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
         plan.narrowings,
         form,
     )
+
+
+def check_micro_batches(count: int, batch_size: int) -> None:
+    """Refuse a number of micro-batches into which the batch cannot be cut.
+
+    Raises:
+        PlanError: With the numbers that are possible.
+    """
+    if not 1 <= count <= batch_size:
+        raise PlanError(
+            f"A batch of {batch_size} samples cannot be cut into {count} micro-batches; "
+            f"ask for 1 to {batch_size}."
+        )
 
 
 @dataclass(frozen=True)
@@ -108,24 +118,18 @@ def _shortage(candidate: Candidate, index: int) -> Shortage | None:
     if math.isinf(float(holder.seconds(option, first, end))):
         return Shortage(name, end - first, math.inf, False, 0)
     in_flight = candidate.in_flight
-    short = float(holder.need(option, first, end, in_flight).total) - holder.usable_bytes
+    short = float(holder.short_bytes(option, first, end, in_flight))
     if short <= 0:
         return None
     again = holder.option(option.dtype, recompute=True)
-    with_recompute = float(holder.need(again, first, end, in_flight).total) <= holder.usable_bytes
-    fewer = [
-        (start, end) if holder.role.has_last else (first, first + end - start)
-        for start in range(first, end + 1)
-    ]
-    excess = next(
-        (
-            number
-            for number, left in enumerate(fewer)
-            if float(holder.need(option, *left, in_flight).total) <= holder.usable_bytes
-        ),
-        0,
-    )
-    return Shortage(name, end - first, short, with_recompute and not option.recompute, excess)
+    fits_with_recompute = float(holder.short_bytes(again, first, end, in_flight)) <= 0
+    excess = 0
+    for number in range(1, end - first + 1):
+        left = (first + number, end) if holder.role.has_last else (first, end - number)
+        if float(holder.short_bytes(option, *left, in_flight)) <= 0:
+            excess = number
+            break
+    return Shortage(name, end - first, short, fits_with_recompute, excess)
 
 
 def explain_shortage(costs: Costs, micro_batches: Sequence[int]) -> PlanError:
@@ -208,5 +212,4 @@ def _most_layers(costs: Costs, name: str, size: int) -> int:
 
 
 def _short_bytes(holder: Holder, first: int, end: int) -> float:
-    needs = [holder.need(option, first, end, in_flight=1) for option in holder.options]
-    return min(float(need.total) for need in needs) - holder.usable_bytes
+    return min(float(holder.short_bytes(option, first, end, 1)) for option in holder.options)

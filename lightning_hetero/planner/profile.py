@@ -206,14 +206,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         """The names of all devices except the coordinator's."""
         return [device.name for device in self.devices if device.name != COORDINATOR]
 
-    def link(self, source: str, target: str) -> Link:
-        """The link of this direction, measured or assumed."""
-        for link in self.links:
-            if (link.source, link.target) == (source, target):
-                return link
-        speed = self.default_link
-        return Link(source, target, speed.latency_seconds, speed.bytes_per_second)
-
     @classmethod
     def from_yaml(cls, path: str | Path) -> Profile:
         """Read a profile.

@@ -19,10 +19,10 @@ from msgspec.structs import replace
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
-from .candidates import Candidate, with_coordinator
+from .candidates import with_coordinator
 from .feasibility import candidate_of
 from .profile import DeviceProfile, Profile
-from .split import Matrix, best_split
+from .split import Matrix, best_split, only
 
 THRESHOLD = 0.2
 """Share by which the slowest stage must become slower or faster to count as drifted."""
@@ -160,11 +160,9 @@ def _common(now: Mapping[str, float], expected: Mapping[str, float]) -> float:
 
 
 def _describe(now: Mapping[str, float], expected: Mapping[str, float]) -> Drift:
-    ratios = {name: seconds / expected[name] for name, seconds in now.items()}
-    slowest = max(now, key=lambda name: now[name])
-    choose = max if _drift(now, expected) > 0 else min
-    stage = choose(ratios, key=lambda name: ratios[name])
-    return Drift(stage, now[stage], expected[stage], slowest)
+    most_changed = max if _drift(now, expected) > 0 else min
+    stage = most_changed(now, key=lambda name: now[name] / expected[name])
+    return Drift(stage, now[stage], expected[stage], max(now, key=lambda name: now[name]))
 
 
 @dataclass(frozen=True)
@@ -190,11 +188,10 @@ class Replanned:
 def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
     """The profile's seconds of each stage for a micro-batch; None if they are not known."""
     try:
-        plan.check(len(profile.model.layers), profile.workers)
         candidate = candidate_of(plan, profile)
     except PlanError:
         return None
-    found = _stage_seconds(candidate)
+    found = dict(zip(candidate.names, candidate.stage_seconds, strict=True))
     return found if all(0 < seconds < math.inf for seconds in found.values()) else None
 
 
@@ -228,7 +225,7 @@ def _by_profile(
         for index, option in enumerate(before.options)
     ]
     if COORDINATOR not in seconds:
-        matrices[0] = _only(matrices[0], before.ranges[0])
+        matrices[0] = only(matrices[0], before.ranges[0])
     media = before.busy_seconds_of_media
     split = best_split(before.form.in_layer_order(matrices), max(media.values(), default=0.0))
     if split is None:
@@ -252,8 +249,7 @@ def _by_seconds(plan: Plan, seconds: Mapping[str, StageSeconds]) -> Replanned | 
 
 def _matrix(stage: StagePlan, seconds: StageSeconds | None, num_layers: int) -> Matrix:
     """The seconds of every stage that the worker of this stage may hold."""
-    points = np.arange(num_layers + 1)
-    first, end = points[:, None], points[None, :]
+    first, end = np.ogrid[: num_layers + 1, : num_layers + 1]
     present = seconds or StageSeconds(0.0)
     num_present = len(stage.layer_indices)
     each = present.layers / max(1, num_present)
@@ -261,15 +257,9 @@ def _matrix(stage: StagePlan, seconds: StageSeconds | None, num_layers: int) -> 
     if not stage.is_local:
         return np.where(first < end, matrix, np.inf)
     if present.layers == 0 or num_present == 0:
-        return _only(matrix, stage.layers)
+        return only(matrix, stage.layers)
     is_possible = first == 0 if stage.layers[0] == 0 else end == num_layers
     return np.where(is_possible, matrix, np.inf)
-
-
-def _only(matrix: Matrix, layers: tuple[int, int]) -> Matrix:
-    kept = np.full_like(matrix, np.inf)
-    kept[layers] = matrix[layers]
-    return kept
 
 
 def _scaled(
@@ -291,13 +281,6 @@ def _slowed(device: DeviceProfile, factor: float) -> DeviceProfile:
     ]
     steps = {part: seconds * factor for part, seconds in device.optimizer_seconds.items()}
     return replace(device, timings=timings, optimizer_seconds=steps)
-
-
-def _stage_seconds(candidate: Candidate) -> dict[str, float]:
-    pipeline = candidate.pipeline
-    times = [stage.forward_seconds + stage.backward_seconds for stage in pipeline.stages]
-    times[0] += pipeline.loss_seconds
-    return dict(zip(candidate.names, times, strict=True))
 
 
 def _with_ranges(plan: Plan, ranges: Sequence[tuple[int, int]]) -> Plan:

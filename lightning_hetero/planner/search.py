@@ -12,19 +12,20 @@ helps.
 The search tries the coordinator first and last (see `Form`), and keeps it first on a tie. At the
 end it takes as few micro-batches in flight as are nearly as fast.
 
-For one order of devices the split of the layers is exact (`place`).
+For one order of devices the split of the layers is exact (`Arrangement`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import combinations, permutations
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import combinations, permutations, product
 
 from ..plan import COORDINATOR
 from .candidates import Candidate, Costs, Form, forms_for, hops_between, lightest_form
+from .costs import Holder
 from .simulation import Speed, busy_seconds_of_media, least_bottleneck
 from .split import Matrix, best_split, bottleneck
 
@@ -99,33 +100,19 @@ class Search:
 
     def best_alone(self, name: str) -> Candidate | None:
         """The best candidate with all layers on one device; None if they do not fit."""
-        layers = len(self._costs.profile.model.layers)
-        alone = name == COORDINATOR
-        names = [name] if alone else [COORDINATOR, name]
+        model = self._costs.profile.model
+        layers, alone = len(model.layers), name == COORDINATOR
         placed = []
-        for form in (Form.FIRST,) if alone else forms_for(self._costs.profile.model):
+        forms = (Form.FIRST,) if alone else forms_for(model)
+        for form, pieces in product(forms, self.micro_batches):
+            way = Arrangement(self._costs, [] if alone else [name], pieces, form)
             ranges = [(0, layers)] if alone else [form.no_layers(layers), (0, layers)]
             placed += [
-                with_ranges(self._costs, names, ranges, pieces, min(in_flight, pieces), form)
-                for pieces in self.micro_batches
+                way.with_ranges(ranges, min(in_flight, pieces))
                 for in_flight in ((1,) if alone else (4, 2, 1))
-                if self._fits(names, ranges, pieces, in_flight, form)
+                if way.fits(ranges, in_flight)
             ]
         return _best_played(placed, math.inf, MOST_PLAYED)
-
-    def _fits(
-        self,
-        names: Sequence[str],
-        ranges: Sequence[tuple[int, int]],
-        pieces: int,
-        in_flight: int,
-        form: Form,
-    ) -> bool:
-        size = self._costs.size(pieces)
-        return all(
-            math.isfinite(self._costs.holder(name, size, form.role(i)).matrix(in_flight)[span])
-            for i, (name, span) in enumerate(zip(names, ranges, strict=True))
-        )
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
         """One worker of each class of interchangeable ones, among these or all workers."""
@@ -183,8 +170,10 @@ class Search:
         return Choice(pieces * slowest, (pieces + len(workers)) * slowest, pieces, workers)
 
     def _best_order(self, choice: Choice, below: float) -> Candidate | None:
-        orders, pieces = list(self._all_orders(choice.workers)), choice.micro_batches
-        placed = [c for order in orders for c in place(self._costs, order, pieces, below=below)]
+        orders, pieces = self._all_orders(choice.workers), choice.micro_batches
+        placed = [
+            c for order in orders for c in Arrangement(self._costs, order, pieces).place(below)
+        ]
         first = _best_played(placed, below, MOST_PLAYED)
         below = (below if first is None else first.step_seconds) * (1 - LEAST_GAIN_OF_FORM)
         placed = [c for order in orders for c in place_last(self._costs, order, pieces, below)]
@@ -198,21 +187,17 @@ class Search:
             most = len(self._costs.profile.model.layers) - len(pinned)
             yield from ((*pinned, *free[:count]) for count in range(min(len(free), most) + 1))
             return
-        seen = set()
-        for count in range(len(free) + 1):
-            for chosen in combinations(free, count):
-                classes = tuple(sorted(self._classes[name] for name in chosen))
-                if classes not in seen:
-                    seen.add(classes)
-                    yield (*pinned, *chosen)
+        chosen = (some for count in range(len(free) + 1) for some in combinations(free, count))
+        sets: dict[tuple[int, ...], tuple[str, ...]] = {}
+        for workers in chosen:
+            sets.setdefault(tuple(sorted(self._classes[name] for name in workers)), workers)
+        yield from ((*pinned, *workers) for workers in sets.values())
 
-    def _all_orders(self, workers: Sequence[str]) -> Iterator[Sequence[str]]:
-        seen = set()
+    def _all_orders(self, workers: Sequence[str]) -> list[tuple[str, ...]]:
+        orders: dict[tuple[int, ...], tuple[str, ...]] = {}
         for order in permutations(workers):
-            classes = tuple(self._classes[name] for name in order)
-            if classes not in seen:
-                seen.add(classes)
-                yield order
+            orders.setdefault(tuple(self._classes[name] for name in order), order)
+        return list(orders.values())
 
     def _improve(self, best: Candidate) -> Candidate:
         """Exchange, remove or add a worker, or change the micro-batches, while that helps."""
@@ -238,7 +223,7 @@ class Search:
         orders = [*self._exchanged(best.workers), *self._one_less(best.workers)]
         orders += self._one_more(best.workers)
         placed = (
-            place_at(self._costs, order, best.micro_batches, best.in_flight, best.form)
+            Arrangement(self._costs, order, best.micro_batches, best.form).place_at(best.in_flight)
             for order in orders
             if order or best.form is Form.FIRST
         )
@@ -285,7 +270,7 @@ class Search:
         counts = {min(processes * quarters // 4, best.micro_batches) for quarters in range(4, 13)}
         forms = forms_for(self._costs.profile.model) if self._looks_at_all else (best.form,)
         trials = [
-            place_at(self._costs, best.workers, best.micro_batches, count, form)
+            Arrangement(self._costs, best.workers, best.micro_batches, form).place_at(count)
             for form in forms
             for count in counts
             if (form, count) != (best.form, best.in_flight)
@@ -410,7 +395,7 @@ def interchangeable(costs: Costs) -> dict[str, int]:
 
 
 def _are_alike(costs: Costs, one: str, other: str) -> bool:
-    if costs.kind(one) != costs.kind(other) or {one, other} & set(costs.pins):
+    if costs.kinds[one] != costs.kinds[other] or {one, other} & set(costs.pins):
         return False
     others = [d.name for d in costs.profile.devices if d.name not in (one, other)]
     pairs = [((one, name), (other, name)) for name in others]
@@ -424,11 +409,108 @@ def _speed(costs: Costs, source: str, target: str) -> tuple[float, float, str | 
     return link.latency_seconds, link.bytes_per_second, link.shared
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """A candidate whose layers are not chosen yet.
+
+    Args:
+        costs: The costs of devices and links.
+        workers: The workers in the order of the layers.
+        micro_batches: Pieces of the batch.
+        form: Where the coordinator's layers and the embedding are.
+    """
+
+    costs: Costs
+    workers: Sequence[str]
+    micro_batches: int
+    form: Form = Form.FIRST
+
+    @property
+    def names(self) -> list[str]:
+        """The coordinator and the workers."""
+        return [COORDINATOR, *self.workers]
+
+    @property
+    def size(self) -> int:
+        """Samples in a micro-batch."""
+        return self.costs.size(self.micro_batches)
+
+    @cached_property
+    def holders(self) -> list[Holder]:
+        """The devices in their roles, the coordinator first."""
+        names = enumerate(self.names)
+        return [self.costs.holder(name, self.size, self.form.role(index)) for index, name in names]
+
+    @cached_property
+    def least_bottleneck_seconds(self) -> float:
+        """The bottleneck with one micro-batch in flight, which leaves the most memory."""
+        return bottleneck(self._matrices(1))
+
+    @cached_property
+    def busiest_seconds(self) -> float:
+        """The seconds of a micro-batch on the link or shared medium that it occupies longest."""
+        if not self.workers:
+            return 0.0
+        there, back = hops_between(self.costs, self.names, self.size, form=self.form)
+        return max(busy_seconds_of_media([*there, *back]).values())
+
+    def place(self, below: float = math.inf) -> list[Candidate]:
+        """Split the layers exactly, for several numbers of micro-batches in flight.
+
+        Twice as many micro-batches in flight as processes hide the transfers. Fewer are tried if
+        they leave memory for a better split. The list is empty if no step can be shorter than
+        ``below``.
+        """
+        processes = len(self.names)
+        levels = {2 * processes, processes, math.ceil(processes / 2), 1} if self.workers else {1}
+        found: list[Candidate] = []
+        if self.micro_batches * self.least_bottleneck_seconds >= below:
+            return found
+        for in_flight in sorted({min(level, self.micro_batches) for level in levels}, reverse=True):
+            candidate = self.place_at(in_flight)
+            if candidate is not None:
+                found.append(candidate)
+                # The two sum in different orders, so their last digits may differ.
+                if candidate.bottleneck_seconds <= self.least_bottleneck_seconds * (1 + 1e-9):
+                    break
+        return found
+
+    def place_at(self, in_flight: int) -> Candidate | None:
+        """Split the layers exactly for this number in flight; None if they do not fit."""
+        split = best_split(self._matrices(in_flight), self.busiest_seconds)
+        if split is None:
+            return None
+        return self.with_ranges(self.form.coordinator_first(split.ranges), in_flight)
+
+    def with_ranges(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> Candidate:
+        """The candidate with these layers, where each device uses its fastest option that fits."""
+        options = [
+            holder.option_for(*span, in_flight)
+            for holder, span in zip(self.holders, ranges, strict=True)
+        ]
+        count = self.micro_batches
+        return Candidate(self.costs, self.names, ranges, options, count, in_flight, form=self.form)
+
+    def fits(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> bool:
+        """Whether each device can hold its layers."""
+        return all(
+            math.isfinite(holder.matrix(in_flight)[span])
+            for holder, span in zip(self.holders, ranges, strict=True)
+        )
+
+    def _matrices(self, in_flight: int) -> list[Matrix]:
+        """The matrix of seconds of each stage, in the order of the layers."""
+        pairs = zip(self.names, self.holders, strict=True)
+        return self.form.in_layer_order(
+            [self.costs.matrix(name, holder, in_flight) for name, holder in pairs]
+        )
+
+
 def place_both(
     costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
 ) -> list[Candidate]:
     """Split the layers with the coordinator first and, if there are workers, also last."""
-    found = place(costs, workers, micro_batches, Form.FIRST, below)
+    found = Arrangement(costs, workers, micro_batches).place(below)
     return found + place_last(costs, workers, micro_batches, below)
 
 
@@ -442,103 +524,12 @@ def place_last(
     """
     if not workers:
         return []
+    last = Arrangement(costs, workers, micro_batches, Form.LAST)
     if not costs.profile.model.embedding_may_leave:
-        return place(costs, workers, micro_batches, Form.LAST, below)
-    found = place(costs, workers, micro_batches, Form.LINE, below)
-    in_line, last = (
-        max(
-            _least_bottleneck(costs, workers, micro_batches, form),
-            _busiest(costs, workers, costs.size(micro_batches), form),
-        )
-        for form in (Form.LINE, Form.LAST)
+        return last.place(below)
+    line = replace(last, form=Form.LINE)
+    slowest_last, slowest_in_line = (
+        max(each.least_bottleneck_seconds, each.busiest_seconds) for each in (last, line)
     )
-    if last < in_line:
-        found += place(costs, workers, micro_batches, Form.LAST, below)
-    return found
-
-
-def place(
-    costs: Costs,
-    workers: Sequence[str],
-    micro_batches: int,
-    form: Form = Form.FIRST,
-    below: float = math.inf,
-) -> list[Candidate]:
-    """Split the layers exactly over this order, for several numbers of micro-batches in flight.
-
-    Twice as many micro-batches in flight as processes hide the transfers. Fewer are tried if they
-    leave memory for a better split. The list is empty if no step can be shorter than ``below``.
-    """
-    processes = len(workers) + 1
-    levels = {2 * processes, processes, math.ceil(processes / 2), 1} if workers else {1}
-    unlimited = _least_bottleneck(costs, workers, micro_batches, form)
-    found: list[Candidate] = []
-    for in_flight in sorted({min(level, micro_batches) for level in levels}, reverse=True):
-        if micro_batches * unlimited >= below:
-            break
-        candidate = place_at(costs, workers, micro_batches, in_flight, form)
-        if candidate is not None:
-            found.append(candidate)
-            # The two sum in different orders, so their last digits may differ.
-            if candidate.bottleneck_seconds <= unlimited * (1 + 1e-9):
-                break
-    return found
-
-
-def _least_bottleneck(
-    costs: Costs, workers: Sequence[str], micro_batches: int, form: Form
-) -> float:
-    """The bottleneck with one micro-batch in flight, which leaves the most memory."""
-    return bottleneck(_matrices(costs, workers, costs.size(micro_batches), 1, form))
-
-
-def place_at(
-    costs: Costs,
-    workers: Sequence[str],
-    micro_batches: int,
-    in_flight: int,
-    form: Form = Form.FIRST,
-) -> Candidate | None:
-    """Split the layers exactly for this number in flight; None if they do not fit."""
-    names, size = [COORDINATOR, *workers], costs.size(micro_batches)
-    floor = _busiest(costs, workers, size, form)
-    split = best_split(_matrices(costs, workers, size, in_flight, form), floor)
-    if split is None:
-        return None
-    ranges = form.coordinator_first(split.ranges)
-    return with_ranges(costs, names, ranges, micro_batches, in_flight, form)
-
-
-def _busiest(costs: Costs, workers: Sequence[str], size: int, form: Form) -> float:
-    """The seconds of a micro-batch on the link or shared medium that it occupies longest."""
-    if not workers:
-        return 0.0
-    there, back = hops_between(costs, [COORDINATOR, *workers], size, form=form)
-    return max(busy_seconds_of_media([*there, *back]).values())
-
-
-def _matrices(
-    costs: Costs, workers: Sequence[str], size: int, in_flight: int, form: Form
-) -> list[Matrix]:
-    """The matrix of seconds of each stage, in the order of the layers."""
-    names = [COORDINATOR, *workers]
-    return form.in_layer_order(
-        [costs.matrix(name, size, in_flight, form.role(i)) for i, name in enumerate(names)]
-    )
-
-
-def with_ranges(
-    costs: Costs,
-    names: Sequence[str],
-    ranges: Sequence[tuple[int, int]],
-    micro_batches: int,
-    in_flight: int,
-    form: Form = Form.FIRST,
-) -> Candidate:
-    """The candidate with these layers, where each device uses its fastest option that fits."""
-    size = costs.size(micro_batches)
-    options = [
-        costs.holder(name, size, form.role(index)).option_for(*span, in_flight)
-        for index, (name, span) in enumerate(zip(names, ranges, strict=True))
-    ]
-    return Candidate(costs, names, ranges, options, micro_batches, in_flight, form=form)
+    found = line.place(below)
+    return found + last.place(below) if slowest_last < slowest_in_line else found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from msgspec.structs import replace
 
@@ -15,7 +16,7 @@ from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..units import parse_bytes
 from .candidates import Candidate, Costs
-from .feasibility import explain_shortage
+from .feasibility import check_micro_batches, explain_shortage
 from .profile import Profile
 from .search import Search
 
@@ -71,16 +72,14 @@ def apply(wishes: Wishes, profile: Profile) -> Profile:
     Raises:
         PlanError: If a wish names an unknown device, or wishes contradict each other.
     """
-    for names, what in (
-        (wishes.pins, "pin"),
-        (wishes.exclude, "exclusion"),
-        (wishes.memory_bytes, "memory"),
-    ):
+    known = [COORDINATOR, *profile.workers]
+    wished = {"pin": wishes.pins, "exclusion": wishes.exclude, "memory": wishes.memory_bytes}
+    for what, names in wished.items():
         for name in names:
-            if name not in [COORDINATOR, *profile.workers]:
+            if name not in known:
                 raise PlanError(
                     f"The {what} of {name!r} names no device of the profile; its devices are "
-                    f"{', '.join([COORDINATOR, *profile.workers])}."
+                    f"{', '.join(known)}."
                 )
     _check_exclusions(wishes)
     _check_pins(wishes.pins, len(profile.model.layers))
@@ -99,12 +98,8 @@ def _batch_size(wishes: Wishes, profile: Profile) -> int:
         raise PlanError("The profile names no batch size; give one with --batch-size.")
     if size < 1:
         raise PlanError(f"The batch size is {size}; it must be 1 or more.")
-    pieces = wishes.micro_batches
-    if pieces is not None and not 1 <= pieces <= size:
-        raise PlanError(
-            f"A batch of {size} samples cannot be cut into {pieces} micro-batches; "
-            f"ask for 1 to {size}."
-        )
+    if wishes.micro_batches is not None:
+        check_micro_batches(wishes.micro_batches, size)
     return size
 
 
@@ -134,7 +129,7 @@ def _check_pins(pins: Mapping[str, tuple[int, int]], num_layers: int) -> None:
                 f"{num_layers}."
             )
     ordered = sorted(pins.items(), key=lambda pin: pin[1])
-    for (name, (_, end)), (other, (start, _)) in zip(ordered, ordered[1:], strict=False):
+    for (name, (_, end)), (other, (start, _)) in pairwise(ordered):
         if start < end:
             raise PlanError(
                 f"The pins of {name!r} and {other!r} overlap: one ends at layer {end}, "
@@ -151,12 +146,10 @@ class Solution:
     """The result of the solver.
 
     Args:
-        profile: The profile with the wishes applied.
         chosen: The best candidate.
         search: The search, to compare with other devices.
     """
 
-    profile: Profile
     chosen: Candidate
     search: Search
 
@@ -174,13 +167,12 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
             cannot be granted.
     """
     wishes = wishes or Wishes()
-    wished = apply(wishes, profile)
-    costs = Costs(wished, wishes.pins)
+    costs = Costs(apply(wishes, profile), wishes.pins)
     search = Search(costs, micro_batch_counts(costs.batch_size, wishes.micro_batches))
     chosen = search.best()
     if chosen is None:
         raise explain_shortage(costs, search.micro_batches)
-    return Solution(wished, chosen, search)
+    return Solution(chosen, search)
 
 
 def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:
@@ -213,10 +205,6 @@ def even_plan(num_layers: int, workers: Sequence[str]) -> Plan:
             f"use {num_layers} workers or fewer."
         )
     quotient, remainder = divmod(num_layers, len(names))
-    first_longer = len(names) - remainder
-    stages, start = [], 0
-    for index, name in enumerate(names):
-        end = start + quotient + (index >= first_longer)
-        stages.append(StagePlan([name], (start, end)))
-        start = end
-    return Plan(stages)
+    counts = [quotient] * (len(names) - remainder) + [quotient + 1] * remainder
+    spans = pairwise(accumulate(counts, initial=0))
+    return Plan([StagePlan([name], span) for name, span in zip(names, spans, strict=True)])

@@ -33,6 +33,13 @@ class Split:
     total_seconds: float
 
 
+def only(seconds: Matrix, layers: tuple[int, int]) -> Matrix:
+    """The matrix of a stage that can hold only these layers."""
+    kept = np.full_like(seconds, np.inf)
+    kept[layers] = seconds[layers]
+    return kept
+
+
 def bottleneck(stages: Sequence[Matrix]) -> float:
     """The least possible seconds of the slowest stage; infinite if the layers do not fit."""
     best = _nothing_placed(stages)

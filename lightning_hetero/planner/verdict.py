@@ -12,11 +12,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..plan import COORDINATOR, Dtype
+from ..plan import COORDINATOR
 from ..units import in_bytes, in_percent
 from .candidates import Candidate
+from .costs import Option
 from .feasibility import shortages
-from .profile import HEAD
+from .profile import HEAD, DeviceProfile
 from .search import LEAST_GAIN, Search, speeds_of
 from .simulation import Speed, least_bottleneck
 from .solver import Solution
@@ -47,13 +48,10 @@ class StageVerdict:
     """The predicted numbers of one stage.
 
     Args:
-        worker: The worker that holds the stage, or the coordinator.
-        device: The name of its device.
+        device: The worker that holds the stage, or the coordinator.
         layers: Half-open range of layers.
-        dtype: The dtype of its multiplications.
-        recompute: Whether the stage recomputes.
+        option: The dtype of its multiplications, and whether the stage recomputes.
         needed_bytes: The memory that the stage needs.
-        available_bytes: The memory of the device, including the share kept free.
         forward_seconds: Forward of one micro-batch, including the embedding if the stage has it.
         backward_seconds: Backward of one micro-batch; the coordinator's includes head and loss.
         link_seconds: Seconds for which its activation and gradient of one micro-batch travel.
@@ -61,13 +59,10 @@ class StageVerdict:
         embedding: Whether the stage is on a worker and has the embedding.
     """
 
-    worker: str
-    device: str
+    device: DeviceProfile
     layers: tuple[int, int]
-    dtype: Dtype
-    recompute: bool
+    option: Option
     needed_bytes: float
-    available_bytes: float
     forward_seconds: float
     backward_seconds: float
     link_seconds: float
@@ -88,13 +83,8 @@ class Verdict:
     """The prediction for a plan.
 
     Args:
+        candidate: The plan, with the simulated step.
         stages: The stages in the order of the layers.
-        micro_batches: Pieces of the batch.
-        micro_batch_size: Samples in the largest micro-batch.
-        in_flight: The most micro-batches in flight.
-        step_seconds: Seconds of a training batch, including the optimizer step.
-        tokens_per_second: Tokens of a batch over these seconds.
-        bubble: The idle share of all stages' time.
         bounds: Bounds of the speed; the first holds for any plan on these devices.
         best_single: Name and tokens per second of the fastest device that can hold all layers;
             None if no device can.
@@ -102,35 +92,28 @@ class Verdict:
         assumed_links: Number of hops over links that were not measured.
     """
 
+    candidate: Candidate
     stages: Sequence[StageVerdict]
-    micro_batches: int
-    micro_batch_size: int
-    in_flight: int
-    step_seconds: float
-    tokens_per_second: float
-    bubble: float
     bounds: Sequence[Bound]
     best_single: tuple[str, float] | None
     advice: Sequence[Advice]
     assumed_links: int
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a batch over the seconds of its step."""
+        return _tokens_per_second(self.candidate)
+
 
 def judge(solution: Solution) -> Verdict:
     """The verdict on the solver's choice, compared with what its search finds for other devices."""
     candidate, search = solution.chosen, solution.search
-    tokens = _tokens(candidate)
-    single = _best_single(candidate, search)
     stages = [_stage(candidate, index) for index in range(len(candidate.names))]
     return Verdict(
+        candidate,
         stages=candidate.form.in_layer_order(stages),
-        micro_batches=candidate.micro_batches,
-        micro_batch_size=candidate.size,
-        in_flight=candidate.in_flight,
-        step_seconds=candidate.step_seconds,
-        tokens_per_second=_rate(tokens, candidate),
-        bubble=candidate.simulation.bubble,
         bounds=_bounds(candidate, search),
-        best_single=None if single is None else (single.names[-1], _rate(tokens, single)),
+        best_single=_best_single(search),
         advice=advise(candidate, search),
         assumed_links=_assumed_links(candidate),
     )
@@ -140,27 +123,22 @@ def _tokens(candidate: Candidate) -> int:
     return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
 
 
-def _rate(tokens: int, candidate: Candidate) -> float:
+def _tokens_per_second(candidate: Candidate) -> float:
     seconds = candidate.step_seconds
-    return tokens / seconds if seconds > 0 else math.inf
+    return _tokens(candidate) / seconds if seconds > 0 else math.inf
 
 
 def _stage(candidate: Candidate, index: int) -> StageVerdict:
-    pipeline, option = candidate.pipeline, candidate.options[index]
-    holder = candidate.holder(index)
+    pipeline, holder = candidate.pipeline, candidate.holder(index)
     forward, backward = candidate.layer_seconds(index)
     before = holder.before_layers
     hops = [pipeline.forward_hops[index], pipeline.backward_hops[index]]
     travel = 0.0 if pipeline.is_alone else sum(h.busy_seconds + h.latency_seconds for h in hops)
-    device = candidate.costs.profile.device(candidate.names[index])
     return StageVerdict(
-        worker=device.name,
-        device=device.device,
+        device=candidate.costs.profile.device(candidate.names[index]),
         layers=candidate.ranges[index],
-        dtype=option.dtype,
-        recompute=option.recompute,
+        option=candidate.options[index],
         needed_bytes=float(candidate.need(index).total),
-        available_bytes=device.memory_bytes,
         forward_seconds=forward + before.forward_seconds,
         backward_seconds=backward + before.backward_seconds + holder.end_seconds(HEAD),
         link_seconds=travel,
@@ -196,13 +174,13 @@ def _least_step(candidate: Candidate, search: Search, with_memory: bool) -> floa
     return min(steps)
 
 
-def _best_single(candidate: Candidate, search: Search) -> Candidate | None:
-    found = [search.best_alone(name) for name in (COORDINATOR, *search.one_of_each())]
-    return min(
-        (single for single in found if single is not None),
-        key=lambda single: single.step_seconds,
-        default=None,
-    )
+def _best_single(search: Search) -> tuple[str, float] | None:
+    tried = [search.best_alone(name) for name in (COORDINATOR, *search.one_of_each())]
+    found = [single for single in tried if single is not None]
+    if not found:
+        return None
+    best = min(found, key=lambda single: single.step_seconds)
+    return best.names[-1], _tokens_per_second(best)
 
 
 def _assumed_links(candidate: Candidate) -> int:
@@ -294,13 +272,15 @@ def render(verdict: Verdict) -> RenderableType:
 
 def sentences(verdict: Verdict) -> list[str]:
     """The sentences below the table."""
+    candidate = verdict.candidate
     lines = [
-        f"{verdict.micro_batches} micro-batches of {verdict.micro_batch_size}, at most "
-        f"{verdict.in_flight} in flight: a step of {_in_milliseconds(verdict.step_seconds)}, "
-        f"{_rate_text(verdict.tokens_per_second)}, bubble {in_percent(verdict.bubble)}",
+        f"{candidate.micro_batches} micro-batches of {candidate.size}, at most "
+        f"{candidate.in_flight} in flight: a step of {_in_milliseconds(candidate.step_seconds)}, "
+        f"{_rate_text(verdict.tokens_per_second)}, bubble {in_percent(candidate.simulation.bubble)}"
     ]
     lines += [
-        f"{stage.worker} has the input embedding: it gets token ids, and sends no gradient back"
+        f"{stage.device.name} has the input embedding: it gets token ids, and sends no gradient "
+        "back"
         for stage in verdict.stages
         if stage.embedding
     ]
@@ -328,11 +308,11 @@ def _single(verdict: Verdict) -> str:
 def _cells(stage: StageVerdict) -> list[str]:
     first, end = stage.layers
     return [
-        stage.worker,
-        stage.device,
+        stage.device.name,
+        stage.device.device,
         f"{first}:{end} ({end - first})",
-        stage.dtype + (" recompute" if stage.recompute else ""),
-        f"{in_bytes(stage.needed_bytes)} of {in_bytes(stage.available_bytes)}",
+        stage.option.dtype + (" recompute" if stage.option.recompute else ""),
+        f"{in_bytes(stage.needed_bytes)} of {in_bytes(stage.device.memory_bytes)}",
         _in_milliseconds(stage.forward_seconds),
         _in_milliseconds(stage.backward_seconds),
         _in_milliseconds(stage.link_seconds),

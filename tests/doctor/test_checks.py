@@ -16,6 +16,7 @@ from lightning_hetero.doctor.checks import (
     completed,
     heard,
 )
+from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 from lightning_hetero.planner.profile import Link
 from lightning_hetero.protocol import messages as m
@@ -86,6 +87,22 @@ def test_without_a_plan_the_best_one_is_meant() -> None:
     assert found.outcome in ("passed", "skipped")
 
 
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "text"),
+    [
+        ([StagePlan(["c:1"], (0, 8))], 4, "Stage 0 is on 'c:1'"),
+        ([StagePlan(["a:1"], (0, 8))], 0, "micro_batches is 0"),
+        ([StagePlan(["a:1"], (0, 9))], 4, "covers 9 layers and the model has 8"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_profile_is_refused(
+    stages: list[StagePlan], micro_batches: int, text: str
+) -> None:
+    wanted = Wanted(MEASURED, Plan(stages, micro_batches))
+    with pytest.raises(PlanError, match=text):
+        against_plan(wanted, "a:1", links("a:1", 1e12))
+
+
 ADDRESS = Address("strix", 9999)
 
 
@@ -101,7 +118,7 @@ def said(answer: m.Message, version: int = m.PROTOCOL_VERSION) -> list[Finding]:
 
 
 @pytest.mark.parametrize("failing", CHECKS)
-def test_what_is_behind_a_failure_is_skipped_and_says_so(failing: Check) -> None:
+def test_checks_after_a_failure_are_skipped_and_say_so(failing: Check) -> None:
     place = CHECKS.index(failing)
     found = [Finding(check, "passed", "") for check in CHECKS[:place]]
     all_found = list(

@@ -18,7 +18,7 @@ from ..transport.pairs import closed_address, worker_thread
 def doctor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[object, str]:
-    """What the command exits with, and what it shows."""
+    """The exit code and the output of the command."""
     monkeypatch.setenv("COLUMNS", "160")
     common = ["lightning-hetero", "doctor", "--seconds", "0.02"]
     monkeypatch.setattr("sys.argv", [*common, *arguments])

@@ -39,7 +39,7 @@ def seen(
 
 
 def failure(report: Report) -> Finding:
-    """The hop that failed; whatever is behind it was skipped."""
+    """The finding of the check that failed; all later checks were skipped."""
     assert [finding.check for finding in report.findings] == list(CHECKS)
     assert report.failing is not None
     behind = report.findings[CHECKS.index(report.failing.check) + 1 :]
@@ -49,7 +49,7 @@ def failure(report: Report) -> Finding:
 
 @contextmanager
 def listener(answer: Answer) -> Iterator[Address]:
-    """Somebody who answers one connection in a way of their own."""
+    """A peer that answers one connection with this function."""
 
     def serve() -> None:
         connected, _ = listening.accept()
@@ -74,7 +74,7 @@ def speak_tls_1_2(connected: socket.socket) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     _load_certificate(context, Authority(TOKEN).issue(utc_now()))
-    with pytest.raises(OSError):  # noqa: PT011 - whatever it is called, nobody speaks it
+    with pytest.raises(OSError):  # noqa: PT011 - OpenSSL has several classes for it
         context.wrap_socket(connected, server_side=True)
 
 
@@ -109,7 +109,7 @@ def test_the_name() -> None:
 
 
 def test_the_route() -> None:
-    # Nobody may connect to the address that stands for everybody.
+    # No socket may connect to the broadcast address.
     found = failure(seen(Address("255.255.255.255", 9999)))
     assert found.check == "route"
     assert "255.255.255.255" in found.text
@@ -158,7 +158,7 @@ def test_no_token_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         found = failure(seen(address))
     assert found.check == "token"
     assert "is on another machine" in found.text
-    assert said == [b""]  # and nothing was said to it
+    assert said == [b""]  # the doctor sent nothing
 
 
 def test_a_worker_without_a_token() -> None:
@@ -188,7 +188,7 @@ def test_clocks_that_are_days_apart(days: float) -> None:
     ],
     ids=["mail", "mail, token", "TLS 1.2", "old protocol", "hangs up, token", "hangs up"],
 )
-def test_what_is_no_worker_of_today(
+def test_a_peer_that_is_not_a_worker_of_this_version(
     answer: Answer, credentials: Credentials | None, check: str, text: str
 ) -> None:
     with listener(answer) as address:
@@ -208,7 +208,7 @@ def test_a_busy_worker() -> None:
 
 
 def test_large_messages_that_do_not_get_through() -> None:
-    """As behind a path whose MTU is smaller than its ends believe."""
+    """The path's MTU is smaller than that of both interfaces."""
 
     def swallow(connected: socket.socket) -> None:
         for buffer in encode_frame(Frame(m.Welcome(m.PROTOCOL_VERSION))):

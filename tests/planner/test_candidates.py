@@ -7,7 +7,7 @@ import pytest
 from lightning_hetero.plan import COORDINATOR, StagePlan
 from lightning_hetero.planner.candidates import Costs, Form
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, Part, Profile
-from lightning_hetero.planner.search import place, place_last, with_ranges
+from lightning_hetero.planner.search import Arrangement, place_last
 from lightning_hetero.planner.simulation import Hop, StageTimes
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
@@ -35,7 +35,7 @@ def costs() -> Costs:
 
 
 def test_the_pipeline_has_every_measured_time() -> None:
-    candidate = with_ranges(costs(), [COORDINATOR, "fast", "old"], [(0, 1), (1, 3), (3, 4)], 4, 3)
+    candidate = Arrangement(costs(), ["fast", "old"], 4).with_ranges([(0, 1), (1, 3), (3, 4)], 3)
     played = candidate.pipeline
     assert played.stages[0] == StageTimes(101, 202, 12)
     assert played.stages[1] == StageTimes(20, 40, 4)
@@ -47,7 +47,7 @@ def test_the_pipeline_has_every_measured_time() -> None:
 
 
 def test_a_candidate_is_a_plan() -> None:
-    candidate = with_ranges(costs(), [COORDINATOR, "fast", "old"], [(0, 0), (0, 3), (3, 4)], 4, 3)
+    candidate = Arrangement(costs(), ["fast", "old"], 4).with_ranges([(0, 0), (0, 3), (3, 4)], 3)
     plan = candidate.plan()
     # The device that was measured in float16 alone has to be told so.
     assert plan.stages == [
@@ -58,8 +58,8 @@ def test_a_candidate_is_a_plan() -> None:
 
 
 def test_a_last_coordinator_runs_its_layers_with_the_loss() -> None:
-    names = [COORDINATOR, "fast", "old"]
-    last = with_ranges(costs(), names, [(3, 4), (0, 2), (2, 3)], 4, 3, Form.LAST)
+    ranges = [(3, 4), (0, 2), (2, 3)]
+    last = Arrangement(costs(), ["fast", "old"], 4, Form.LAST).with_ranges(ranges, 3)
     assert last.pipeline.stages[:2] == [StageTimes(1, 2, 12), StageTimes(20, 40, 4)]
     assert last.pipeline.loss_seconds == 12 + 300
     assert last.pipeline.starts_first
@@ -68,9 +68,9 @@ def test_a_last_coordinator_runs_its_layers_with_the_loss() -> None:
 
 
 def test_a_line_sends_token_ids_and_gets_no_gradient() -> None:
-    names = [COORDINATOR, "fast", "old"]
+    ranges = [(3, 4), (0, 2), (2, 3)]
     ring, line = (
-        with_ranges(costs(), names, [(3, 4), (0, 2), (2, 3)], 4, 3, form)
+        Arrangement(costs(), ["fast", "old"], 4, form).with_ranges(ranges, 3)
         for form in (Form.LAST, Form.LINE)
     )
     # The start stays. The worker is ten times as fast, so the rest takes it a tenth.
@@ -89,7 +89,7 @@ def test_a_line_sends_token_ids_and_gets_no_gradient() -> None:
 )
 def test_it_starts_as_the_runtime_does(own: tuple[int, int], form: Form) -> None:
     ranges = [own, (own[1] % 4, 4)]
-    candidate = with_ranges(costs(), [COORDINATOR, "fast"], ranges, 4, 3, form)
+    candidate = Arrangement(costs(), ["fast"], 4, form).with_ranges(ranges, 3)
     assert candidate.pipeline.starts_first == candidate.plan().starts_on_worker
     assert candidate.pipeline.limit(0) == candidate.plan().max_started
 
@@ -127,24 +127,26 @@ def with_memory(memory_bytes: int, saved_bytes: int) -> Costs:
 
 
 def test_enough_memory_allows_two_in_flight_per_process() -> None:
-    assert [c.in_flight for c in place(with_memory(GIB, 1), ["w"], 16)] == [4]
+    assert [c.in_flight for c in Arrangement(with_memory(GIB, 1), ["w"], 16).place()] == [4]
 
 
 def test_little_memory_tries_fewer_in_flight_and_recomputation() -> None:
-    placed = place(with_memory(2000, 200), ["w"], 16)
+    placed = Arrangement(with_memory(2000, 200), ["w"], 16).place()
     # Four in flight keep 3200 bytes, two 1600.
     assert [(c.in_flight, c.options[1].recompute) for c in placed] == [(4, True), (2, False)]
 
 
 def test_layers_that_fit_nowhere_are_not_placed() -> None:
-    assert place(with_memory(100, 200), ["w"], 16) == []
+    assert Arrangement(with_memory(100, 200), ["w"], 16).place() == []
 
 
 def test_a_pinned_device_holds_its_layers_or_none() -> None:
     workers = [device("a", 1, 1), device("b", 1, 1)]
     pinned = Costs(profile(6, workers, batch_size=1), {"b": (1, 2)})
-    assert place(pinned, ["b", "a"], 1) == []
-    (candidate,) = place(Costs(profile(6, workers, batch_size=1), {"b": (4, 6)}), ["a", "b"], 1)
+    assert Arrangement(pinned, ["b", "a"], 1).place() == []
+    (candidate,) = Arrangement(
+        Costs(profile(6, workers, batch_size=1), {"b": (4, 6)}), ["a", "b"], 1
+    ).place()
     assert candidate.ranges == [(0, 0), (0, 4), (4, 6)]
 
 
@@ -159,7 +161,7 @@ def test_a_slow_link_leaves_only_the_sum_to_minimize(
         model_options={"activation_bytes_per_sample": 1},
         batch_size=1,
     )
-    candidate = place(Costs(thin, {}), ["a", "b"], 1)[0]
+    candidate = Arrangement(Costs(thin, {}), ["a", "b"], 1).place()[0]
     assert [end - first for first, end in candidate.ranges[1:]] == layers
 
 
@@ -179,6 +181,6 @@ def test_kinds_of_layers_have_parts_of_their_own() -> None:
         model_options={"parts": parts},
         batch_size=1,
     )
-    (candidate,) = place(Costs(mixed, {}), ["w"], 1)
+    (candidate,) = Arrangement(Costs(mixed, {}), ["w"], 1).place()
     assert candidate.need(1).weights == 5
     assert candidate.pipeline.stages[1] == StageTimes(11, 11)

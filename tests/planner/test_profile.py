@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.errors import ProfileError
+from lightning_hetero.planner.candidates import Costs
 from lightning_hetero.planner.profile import Link, Part, Profile, fit_link
 
 from .profiles import content, device, profile, timing
@@ -99,9 +100,9 @@ def test_a_profile_may_be_json(tmp_path: Path) -> None:
 
 
 def test_a_link_that_was_not_measured_has_the_default_speed() -> None:
-    link = rich_profile().link("slow:1", "fast:1")
+    link = Costs(rich_profile(), {}).link("slow:1", "fast:1")
     assert (link.latency_seconds, link.bytes_per_second, link.shared) == (0, 1e18, None)
-    assert rich_profile().link("fast:1", "slow:1").shared == "card"
+    assert Costs(rich_profile(), {}).link("fast:1", "slow:1").shared == "card"
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, P
 from lightning_hetero.planner.search import (
     LEAST_GAIN,
     LEAST_GAIN_IN_FLIGHT,
+    Arrangement,
     Orders,
     Search,
     interchangeable,
-    place_at,
 )
 from lightning_hetero.planner.simulation import Hop, Pipeline, StageTimes, simulate
 from lightning_hetero.planner.solver import Wishes, solve
@@ -94,8 +94,11 @@ class Case:
         return Hop(f"{source} to {target}", share * self.hop_seconds.get((source, target), 0))
 
     def embedding_seconds(self, number: int) -> float:
-        """Its backward. Measured on the coordinator; elsewhere as many times as long as a layer of
-        each kind."""
+        """The seconds of the embedding's backward on a device.
+
+        They were measured on the coordinator. On a worker they are longer by the factor of a layer
+        of each kind.
+        """
         own, its = (
             sum(self.seconds[each][kind] for kind in set(self.layers)) for each in (0, number)
         )
@@ -180,7 +183,7 @@ def ways_to_cut(num_layers: int, num_stages: int, form: Form) -> Iterator[Ranges
 def pipeline_of(
     case: Case, order: Sequence[int], ranges: Sequence[tuple[int, int]], form: Form
 ) -> Pipeline:
-    """As the runtime would do it; the coordinator is first in the order and in the ranges."""
+    """The pipeline of the runtime; the coordinator is first in the order and in the ranges."""
     stages, loss_seconds = [], case.end_seconds
     for index, (number, (first, end)) in enumerate(zip(order, ranges, strict=True)):
         time = case.time(number, first, end)
@@ -204,8 +207,8 @@ def pipeline_of(
 def brute_force(case: Case) -> float | None:
     """The shortest step over all subsets, orders, forms and splits with the least bottleneck.
 
-    Of those with the same bottleneck and the same sum the longest step counts: no split is owed
-    the luck of a tie.
+    Of the splits with the same bottleneck and the same sum, the one with the longest step counts,
+    because the search may choose any of them.
     """
     workers = range(1, len(case.seconds))
     steps = []
@@ -219,8 +222,11 @@ def brute_force(case: Case) -> float | None:
 
 
 def _splits_of_forms(case: Case, order: Sequence[int]) -> dict[Form, list[Ranges]]:
-    """The splits with the least bottleneck; that with the coordinator last and the embedding there
-    counts only where its bottleneck is less than with the embedding on the worker."""
+    """The splits with the least bottleneck in each form.
+
+    A line has the embedding on a worker. If a line is possible, the form with the coordinator last
+    counts only if its bottleneck is below that of the line.
+    """
     forms = [Form.FIRST]
     if len(order) > 1:
         forms += [Form.LAST, Form.LINE] if case.embedding_may_leave else [Form.LAST]
@@ -290,7 +296,7 @@ def test_brute_force_finds_nothing_better_on_five_devices(case: Case) -> None:
 
 
 def many(num_workers: int, num_layers: int, kinds: int) -> Profile:
-    """More workers than all orders of which are looked at."""
+    """A cluster with too many workers for an exhaustive search."""
     workers = [
         device(
             f"w{number}", 1 + number % kinds, 2 + 2 * (number % kinds), device=str(number % kinds)
@@ -341,7 +347,7 @@ def test_more_workers_than_layers_leave_the_slowest_out() -> None:
 
 
 def alike(num_workers: int, hop_seconds: float) -> Profile:
-    """Devices of which each takes 20 and 40 seconds for the four layers that are its share."""
+    """Devices with four layers each; their forward takes 20 seconds and their backward 40."""
     own = coordinator([*device("", 5, 10).timings, *ends()])
     workers = [device(f"w{number}", 5, 10) for number in range(num_workers)]
     speed = LinkSpeed(latency_seconds=hop_seconds, bytes_per_second=1e18)
@@ -358,7 +364,7 @@ def test_the_search_takes_the_fewest_in_flight_that_are_nearly_fastest(
     costs = Costs(given_profile, {})
     seconds = {}
     for count in range(num_workers + 1, 3 * (num_workers + 1) + 1):
-        placed = place_at(costs, chosen.workers, 16, count, chosen.form)
+        placed = Arrangement(costs, chosen.workers, 16, chosen.form).place_at(count)
         assert placed is not None
         seconds[count] = placed.step_seconds
     limit = min(seconds.values()) * (1 + LEAST_GAIN_IN_FLIGHT)

@@ -64,7 +64,7 @@ def test_a_batch_is_cut_evenly_unless_wished_otherwise(
 
 def test_the_plan_passes_its_own_check() -> None:
     solution = solve(cluster_of(TABLES[0], 16))
-    solution.plan.check(32, solution.profile.workers)
+    solution.plan.check(32, solution.chosen.costs.profile.workers)
 
 
 def test_a_start_up_cost_makes_larger_microbatches() -> None:

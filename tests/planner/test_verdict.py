@@ -130,7 +130,7 @@ def test_the_published_cluster() -> None:
     assert speed == pytest.approx(512 / row.best_single * 1000, rel=2e-3)
     achieved = verdict.tokens_per_second / verdict.bounds[0].tokens_per_second
     assert 0.95 < achieved < row.bound / row.bottleneck
-    assert verdict.tokens_per_second * verdict.step_seconds == pytest.approx(256 * 512)
+    assert verdict.tokens_per_second * verdict.candidate.step_seconds == pytest.approx(256 * 512)
 
 
 def test_no_plan_exceeds_its_bounds() -> None:
@@ -156,14 +156,14 @@ def small() -> Profile:
 def test_each_stage_has_its_numbers() -> None:
     verdict = judge(solve(small()))
     own, worker = verdict.stages
-    assert (worker.worker, worker.device, worker.layers) == ("w:1", "GPU", (0, 3))
+    assert (worker.device.name, worker.device.device, worker.layers) == ("w:1", "GPU", (0, 3))
     assert (worker.forward_seconds, worker.backward_seconds) == (6, 12)
     assert (own.forward_seconds, own.backward_seconds) == (1, 2 + 3)
     assert own.link_seconds == pytest.approx(2 * (0.5 + 0.5))
     assert worker.link_seconds == pytest.approx(0)
-    assert worker.available_bytes == 2 * GIB
+    assert worker.device.memory_bytes == 2 * GIB
     assert worker.needed_bytes > GIB // 2
-    assert worker.busy_share == pytest.approx(36 / verdict.step_seconds)
+    assert worker.busy_share == pytest.approx(36 / verdict.candidate.step_seconds)
     assert verdict.assumed_links == 1
 
 
@@ -180,8 +180,8 @@ def test_a_line_is_shown_in_the_order_of_its_layers() -> None:
     )
     verdict = judge(solve(line, Wishes(micro_batches=16)))
     first, last = verdict.stages
-    assert (first.worker, first.embedding, first.layers[0]) == ("w:1", True, 0)
-    assert (last.worker, last.embedding, last.layers[1]) == ("coordinator", False, 4)
+    assert (first.device.name, first.embedding, first.layers[0]) == ("w:1", True, 0)
+    assert (last.device.name, last.embedding, last.layers[1]) == ("coordinator", False, 4)
     # The start, two layers, the head: each in its direction.
     layers = last.layers[1] - last.layers[0]
     assert (last.forward_seconds, last.backward_seconds) == (1 + 2 * layers, 4 * layers + 3)
