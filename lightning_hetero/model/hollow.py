@@ -197,6 +197,24 @@ def _names_by_key(
 Exchange = Callable[
     [Tensor, list[LayerCall], list[str]], tuple[Tensor, Iterable[tuple[str, Tensor]]]
 ]
+# Hidden states, alone or first in a tuple.
+LayerResult = Tensor | tuple[Tensor | None, ...]
+
+
+class _Records(threading.local):
+    """What the forward in the present thread has recorded of a run of hollow layers.
+
+    Attributes:
+        calls: The calls of the layers so far; None outside of the run.
+        sent: The hidden states before the first layer.
+        hidden: The placeholder behind the last layer that was called.
+        assumptions: What the model was told of placeholders without certainty.
+    """
+
+    calls: Any = None
+    sent: Any = None
+    hidden: Any = None
+    assumptions: Any = None
 
 
 class HollowLayers:
@@ -227,10 +245,10 @@ class HollowLayers:
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._modules, remote)
         self._held: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
-        self._records = threading.local()
+        self._records = _Records()
         self._silenced: list[SilencedHooks] = []
         self._switches: dict[int, AdapterSwitches] = {}
-        self._inside: dict[int, list[tuple[str, nn.Module]]] = {}
+        self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
         self._tuple_lengths: dict[Hashable, int] = {}
 
     def hollow(self) -> None:
@@ -247,7 +265,6 @@ class HollowLayers:
         self._held = list(self._parameters_and_buffers())
         self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
         self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}
-        self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
         for number, layer in self._modules.items():
             _HollowForward(layer, self, number).put_on()
             hold_in_place(layer)
@@ -263,9 +280,8 @@ class HollowLayers:
         check_can_be_emptied(self._modules)
 
     def _check_layers(self) -> None:
-        for decoder_layer in self._layers.values():
-            _check_no_hooks(decoder_layer)
-            _check_no_own_forward(decoder_layer)
+        for layer in self._layers.values():
+            _check_has_no_code_of_its_own(layer)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the layers ordinary again and fill their tensors."""
@@ -294,7 +310,7 @@ class HollowLayers:
         Raises:
             ModelError: With the numbers of the layers.
         """
-        calls = getattr(self._records, "calls", None)
+        calls = self._records.calls
         if calls:
             self.forget_calls()
             raise ModelError(
@@ -304,19 +320,11 @@ class HollowLayers:
                 "alone with the coordinator."
             )
 
-    def call(
-        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor | tuple[Tensor | None, ...]:
-        """What a hollow layer's ``forward`` does."""
-        try:
-            return self._call(number, args, kwargs)
-        except BaseException:
-            self.forget_calls()  # else `check_finished` would blame the next forward
-            raise
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerResult:
+        """Record a call of a hollow layer; the last layer of the run exchanges the hidden states.
 
-    def _call(
-        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor | tuple[Tensor | None, ...]:
+        After an exception the caller must call `forget_calls`.
+        """
         hidden, args, kwargs = take_hidden(number, args, kwargs)
         layer, is_first = self._modules[number], number == min(self._modules)
         if is_first:
@@ -379,9 +387,8 @@ class HollowLayers:
 
     def _leave(self) -> Tensor:
         """Exchange the hidden states for those behind the last layer of the run."""
-        calls, self._records.calls = self._records.calls, None
-        sent, self._records.sent = self._records.sent, None
-        self._records.hidden = None
+        calls, sent = self._records.calls, self._records.sent
+        self.forget_calls()
         kinds = wanted_kinds()
         if HIDDEN_STATES in kinds and any(absent_in(layer) for layer in self._modules.values()):
             raise ModelError(
@@ -444,7 +451,7 @@ class HollowLayers:
                     )
 
     def _check_continues(self, number: int, hidden: Tensor) -> None:
-        calls = getattr(self._records, "calls", None)
+        calls = self._records.calls
         if not calls or calls[-1].layer_index != number - 1:
             raise ModelError(
                 f"Layer {number} was called without {describe_layer(number - 1)} before it. Call "
@@ -477,16 +484,15 @@ class _HollowForward(ForwardOverride):
 
     def __init__(self, layer: nn.Module, run: HollowLayers, number: int) -> None:
         super().__init__(layer)
-        self._run = run
+        self.run = run
         self._number = number
 
-    @property
-    def remote(self) -> RemoteTensors:
-        """Access to the layer's tensors."""
-        return self._run.state_dicts.remote
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        return self._run.call(self._number, args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> LayerResult:
+        try:
+            return self.run.call(self._number, args, kwargs)
+        except BaseException:
+            self.run.forget_calls()  # else `check_finished` would blame the next forward
+            raise
 
 
 def is_hollow(layer: nn.Module) -> bool:
@@ -497,7 +503,7 @@ def is_hollow(layer: nn.Module) -> bool:
 def remote_of(layer: nn.Module) -> RemoteTensors | None:
     """Access to the tensors of a layer that is away or was lost; None for an ordinary layer."""
     forward = _hollow_forward(layer)
-    return None if forward is None else forward.remote
+    return None if forward is None else forward.run.state_dicts.remote
 
 
 def _hollow_forward(layer: nn.Module) -> _HollowForward | None:
@@ -545,8 +551,11 @@ def _form_of(hidden: Tensor) -> Callable[[], Form]:
     return lambda: Form(on_meta)
 
 
-def _check_no_hooks(layer: DecoderLayer) -> None:
-    hooked = [name for name, module in layer.module.named_modules() if has_hooks(module)]
+def _check_has_no_code_of_its_own(layer: DecoderLayer) -> None:
+    """Refuse hooks, and a ``forward`` on an instance, such as a library's kernel: workers lack
+    both."""
+    modules = list(layer.module.named_modules())
+    hooked = [name for name, module in modules if has_hooks(module)]
     hooked += [
         name
         for name, parameter in layer.module.named_parameters()
@@ -558,11 +567,7 @@ def _check_no_hooks(layer: DecoderLayer) -> None:
             + " has a hook, which would not fire on a worker. Remove the hook, or keep the layer "
             "with the coordinator."
         )
-
-
-def _check_no_own_forward(layer: DecoderLayer) -> None:
-    """Refuse instances with their own ``forward``, such as a library's kernels: workers lack it."""
-    for name, module in layer.module.named_modules():
+    for name, module in modules:
         if has_own_forward(module) or is_hollow(module):
             raise ModelError(
                 f"{layer.name}.{name}".rstrip(".")
