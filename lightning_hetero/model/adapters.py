@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import ModelError
 from ..optional import peft
 from .four_bit import unpacked_on_meta
+from .override import stand_in
 
 # Other kinds share tensors between layers, change them while training, or download from the hub.
 _KINDS = frozenset({"BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT"})
@@ -147,14 +148,13 @@ class AdapterSwitches:
     def __init__(self, layer: nn.Module) -> None:
         self._switched = [module for module in layer.modules() if _is_switched(module)]
         self._before = self._read()
-        self._kept_apart = [module for module in self._switched if hasattr(module, "merge")]
-        for module in self._kept_apart:
-            module.merge = _refuse_to_merge  # type: ignore[assignment]
+        mergeable = (module for module in self._switched if hasattr(module, "merge"))
+        self._undo = [stand_in(module, "merge", _refuse_to_merge) for module in mergeable]
 
     def release(self) -> None:
         """Let adapters be merged again."""
-        for module in self._kept_apart:
-            vars(module).pop("merge", None)  # another layer may have released a shared module
+        for put_back in self._undo:
+            put_back()
 
     def have_changed(self) -> bool:
         """Whether adapters were switched, rescaled or merged."""

@@ -469,19 +469,12 @@ class Attributes:
             if _package_of(each) in self._packages:
                 self._note_class(each)
         for module in modules:
-            self._note_attributes(module, 0)
+            self._note_items(vars(module), 0)
 
     def restore(self) -> None:
         """Restore everything but the content of tensors."""
         for undo in reversed(self._undo):
             undo()
-
-    def _note_attributes(self, owner: Any, depth: int) -> None:
-        attributes = vars(owner)
-        content = dict(attributes)
-        self._undo.append(lambda: _refill(attributes, content))
-        for value in content.values():
-            self._note(value, depth)
 
     def _note_class(self, owner: type) -> None:
         """Note the attributes of a class. New ones are not removed later: they may be caches."""
@@ -498,22 +491,23 @@ class Attributes:
             if not value.is_meta and not isinstance(value, nn.Parameter):
                 self.tensors.append(value)
         elif isinstance(value, (*_KEPT_CONTAINERS, tuple)):
-            self._note_container(value, depth)
+            self._note_items(value, depth + 1)
         elif (undo := restoring_generator(value)) is not None:
             self._undo += [undo] if self._with_generators else []
         elif not isinstance(value, type) and self._is_of_the_user(value):
-            self._note_attributes(value, depth + 1)
+            self._note_items(vars(value), depth + 1)
 
     def _is_of_the_user(self, value: Any) -> bool:
         return _package_of(type(value)) in self._packages and hasattr(value, "__dict__")
 
-    def _note_container(self, container: Any, depth: int) -> None:
+    def _note_items(self, container: Any, depth: int) -> None:
+        """Note the items of a container, or the attributes in an object's ``__dict__``."""
         content: Any = dict(container) if isinstance(container, dict) else list(container)
         if not isinstance(container, tuple):
             self._undo.append(lambda: _refill(container, content))
         if len(content) <= _MOST_ENTRIES:
             for item in content.values() if isinstance(content, dict) else content:
-                self._note(item, depth + 1)
+                self._note(item, depth)
 
 
 # Objects of these packages are not entered: they may be a part of the run.
@@ -533,7 +527,7 @@ def _reassign(owner: type, content: Mapping[str, Any]) -> None:
 
 
 def _refill(container: Any, content: Any) -> None:
-    if _holds(container, content):
+    if _are_same(_items(container), _items(content)):
         return
     container.clear()
     if isinstance(container, dict):
@@ -543,14 +537,6 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
     else:
         container.extend(content)
-
-
-def _holds(container: Any, content: Any) -> bool:
-    """Whether a container has the same objects in the same order."""
-    found = [container, content]
-    if isinstance(container, dict):
-        found = [[each for pair in held.items() for each in pair] for held in found]
-    return len(container) == len(content) and all(map(is_, *found))
 
 
 def restoring_generator(value: Any) -> Callable[[], Any] | None:

@@ -113,7 +113,12 @@ def _shards_of(index: Path) -> list[str]:
 
 def read_headers(files: Iterable[Path]) -> list[Entry]:
     """The tensors in the files, those in 4 bits with their states."""
-    found = {entry.key: entry for file in files for entry in _read_header(file)}
+    found: dict[str, Entry] = {}
+    for file in files:
+        with _opened(file) as opened:
+            for key in opened.keys():  # noqa: SIM118
+                header = opened.get_slice(key)
+                found[key] = Entry(key, file, header.get_dtype(), tuple(header.get_shape()))
     companions: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     for key, entry in found.items():
         if match := _COMPANION.fullmatch(key):
@@ -125,15 +130,6 @@ def read_headers(files: Iterable[Path]) -> list[Entry]:
     ]
 
 
-def _read_header(file: Path) -> list[Entry]:
-    with _opened(file) as opened:
-        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        return [
-            Entry(key, file, found.get_dtype(), tuple(found.get_shape()))
-            for key, found in slices.items()
-        ]
-
-
 @contextmanager
 def loading(entries: Iterable[Entry]) -> Iterator[Callable[[Entry], Tensor]]:
     """Open the files of tensors and their states once each, since opening reads a whole header.
@@ -141,12 +137,10 @@ def loading(entries: Iterable[Entry]) -> Iterator[Callable[[Entry], Tensor]]:
     Yields:
         A function that reads an entry.
     """
-    parts = [part for entry in entries for part in (entry, *entry.companions.values())]
+    parts = (part for entry in entries for part in (entry, *entry.companions.values()))
+    names = dict.fromkeys(part.file for part in parts)
     with ExitStack() as stack:
-        files = {
-            file: stack.enter_context(_opened(file))
-            for file in dict.fromkeys(part.file for part in parts)
-        }
+        files = {name: stack.enter_context(_opened(name)) for name in names}
         yield lambda entry: _load(files[entry.file], entry.key)
 
 
