@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -246,7 +247,7 @@ class HollowLayers:
         self.state_dicts = HollowStateDicts(self._modules, remote)
         self._held: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
         self._records = _Records()
-        self._silenced: list[SilencedHooks] = []
+        self._undo = ExitStack()
         self._switches: dict[int, AdapterSwitches] = {}
         self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
         self._tuple_lengths: dict[Hashable, int] = {}
@@ -263,12 +264,15 @@ class HollowLayers:
         empty_tensors(self._modules)
         mark_as_away(tensor for _, tensor in named_tensors(self._modules))
         self._held = list(self._parameters_and_buffers())
-        self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
-        self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}
         for number, layer in self._modules.items():
-            _HollowForward(layer, self, number).put_on()
+            self._undo.callback(SilencedHooks(layer).restore)
+            self._switches[number] = AdapterSwitches(layer)
+            self._undo.callback(self._switches[number].release)
+            self._undo.callback(_HollowForward(layer, self, number).put_on().take_off)
             hold_in_place(layer)
+            self._undo.callback(let_move, layer)
         self.state_dicts.attach()
+        self._undo.callback(self.state_dicts.detach)
 
     def check(self) -> None:
         """Refuse layers that cannot be hollow. Nothing has changed then.
@@ -289,16 +293,7 @@ class HollowLayers:
             if name in tensors:
                 set_tensor(self._modules, name, tensors[name], state_in(tensors, name))
         unmark(tensor for _, tensor in named_tensors(self._modules))
-        self.state_dicts.detach()
-        for silenced in self._silenced:
-            silenced.restore()
-        for switches in self._switches.values():
-            switches.release()
-        for layer in self._modules.values():
-            for override in overrides_of(layer):
-                if isinstance(override, _HollowForward):
-                    override.take_off()
-            let_move(layer)
+        self._undo.close()
 
     def forget_calls(self) -> None:
         """Drop the calls that an aborted forward recorded in this thread."""
@@ -331,15 +326,14 @@ class HollowLayers:
             self.check_finished()
             refuse_away(f"Layer {number}", hidden)
             self._check_tensors()
+            self._records.calls, self._records.sent = [], hidden
+            self._records.assumptions = Assumptions()
         else:
             self._check_continues(number, hidden)
         refuse_away(f"Layer {number}", (args, kwargs))
         if number == self._first_with_cache:
             self.caches.begin(number, layer, args, kwargs)
         self._check_adapters(number)
-        if is_first:
-            self._records.calls, self._records.sent = [], hidden
-            self._records.assumptions = Assumptions()
         sent: Tensor = self._records.sent
         args, kwargs, cache = self.caches.leave_out(layer, sent, args, kwargs)
         length = self._tuple_length(number, hidden, args, kwargs)
