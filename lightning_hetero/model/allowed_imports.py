@@ -99,8 +99,8 @@ class Allowed:
     def _import(self, path: ImportPath, what: str) -> ModuleType:
         if path.module == MAIN:
             return self._import_script(path, what)
+        package = path.module.partition(".")[0]
         if not any(_is_within(path.module, name) for name in (_LAYERS_OF_TORCH, *self.packages)):
-            package = path.module.partition(".")[0]
             raise ModelError(
                 f"The {what} {path} is outside of what this worker may import (allowed: "
                 f"{', '.join(['torch.nn', *self.packages])}); if its code is to be trusted, start "
@@ -109,7 +109,6 @@ class Allowed:
         try:
             return importlib.import_module(path.module)
         except (Exception, SystemExit) as error:
-            package = path.module.partition(".")[0]
             raise ModelError(
                 f"The {what} {path} cannot be imported on this worker "
                 f"({type(error).__name__}: {error}); install {package!r} here, in the "

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
+from functools import partial
 from itertools import repeat
 from operator import is_, itemgetter
 from types import ModuleType
@@ -479,7 +480,7 @@ class Attributes:
     def _note_class(self, owner: type) -> None:
         """Note the attributes of a class. New ones are not removed later: they may be caches."""
         content = {name: item for name, item in vars(owner).items() if not name.startswith("__")}
-        self._undo.append(lambda: _reassign(owner, content))
+        self._undo.append(partial(_reassign, owner, content))
         for value in content.values():
             self._note(value, 0)
 
@@ -504,7 +505,7 @@ class Attributes:
         """Note the items of a container, or the attributes in an object's ``__dict__``."""
         content: Any = dict(container) if isinstance(container, dict) else list(container)
         if not isinstance(container, tuple):
-            self._undo.append(lambda: _refill(container, content))
+            self._undo.append(partial(_refill, container, content))
         if len(content) <= _MOST_ENTRIES:
             for item in content.values() if isinstance(content, dict) else content:
                 self._note(item, depth)
@@ -543,13 +544,10 @@ def restoring_generator(value: Any) -> Callable[[], Any] | None:
     """A function that restores a random generator's present state; None for other values."""
     generator: Any = value
     if isinstance(value, (torch.Generator, np.random.RandomState)):
-        state = generator.get_state()
-        return lambda: generator.set_state(state)
+        return partial(generator.set_state, generator.get_state())
     if isinstance(value, random.Random):
-        python_state = generator.getstate()
-        return lambda: generator.setstate(python_state)
+        return partial(generator.setstate, generator.getstate())
     if isinstance(value, np.random.Generator):
         bits = generator.bit_generator
-        bits_state = bits.state
-        return lambda: setattr(bits, "state", bits_state)
+        return partial(setattr, bits, "state", bits.state)
     return None

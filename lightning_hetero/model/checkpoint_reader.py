@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,15 +119,12 @@ def read_headers(files: Iterable[Path]) -> list[Entry]:
             for key in opened.keys():  # noqa: SIM118
                 header = opened.get_slice(key)
                 found[key] = Entry(key, file, header.get_dtype(), tuple(header.get_shape()))
-    companions: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
-    for key, entry in found.items():
+    for key in list(found):
         if match := _COMPANION.fullmatch(key):
-            companions[match[1]][match[2]] = entry
-    return [
-        replace(entry, companions=companions.get(key, {}))
-        for key, entry in found.items()
-        if not _COMPANION.fullmatch(key)
-    ]
+            entry, owner = found.pop(key), found.get(match[1])
+            if owner is not None:
+                owner.companions[match[2]] = entry
+    return list(found.values())
 
 
 @contextmanager

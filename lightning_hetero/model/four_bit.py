@@ -176,13 +176,12 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
 
 def quantize(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, State]:
     """Pack a tensor with the settings of the 4-bit parameter that it will fill, on its device."""
-    functional = bitsandbytes().functional
-    settings = _holder(owner) if _is_linear(owner) else _holder(owner).four_bit
-    packed, state = functional.quantize_4bit(
+    described = describe_parameter(owner, leaf)
+    packed, state = bitsandbytes().functional.quantize_4bit(
         content.contiguous(),
         blocksize=64,
-        compress_statistics=settings.compress_statistics,
-        quant_type=settings.quant_type,
+        compress_statistics=described.compress_statistics,
+        quant_type=described.quant_type,
         quant_storage=getattr(owner, leaf).dtype,
     )
     return packed, state.as_dict(packed=True)

@@ -76,13 +76,11 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
             )
         found.append([half_of(module, absent) for absent in cut])
         _check_nothing_is_shared(layer, found[-1])
+    made = []
     for layer, halves in zip(layers, found, strict=True):
         _InHalves(layer.module, halves).put_on()
-    return [
-        DecoderLayer(layer.name, half)
-        for layer, halves in zip(layers, found, strict=True)
-        for half in halves
-    ]
+        made += [DecoderLayer(layer.name, half) for half in halves]
+    return made
 
 
 def join_layers(root: nn.Module) -> None:

@@ -27,7 +27,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
@@ -88,7 +87,7 @@ class HollowStateDicts:
     def __init__(self, layers: Mapping[int, nn.Module], remote: RemoteTensors) -> None:
         self._layers = layers
         self.remote = remote
-        self._hooks: list[RemovableHandle] = []
+        self._undo = ExitStack()
         self.left_out: set[Tensor] = set()
 
     def attach(self) -> None:
@@ -99,16 +98,12 @@ class HollowStateDicts:
                 start = f"{number}.{path}." if path else f"{number}."
                 fill = partial(self._fill, start, module in outermost)
                 pass_on = partial(self._pass_on, start)
-                self._hooks += [
-                    module.register_state_dict_post_hook(fill),
-                    module.register_load_state_dict_pre_hook(pass_on),
-                ]
+                self._undo.callback(module.register_state_dict_post_hook(fill).remove)
+                self._undo.callback(module.register_load_state_dict_pre_hook(pass_on).remove)
 
     def detach(self) -> None:
         """Remove the hooks; the layers must have their content again."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._undo.close()
 
     def _fill(
         self,
