@@ -25,7 +25,7 @@ from torch.nn import functional
 from ..errors import ModelError
 
 MAIN = "__main__"
-# The name of the user's script in a worker: under `__main__` its guarded part would run.
+# The name of the user's script in a worker. Under the name `__main__` its guarded part would run.
 SCRIPT = "__user_main__"
 
 _LAYERS_OF_TORCH = "torch.nn.modules"
@@ -250,7 +250,7 @@ def _run_script(script: tuple[str, ...]) -> None:
     """Import the user's script without its guarded part, as multiprocessing does."""
     spec = importlib.util.spec_from_file_location(SCRIPT, script[0])
     if spec is None or spec.loader is None:
-        raise ModelError(f"The script {script[0]!r} is no Python file that a worker can import.")
+        raise ModelError(f"The script {script[0]!r} is not a Python file that a worker can import.")
     module = importlib.util.module_from_spec(spec)
     sys.argv = list(script)
     sys.modules[SCRIPT] = module

@@ -4,8 +4,8 @@
     write_change, set_attributes   those attributes as text, and how a worker sets them
     unchanged, Attributes          the attributes of modules before their code ran, to be restored
 
-The coordinator watches what its user changes, a worker what a layer's own forward changes. State in
-globals and in attributes of classes is not watched.
+The coordinator watches what the user changes; a worker watches what a layer's own forward changes.
+State in globals and in attributes of classes is not watched.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class _Watched:
         )
 
     def changes_since(self, before: _Watched) -> Change:
-        """The attributes whose content differs from that of an earlier time."""
+        """The attributes whose content was different at an earlier time."""
         names = tuple(
             name
             for name in {**before.content, **self.content}
@@ -199,7 +199,7 @@ class _Watched:
 
 
 class _Inside:
-    """What one attribute holds, as it was when it was looked into.
+    """A snapshot of the value of one attribute.
 
     While every container in it has the very same items, nothing has changed: that is found much
     sooner than two contents are compared.
@@ -265,7 +265,7 @@ class AttributeState:
         self.note()
 
     def note(self) -> None:
-        """Take the present values as those to compare with."""
+        """Note the present values; `take_changes` compares later ones with them."""
         memory: dict[int, _Inside] = {}
         self._watched = [_Watched(*each, memory) for each in self._modules]
         # An object that many modules share, such as a config, is compared once.
@@ -295,8 +295,8 @@ def differences(
 ) -> list[Change]:
     """The attributes of layers whose values differ from those of rebuilt layers.
 
-    Attributes that only one of the two has are skipped. Values that are neither plain nor functions
-    are compared by their class alone.
+    An attribute that only one of the two layers has is skipped. Of values that are neither plain
+    data nor functions only the classes are compared.
     """
     changes = []
     for number, layer in layers.items():
@@ -398,7 +398,7 @@ def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed:
 def _reason_to_refuse(module: nn.Module, name: str) -> str:
     """Why an attribute must not be set on request of a peer; empty if it may."""
     if not name or "." in name or (name.startswith("__") and name.endswith("__")):
-        return "it is no ordinary name"
+        return "it is not an ordinary name"
     if name in NAMES_OF_TORCH:
         return f"nn.Module.{name} is torch's own"
     if any(name in kept for kept in (module._parameters, module._buffers, module._modules)):
@@ -418,7 +418,7 @@ _MOST_DEPTH = 8
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the modules' attributes when the block has run their code."""
+    """Restore the attributes of modules at the end of the block, which runs their code."""
     before = Attributes(list(modules))
     try:
         with contents_kept(before.tensors):

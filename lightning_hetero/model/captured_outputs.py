@@ -195,7 +195,7 @@ class SilencedHooks:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks besides those of libraries that a layer on a worker can lack."""
+    """Whether a module has hooks besides those that transformers and bitsandbytes install."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return not all(is_collecting(hook) or is_cache_hook(hook) for hook in hooks)

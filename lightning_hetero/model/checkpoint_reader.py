@@ -96,7 +96,7 @@ def _hub_files(name: str, hub_options: Mapping[str, Any]) -> list[Path]:
     except OSError as error:
         reason = str(error).splitlines()[0].rstrip(".:")
         raise CheckpointError(
-            f"{name!r} is no folder here, and the hub gives no safetensors files under this name: "
+            f"{name!r} is not a folder here, and the hub has no safetensors files of this name: "
             f"{reason}. Check the name, the revision and the token; or run `hf download {name}` on "
             "a machine with a network, copy the files here and name their folder."
         ) from error
@@ -107,7 +107,7 @@ def _shards_of(index: Path) -> list[str]:
         return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{index} is no index of a checkpoint: {error!r}. Download it again."
+            f"{index} is not the index of a checkpoint: {error!r}. Download it again."
         ) from error
 
 
@@ -226,7 +226,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{source} lacks {len(missing)} of the {len(conversion.wanted)} tensors of "
                 f"{type(model).__name__}: {some(missing)}. Check that the config belongs to these "
-                "weights, and that the model class is the one that they were saved from."
+                "weights, and that they were saved from a model of this class."
             )
         return checkpoint
 
@@ -323,7 +323,7 @@ class _Conversion:
         return name, pattern
 
     def convert(self, origin: _Origin, load: Callable[[Entry], Tensor]) -> dict[str, Tensor]:
-        """Convert the tensors of an origin to those of the model, by name."""
+        """Convert the tensors of an origin to tensors of the model, by name."""
         if origin.rule is None:
             return {origin.name: load(origin.entries[0])}
         # A rule loads its sources when it runs, and releases each as soon as it is merged.

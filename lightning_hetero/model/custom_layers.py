@@ -356,7 +356,7 @@ def _check_counts(plain: dict[str, Any]) -> None:
             raise ModelError(f"The config's {key} is {value}; at most {MOST_COUNTED} are built.")
 
 
-# Shared modules count each time: a few of them could else unfold into a huge tree.
+# A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
 MOST_MODULES = 2**16
 # The most that a message may carry.
 MOST_CHARACTERS = 2**20
@@ -531,7 +531,7 @@ def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
     """Build the layers of a recipe on the ``meta`` device, keyed by their numbers.
 
     Raises:
-        ModelError: If the recipe is no tree, or names code that is missing or not allowed.
+        ModelError: If the recipe is not a tree, or names code that is missing or not allowed.
     """
     _check_is_tree(recipe)
     parameters = [_parameter(node) for node in recipe.parameters]

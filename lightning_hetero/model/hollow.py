@@ -228,10 +228,7 @@ class HollowLayers:
     """
 
     def __init__(
-        self,
-        layers: Mapping[int, DecoderLayer],
-        exchange: Exchange,
-        remote: RemoteTensors,
+        self, layers: Mapping[int, DecoderLayer], exchange: Exchange, remote: RemoteTensors
     ) -> None:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
@@ -430,7 +427,7 @@ class HollowLayers:
 
     def _check_tensors(self) -> None:
         """Refuse a new tensor in the place of one that is away: the worker would not get it."""
-        with torch._C.DisableTorchFunctionSubclass():  # else `is_meta` is slow
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise `is_meta` is slow
             for name, held, leaf, tensor in self._held:
                 if held.get(leaf) is not tensor or not tensor.is_meta:
                     raise ModelError(
@@ -480,7 +477,8 @@ class _HollowForward(ForwardOverride):
         try:
             return self.run.call(self._number, args, kwargs)
         except BaseException:
-            self.run.forget_calls()  # else `check_finished` would blame the next forward
+            # Otherwise `check_finished` would blame the next forward.
+            self.run.forget_calls()
             raise
 
 
