@@ -89,12 +89,11 @@ class Allowed:
             ModelError: If it is not allowed, cannot be imported, or was defined under another name.
         """
         functions = _TORCH_FUNCTIONS.get(path.module)
-        if functions is not None:
-            found = functions.get(path.qualname)
-            if found is None:
-                raise ModelError(f"{path} is not a function of torch that workers call.")
-            return found
-        return _look_up(self._import(path, what), path, what)
+        if functions is None:
+            return _look_up(self._import(path, what), path, what)
+        if path.qualname not in functions:
+            raise ModelError(f"{path} is not a function of torch that workers call.")
+        return functions[path.qualname]
 
     def _import(self, path: ImportPath, what: str) -> ModuleType:
         if path.module == MAIN:

@@ -74,14 +74,12 @@ def find_files(source: str | Path, hub_options: Mapping[str, Any]) -> list[Path]
     if index.is_file():
         return [folder / shard for shard in _shards_of(index)]
     pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    lack = f"{folder} has neither {single.name} nor {index.name}"
+    if not pickled:
+        raise CheckpointError(f"{lack}; name the folder that `save_pretrained` wrote.")
     raise CheckpointError(
-        f"{folder} has neither {single.name} nor {index.name}"
-        + (
-            f", only {some(pickled)}, which is never unpickled here; load it once with "
-            "transformers and save it with `save_pretrained(..., safe_serialization=True)`."
-            if pickled
-            else "; name the folder that `save_pretrained` wrote."
-        )
+        f"{lack}, only {some(pickled)}, which is never unpickled here; load it once with "
+        "transformers and save it with `save_pretrained(..., safe_serialization=True)`."
     )
 
 

@@ -515,16 +515,13 @@ def _check_is_ordinary(module: nn.Module, name: str) -> None:
 
 
 def _buffers(module: nn.Module) -> dict[str, BufferNode | None]:
-    return {
-        name: None
-        if buffer is None
-        else BufferNode(
-            list(buffer.shape),
-            dtype_name(buffer.dtype),
-            is_persistent=name not in module._non_persistent_buffers_set,
-        )
-        for name, buffer in module._buffers.items()
-    }
+    nodes: dict[str, BufferNode | None] = dict.fromkeys(module._buffers)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            is_persistent = name not in module._non_persistent_buffers_set
+            form = list(buffer.shape), dtype_name(buffer.dtype)
+            nodes[name] = BufferNode(*form, is_persistent=is_persistent)
+    return nodes
 
 
 def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
