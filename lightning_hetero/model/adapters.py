@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import ModelError
 from ..optional import peft
 from .four_bit import unpacked_on_meta
+from .override import stand_in
 
 # Other kinds share tensors between layers, change them while training, or download from the hub.
 _KINDS = frozenset({"BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT"})
@@ -119,7 +120,10 @@ def inject_adapters(model: nn.Module, adapters: Adapters) -> None:
         known = {key: value for key, value in plain.items() if key not in _NOT_SENT}
         try:
             config = library.PeftConfig.from_peft_type(**known)
-            _check_understood(config, known)
+            # peft would silently drop the options of another version.
+            unknown = [key for key, value in known.items() if value and not hasattr(config, key)]
+            if unknown:
+                raise ValueError(f"it does not know the option {unknown[0]!r} of the config")
             with unpacked_on_meta(model):
                 library.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
         except (KeyError, TypeError, ValueError) as error:
@@ -144,18 +148,17 @@ class AdapterSwitches:
     def __init__(self, layer: nn.Module) -> None:
         self._switched = [module for module in layer.modules() if _is_switched(module)]
         self._before = self._read()
-        self._kept_apart = [module for module in self._switched if hasattr(module, "merge")]
-        for module in self._kept_apart:
-            module.merge = _refuse_to_merge  # type: ignore[assignment]
+        mergeable = (module for module in self._switched if hasattr(module, "merge"))
+        self._undo = [stand_in(module, "merge", _refuse_to_merge) for module in mergeable]
 
     def release(self) -> None:
         """Let adapters be merged again."""
-        for module in self._kept_apart:
-            vars(module).pop("merge", None)  # another layer may have released a shared module
+        for put_back in self._undo:
+            put_back()
 
     def have_changed(self) -> bool:
         """Whether adapters were switched, rescaled or merged."""
-        return bool(self._switched) and self._read() != self._before
+        return self._read() != self._before
 
     def _read(self) -> list[Any]:
         return [
@@ -200,7 +203,11 @@ def _matched(patterns: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 
 def _check_config(config: Mapping[str, Any]) -> None:
     """Refuse adapters that workers do not build, and regular expressions."""
-    _check_kind(config)
+    if config.get("peft_type") not in _KINDS:
+        raise ModelError(
+            f"Adapters of the kind {config.get('peft_type')!r} cannot live on workers; use one of "
+            f"{', '.join(sorted(_KINDS))}, or keep their layers with the coordinator."
+        )
     if config.get("layer_replication"):
         raise ModelError(
             f"An adapter replicates layers {config['layer_replication']}, which cannot live on "
@@ -218,21 +225,6 @@ def _check_config(config: Mapping[str, Any]) -> None:
             )
 
 
-def _check_kind(config: Mapping[str, Any]) -> None:
-    if config.get("peft_type") not in _KINDS:
-        raise ModelError(
-            f"Adapters of the kind {config.get('peft_type')!r} cannot live on workers; use one of "
-            f"{', '.join(sorted(_KINDS))}, or keep their layers with the coordinator."
-        )
-
-
-def _check_understood(config: Any, content: Mapping[str, Any]) -> None:
-    """Refuse options of another version of peft, which this version would silently drop."""
-    unknown = [name for name, value in content.items() if value and not hasattr(config, name)]
-    if unknown:
-        raise ValueError(f"its config has the option {unknown[0]!r}, which is not known here")
-
-
 def _use(module: Any) -> tuple[bool, list[str]]:
     return module.disable_adapters, list(module.active_adapters)
 
@@ -246,20 +238,16 @@ def _scaling(module: nn.Module) -> dict[str, float]:
 
 def _is_switched(module: nn.Module) -> bool:
     """Whether PEFT can switch a module's adapters."""
-    if sys.modules.get("peft") is None:
+    library: Any = sys.modules.get("peft")
+    if library is None:
         return False
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return _is_tuned(module) or isinstance(module, AuxiliaryTrainingWrapper)
+    return _is_tuned(module) or isinstance(module, library.utils.other.AuxiliaryTrainingWrapper)
 
 
 def _is_tuned(module: nn.Module) -> bool:
     """Whether a module is a layer of PEFT around a layer of the model."""
-    if sys.modules.get("peft") is None:
-        return False
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return isinstance(module, BaseTunerLayer)
+    library: Any = sys.modules.get("peft")
+    return library is not None and isinstance(module, library.tuners.tuners_utils.BaseTunerLayer)
 
 
 def without_wrappers(path: str) -> str:

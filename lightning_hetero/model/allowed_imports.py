@@ -25,7 +25,7 @@ from torch.nn import functional
 from ..errors import ModelError
 
 MAIN = "__main__"
-# The name of the user's script in a worker: under `__main__` its guarded part would run.
+# The name of the user's script in a worker. Under the name `__main__` its guarded part would run.
 SCRIPT = "__user_main__"
 
 _LAYERS_OF_TORCH = "torch.nn.modules"
@@ -89,18 +89,17 @@ class Allowed:
             ModelError: If it is not allowed, cannot be imported, or was defined under another name.
         """
         functions = _TORCH_FUNCTIONS.get(path.module)
-        if functions is not None:
-            found = functions.get(path.qualname)
-            if found is None:
-                raise ModelError(f"{path} is not a function of torch that workers call.")
-            return found
-        return _look_up(self._import(path, what), path, what)
+        if functions is None:
+            return _look_up(self._import(path, what), path, what)
+        if path.qualname not in functions:
+            raise ModelError(f"{path} is not a function of torch that workers call.")
+        return functions[path.qualname]
 
     def _import(self, path: ImportPath, what: str) -> ModuleType:
         if path.module == MAIN:
             return self._import_script(path, what)
+        package = path.module.partition(".")[0]
         if not any(_is_within(path.module, name) for name in (_LAYERS_OF_TORCH, *self.packages)):
-            package = path.module.partition(".")[0]
             raise ModelError(
                 f"The {what} {path} is outside of what this worker may import (allowed: "
                 f"{', '.join(['torch.nn', *self.packages])}); if its code is to be trusted, start "
@@ -109,7 +108,6 @@ class Allowed:
         try:
             return importlib.import_module(path.module)
         except (Exception, SystemExit) as error:
-            package = path.module.partition(".")[0]
             raise ModelError(
                 f"The {what} {path} cannot be imported on this worker "
                 f"({type(error).__name__}: {error}); install {package!r} here, in the "
@@ -251,7 +249,7 @@ def _run_script(script: tuple[str, ...]) -> None:
     """Import the user's script without its guarded part, as multiprocessing does."""
     spec = importlib.util.spec_from_file_location(SCRIPT, script[0])
     if spec is None or spec.loader is None:
-        raise ModelError(f"The script {script[0]!r} is no Python file that a worker can import.")
+        raise ModelError(f"The script {script[0]!r} is not a Python file that a worker can import.")
     module = importlib.util.module_from_spec(spec)
     sys.argv = list(script)
     sys.modules[SCRIPT] = module

@@ -4,8 +4,8 @@
     write_change, set_attributes   those attributes as text, and how a worker sets them
     unchanged, Attributes          the attributes of modules before their code ran, to be restored
 
-The coordinator watches what its user changes, a worker what a layer's own forward changes. State in
-globals and in attributes of classes is not watched.
+The coordinator watches what the user changes; a worker watches what a layer's own forward changes.
+State in globals and in attributes of classes is not watched.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
+from functools import partial
 from itertools import repeat
 from operator import is_, itemgetter
 from types import ModuleType
@@ -84,14 +85,14 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
         around: The ids of the containers that hold it.
         looked_into: Takes every tensor, container and object whose content counts.
     """
+    looked_into = [] if looked_into is None else looked_into
     kind = type(value)
     if kind is float:
         return kind, value.hex()  # so that NaN equals itself, and -0.0 differs from 0.0
     if kind in _ATOMS:
         return kind, value
     if isinstance(value, Tensor):
-        if looked_into is not None:
-            looked_into.append(value)
+        looked_into.append(value)
         return _Same(value), _version(value)
     if isinstance(value, _FIXED) or inspect.isroutine(value):
         return _Same(value)
@@ -101,14 +102,10 @@ def frozen(value: Any, around: tuple[int, ...] = (), looked_into: list[Any] | No
     if not is_known or _is_ours(kind) or id(value) in around or len(around) > MOST_DEPTH:
         return _Same(value)
     around = (*around, id(value))
-    if looked_into is not None:
-        looked_into.append(value)
+    looked_into.append(value)
     if isinstance(value, dict):
-        return (
-            kind,
-            _frozen_items([*value.keys()], around, looked_into),
-            _frozen_items([*value.values()], around, looked_into),
-        )
+        keys = _frozen_items([*value.keys()], around, looked_into)
+        return kind, keys, _frozen_items([*value.values()], around, looked_into)
     if isinstance(value, (list, tuple, deque)):
         return kind, _frozen_items(value, around, looked_into)
     if isinstance(value, (set, frozenset)):
@@ -123,7 +120,7 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
-def _frozen_items(items: Any, around: tuple[int, ...], looked_into: list[Any] | None) -> Any:
+def _frozen_items(items: Any, around: tuple[int, ...], looked_into: list[Any]) -> Any:
     kinds = tuple(map(type, items))
     if _ATOMS.issuperset(kinds):
         return kinds, tuple(items)
@@ -159,7 +156,6 @@ class Change:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class _Watched:
     """A module and its attributes at one time.
 
@@ -167,48 +163,70 @@ class _Watched:
         layer_index: The number of the layer.
         path: The module's path in the layer.
         module: The module.
-        size: The number of entries in the module's ``__dict__``.
-        names: The names of its watched attributes.
-        values: Their values, for a quick comparison of identities.
+        memory: What attributes hold, by the ids of their values; takes those of this module.
+
+    Attributes:
         content: Snapshots of the values by name, for the exact comparison.
     """
 
-    layer_index: int
-    path: str
-    module: nn.Module
-    size: int
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-    content: dict[str, Any]
+    def __init__(
+        self, layer_index: int, path: str, module: nn.Module, memory: dict[int, _Inside]
+    ) -> None:
+        own = own_attributes(module)
+        for value in own.values():
+            if id(value) not in memory:
+                memory[id(value)] = _Inside(value)
+        self.content = {name: memory[id(value)].content for name, value in own.items()}
+        self._layer_index, self._path, self._module = layer_index, path, module
+        self._num_entries = len(vars(module))
+        self._values = tuple(own.values())
 
-    @property
     def is_same(self) -> bool:
         """Whether all attributes are the same objects; their content may have changed."""
-        found = vars(self.module)
-        return len(found) == self.size and all(
-            map(is_, map(found.get, self.names, repeat(_MISSING)), self.values)
+        found = vars(self._module)
+        return len(found) == self._num_entries and all(
+            map(is_, map(found.get, self.content, repeat(_MISSING)), self._values)
         )
+
+    def changes_since(self, before: _Watched) -> Change:
+        """The attributes whose content was different at an earlier time."""
+        names = tuple(
+            name
+            for name in {**before.content, **self.content}
+            if before.content.get(name, _MISSING) != self.content.get(name, _MISSING)
+        )
+        return Change(self._layer_index, self._path, self._module, names)
 
 
 class _Inside:
-    """What one attribute holds, as it was when it was looked into.
+    """A snapshot of the value of one attribute.
 
     While every container in it has the very same items, nothing has changed: that is found much
     sooner than two contents are compared.
+
+    Attributes:
+        content: A snapshot of the value.
+        held: Each container, object and tensor in the value with its items; empty for a value
+            that cannot change inside.
     """
 
-    def __init__(self, value: Any, content: Any, looked_into: Iterable[Any]) -> None:
-        self._value, self._content = value, content
-        self._held = [(thing, _items(thing)) for thing in looked_into]
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self.held: list[tuple[Any, tuple[Any, ...]]] = []
+        self.content = self._look()
+
+    def _look(self) -> Any:
+        """Take a snapshot of the value, and note what it holds."""
+        looked_into: list[Any] = []
+        content = frozen(self._value, (), looked_into)
+        self.held = [(thing, _items(thing)) for thing in looked_into]
+        return content
 
     def is_same(self) -> bool:
         """Whether the content is what it was."""
-        if all([_are_same(_items(thing), items) for thing, items in self._held]):  # noqa: C419
+        if all([_are_same(_items(thing), items) for thing, items in self.held]):  # noqa: C419
             return True
-        looked_into: list[Any] = []
-        is_same: bool = frozen(self._value, looked_into=looked_into) == self._content
-        self._held = [(thing, _items(thing)) for thing in looked_into]
-        return is_same
+        return bool(self._look() == self.content)
 
 
 def _items(thing: Any) -> tuple[Any, ...]:
@@ -247,56 +265,27 @@ class AttributeState:
         self.note()
 
     def note(self) -> None:
-        """Take the present values as those to compare with."""
-        memory: dict[int, tuple[Any, Any, list[Any]]] = {}
-        self._watched = [_watched(*each, memory) for each in self._modules]
+        """Note the present values; `take_changes` compares later ones with them."""
+        memory: dict[int, _Inside] = {}
+        self._watched = [_Watched(*each, memory) for each in self._modules]
         # An object that many modules share, such as a config, is compared once.
-        self._inside = [_Inside(*each) for each in memory.values() if _may_change_inside(each[0])]
+        self._inside = [each for each in memory.values() if each.held]
 
     def take_changes(self) -> list[Change]:
         """The changes since the last call or `note`."""
-        if all([each.is_same for each in self._watched]) and all(  # noqa: C419 - a list is faster
-            [each.is_same() for each in self._inside]  # noqa: C419
-        ):
+        watched: list[_Watched | _Inside] = [*self._watched, *self._inside]
+        if all([each.is_same() for each in watched]):  # noqa: C419 - a list is faster
             return []
         old = self._watched
         self.note()
-        pairs = zip(old, self._watched, strict=True)
-        changes = (_difference(before, now) for before, now in pairs)
+        pairs = zip(self._watched, old, strict=True)
+        changes = (now.changes_since(before) for now, before in pairs)
         return [change for change in changes if change.names]
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module without torch's bookkeeping."""
     return {name: value for name, value in vars(module).items() if name not in _NOT_WATCHED}
-
-
-def _watched(
-    number: int, path: str, module: nn.Module, memory: dict[int, tuple[Any, Any, list[Any]]]
-) -> _Watched:
-    own = own_attributes(module)
-    content = {}
-    for name, value in own.items():
-        if id(value) not in memory:
-            looked_into: list[Any] = []
-            memory[id(value)] = value, frozen(value, looked_into=looked_into), looked_into
-        content[name] = memory[id(value)][1]
-    size = len(vars(module))
-    return _Watched(number, path, module, size, tuple(own), tuple(own.values()), content)
-
-
-def _may_change_inside(value: Any) -> bool:
-    is_fixed = type(value) in _ATOMS or isinstance(value, _FIXED) or inspect.isroutine(value)
-    return not is_fixed
-
-
-def _difference(before: _Watched, now: _Watched) -> Change:
-    names = tuple(
-        name
-        for name in {**before.content, **now.content}
-        if before.content.get(name, _MISSING) != now.content.get(name, _MISSING)
-    )
-    return Change(now.layer_index, now.path, now.module, names)
 
 
 def differences(
@@ -306,8 +295,8 @@ def differences(
 ) -> list[Change]:
     """The attributes of layers whose values differ from those of rebuilt layers.
 
-    Attributes that only one of the two has are skipped. Values that are neither plain nor functions
-    are compared by their class alone.
+    An attribute that only one of the two layers has is skipped. Of values that are neither plain
+    data nor functions only the classes are compared.
     """
     changes = []
     for number, layer in layers.items():
@@ -409,7 +398,7 @@ def set_attributes(module: nn.Module, text: str, gone: Collection[str], allowed:
 def _reason_to_refuse(module: nn.Module, name: str) -> str:
     """Why an attribute must not be set on request of a peer; empty if it may."""
     if not name or "." in name or (name.startswith("__") and name.endswith("__")):
-        return "it is no ordinary name"
+        return "it is not an ordinary name"
     if name in NAMES_OF_TORCH:
         return f"nn.Module.{name} is torch's own"
     if any(name in kept for kept in (module._parameters, module._buffers, module._modules)):
@@ -429,7 +418,7 @@ _MOST_DEPTH = 8
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the modules' attributes when the block has run their code."""
+    """Restore the attributes of modules at the end of the block, which runs their code."""
     before = Attributes(list(modules))
     try:
         with contents_kept(before.tensors):
@@ -481,56 +470,45 @@ class Attributes:
             if _package_of(each) in self._packages:
                 self._note_class(each)
         for module in modules:
-            self._note_attributes(module, 0)
+            self._note_items(vars(module), 0)
 
     def restore(self) -> None:
         """Restore everything but the content of tensors."""
         for undo in reversed(self._undo):
             undo()
 
-    def _note_attributes(self, owner: Any, depth: int) -> None:
-        self._seen[id(owner)] = owner
-        attributes = vars(owner)
-        content = dict(attributes)
-        self._undo.append(lambda: _refill(attributes, content))
-        for value in content.values():
-            self._note(value, depth)
-
     def _note_class(self, owner: type) -> None:
         """Note the attributes of a class. New ones are not removed later: they may be caches."""
         content = {name: item for name, item in vars(owner).items() if not name.startswith("__")}
-        self._undo.append(lambda: _reassign(owner, content))
+        self._undo.append(partial(_reassign, owner, content))
         for value in content.values():
             self._note(value, 0)
 
     def _note(self, value: Any, depth: int) -> None:
         if id(value) in self._seen or depth > _MOST_DEPTH or isinstance(value, nn.Module):
             return
+        self._seen[id(value)] = value
         if isinstance(value, Tensor):
-            self._note_tensor(value)
+            if not value.is_meta and not isinstance(value, nn.Parameter):
+                self.tensors.append(value)
         elif isinstance(value, (*_KEPT_CONTAINERS, tuple)):
-            self._note_container(value, depth)
+            self._note_items(value, depth + 1)
         elif (undo := restoring_generator(value)) is not None:
             self._undo += [undo] if self._with_generators else []
         elif not isinstance(value, type) and self._is_of_the_user(value):
-            self._note_attributes(value, depth + 1)
+            self._note_items(vars(value), depth + 1)
 
     def _is_of_the_user(self, value: Any) -> bool:
         return _package_of(type(value)) in self._packages and hasattr(value, "__dict__")
 
-    def _note_tensor(self, tensor: Tensor) -> None:
-        self._seen[id(tensor)] = tensor
-        if not tensor.is_meta and not isinstance(tensor, nn.Parameter):
-            self.tensors.append(tensor)
-
-    def _note_container(self, container: Any, depth: int) -> None:
-        self._seen[id(container)] = container
+    def _note_items(self, container: Any, depth: int) -> None:
+        """Note the items of a container, or the attributes in an object's ``__dict__``."""
         content: Any = dict(container) if isinstance(container, dict) else list(container)
         if not isinstance(container, tuple):
-            self._undo.append(lambda: _refill(container, content))
+            self._undo.append(partial(_refill, container, content))
         if len(content) <= _MOST_ENTRIES:
             for item in content.values() if isinstance(content, dict) else content:
-                self._note(item, depth + 1)
+                self._note(item, depth)
 
 
 # Objects of these packages are not entered: they may be a part of the run.
@@ -550,7 +528,7 @@ def _reassign(owner: type, content: Mapping[str, Any]) -> None:
 
 
 def _refill(container: Any, content: Any) -> None:
-    if _holds(container, content):
+    if _are_same(_items(container), _items(content)):
         return
     container.clear()
     if isinstance(container, dict):
@@ -562,25 +540,14 @@ def _refill(container: Any, content: Any) -> None:
         container.extend(content)
 
 
-def _holds(container: Any, content: Any) -> bool:
-    """Whether a container has the same objects in the same order."""
-    found = [container, content]
-    if isinstance(container, dict):
-        found = [[each for pair in held.items() for each in pair] for held in found]
-    return len(container) == len(content) and all(map(is_, *found))
-
-
 def restoring_generator(value: Any) -> Callable[[], Any] | None:
     """A function that restores a random generator's present state; None for other values."""
     generator: Any = value
     if isinstance(value, (torch.Generator, np.random.RandomState)):
-        state = generator.get_state()
-        return lambda: generator.set_state(state)
+        return partial(generator.set_state, generator.get_state())
     if isinstance(value, random.Random):
-        python_state = generator.getstate()
-        return lambda: generator.setstate(python_state)
+        return partial(generator.setstate, generator.getstate())
     if isinstance(value, np.random.Generator):
         bits = generator.bit_generator
-        bits_state = bits.state
-        return lambda: setattr(bits, "state", bits_state)
+        return partial(setattr, bits, "state", bits.state)
     return None

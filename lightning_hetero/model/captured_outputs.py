@@ -10,7 +10,7 @@ No other module uses the private names of transformers that this relies on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -129,21 +129,19 @@ class CollectingHooks:
             (module, _INSTALLED in vars(module), {*module._forward_hooks}) for module in modules
         ]
         install_hooks(root, layer_names)
-        self._flagged = [m for m, flagged, _ in before if not flagged and _INSTALLED in vars(m)]
-        self._added = [
-            (m, key) for m, _, keys in before for key in m._forward_hooks if key not in keys
-        ]
-        checks = [_refuse_repeated, *([_refuse_gathered] if are_cut else [])]
-        self._checks = [m.register_forward_hook(check) for m in models[-1:] for check in checks]
+        self._undo = ExitStack()
+        for module, was_flagged, keys in before:
+            for key in module._forward_hooks.keys() - keys:
+                self._undo.callback(module._forward_hooks.pop, key, None)
+            if not was_flagged and _INSTALLED in vars(module):
+                self._undo.callback(delattr, module, _INSTALLED)
+        for model in models[-1:]:
+            for check in (_refuse_repeated, _refuse_gathered) if are_cut else (_refuse_repeated,):
+                self._undo.callback(model.register_forward_hook(check).remove)
 
     def remove(self) -> None:
         """Remove the hooks; transformers installs its own again when outputs are wanted."""
-        for check in self._checks:
-            check.remove()
-        for module, key in self._added:
-            module._forward_hooks.pop(key, None)
-        for module in self._flagged:
-            delattr(module, _INSTALLED)
+        self._undo.close()
 
 
 def _refuse_repeated(model: nn.Module, _args: Any, output: Any) -> None:
@@ -197,7 +195,7 @@ class SilencedHooks:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks besides those of libraries that a layer on a worker can lack."""
+    """Whether a module has hooks besides those that transformers and bitsandbytes install."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return not all(is_collecting(hook) or is_cache_hook(hook) for hook in hooks)

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,12 @@ def find_files(source: str | Path, hub_options: Mapping[str, Any]) -> list[Path]
     if index.is_file():
         return [folder / shard for shard in _shards_of(index)]
     pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    lack = f"{folder} has neither {single.name} nor {index.name}"
+    if not pickled:
+        raise CheckpointError(f"{lack}; name the folder that `save_pretrained` wrote.")
     raise CheckpointError(
-        f"{folder} has neither {single.name} nor {index.name}"
-        + (
-            f", only {some(pickled)}, which is never unpickled here; load it once with "
-            "transformers and save it with `save_pretrained(..., safe_serialization=True)`."
-            if pickled
-            else "; name the folder that `save_pretrained` wrote."
-        )
+        f"{lack}, only {some(pickled)}, which is never unpickled here; load it once with "
+        "transformers and save it with `save_pretrained(..., safe_serialization=True)`."
     )
 
 
@@ -96,7 +94,7 @@ def _hub_files(name: str, hub_options: Mapping[str, Any]) -> list[Path]:
     except OSError as error:
         reason = str(error).splitlines()[0].rstrip(".:")
         raise CheckpointError(
-            f"{name!r} is no folder here, and the hub gives no safetensors files under this name: "
+            f"{name!r} is not a folder here, and the hub has no safetensors files of this name: "
             f"{reason}. Check the name, the revision and the token; or run `hf download {name}` on "
             "a machine with a network, copy the files here and name their folder."
         ) from error
@@ -107,31 +105,24 @@ def _shards_of(index: Path) -> list[str]:
         return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{index} is no index of a checkpoint: {error!r}. Download it again."
+            f"{index} is not the index of a checkpoint: {error!r}. Download it again."
         ) from error
 
 
 def read_headers(files: Iterable[Path]) -> list[Entry]:
     """The tensors in the files, those in 4 bits with their states."""
-    found = {entry.key: entry for file in files for entry in _read_header(file)}
-    companions: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
-    for key, entry in found.items():
+    found: dict[str, Entry] = {}
+    for file in files:
+        with _opened(file) as opened:
+            for key in opened.keys():  # noqa: SIM118
+                header = opened.get_slice(key)
+                found[key] = Entry(key, file, header.get_dtype(), tuple(header.get_shape()))
+    for key in list(found):
         if match := _COMPANION.fullmatch(key):
-            companions[match[1]][match[2]] = entry
-    return [
-        replace(entry, companions=companions.get(key, {}))
-        for key, entry in found.items()
-        if not _COMPANION.fullmatch(key)
-    ]
-
-
-def _read_header(file: Path) -> list[Entry]:
-    with _opened(file) as opened:
-        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        return [
-            Entry(key, file, found.get_dtype(), tuple(found.get_shape()))
-            for key, found in slices.items()
-        ]
+            entry, owner = found.pop(key), found.get(match[1])
+            if owner is not None:
+                owner.companions[match[2]] = entry
+    return list(found.values())
 
 
 @contextmanager
@@ -141,12 +132,10 @@ def loading(entries: Iterable[Entry]) -> Iterator[Callable[[Entry], Tensor]]:
     Yields:
         A function that reads an entry.
     """
-    parts = [part for entry in entries for part in (entry, *entry.companions.values())]
+    parts = (part for entry in entries for part in (entry, *entry.companions.values()))
+    names = dict.fromkeys(part.file for part in parts)
     with ExitStack() as stack:
-        files = {
-            file: stack.enter_context(_opened(file))
-            for file in dict.fromkeys(part.file for part in parts)
-        }
+        files = {name: stack.enter_context(_opened(name)) for name in names}
         yield lambda entry: _load(files[entry.file], entry.key)
 
 
@@ -235,7 +224,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{source} lacks {len(missing)} of the {len(conversion.wanted)} tensors of "
                 f"{type(model).__name__}: {some(missing)}. Check that the config belongs to these "
-                "weights, and that the model class is the one that they were saved from."
+                "weights, and that they were saved from a model of this class."
             )
         return checkpoint
 
@@ -332,7 +321,7 @@ class _Conversion:
         return name, pattern
 
     def convert(self, origin: _Origin, load: Callable[[Entry], Tensor]) -> dict[str, Tensor]:
-        """Convert the tensors of an origin to those of the model, by name."""
+        """Convert the tensors of an origin to tensors of the model, by name."""
         if origin.rule is None:
             return {origin.name: load(origin.entries[0])}
         # A rule loads its sources when it runs, and releases each as soon as it is merged.

@@ -36,10 +36,9 @@ from .layers import DecoderLayer
 # Deeper than any real setting, and far below Python's recursion limit.
 MOST_DEPTH = 32
 
-_CONTAINERS: dict[type, Any] = {
-    kind: kind.__name__ for kind in (list, tuple, set, frozenset, torch.Size)
+_CONTAINERS: dict[Any, Any] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
 }
-_MAKERS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _CONTAINERS.items()}
 _SCALARS = (type(None), bool, int, str)
 
 
@@ -109,50 +108,46 @@ def write_value(value: Any, where: str, paths: set[ImportPath], depth: int = 0) 
         ModelError: If a worker could not rebuild the value.
     """
 
+    kind: Any = type(value)
+
     def write(item: Any) -> Value:
         return write_value(item, where, paths, depth + 1)
 
     if depth > MOST_DEPTH:
         raise _refusal(where, f"is nested deeper than {MOST_DEPTH}", "keep plain values in it")
-    if type(value) in _SCALARS and not _is_too_large(value):
+    if kind in _SCALARS and not _is_too_large(value):
         plain: Value = value
         return plain
-    if type(value) is float:
-        return value if abs(value) < float("inf") else Text("float", str(value))
-    if type(value) is torch.dtype:
+    if kind is float:
+        return value if math.isfinite(value) else Text("float", str(value))
+    if kind is torch.dtype:
         return Text("dtype", dtype_name(value))
-    if type(value) in _CONTAINERS:
-        return Items(_CONTAINERS[type(value)], [write(item) for item in value])
-    if type(value) is dict:
+    if kind in _CONTAINERS.values():
+        return Items(kind.__name__, [write(item) for item in value])
+    if kind is dict:
         return Table([(write(key), write(item)) for key, item in value.items()])
-    return _write_named(value, where, paths, write)
-
-
-def _write_named(
-    value: Any, where: str, paths: set[ImportPath], write: Callable[[Any], Value]
-) -> Value:
-    """Encode a value that needs an import: a function, a config or an instance of a class."""
-
-    def path_to(thing: Any, what: str) -> ImportPath:
-        try:
-            path = path_of(thing, what)
-        except ModelError as error:
-            raise ModelError(f"{where} cannot be rebuilt on a worker. {error}") from error
-        paths.add(path)
-        return path
-
     if inspect.isfunction(value) or inspect.isbuiltin(value):
-        return Function(path_to(value, "function"))
+        return Function(_noted_path(value, "function", where, paths))
     if isinstance(value, Enum):
-        return Member(path_to(type(value), "enumeration"), value.name)
+        return Member(_noted_path(kind, "enumeration", where, paths), value.name)
     if isinstance(value, PretrainedConfig):
-        attention = value._attn_implementation or "eager"
-        return Config(path_to(type(value), "config class"), plain_config(value), attention)
+        path = _noted_path(kind, "config class", where, paths)
+        return Config(path, plain_config(value), value._attn_implementation or "eager")
     if _is_record(value):
         names = [field.name for field in dataclasses.fields(value)]
         content = {name: write(getattr(value, name)) for name in names}
-        return Record(path_to(type(value), "dataclass"), content)
+        return Record(_noted_path(kind, "dataclass", where, paths), content)
     raise _refusal(where, *_cause_and_remedy(value))
+
+
+def _noted_path(thing: Any, what: str, where: str, paths: set[ImportPath]) -> ImportPath:
+    """The import path of a function or class, which is also added to ``paths``."""
+    try:
+        path = path_of(thing, what)
+    except ModelError as error:
+        raise ModelError(f"{where} cannot be rebuilt on a worker. {error}") from error
+    paths.add(path)
+    return path
 
 
 def _is_record(value: Any) -> bool:
@@ -203,7 +198,7 @@ def read_value(value: Value, allowed: Allowed, depth: int = 0) -> Any:
         raise ModelError(f"The recipe has a value that is nested deeper than {MOST_DEPTH}.")
     match value:
         case Items(container, items):
-            return _hashed(_MAKERS[container], [read(item) for item in items])
+            return _hashed(_CONTAINERS[container], [read(item) for item in items])
         case Table(items):
             return _hashed(dict, [(read(key), read(item)) for key, item in items])
         case Text(kind, text):
@@ -266,7 +261,10 @@ def _member(enumeration: Any, name: str) -> Any:
 
 
 def _record(dataclass: Any, content: dict[str, Any]) -> Any:
-    names = {field.name for field in _fields(dataclass)}
+    try:
+        names = {field.name for field in dataclasses.fields(dataclass)}
+    except TypeError:
+        raise ModelError(f"{dataclass.__name__} is not a dataclass.") from None
     if names != content.keys():
         raise ModelError(
             f"{dataclass.__name__} on this worker has the fields {sorted(names)} and the "
@@ -280,20 +278,11 @@ def _record(dataclass: Any, content: dict[str, Any]) -> Any:
 
 def _config_class(path: ImportPath, allowed: Allowed) -> Any:
     """A config class of transformers, or one that the worker's owner allowed."""
-    known = getattr(transformers, path.qualname, None)
-    if (
-        isinstance(known, type)
-        and issubclass(known, PretrainedConfig)
-        and known.__module__ == path.module
-    ):
+    known: Any = getattr(transformers, path.qualname, None)
+    is_config = isinstance(known, type) and issubclass(known, PretrainedConfig)
+    if is_config and known.__module__ == path.module:
         return known
     return find_class(allowed, path, PretrainedConfig, "config class")
-
-
-def _fields(found: Any) -> tuple[dataclasses.Field[Any], ...]:
-    if not dataclasses.is_dataclass(found):
-        raise ModelError(f"{found.__name__} is not a dataclass.")
-    return dataclasses.fields(found)
 
 
 # With other names transformers downloads kernels from the hub and runs them; so it does for flash
@@ -337,16 +326,15 @@ def read_config(
     Raises:
         ModelError: If an implementation could download code, or a count is too large.
     """
-    if attention not in ATTENTION_KINDS:
-        raise ModelError(
-            f"The attention implementation {attention!r} is not allowed on a worker; "
-            f"use one of {', '.join(ATTENTION_KINDS)}."
-        )
-    if experts is not None and experts not in EXPERTS_KINDS:
-        raise ModelError(
-            f"The experts implementation {experts!r} is not allowed on a worker; "
-            f"use one of {', '.join(EXPERTS_KINDS)}."
-        )
+    for what, kind, known in (
+        ("attention", attention, ATTENTION_KINDS),
+        ("experts", experts, EXPERTS_KINDS),
+    ):
+        if kind is not None and kind not in known:
+            raise ModelError(
+                f"The {what} implementation {kind!r} is not allowed on a worker; use one of "
+                f"{', '.join(known)}."
+            )
     _check_counts(plain)
     content = {
         key: value
@@ -368,7 +356,7 @@ def _check_counts(plain: dict[str, Any]) -> None:
             raise ModelError(f"The config's {key} is {value}; at most {MOST_COUNTED} are built.")
 
 
-# Shared modules count each time: a few of them could else unfold into a huge tree.
+# A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
 MOST_MODULES = 2**16
 # The most that a message may carry.
 MOST_CHARACTERS = 2**20
@@ -446,19 +434,22 @@ def describe_blocks(layers: Sequence[tuple[int, DecoderLayer]]) -> BlocksRecipe:
     """
     description = _Description()
     numbers = {number: description.add(layer.module, layer.name) for number, layer in layers}
-    modules = sorted({path.module for path in description.paths if not path.is_of_torch})
-    return BlocksRecipe(numbers, description.modules, description.parameters, modules)
+    parameters = [
+        TensorNode(list(parameter.shape), dtype_name(parameter.dtype), parameter.requires_grad)
+        for parameter in description.parameter_numbers
+    ]
+    imports = sorted({path.module for path in description.paths if not path.is_of_torch})
+    return BlocksRecipe(numbers, description.modules, parameters, imports)
 
 
 class _Description:
-    """Collects the nodes of modules, each once."""
+    """Collects the nodes of modules and the numbers of parameters, each once."""
 
     def __init__(self) -> None:
         self.modules: list[ModuleNode] = []
-        self.parameters: list[TensorNode] = []
+        self.parameter_numbers: dict[nn.Parameter, int] = {}
         self.paths: set[ImportPath] = set()
         self._module_numbers: dict[nn.Module, int] = {}
-        self._parameter_numbers: dict[Tensor, int] = {}
 
     def add(self, module: nn.Module, name: str, depth: int = 0) -> int:
         """The number of a module's node."""
@@ -472,11 +463,7 @@ class _Description:
 
     def _node(self, module: nn.Module, name: str, depth: int) -> ModuleNode:
         _check_is_ordinary(module, name)
-        try:
-            path = path_of(type(module), "layer class")
-        except ModelError as error:
-            raise ModelError(f"{name} cannot be rebuilt on a worker. {error}") from error
-        self.paths.add(path)
+        path = _noted_path(type(module), "layer class", name, self.paths)
         children = {
             key: None if child is None else self.add(child, f"{name}.{key}", depth + 1)
             for key, child in module._modules.items()
@@ -508,20 +495,13 @@ class _Description:
                 f"The parameter {name} is a {type(parameter).__name__}, and a worker builds "
                 "ordinary parameters only; keep its layer with the coordinator."
             )
-        if parameter not in self._parameter_numbers:
-            self.parameters.append(
-                TensorNode(
-                    list(parameter.shape), dtype_name(parameter.dtype), parameter.requires_grad
-                )
-            )
-            self._parameter_numbers[parameter] = len(self.parameters) - 1
-        return self._parameter_numbers[parameter]
+        return self.parameter_numbers.setdefault(parameter, len(self.parameter_numbers))
 
 
 def _check_is_ordinary(module: nn.Module, name: str) -> None:
     """Refuse modules whose class or weights torch creates at run time."""
-    hooks = module._forward_pre_hooks.values()
-    if is_parametrized(module) or any(_is_within_torch_utils(hook) for hook in hooks):
+    makers = [type(hook).__module__ for hook in module._forward_pre_hooks.values()]
+    if is_parametrized(module) or any(name.startswith("torch.nn.utils.") for name in makers):
         raise ModelError(
             f"{name} ({type(module).__name__}) is parametrized (weight_norm, spectral_norm, "
             "pruning or parametrize), which a worker cannot rebuild; remove the parametrization, "
@@ -534,28 +514,21 @@ def _check_is_ordinary(module: nn.Module, name: str) -> None:
         )
 
 
-def _is_within_torch_utils(hook: Any) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils.")
-
-
 def _buffers(module: nn.Module) -> dict[str, BufferNode | None]:
-    return {
-        name: None
-        if buffer is None
-        else BufferNode(
-            list(buffer.shape),
-            dtype_name(buffer.dtype),
-            is_persistent=name not in module._non_persistent_buffers_set,
-        )
-        for name, buffer in module._buffers.items()
-    }
+    nodes: dict[str, BufferNode | None] = dict.fromkeys(module._buffers)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            is_persistent = name not in module._non_persistent_buffers_set
+            form = list(buffer.shape), dtype_name(buffer.dtype)
+            nodes[name] = BufferNode(*form, is_persistent=is_persistent)
+    return nodes
 
 
 def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
     """Build the layers of a recipe on the ``meta`` device, keyed by their numbers.
 
     Raises:
-        ModelError: If the recipe is no tree, or names code that is missing or not allowed.
+        ModelError: If the recipe is not a tree, or names code that is missing or not allowed.
     """
     _check_is_tree(recipe)
     parameters = [_parameter(node) for node in recipe.parameters]
@@ -566,9 +539,7 @@ def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
     for node in recipe.modules:
         _check_names(node)
         attributes = {name: read_value(value, allowed) for name, value in node.attributes.items()}
-        module = _blank(classes[node.layer_class], attributes)
-        _furnish(module, node, parameters, built)
-        built.append(module)
+        built.append(_module(classes[node.layer_class], attributes, node, parameters, built))
     return nn.ModuleDict({str(number): built[index] for number, index in recipe.layers.items()})
 
 
@@ -597,20 +568,17 @@ def _present(numbers: Mapping[str, int | None]) -> Iterator[int]:
     return (number for number in numbers.values() if number is not None)
 
 
-def _blank(layer_class: type[nn.Module], attributes: Mapping[str, Any]) -> nn.Module:
-    """A module without tensors, made without running its class's own code."""
-    module = object.__new__(layer_class)
-    nn.Module.__init__(module)
-    vars(module).update(attributes)
-    return module
-
-
-def _furnish(
-    module: nn.Module,
+def _module(
+    layer_class: type[nn.Module],
+    attributes: Mapping[str, Any],
     node: ModuleNode,
     parameters: Sequence[nn.Parameter],
     modules: Sequence[nn.Module],
-) -> None:
+) -> nn.Module:
+    """Build the module of a node without running its class's own code."""
+    module = object.__new__(layer_class)
+    nn.Module.__init__(module)
+    vars(module).update(attributes)
     for name, index in node.parameters.items():
         module._parameters[name] = None if index is None else parameters[index]
     for name, buffer in node.buffers.items():
@@ -619,6 +587,7 @@ def _furnish(
             module._non_persistent_buffers_set.add(name)
     for name, index in node.children.items():
         module._modules[name] = None if index is None else modules[index]
+    return module
 
 
 def _check_names(node: ModuleNode) -> None:

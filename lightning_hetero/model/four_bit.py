@@ -95,45 +95,28 @@ def read_state(state: State, packed: Tensor, described: FourBit) -> Any:
 
 def _check_state(state: Any, packed: Tensor, described: FourBit) -> None:
     """Refuse a state whose parts have other lengths than the tensor needs."""
-    found, wanted = _lengths(state), _lengths_wanted(state, described)
-    found["packed bytes"] = [str(packed.dtype), list(packed.shape)]
-    wanted["packed bytes"] = [f"torch.{described.storage}", described.packed_shape]
-    for what, value in wanted.items():
-        if found.get(what) != value:
+    num_scales = _num_blocks(torch.Size(described.shape).numel(), state.blocksize)
+    scales_dtype = torch.uint8 if state.nested else torch.float32
+    packed_form = (getattr(torch, described.storage), described.packed_shape)
+    parts: dict[str, tuple[Any, Any]] = {
+        "shape": (list(state.shape or ()), described.shape),
+        "code": (state.quant_type, described.quant_type),
+        "dtype is floating": (getattr(state.dtype, "is_floating_point", None), True),
+        "code book": (_form(state.code), (torch.float32, 16)),
+        "scales": (_form(state.absmax), (scales_dtype, num_scales)),
+        "packed bytes": ((packed.dtype, list(packed.shape)), packed_form),
+    }
+    if state.nested:
+        outer = state.state2
+        num_outer = _num_blocks(num_scales, outer.blocksize)
+        parts["scales' code book"] = _form(outer.code), (torch.float32, 256)
+        parts["scales' scales"] = _form(outer.absmax), (torch.float32, num_outer)
+    for what, (found, wanted) in parts.items():
+        if found != wanted:
             raise ModelError(
                 f"The state of a tensor in 4 bits does not fit {described.shape}: its {what} "
-                f"should be {value} and is {found.get(what)}."
+                f"should be {wanted} and is {found}."
             )
-
-
-def _lengths(state: Any) -> dict[str, Any]:
-    found = {
-        "shape": list(state.shape or ()),
-        "code": state.quant_type,
-        "dtype is floating": getattr(state.dtype, "is_floating_point", None),
-        "code book": _form(state.code),
-        "scales": _form(state.absmax),
-    }
-    if state.nested:
-        found["scales' code book"] = _form(state.state2.code)
-        found["scales' scales"] = _form(state.state2.absmax)
-    return found
-
-
-def _lengths_wanted(state: Any, described: FourBit) -> dict[str, Any]:
-    num_scales = _num_blocks(torch.Size(described.shape).numel(), state.blocksize)
-    wanted = {
-        "shape": described.shape,
-        "code": described.quant_type,
-        "dtype is floating": True,
-        "code book": ("torch.float32", 16),
-        "scales": ("torch.uint8" if state.nested else "torch.float32", num_scales),
-    }
-    if state.nested:
-        num_outer = _num_blocks(num_scales, state.state2.blocksize)
-        wanted["scales' code book"] = ("torch.float32", 256)
-        wanted["scales' scales"] = ("torch.float32", num_outer)
-    return wanted
 
 
 def _num_blocks(num_elements: int, block_size: Any) -> int:
@@ -144,8 +127,8 @@ def _num_blocks(num_elements: int, block_size: Any) -> int:
     return -(-num_elements // int(block_size))
 
 
-def _form(tensor: Tensor) -> tuple[str, int]:
-    return str(tensor.dtype), tensor.numel()
+def _form(tensor: Tensor) -> tuple[torch.dtype, int]:
+    return tensor.dtype, tensor.numel()
 
 
 def is_four_bit(owner: nn.Module, leaf: str) -> bool:
@@ -176,31 +159,29 @@ def with_state(owner: nn.Module, leaf: str, packed: Tensor, state: State) -> nn.
     if not _is_linear(owner):
         old.quant_state, old.four_bit = read, described
         return nn.Parameter(packed, requires_grad=False)
-    kind = bitsandbytes().nn.Params4bit
-    options = {
-        "requires_grad": False,
-        "quant_state": read,
-        "blocksize": old.blocksize,
-        "compress_statistics": old.compress_statistics,
-        "quant_type": old.quant_type,
-        "quant_storage": packed.dtype,
-        "module": owner,
-        "bnb_quantized": True,
-    }
     owner.quant_state = read
-    parameter: nn.Parameter = kind(packed, **options)
+    parameter: nn.Parameter = bitsandbytes().nn.Params4bit(
+        packed,
+        requires_grad=False,
+        quant_state=read,
+        blocksize=old.blocksize,
+        compress_statistics=old.compress_statistics,
+        quant_type=old.quant_type,
+        quant_storage=packed.dtype,
+        module=owner,
+        bnb_quantized=True,
+    )
     return parameter
 
 
 def quantize(owner: nn.Module, leaf: str, content: Tensor) -> tuple[Tensor, State]:
     """Pack a tensor with the settings of the 4-bit parameter that it will fill, on its device."""
-    functional = bitsandbytes().functional
-    settings = _holder(owner) if _is_linear(owner) else _holder(owner).four_bit
-    packed, state = functional.quantize_4bit(
+    described = describe_parameter(owner, leaf)
+    packed, state = bitsandbytes().functional.quantize_4bit(
         content.contiguous(),
         blocksize=64,
-        compress_statistics=settings.compress_statistics,
-        quant_type=settings.quant_type,
+        compress_statistics=described.compress_statistics,
+        quant_type=described.quant_type,
         quant_storage=getattr(owner, leaf).dtype,
     )
     return packed, state.as_dict(packed=True)
@@ -260,19 +241,16 @@ def is_cache_hook(hook: object) -> bool:
 
 def pack_linears(model: nn.Module) -> None:
     """Give the weights of 4-bit linear layers on ``meta`` their packed shape."""
-    for module in model.modules():
-        if _is_linear(module):
-            packed = _empty(_describe_linear(module))
-            module.weight = with_state(module, "weight", packed, {})
+    for linear in _linears(model):
+        linear.weight = with_state(linear, "weight", _empty(_describe_linear(linear)), {})
     keep_layout(model)
 
 
 def multiply_in(root: nn.Module, dtype: torch.dtype) -> None:
     """Let 4-bit linear layers multiply in a dtype of the stage's choice."""
-    for module in root.modules():
-        if _is_linear(module):
-            module.compute_dtype = dtype  # type: ignore[assignment]
-            module.compute_type_is_set = True  # type: ignore[assignment]
+    for linear in _linears(root):
+        linear.compute_dtype = dtype
+        linear.compute_type_is_set = True
 
 
 def keep_layout(root: nn.Module) -> None:
@@ -281,13 +259,11 @@ def keep_layout(root: nn.Module) -> None:
     There the first evaluation changes a weight in place, with loss, to a layout that has no
     gradient: training after a validation would silently lose a part of the gradients.
     """
-    for module in root.modules():
-        if not _is_linear(module):
-            continue
-        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-        state: Any = getattr(module.weight, "quant_state", None)
+    for linear in _linears(root):
+        linear.support_avx512bf16_for_cpu = False
+        state = getattr(linear.weight, "quant_state", None)
         if getattr(state, "packing_format_for_cpu", False):
-            module.weight.data = _unpacked_layout(module.weight.data, state)  # type: ignore[arg-type]
+            linear.weight.data = _unpacked_layout(linear.weight.data, state)
 
 
 @contextmanager
@@ -314,13 +290,12 @@ def unpacked_on_meta(model: nn.Module) -> Iterator[None]:
 
     Some adapters read the shape of a weight when they are created.
     """
-    packed = [(module, module.weight) for module in model.modules() if _is_linear(module)]
+    packed = [(linear, linear.weight) for linear in _linears(model)]
     for linear, weight in packed:
         shape = _describe_linear(linear).shape
-        plain = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
-        plain.compress_statistics = weight.compress_statistics  # type: ignore[attr-defined, union-attr]
-        plain.quant_type = weight.quant_type  # type: ignore[attr-defined, union-attr]
-        linear.weight = plain
+        linear.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        linear.weight.compress_statistics = weight.compress_statistics
+        linear.weight.quant_type = weight.quant_type
     try:
         yield
     finally:
@@ -331,7 +306,7 @@ def unpacked_on_meta(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def shapes_only(layer: nn.Module) -> Iterator[None]:
     """Let 4-bit linear layers on ``meta`` return tensors of the right shape within the block."""
-    overrides = [_ShapesOnly(module).put_on() for module in layer.modules() if _is_linear(module)]
+    overrides = [_ShapesOnly(linear).put_on() for linear in _linears(layer)]
     try:
         yield
     finally:
@@ -350,19 +325,21 @@ def _holder(owner: Any) -> Any:
     return owner.weight if _is_linear(owner) else owner[0]
 
 
+def _linears(root: nn.Module) -> list[Any]:
+    """The 4-bit linear layers in a module."""
+    return [module for module in root.modules() if _is_linear(module)]
+
+
 def _is_linear(module: nn.Module) -> bool:
     library = sys.modules.get("bitsandbytes")
     return library is not None and isinstance(module, library.nn.Linear4bit)
 
 
 def _is_parametrization(module: nn.Module) -> bool:
-    if not isinstance(module, parametrize.ParametrizationList):
+    library = sys.modules.get("bitsandbytes.nn.parametrize")
+    if library is None or not isinstance(module, parametrize.ParametrizationList):
         return False
-    if sys.modules.get("bitsandbytes") is None:
-        return False
-    from bitsandbytes.nn.parametrize import Bnb4bitParametrization
-
-    return isinstance(module[0], Bnb4bitParametrization)
+    return isinstance(module[0], library.Bnb4bitParametrization)
 
 
 def _describe_linear(linear: nn.Module) -> FourBit:
@@ -382,7 +359,7 @@ def _name(dtype: Any) -> Any:
 
 
 def _describe_parametrization(parametrization: nn.Module) -> FourBit:
-    owner: Any = parametrization[0]  # type: ignore[index]
+    owner = _holder(parametrization)
     if owner.quant_state is None:
         described: FourBit = owner.four_bit
         return described

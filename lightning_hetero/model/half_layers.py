@@ -11,7 +11,6 @@ the whole layer.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +28,9 @@ from .override import ForwardOverride, overrides_of
 
 # Attributes that a layer and its halves do not share while they are cut or away.
 _OF_EACH = frozenset({"_apply", "forward"})
+
+# The kinds of ``*args`` and ``**kwargs``, which may be empty.
+_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 AbsentChildren = Mapping[str, bool]
 """The names of absent children, and whether each returns a tuple, as attention mostly does."""
@@ -74,13 +76,11 @@ def cut_layers(layers: Sequence[DecoderLayer]) -> list[DecoderLayer]:
             )
         found.append([half_of(module, absent) for absent in cut])
         _check_nothing_is_shared(layer, found[-1])
+    made = []
     for layer, halves in zip(layers, found, strict=True):
         _InHalves(layer.module, halves).put_on()
-    return [
-        DecoderLayer(layer.name, half)
-        for layer, halves in zip(layers, found, strict=True)
-        for half in halves
-    ]
+        made += [DecoderLayer(layer.name, half) for half in halves]
+    return made
 
 
 def join_layers(root: nn.Module) -> None:
@@ -276,21 +276,15 @@ def _try(*layers: nn.Module) -> Tensor | None:
 def _required(layer_class: type[nn.Module]) -> dict[str, None]:
     """None for each required argument of the forward besides the hidden states."""
     _self, _hidden_states, *others = inspect.signature(layer_class.forward).parameters.values()
-    named = (each for each in others if each.kind is not inspect.Parameter.VAR_POSITIONAL)
-    return {each.name: None for each in named if _must_be_given(each)}
-
-
-def _must_be_given(parameter: inspect.Parameter) -> bool:
-    is_collected = parameter.kind is inspect.Parameter.VAR_KEYWORD
-    return parameter.default is inspect.Parameter.empty and not is_collected
+    required = [each for each in others if each.default is inspect.Parameter.empty]
+    return {each.name: None for each in required if each.kind not in _COLLECTING}
 
 
 def _with(layer: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
     """A layer of the same class and attributes with some children replaced, without hooks."""
     made = type(layer).__new__(type(layer))
-    vars(made).update(vars(layer) | copy.deepcopy(vars(nn.Module())))
-    vars(made)["_modules"] = {**layer._modules, **children}
-    vars(made)["training"] = layer.training
+    vars(made).update(vars(layer) | vars(nn.Module()))
+    vars(made).update(training=layer.training, _modules={**layer._modules, **children})
     for name in ("forward", "_compiled_call_impl"):
         vars(made).pop(name, None)
     return made

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
 from .adapters import AdapterSwitches
@@ -87,7 +87,7 @@ class HollowStateDicts:
     def __init__(self, layers: Mapping[int, nn.Module], remote: RemoteTensors) -> None:
         self._layers = layers
         self.remote = remote
-        self._hooks: list[RemovableHandle] = []
+        self._undo = ExitStack()
         self.left_out: set[Tensor] = set()
 
     def attach(self) -> None:
@@ -98,16 +98,12 @@ class HollowStateDicts:
                 start = f"{number}.{path}." if path else f"{number}."
                 fill = partial(self._fill, start, module in outermost)
                 pass_on = partial(self._pass_on, start)
-                self._hooks += [
-                    module.register_state_dict_post_hook(fill),
-                    module.register_load_state_dict_pre_hook(pass_on),
-                ]
+                self._undo.callback(module.register_state_dict_post_hook(fill).remove)
+                self._undo.callback(module.register_load_state_dict_pre_hook(pass_on).remove)
 
     def detach(self) -> None:
         """Remove the hooks; the layers must have their content again."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._undo.close()
 
     def _fill(
         self,
@@ -197,6 +193,24 @@ def _names_by_key(
 Exchange = Callable[
     [Tensor, list[LayerCall], list[str]], tuple[Tensor, Iterable[tuple[str, Tensor]]]
 ]
+# Hidden states, alone or first in a tuple.
+LayerResult = Tensor | tuple[Tensor | None, ...]
+
+
+class _Records(threading.local):
+    """What the forward in the present thread has recorded of a run of hollow layers.
+
+    Attributes:
+        calls: The calls of the layers so far; None outside of the run.
+        sent: The hidden states before the first layer.
+        hidden: The placeholder behind the last layer that was called.
+        assumptions: What the model was told of placeholders without certainty.
+    """
+
+    calls: Any = None
+    sent: Any = None
+    hidden: Any = None
+    assumptions: Any = None
 
 
 class HollowLayers:
@@ -214,10 +228,7 @@ class HollowLayers:
     """
 
     def __init__(
-        self,
-        layers: Mapping[int, DecoderLayer],
-        exchange: Exchange,
-        remote: RemoteTensors,
+        self, layers: Mapping[int, DecoderLayer], exchange: Exchange, remote: RemoteTensors
     ) -> None:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
@@ -227,10 +238,10 @@ class HollowLayers:
         self.caches = HollowCaches()
         self.state_dicts = HollowStateDicts(self._modules, remote)
         self._held: list[tuple[str, Mapping[str, Tensor | None], str, Tensor]] = []
-        self._records = threading.local()
-        self._silenced: list[SilencedHooks] = []
+        self._records = _Records()
+        self._undo = ExitStack()
         self._switches: dict[int, AdapterSwitches] = {}
-        self._inside: dict[int, list[tuple[str, nn.Module]]] = {}
+        self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
         self._tuple_lengths: dict[Hashable, int] = {}
 
     def hollow(self) -> None:
@@ -245,13 +256,15 @@ class HollowLayers:
         empty_tensors(self._modules)
         mark_as_away(tensor for _, tensor in named_tensors(self._modules))
         self._held = list(self._parameters_and_buffers())
-        self._silenced = [SilencedHooks(layer) for layer in self._modules.values()]
-        self._switches = {n: AdapterSwitches(layer) for n, layer in self._modules.items()}
-        self._inside = {n: list(layer.named_modules()) for n, layer in self._modules.items()}
         for number, layer in self._modules.items():
-            _HollowForward(layer, self, number).put_on()
+            self._undo.callback(SilencedHooks(layer).restore)
+            self._switches[number] = AdapterSwitches(layer)
+            self._undo.callback(self._switches[number].release)
+            self._undo.callback(_HollowForward(layer, self, number).put_on().take_off)
             hold_in_place(layer)
+            self._undo.callback(let_move, layer)
         self.state_dicts.attach()
+        self._undo.callback(self.state_dicts.detach)
 
     def check(self) -> None:
         """Refuse layers that cannot be hollow. Nothing has changed then.
@@ -263,9 +276,8 @@ class HollowLayers:
         check_can_be_emptied(self._modules)
 
     def _check_layers(self) -> None:
-        for decoder_layer in self._layers.values():
-            _check_no_hooks(decoder_layer)
-            _check_no_own_forward(decoder_layer)
+        for layer in self._layers.values():
+            _check_has_no_code_of_its_own(layer)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the layers ordinary again and fill their tensors."""
@@ -273,16 +285,7 @@ class HollowLayers:
             if name in tensors:
                 set_tensor(self._modules, name, tensors[name], state_in(tensors, name))
         unmark(tensor for _, tensor in named_tensors(self._modules))
-        self.state_dicts.detach()
-        for silenced in self._silenced:
-            silenced.restore()
-        for switches in self._switches.values():
-            switches.release()
-        for layer in self._modules.values():
-            for override in overrides_of(layer):
-                if isinstance(override, _HollowForward):
-                    override.take_off()
-            let_move(layer)
+        self._undo.close()
 
     def forget_calls(self) -> None:
         """Drop the calls that an aborted forward recorded in this thread."""
@@ -294,7 +297,7 @@ class HollowLayers:
         Raises:
             ModelError: With the numbers of the layers.
         """
-        calls = getattr(self._records, "calls", None)
+        calls = self._records.calls
         if calls:
             self.forget_calls()
             raise ModelError(
@@ -304,34 +307,25 @@ class HollowLayers:
                 "alone with the coordinator."
             )
 
-    def call(
-        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor | tuple[Tensor | None, ...]:
-        """What a hollow layer's ``forward`` does."""
-        try:
-            return self._call(number, args, kwargs)
-        except BaseException:
-            self.forget_calls()  # else `check_finished` would blame the next forward
-            raise
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerResult:
+        """Record a call of a hollow layer; the last layer of the run exchanges the hidden states.
 
-    def _call(
-        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor | tuple[Tensor | None, ...]:
+        After an exception the caller must call `forget_calls`.
+        """
         hidden, args, kwargs = take_hidden(number, args, kwargs)
         layer, is_first = self._modules[number], number == min(self._modules)
         if is_first:
             self.check_finished()
             refuse_away(f"Layer {number}", hidden)
             self._check_tensors()
+            self._records.calls, self._records.sent = [], hidden
+            self._records.assumptions = Assumptions()
         else:
             self._check_continues(number, hidden)
         refuse_away(f"Layer {number}", (args, kwargs))
         if number == self._first_with_cache:
             self.caches.begin(number, layer, args, kwargs)
         self._check_adapters(number)
-        if is_first:
-            self._records.calls, self._records.sent = [], hidden
-            self._records.assumptions = Assumptions()
         sent: Tensor = self._records.sent
         args, kwargs, cache = self.caches.leave_out(layer, sent, args, kwargs)
         length = self._tuple_length(number, hidden, args, kwargs)
@@ -379,9 +373,8 @@ class HollowLayers:
 
     def _leave(self) -> Tensor:
         """Exchange the hidden states for those behind the last layer of the run."""
-        calls, self._records.calls = self._records.calls, None
-        sent, self._records.sent = self._records.sent, None
-        self._records.hidden = None
+        calls, sent = self._records.calls, self._records.sent
+        self.forget_calls()
         kinds = wanted_kinds()
         if HIDDEN_STATES in kinds and any(absent_in(layer) for layer in self._modules.values()):
             raise ModelError(
@@ -434,7 +427,7 @@ class HollowLayers:
 
     def _check_tensors(self) -> None:
         """Refuse a new tensor in the place of one that is away: the worker would not get it."""
-        with torch._C.DisableTorchFunctionSubclass():  # else `is_meta` is slow
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise `is_meta` is slow
             for name, held, leaf, tensor in self._held:
                 if held.get(leaf) is not tensor or not tensor.is_meta:
                     raise ModelError(
@@ -444,7 +437,7 @@ class HollowLayers:
                     )
 
     def _check_continues(self, number: int, hidden: Tensor) -> None:
-        calls = getattr(self._records, "calls", None)
+        calls = self._records.calls
         if not calls or calls[-1].layer_index != number - 1:
             raise ModelError(
                 f"Layer {number} was called without {describe_layer(number - 1)} before it. Call "
@@ -477,16 +470,16 @@ class _HollowForward(ForwardOverride):
 
     def __init__(self, layer: nn.Module, run: HollowLayers, number: int) -> None:
         super().__init__(layer)
-        self._run = run
+        self.run = run
         self._number = number
 
-    @property
-    def remote(self) -> RemoteTensors:
-        """Access to the layer's tensors."""
-        return self._run.state_dicts.remote
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        return self._run.call(self._number, args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> LayerResult:
+        try:
+            return self.run.call(self._number, args, kwargs)
+        except BaseException:
+            # Otherwise `check_finished` would blame the next forward.
+            self.run.forget_calls()
+            raise
 
 
 def is_hollow(layer: nn.Module) -> bool:
@@ -497,7 +490,7 @@ def is_hollow(layer: nn.Module) -> bool:
 def remote_of(layer: nn.Module) -> RemoteTensors | None:
     """Access to the tensors of a layer that is away or was lost; None for an ordinary layer."""
     forward = _hollow_forward(layer)
-    return None if forward is None else forward.remote
+    return None if forward is None else forward.run.state_dicts.remote
 
 
 def _hollow_forward(layer: nn.Module) -> _HollowForward | None:
@@ -545,8 +538,11 @@ def _form_of(hidden: Tensor) -> Callable[[], Form]:
     return lambda: Form(on_meta)
 
 
-def _check_no_hooks(layer: DecoderLayer) -> None:
-    hooked = [name for name, module in layer.module.named_modules() if has_hooks(module)]
+def _check_has_no_code_of_its_own(layer: DecoderLayer) -> None:
+    """Refuse hooks, and a ``forward`` on an instance, such as a library's kernel: workers lack
+    both."""
+    modules = list(layer.module.named_modules())
+    hooked = [name for name, module in modules if has_hooks(module)]
     hooked += [
         name
         for name, parameter in layer.module.named_parameters()
@@ -558,11 +554,7 @@ def _check_no_hooks(layer: DecoderLayer) -> None:
             + " has a hook, which would not fire on a worker. Remove the hook, or keep the layer "
             "with the coordinator."
         )
-
-
-def _check_no_own_forward(layer: DecoderLayer) -> None:
-    """Refuse instances with their own ``forward``, such as a library's kernels: workers lack it."""
-    for name, module in layer.module.named_modules():
+    for name, module in modules:
         if has_own_forward(module) or is_hollow(module):
             raise ModelError(
                 f"{layer.name}.{name}".rstrip(".")

@@ -90,7 +90,7 @@ def test_a_description_is_plain_data() -> None:
     assert json.loads(text)["configs"]["default"]["peft_type"] == "LORA"
 
 
-def test_what_only_says_how_adapters_start_stays_here() -> None:
+def test_options_for_the_first_weights_of_adapters_are_not_sent() -> None:
     config = described(adapted(lora(init_lora_weights="gaussian"))).configs["default"]
     assert not {"init_lora_weights", "base_model_name_or_path", "megatron_core"} & config.keys()
 
@@ -243,7 +243,7 @@ def test_layers_that_share_an_adapter_let_it_be_merged_again() -> None:
     layer.self_attn.q_proj.merge()
 
 
-def test_switching_off_and_on_again_is_no_change() -> None:
+def test_switching_off_and_on_again_is_not_a_change() -> None:
     wrapped = get_peft_model(tiny_model("qwen2"), lora())
     switches = AdapterSwitches(wrapped.base_model.model.model.layers[0])
     with wrapped.disable_adapter():

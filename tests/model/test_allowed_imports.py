@@ -116,7 +116,7 @@ def test_a_name_does_not_lead_out_of_an_allowed_module(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Settings", "Order", "squared_relu"])
-def test_what_is_no_layer_is_no_layer_class(name: str) -> None:
+def test_a_class_that_is_not_a_layer_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match="not a class that derives from Module"):
         find_class(OWN, ImportPath("tests.own_layers", name), nn.Module)
 

@@ -78,9 +78,9 @@ REFUSED = {
     "mean": "the name of a tensor or of a child",
     "shift": "would hide a method or a property of Layer",
     "width": "would hide a method or a property of Layer",
-    "__class__": "no ordinary name",
-    "a.b": "no ordinary name",
-    "": "no ordinary name",
+    "__class__": "not an ordinary name",
+    "a.b": "not an ordinary name",
+    "": "not an ordinary name",
 }
 
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_written_is_refused_by_name() -> None:
         write_change(Change(0, "", here, ("value",)), "blocks.0")
 
 
-def test_a_config_that_is_no_json_is_refused_by_name() -> None:
+def test_a_config_that_json_cannot_hold_is_refused_by_name() -> None:
     here = tiny_llama(1).model.layers[0].self_attn
     here.config.note = object()
     with pytest.raises(ModelError, match=r"\['config'\] of blocks\.0\.self_attn were changed"):

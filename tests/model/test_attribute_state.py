@@ -114,7 +114,7 @@ def test_every_change_is_found_and_told_once(code: str) -> None:
         "layer.number = 5; layer.number = 1",
     ],
 )
-def test_what_has_the_same_content_or_is_known_otherwise_is_no_change(code: str) -> None:
+def test_an_equal_value_or_an_ignored_attribute_is_not_a_change(code: str) -> None:
     layer = Layer()
     state = watched(layer)
     change(layer, code)
@@ -163,7 +163,7 @@ def test_a_config_counts_but_for_what_no_layer_reads() -> None:
     assert len(state.take_changes()) == 2
 
 
-def test_of_an_object_only_the_first_is_looked_into() -> None:
+def test_only_the_outermost_object_is_looked_into() -> None:
     """Behind it may be a Trainer, and everything else."""
 
     class Node:

@@ -82,7 +82,7 @@ def test_a_config_arrives_with_its_attention() -> None:
     assert found._attn_implementation == "sdpa"
 
 
-def test_what_it_needs_is_noted() -> None:
+def test_the_imports_of_a_value_are_noted() -> None:
     paths: set[ImportPath] = set()
     a.write_value([Order.BEFORE, {"a": squared_relu}, functional.relu], "It", paths)
     assert {str(path) for path in paths} == {
@@ -131,7 +131,7 @@ NOT_PLAIN["file"][0].close()
 
 @pytest.mark.parametrize("name", NOT_PLAIN)
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": (v,)}], ids=["bare", "inside"])
-def test_what_is_not_plain_is_refused_with_its_place(name: str, wrap: Any) -> None:
+def test_a_value_that_is_not_plain_is_refused_with_its_place(name: str, wrap: Any) -> None:
     value, expected = NOT_PLAIN[name]
     with pytest.raises(ModelError, match=rf"^The attribute blocks\.0\.x .*({expected})"):
         a.write_value(wrap(value), "The attribute blocks.0.x", set())

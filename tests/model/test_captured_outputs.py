@@ -48,7 +48,7 @@ def inside(model: PreTrainedModel, act: Any, **options: Any) -> Any:
     return found[0], output
 
 
-def test_wanted_are_the_kinds_that_the_call_asks_for() -> None:
+def test_the_wanted_kinds_are_those_that_the_call_asks_for() -> None:
     model = tiny_model("mixtral", output_router_logits=False)
     assert wanted_kinds() == []
     for asked in ([], ["router_logits"], ["router_logits", "hidden_states", "attentions"]):
@@ -126,7 +126,7 @@ def test_collecting_ends_with_the_block_even_if_it_fails() -> None:
     assert wanted_kinds() == []
 
 
-def test_what_is_no_tensor_cannot_be_collected() -> None:
+def test_only_tensors_can_be_collected() -> None:
     model = tiny_llama(2)
     model.model.layers[0].register_forward_hook(lambda _m, _args, output: ([output],))
     install_hooks(model, NAMES[:2])

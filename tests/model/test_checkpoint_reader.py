@@ -595,7 +595,7 @@ def test_a_read_that_failed_leaves_nothing_behind(
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_a_damaged_index_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"index\.json is no index .* Download"):
+    with pytest.raises(CheckpointError, match=r"index\.json is not the index .* Download"):
         Checkpoint.open(tmp_path, on_meta(build("llama")))
 
 
@@ -633,7 +633,7 @@ def test_a_hub_name_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
         Checkpoint.open("someone/tiny", on_meta(build("llama")), **options)
 
 
-def test_a_folder_that_does_not_exist_is_no_hub_name(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_taken_for_a_hub_name(tmp_path: Path) -> None:
     lost = tmp_path / "lost"
     for source in (lost, str(lost), Path("someone/lost")):
         with pytest.raises(CheckpointError, match=r"There is no folder .*lost; name"):

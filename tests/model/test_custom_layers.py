@@ -319,7 +319,7 @@ NO_TREES: dict[str, tuple[BlocksRecipe, str]] = {
 
 
 @pytest.mark.parametrize("name", NO_TREES)
-def test_what_is_no_tree_is_refused(name: str) -> None:
+def test_a_recipe_that_is_not_a_tree_is_refused(name: str) -> None:
     recipe, expected = NO_TREES[name]
     with pytest.raises(ModelError, match=expected):
         build_blocks(recipe, OWN)

@@ -73,7 +73,7 @@ def test_the_cut_is_where_the_attention_has_been_added() -> None:
     assert names_in(second) == {"mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
 
-def test_attention_that_is_no_tuple_is_put_apart_too() -> None:
+def test_a_layer_whose_attention_returns_no_tuple_is_cut_too() -> None:
     config = Qwen3NextConfig(
         num_hidden_layers=4, hidden_size=8, intermediate_size=8, num_experts=2, vocab_size=16
     )
@@ -213,7 +213,7 @@ def test_halves_in_a_model_that_workers_do_not_know_are_refused() -> None:
         write_recipe(model, halves)
 
 
-def test_a_recipe_of_halves_that_are_none_of_its_layers_is_refused() -> None:
+def test_a_recipe_with_a_half_outside_its_layers_is_refused() -> None:
     model = tiny_llama(2)
     recipe = write_recipe(model, list(enumerate(halves_of(model)))[:2])
     with pytest.raises(ModelError, match="a half 9 that is not among its layers"):
@@ -242,7 +242,7 @@ def test_hidden_states_that_a_model_gathers_between_halves_are_refused() -> None
     assert len(model(tokens(), output_hidden_states=True).hidden_states) == 3
 
 
-def test_what_else_a_layer_returns_comes_from_either_half() -> None:
+def test_further_results_of_a_layer_come_from_either_half() -> None:
     model = gathering_model()
     expected = model(tokens(), output_attentions=True).attentions
     halves_of(model)
@@ -274,7 +274,7 @@ def test_a_tensor_of_a_half_that_another_stage_has_is_refused() -> None:
         check_layers_stand_alone(model, [halves[:3]])
 
 
-def test_layers_of_ones_own_are_not_cut() -> None:
+def test_layers_outside_transformers_are_not_cut() -> None:
     with pytest.raises(ModelError, match="is not a layer of transformers"):
         cut_layers([DecoderLayer("blocks.0", Own())])
 

@@ -157,7 +157,7 @@ def test_what_a_layer_has_twice_is_asked_for_once() -> None:
     assert twice[0].data_ptr() == twice[1].data_ptr()
 
 
-def test_what_does_not_train_is_left_out_and_not_asked_for() -> None:
+def test_frozen_tensors_are_left_out_and_not_fetched() -> None:
     model = tiny_llama(5)
     for number in (1, 2):
         model.model.layers[number].requires_grad_(False)
@@ -585,7 +585,7 @@ def test_an_early_exit_is_refused_at_the_next_forward(hollowed: Hollowed) -> Non
         hollowed.layers[1](hidden_states())
 
 
-def test_a_finished_or_forgotten_forward_is_no_early_exit(hollowed: Hollowed) -> None:
+def test_a_finished_or_forgotten_forward_is_not_an_early_exit(hollowed: Hollowed) -> None:
     hollowed.model(tokens(), use_cache=False)
     hollowed.run.check_finished()
     call_in_order(hollowed, [1, 2])
