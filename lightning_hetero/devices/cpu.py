@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from .device import Clock, ClockMoment, Device, Moment, processor_name
+from .device import Device, processor_name
 from .main_memory import give_back_free_memory, total_main_memory
 
 # Drivers of processors' sensors; a machine has others too, of disks and mainboards.
@@ -37,12 +36,6 @@ class Cpu(Device, device_type="cpu"):
 
     def free_cache(self) -> None:
         give_back_free_memory()
-
-    def synchronize(self) -> None:
-        """Return at once: no work is left behind a call."""
-
-    def moment(self, clock: Clock = time.perf_counter) -> Moment:
-        return ClockMoment(clock())
 
     @classmethod
     def generator_states(cls) -> list[Tensor]:

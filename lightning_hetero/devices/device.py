@@ -24,7 +24,7 @@ import platform
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -203,10 +203,9 @@ class Accelerator(Device):
         free_bytes, _ = self._library.mem_get_info(self.torch_device)
         return free_bytes + self.used_bytes(), 0
 
-    @contextmanager
-    def metering(self) -> Iterator[MemoryMeter]:
+    def metering(self) -> AbstractContextManager[MemoryMeter]:
         """Inside, ask the allocator for the memory that is taken."""
-        yield _AllocatorMeter(self)
+        return nullcontext(_AllocatorMeter(self))
 
     def allocated_bytes(self) -> int:
         """Bytes of living tensors."""
@@ -356,19 +355,18 @@ class _TensorCount(TorchDispatchMode):
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = torch_device.type
-        self._alive: dict[int, weakref.finalize[Any, Any]] = {}
+        self._alive: set[int] = set()
         self._taken = self._peak = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
+        result = function(*args, **(kwargs or {}))
         # An operation in place, or one that returns a view, takes no memory.
-        given = {_storage(t)._cdata for t in tree_iter((args, kwargs)) if self._counts(t)}
-        for tensor in tree_iter(result):
-            if self._counts(tensor) and _storage(tensor)._cdata not in given:
-                self._note(_storage(tensor))
+        given = self._storages((args, kwargs))
+        for identity, storage in self._storages(result).items():
+            if identity not in given and identity not in self._alive:
+                self._note(identity, storage)
         return result
 
     def taken_bytes(self) -> int:
@@ -380,27 +378,23 @@ class _TensorCount(TorchDispatchMode):
     def reset_peak(self) -> None:
         self._peak = self._taken
 
-    def _counts(self, value: Any) -> bool:
-        return (
-            isinstance(value, Tensor)
+    def _storages(self, tree: Any) -> dict[int, torch.UntypedStorage]:
+        """The storages of the tensors in nested values that are on the device, by identity."""
+        return {
+            value.untyped_storage()._cdata: value.untyped_storage()
+            for value in tree_iter(tree)
+            if isinstance(value, Tensor)
             and value.device.type == self._device_type
             and value.layout is torch.strided
-        )
+        }
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._alive:
-            return
+    def _note(self, identity: int, storage: torch.UntypedStorage) -> None:
         num_bytes = storage.nbytes()
         self._taken += num_bytes
         self._peak = max(self._peak, self._taken)
-        forget = weakref.finalize(storage, self._forget, storage._cdata, num_bytes)
-        forget.atexit = False
-        self._alive[storage._cdata] = forget
+        self._alive.add(identity)
+        weakref.finalize(storage, self._forget, identity, num_bytes).atexit = False
 
     def _forget(self, identity: int, num_bytes: int) -> None:
         self._taken -= num_bytes
-        del self._alive[identity]
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+        self._alive.remove(identity)
