@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -12,23 +12,24 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from ..pipeline.optimizer import AveragesWeights, AveragingAction, WeightAverages, averaged_tensors
+from ..pipeline.optimizer import AveragingAction, WeightAverages, averaged_tensors
 
 
 class StageWeightAveraging(EMAWeightAveraging):
     """Lightning's ``EMAWeightAveraging`` for layers on workers: every process averages its own.
 
-    Validation runs with the averages, and after training the module has them. Checkpoints are
-    those of ``EMAWeightAveraging``, the averages in their ``state_dict``, so that a run may go on
-    with the other callback on one device. What does not train is not averaged. Works on one
-    device too.
+    Validation runs with the averages, and after training the module has them. Checkpoints have the
+    form of ``EMAWeightAveraging``, with the averages in their ``state_dict``, so a run may continue
+    with that callback on one device. Frozen parameters are not averaged. This callback also works
+    on one device.
 
     Args:
-        decay: How much of the average stays at each update; None weighs all updates equally, as
-            stochastic weight averaging does.
-        update_every_n_steps: Optimizer steps from one update to the next.
+        decay: The share of the average that stays at each update; None weighs all updates equally,
+            as stochastic weight averaging does.
+        update_every_n_steps: The number of optimizer steps from one update to the next.
         update_starting_at_step: The first optimizer step after which the average is updated.
-        update_starting_at_epoch: The first epoch after which it is updated at each epoch's end.
+        update_starting_at_epoch: The first epoch after which the average is updated at the end of
+            each epoch.
 
     Raises:
         MisconfigurationException: If ``decay`` is not between 0 and 1.
@@ -91,14 +92,7 @@ class StageWeightAveraging(EMAWeightAveraging):
         self._averages = None
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_args: Any, **_kwargs: Any) -> None:
         """Update the averages after an optimizer step, if it is time."""
         is_new = trainer.global_step > self._latest_update_step
         if is_new and self.should_update(step_idx=trainer.global_step - 1):
@@ -172,9 +166,10 @@ class StageWeightAveraging(EMAWeightAveraging):
         self._tell_stages(trainer, "swap")
 
     def _tell_stages(self, trainer: pl.Trainer, action: AveragingAction) -> None:
-        if hasattr(trainer.strategy, "average_weights"):
-            strategy = cast("AveragesWeights", trainer.strategy)
-            strategy.average_weights(action, self._num_averaged, self._decay)
+        """Have the stages on workers do the same with their averages."""
+        average_weights = getattr(trainer.strategy, "average_weights", None)
+        if average_weights is not None:
+            average_weights(action, self._num_averaged, self._decay)
 
     def _made(self) -> WeightAverages:
         if self._averages is None:

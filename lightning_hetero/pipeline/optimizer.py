@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -214,15 +214,6 @@ def clipping_factor(max_norm: float, norm: float) -> float:
 
 
 AveragingAction = Literal["begin", "update", "swap", "adopt"]
-
-
-class AveragesWeights(Protocol):
-    """Averages weights that are on other processes."""
-
-    def average_weights(
-        self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
-    ) -> None:
-        """Do with the averages there what is done with the averages here."""
 
 
 class WeightAverages:
