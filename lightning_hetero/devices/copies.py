@@ -212,15 +212,13 @@ class StreamedCopies(Generic[AnyMark]):
 
     def _hosts_for(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Tensors in one buffer, which is free again when none of them is held any more."""
-        offsets, end = [], 0
-        for source in sources:
-            offsets.append(end)
-            end += -(-source.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        sizes = [-(-source.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for source in sources]
         # The pool pins only buffers of a size that it keeps.
-        memory = torch.frombuffer(self._pool.take(max(end, SMALLEST_KEPT_BYTES)), dtype=torch.uint8)
+        buffer = self._pool.take(max(sum(sizes), SMALLEST_KEPT_BYTES))
+        parts = torch.frombuffer(buffer, dtype=torch.uint8)[: sum(sizes)].split(sizes)
         return [
-            memory[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
-            for source, offset in zip(sources, offsets, strict=True)
+            part[: source.nbytes].view(source.dtype).view(source.shape)
+            for source, part in zip(sources, parts, strict=True)
         ]
 
 

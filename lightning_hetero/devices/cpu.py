@@ -58,8 +58,8 @@ class Cpu(Device, device_type="cpu"):
         num_threads = torch.get_num_threads()
         return f"{self.name}, {num_threads} thread{'' if num_threads == 1 else 's'}"
 
-    def health(self) -> dict[str, float]:
-        return super().health() | _temperature() | _power()
+    def sensors(self) -> dict[str, float]:
+        return _temperature() | _power()
 
 
 def _temperature() -> dict[str, float]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -86,10 +86,8 @@ class CudaStreams:
                 source.record_stream(self._leaving)
         return CudaMark(self._leaving)
 
-    @contextmanager
-    def coming(self) -> Iterator[None]:
-        with torch.cuda.stream(self._coming):
-            yield
+    def coming(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(self._coming)
 
     def copy_in(self, host: Tensor) -> Tensor:
         return host.to(self._device, non_blocking=True)

@@ -181,12 +181,25 @@ class Device:
         """Versions of the libraries that torch was built with for this kind of device."""
         return {}
 
+    def allocated_bytes(self) -> int:
+        """Bytes of living tensors, or of the whole process if nobody counts its tensors."""
+        return resident_bytes()
+
+    def peak_bytes(self) -> int:
+        """The most of `allocated_bytes` at once since the start, or since a later reset."""
+        return peak_resident_bytes()
+
+    def sensors(self) -> dict[str, float]:
+        """Degrees and watts, as far as they can be read."""
+        return {}
+
     def health(self) -> dict[str, float]:
         """Memory and sensors, by names that end in their units; unreadable ones are left out."""
-        return {
-            "memory_bytes": float(resident_bytes()),
-            "memory_peak_bytes": float(peak_resident_bytes()),
+        found = {
+            "memory_bytes": float(self.allocated_bytes()),
+            "memory_peak_bytes": float(self.peak_bytes()),
         }
+        return found | self.sensors()
 
 
 class Accelerator(Device):
@@ -208,11 +221,9 @@ class Accelerator(Device):
         return nullcontext(_AllocatorMeter(self))
 
     def allocated_bytes(self) -> int:
-        """Bytes of living tensors."""
         return int(self._library.memory_allocated(self.torch_device))
 
     def peak_bytes(self) -> int:
-        """The most bytes of living tensors at once since the last `reset_peak`."""
         return int(self._library.max_memory_allocated(self.torch_device))
 
     def reset_peak(self) -> None:
@@ -223,17 +234,6 @@ class Accelerator(Device):
         if hasattr(self._library, "set_per_process_memory_fraction"):
             fraction = min(1.0, num_bytes / self.total_bytes())
             self._library.set_per_process_memory_fraction(fraction, self.torch_device)
-
-    def health(self) -> dict[str, float]:
-        found = {
-            "memory_bytes": float(self.allocated_bytes()),
-            "memory_peak_bytes": float(self.peak_bytes()),
-        }
-        return found | self.sensors()
-
-    def sensors(self) -> dict[str, float]:
-        """Degrees and watts, as far as they can be read."""
-        return {}
 
     @classmethod
     def _module(cls) -> Any:

@@ -122,12 +122,7 @@ class CheckpointWeights:
             leave_out(state, frozen, prefix)
 
     def _expect(
-        self,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        *_rest: Any,
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_rest: Any
     ) -> None:
         """Keep frozen weights that a state dict lacks, and forget those that it overwrites."""
         if metadata.get("assign_to_params_buffers"):
