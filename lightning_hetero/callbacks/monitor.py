@@ -224,11 +224,9 @@ class StageMonitor(pl.Callback):
     def _peak(self, names: list[str]) -> float | None:
         """The sum of the devices' peaks; None if one is not known."""
         peaks = self._peak_flops
-        if peaks is None:
-            return None
-        if not isinstance(peaks, Mapping):
-            return peaks * len(names)
-        return sum(peaks[name] for name in names) if set(names) <= set(peaks) else None
+        if isinstance(peaks, Mapping):
+            return sum(peaks[name] for name in names) if set(names) <= set(peaks) else None
+        return None if peaks is None else peaks * len(names)
 
 
 def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -115,15 +115,11 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validate with the averages."""
+        """Exchange the weights and their averages, before validation and again after it."""
         if self._averages is not None:
             self._swap(trainer)
 
-    @override
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Train on with the weights."""
-        if self._averages is not None:
-            self._swap(trainer)
+    on_validation_epoch_end = on_validation_epoch_start
 
     @override
     def on_save_checkpoint(

@@ -183,15 +183,14 @@ def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderL
     for kind, name, tensor in _tensors(root):
         owners.setdefault((kind, identity_of(tensor)), set()).add(name)
     for stage in stages:
-        found = [
-            (kind, f"{layer.name}.{name}", tensor)
+        own = {
+            f"{layer.name}.{name}": (kind, tensor)
             for layer in stage
             for kind, name, tensor in _tensors(layer.module)
-        ]
-        own = {name for _, name, _ in found}
-        for kind, name, tensor in found:
+        }
+        for name, (kind, tensor) in own.items():
             shared = owners[kind, identity_of(tensor)]
-            if not shared <= own:
+            if not shared <= own.keys():
                 raise ModelError(
                     f"The {kind} {name} is shared as {sorted(shared)}, and these would live on "
                     f"different workers; {_REMEDY_FOR_SHARED[kind]}, or keep them with the "
