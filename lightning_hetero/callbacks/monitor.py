@@ -30,7 +30,7 @@ def deployment_of(trainer: pl.Trainer) -> Deployment | None:
 
 
 def profile_of(trainer: pl.Trainer) -> Profile | None:
-    """What was measured before the run, if anything was."""
+    """The profile that was measured before the run, if there is one."""
     choice = getattr(trainer.strategy, "plan_choice", None)
     return cast("Profile | None", getattr(choice, "profile", None))
 
@@ -45,7 +45,7 @@ def warn_of_no_stages(trainer: pl.Trainer, callback: pl.Callback) -> None:
 
 
 def run_folder(trainer: pl.Trainer, dirpath: Path | None) -> Path:
-    """The folder of a run's files: beside its logs by default."""
+    """The folder for a run's files; by default, the folder of its logs."""
     return dirpath or Path(trainer.log_dir or trainer.default_root_dir)
 
 
@@ -54,7 +54,7 @@ _WHO = "monitor"
 
 @dataclass(frozen=True)
 class _Asked:
-    """What to log when all processes have answered."""
+    """A question to all processes, and the values to log with their answers."""
 
     number: int
     step: int
@@ -69,8 +69,8 @@ class StageMonitor(pl.Callback):
     the plan's stages on workers follow in their order. Unknown values are left out:
 
     - ``stage/N/busy_share``, ``transferring_share``, ``waiting_share``: the shares of the step in
-      which the stage computes, packs and unpacks messages, and has nothing to do. They add up to 1.
-      The coordinator has ``other_share`` besides: data, Lightning, other callbacks.
+      which the stage computes, packs and unpacks messages, and has nothing to do. They add up to
+      1, on the coordinator together with ``other_share``: data, Lightning, other callbacks.
     - ``stage/N/bubble_share``: 1 less ``busy_share``. ``stage/N/sending_share``: the share of the
       step in which the stage's links were sending, also while it computed.
     - ``stage/N/forward_ms``, ``backward_ms``, ``loss_ms`` of a micro-batch, ``optimizer_ms`` of a
@@ -127,7 +127,7 @@ class StageMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that there is somewhere to log to."""
+        """Check that the Trainer has a logger."""
         if stage == "fit" and not trainer.loggers:
             raise MisconfigurationException(
                 "StageMonitor has nowhere to log to: the Trainer has no logger; give it one, such "
@@ -136,7 +136,7 @@ class StageMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have every process sum up its work."""
+        """Have every process add up the seconds and bytes of its work."""
         self._before, self._asked, self._norms = {}, None, {}
         self._last_step = trainer.global_step
         warn_of_no_stages(trainer, self)
@@ -156,7 +156,7 @@ class StageMonitor(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_args: Any, **_kwargs: Any) -> None:
-        """Ask for the sums, and log them a batch later, when the answers have come."""
+        """Log the last answers, and ask all processes for their sums if it is time."""
         deployment = deployment_of(trainer)
         if deployment is None:
             return
@@ -207,7 +207,7 @@ class StageMonitor(pl.Callback):
     def _compared(
         self, trainer: pl.Trainer, deployment: Deployment, window: Window
     ) -> dict[str, float]:
-        """The metrics that compare with what the devices can do, if that is known."""
+        """The metrics that compare the run with the speeds of its devices, if these are known."""
         found = {}
         profile, plan = profile_of(trainer), deployment.plan
         if profile is not None and profile.batch_size is not None:

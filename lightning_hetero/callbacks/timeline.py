@@ -1,4 +1,4 @@
-"""PipelineTimeline: what every stage did when, as a trace and as a picture."""
+"""PipelineTimeline: the times of every stage's work, as a trace and as a picture."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PipelineTimeline(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget the run before."""
+        """Forget the previous run."""
         self._recorded.clear()
         self._open = None
         warn_of_no_stages(trainer, self)

@@ -78,7 +78,7 @@ class StageWeightAveraging(EMAWeightAveraging):
             self._swap(trainer)
 
     def begin_again(self, trainer: pl.Trainer, averages: dict[str, Any] | None) -> None:
-        """Start new averages beside the weights, at the given averages or at the weights."""
+        """Start new averages, which equal the given averages at first, or else the weights."""
         self._averages = WeightAverages(averaged_tensors(trainer.lightning_module))
         self._tell_stages(trainer, "begin")
         if averages is not None:
@@ -88,7 +88,7 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """The averages have become the weights."""
+        """Drop the averages, which have become the weights."""
         self._averages = None
 
     @override
@@ -125,7 +125,7 @@ class StageWeightAveraging(EMAWeightAveraging):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save the averages as the weights, and the weights beside them."""
+        """Save the averages as the state dict, and the weights beside them."""
         if self._averages is None or not checkpoint["state_dict"]:
             return  # nothing to average, or nothing that could be gathered
         checkpoint["current_model_state"] = checkpoint["state_dict"]
@@ -136,7 +136,7 @@ class StageWeightAveraging(EMAWeightAveraging):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go on with the averages and the weights of a checkpoint."""
+        """Continue with the averages and the weights of a checkpoint."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if "current_model_state" not in checkpoint or "averaging_state" not in checkpoint:
@@ -170,7 +170,7 @@ class StageWeightAveraging(EMAWeightAveraging):
     def _made(self) -> WeightAverages:
         if self._averages is None:
             raise MisconfigurationException(
-                "The averages of the weights are made when `fit` starts, and it has not."
+                "The averages of the weights are made when `fit` starts, and it has not started."
             )
         return self._averages
 

@@ -89,7 +89,7 @@ _KEPT_PER_MICROBATCH = 4
 
 
 def already_here() -> None:
-    """The `Land` of tensors that are there already."""
+    """The `Land` of tensors that are on the device already."""
 
 
 class Arriving(Protocol):
@@ -211,7 +211,7 @@ class StreamedCopies(Generic[AnyMark]):
         self._pool.keep_at_most(_KEPT_PER_MICROBATCH * num_microbatches)
 
     def _hosts_for(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors in one buffer, which is free again when none of them is held any more."""
+        """Tensors in one buffer, which is free again when nobody holds any of them."""
         sizes = [-(-source.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for source in sources]
         # The pool pins only buffers of a size that it keeps.
         buffer = self._pool.take(max(sum(sizes), SMALLEST_KEPT_BYTES))

@@ -72,7 +72,7 @@ def _temperature() -> dict[str, float]:
 
 
 def _power() -> dict[str, float]:
-    """The power of the processor, which Linux shows for some and psutil does not read."""
+    """The processor's power, which Linux shows for some processors; psutil does not read it."""
     watts = []
     for file in _LINUX_SENSORS.glob("hwmon*/power*_average"):
         with contextlib.suppress(OSError, ValueError):

@@ -313,8 +313,9 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def look_past_meta() -> None:
     """Make the ``device`` of Hugging Face models that of their first parameter with content.
 
-    Else it is the device of the first parameter: ``meta`` if the embedding is away, and a tensor
-    that is moved there loses its content. Other models answer as before, so this stays for good.
+    Without this, it is the device of the first parameter: ``meta`` if the embedding is away, and a
+    tensor that is moved there loses its content. Other models answer as before, so this is never
+    undone.
     """
     as_before: Any = PreTrainedModel.device
 

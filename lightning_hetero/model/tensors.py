@@ -86,8 +86,8 @@ def dtypes_on_stage(
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor to another dtype, clamped to its range.
 
-    Else the lowest float32 of a mask would become minus infinity in float16, and the softmax of a
-    row that is masked throughout would be NaN.
+    Without the clamp, the lowest float32 of a mask would become minus infinity in float16, and the
+    softmax of a row that is masked throughout would be NaN.
     """
     if tensor.dtype == dtype or not tensor.is_floating_point():
         return tensor
@@ -117,7 +117,7 @@ def set_tensor(
     that holds it sees the new content.
 
     Raises:
-        ModelError: If there is no such tensor, or its shape is another.
+        ModelError: If there is no such tensor, or its shape differs.
     """
     owner, leaf, old = locate(layers, name)
     if old.shape != content.shape:
