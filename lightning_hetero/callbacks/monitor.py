@@ -30,7 +30,7 @@ def deployment_of(trainer: pl.Trainer) -> Deployment | None:
 
 
 def profile_of(trainer: pl.Trainer) -> Profile | None:
-    """What was measured before the run, if anything was."""
+    """The profile that was measured before the run, if there is one."""
     choice = getattr(trainer.strategy, "plan_choice", None)
     return cast("Profile | None", getattr(choice, "profile", None))
 
@@ -45,7 +45,7 @@ def warn_of_no_stages(trainer: pl.Trainer, callback: pl.Callback) -> None:
 
 
 def run_folder(trainer: pl.Trainer, dirpath: Path | None) -> Path:
-    """The folder of a run's files: beside its logs by default."""
+    """The folder for a run's files; by default, the folder of its logs."""
     return dirpath or Path(trainer.log_dir or trainer.default_root_dir)
 
 
@@ -54,7 +54,7 @@ _WHO = "monitor"
 
 @dataclass(frozen=True)
 class _Asked:
-    """What to log when all processes have answered."""
+    """A question to all processes, and the values to log with their answers."""
 
     number: int
     step: int
@@ -63,35 +63,37 @@ class _Asked:
 
 
 class StageMonitor(pl.Callback):
-    """Logs what every stage does with its time, how its device is, and what they do together.
+    """Logs the time, the device and the traffic of every stage, and the speed of the pipeline.
 
-    The values are means over the steps since the last time. ``stage/0`` is the coordinator, the
-    others are the plan's stages on workers in their order; what is not known is left out:
+    The values are means over the steps since they were last logged. ``stage/0`` is the coordinator;
+    the plan's stages on workers follow in their order. Unknown values are left out:
 
-    - ``stage/N/busy_share``, ``transferring_share``, ``waiting_share``: of the step, in which it
-      computes, takes in and packs what goes between stages, and has nothing to do. They add up
-      to 1, on the coordinator together with ``other_share``: data, Lightning, other callbacks.
-    - ``stage/N/bubble_share``: 1 less ``busy_share``; ``stage/N/sending_share``: of the step, in
-      which its links were sending, beside all that.
+    - ``stage/N/busy_share``, ``transferring_share``, ``waiting_share``: the shares of the step in
+      which the stage computes, packs and unpacks messages, and has nothing to do. They add up to
+      1, on the coordinator together with ``other_share``: data, Lightning, other callbacks.
+    - ``stage/N/bubble_share``: 1 less ``busy_share``. ``stage/N/sending_share``: the share of the
+      step in which the stage's links were sending, also while it computed.
     - ``stage/N/forward_ms``, ``backward_ms``, ``loss_ms`` of a micro-batch, ``optimizer_ms`` of a
-      step; ``stage/N/tokens_per_second``: how many it would do without waiting.
-    - ``stage/N/queue_depth``: actions that could have run, on average, when one was chosen.
+      step; ``stage/N/tokens_per_second``: the speed of the stage if it never had to wait.
+    - ``stage/N/queue_depth``: the mean number of actions that were ready when one was chosen.
     - ``stage/N/sent_bytes``, ``received_bytes`` of a step; ``memory_bytes``, ``memory_peak_bytes``;
       ``temperature_celsius``, ``power_watts``; ``gradient_norm``.
-    - ``pipeline/step_seconds``, ``tokens_per_second`` (by the clock on the wall, with all that is
-      between steps), ``bubble_share``, ``bottleneck_stage``.
-    - ``pipeline/bound_share``: the step at the sum of the measured devices' speeds, over this one.
-    - ``pipeline/model_flops_utilization``: model FLOPs a second over the sum of the peaks, as
+    - ``pipeline/step_seconds``, ``tokens_per_second`` (of all the time that passed, also between
+      steps), ``bubble_share``, ``bottleneck_stage``.
+    - ``pipeline/bound_share``: the seconds of a step at the sum of the devices' measured speeds,
+      divided by the seconds that the step took.
+    - ``pipeline/model_flops_utilization``: model FLOPs per second over the sum of the peaks, as
       Chowdhery et al. (2022), "PaLM", appendix B, define it, with the FLOPs of
-      `flops_per_token`: 6 N a token where all N values train.
+      `flops_per_token`: 6 N per token if all N values train.
 
     Args:
-        every_n_steps: Optimizer steps between two times; None for the Trainer's
-            ``log_every_n_steps``.
+        every_n_steps: The number of optimizer steps from one log to the next; None for the
+            Trainer's ``log_every_n_steps``.
         gradient_norms: Whether to log each stage's gradient norm, which takes a round trip.
-        peak_flops: What each device could do at most, in FLOPs a second: one number for all, or
-            one for each by the names that plans use, the coordinator's too.
-        flops_per_token: Of the model, where its matrices do not say.
+        peak_flops: The peak of each device in FLOPs per second: one number for all devices, or a
+            number for each device, the coordinator's too, by the names that plans use.
+        flops_per_token: The FLOPs of the model for one token; None to derive them from its
+            matrices.
 
     Raises:
         MisconfigurationException: If the Trainer has no logger, or a number is out of range.
@@ -125,7 +127,7 @@ class StageMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that there is somewhere to log to."""
+        """Check that the Trainer has a logger."""
         if stage == "fit" and not trainer.loggers:
             raise MisconfigurationException(
                 "StageMonitor has nowhere to log to: the Trainer has no logger; give it one, such "
@@ -134,7 +136,7 @@ class StageMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have every process sum up its work."""
+        """Have every process add up the seconds and bytes of its work."""
         self._before, self._asked, self._norms = {}, None, {}
         self._last_step = trainer.global_step
         warn_of_no_stages(trainer, self)
@@ -153,15 +155,8 @@ class StageMonitor(pl.Callback):
             self._norms = _gradient_norms(pl_module, deployment)
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Ask for the sums, and log them a batch later, when the answers have come."""
+    def on_train_batch_end(self, trainer: pl.Trainer, *_args: Any, **_kwargs: Any) -> None:
+        """Log the last answers, and ask all processes for their sums if it is time."""
         deployment = deployment_of(trainer)
         if deployment is None:
             return
@@ -212,7 +207,7 @@ class StageMonitor(pl.Callback):
     def _compared(
         self, trainer: pl.Trainer, deployment: Deployment, window: Window
     ) -> dict[str, float]:
-        """The metrics that compare with what the devices can do, if that is known."""
+        """The metrics that compare the run with the speeds of its devices, if these are known."""
         found = {}
         profile, plan = profile_of(trainer), deployment.plan
         if profile is not None and profile.batch_size is not None:
@@ -229,11 +224,9 @@ class StageMonitor(pl.Callback):
     def _peak(self, names: list[str]) -> float | None:
         """The sum of the devices' peaks; None if one is not known."""
         peaks = self._peak_flops
-        if peaks is None:
-            return None
-        if not isinstance(peaks, Mapping):
-            return peaks * len(names)
-        return sum(peaks[name] for name in names) if set(names) <= set(peaks) else None
+        if isinstance(peaks, Mapping):
+            return sum(peaks[name] for name in names) if set(names) <= set(peaks) else None
+        return None if peaks is None else peaks * len(names)
 
 
 def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -14,20 +14,20 @@ from ..profiler.measure import ProfilingOptions
 class PipelineProfiler(Callback):
     """Has the coordinator and every worker measure the model's own layers before training.
 
-    `HeteroPipelineStrategy` finds it among the Trainer's callbacks. ``plan="auto"`` measures
-    without one too, with the values that stand here. What was measured is kept in a file, so that
-    the next start measures only devices that are new.
+    `HeteroPipelineStrategy` finds this callback among the Trainer's callbacks. Without it,
+    ``plan="auto"`` measures with these default values. The measurements are kept in a file, so that
+    the next start measures only new devices.
 
     Args:
         budget_seconds: About how long measuring may take. Each kind of layer is run on each device
             in any case.
-        micro_batch_sizes: Samples of the micro-batches that are tried; None for 1, 2, 4, … up to
-            the training batch.
-        dtypes: What layers on workers are tried in besides the Trainer's ``precision``; None for
-            float32, and for all that it does on a device that does not do that precision well.
+        micro_batch_sizes: The numbers of samples of the micro-batches to try; None for 1, 2, 4, …
+            up to the training batch.
+        dtypes: The dtypes to try for layers on workers, besides the Trainer's ``precision``; None
+            for float32, and for every useful dtype of a device on which that precision is slow.
         path: The file that is read and written; None for one in the user's cache folder
             (``$XDG_CACHE_HOME/lightning-hetero/profiles``, ``~/.cache`` by default).
-        force: Measure, whatever the file says.
+        force: Measure again, even if the file has the measurements.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""PipelineTimeline: what every stage did when, as a trace and as a picture."""
+"""PipelineTimeline: the times of every stage's work, as a trace and as a picture."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _WHO = "timeline"
 
 
 class PipelineTimeline(pl.Callback):
-    """Records some training steps: what every stage computed, waited for, packed and sent, when.
+    """Records when every stage computed, waited, packed and sent in some training steps.
 
-    ``timeline.json`` is a trace for https://ui.perfetto.dev, with all stages on the coordinator's
-    clock and, beside what happened, what the simulator predicts. ``timeline.svg`` shows the step
-    that was recorded last. They stand beside the run's logs and are written after each recorded
-    step. Steps that are not recorded are as fast as ever.
+    ``timeline.json`` is a trace for https://ui.perfetto.dev. It shows all stages on the
+    coordinator's clock, and beside each step its prediction by the simulator. ``timeline.svg``
+    shows the step that was recorded last. Both files are beside the run's logs and are written
+    after each recorded step. Other steps are not slowed down.
 
     Args:
-        steps: Which: numbers of optimizer steps, 0 the first one. The first ones are slower than
-            later ones, since they allocate memory and fill caches.
-        every_n_steps: Also record each step whose number this divides, 0 excepted.
-        max_steps: So many are kept in the file, the latest ones.
-        dirpath: Where the files go; None for the folder of the Trainer's logs.
+        steps: The numbers of the optimizer steps to record; the first step is 0. The first steps
+            are slower than later ones, since they allocate memory and fill caches.
+        every_n_steps: Also record every step whose number is a multiple of this one, except step 0.
+        max_steps: The number of recorded steps in the file; the latest ones are kept.
+        dirpath: The folder for the files; None for the folder of the Trainer's logs.
 
     Raises:
         MisconfigurationException: If a number is out of range.
@@ -71,16 +71,14 @@ class PipelineTimeline(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget the run before."""
+        """Forget the previous run."""
         self._recorded.clear()
         self._open = None
         warn_of_no_stages(trainer, self)
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Begin to record, if this is a step to be recorded."""
+    def on_train_batch_start(self, trainer: pl.Trainer, *_args: Any, **_kwargs: Any) -> None:
+        """Begin to record if this step is one of the chosen ones."""
         deployment, step = deployment_of(trainer), trainer.global_step
         if deployment is None or self._open is not None or not self._wants(step):
             return
@@ -90,15 +88,8 @@ class PipelineTimeline(pl.Callback):
         self._open = step, telemetry.recorder.now()
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Gather what was recorded when the optimizer has stepped, and write it down."""
+    def on_train_batch_end(self, trainer: pl.Trainer, *_args: Any, **_kwargs: Any) -> None:
+        """Gather the spans of all processes after the optimizer step, and write the files."""
         deployment = deployment_of(trainer)
         if self._open is None or deployment is None or trainer.global_step == self._open[0]:
             return

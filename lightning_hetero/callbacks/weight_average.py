@@ -18,17 +18,18 @@ from ..pipeline.optimizer import AveragingAction, WeightAverages, averaged_tenso
 class StageWeightAveraging(EMAWeightAveraging):
     """Lightning's ``EMAWeightAveraging`` for layers on workers: every process averages its own.
 
-    Validation runs with the averages, and after training the module has them. Checkpoints are
-    those of ``EMAWeightAveraging``, the averages in their ``state_dict``, so that a run may go on
-    with the other callback on one device. What does not train is not averaged. Works on one
-    device too.
+    Validation runs with the averages, and after training the module has them. Checkpoints have the
+    form of ``EMAWeightAveraging``, with the averages in their ``state_dict``, so a run may continue
+    with that callback on one device. Frozen parameters are not averaged. This callback also works
+    on one device.
 
     Args:
-        decay: How much of the average stays at each update; None weighs all updates equally, as
-            stochastic weight averaging does.
-        update_every_n_steps: Optimizer steps from one update to the next.
+        decay: The share of the average that stays at each update; None weighs all updates equally,
+            as stochastic weight averaging does.
+        update_every_n_steps: The number of optimizer steps from one update to the next.
         update_starting_at_step: The first optimizer step after which the average is updated.
-        update_starting_at_epoch: The first epoch after which it is updated at each epoch's end.
+        update_starting_at_epoch: The first epoch after which the average is updated at the end of
+            each epoch.
 
     Raises:
         MisconfigurationException: If ``decay`` is not between 0 and 1.
@@ -77,7 +78,7 @@ class StageWeightAveraging(EMAWeightAveraging):
             self._swap(trainer)
 
     def begin_again(self, trainer: pl.Trainer, averages: dict[str, Any] | None) -> None:
-        """Start new averages beside the weights, at the given averages or at the weights."""
+        """Start new averages, which equal the given averages at first, or else the weights."""
         self._averages = WeightAverages(averaged_tensors(trainer.lightning_module))
         self._tell_stages(trainer, "begin")
         if averages is not None:
@@ -87,18 +88,11 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """The averages have become the weights."""
+        """Drop the averages, which have become the weights."""
         self._averages = None
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_args: Any, **_kwargs: Any) -> None:
         """Update the averages after an optimizer step, if it is time."""
         is_new = trainer.global_step > self._latest_update_step
         if is_new and self.should_update(step_idx=trainer.global_step - 1):
@@ -121,21 +115,17 @@ class StageWeightAveraging(EMAWeightAveraging):
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validate with the averages."""
+        """Exchange the weights and their averages, before validation and again after it."""
         if self._averages is not None:
             self._swap(trainer)
 
-    @override
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Train on with the weights."""
-        if self._averages is not None:
-            self._swap(trainer)
+    on_validation_epoch_end = on_validation_epoch_start
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save the averages as the weights, and the weights beside them."""
+        """Save the averages as the state dict, and the weights beside them."""
         if self._averages is None or not checkpoint["state_dict"]:
             return  # nothing to average, or nothing that could be gathered
         checkpoint["current_model_state"] = checkpoint["state_dict"]
@@ -146,7 +136,7 @@ class StageWeightAveraging(EMAWeightAveraging):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go on with the averages and the weights of a checkpoint."""
+        """Continue with the averages and the weights of a checkpoint."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if "current_model_state" not in checkpoint or "averaging_state" not in checkpoint:
@@ -172,6 +162,7 @@ class StageWeightAveraging(EMAWeightAveraging):
         self._tell_stages(trainer, "swap")
 
     def _tell_stages(self, trainer: pl.Trainer, action: AveragingAction) -> None:
+        """Have the stages on workers do the same with their averages."""
         average_weights = getattr(trainer.strategy, "average_weights", None)
         if average_weights is not None:
             average_weights(action, self._num_averaged, self._decay)
@@ -179,7 +170,7 @@ class StageWeightAveraging(EMAWeightAveraging):
     def _made(self) -> WeightAverages:
         if self._averages is None:
             raise MisconfigurationException(
-                "The averages of the weights are made when `fit` starts, and it has not."
+                "The averages of the weights are made when `fit` starts, and it has not started."
             )
         return self._averages
 

@@ -89,7 +89,7 @@ _KEPT_PER_MICROBATCH = 4
 
 
 def already_here() -> None:
-    """The `Land` of tensors that are there already."""
+    """The `Land` of tensors that are on the device already."""
 
 
 class Arriving(Protocol):
@@ -112,16 +112,20 @@ class Arriving(Protocol):
 Content = TypeVar("Content", bound=Arriving)
 
 
-class HostCopy(Protocol):
-    """Copies of tensors in main memory, or on their way there."""
+@dataclass(frozen=True)
+class HostCopy:
+    """Copies of tensors in main memory, or on their way there.
 
-    @property
-    def is_immediate(self) -> bool:
-        """Whether all copies of the device are there as soon as they have begun."""
+    Args:
+        tensors: The tensors in main memory; call `wait` before you read their content.
+        is_immediate: Whether all copies of the device are finished when the call that began them
+            returns.
+        mark: The end of the copies in their stream; None if there is nothing to wait for.
+    """
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors in main memory; `wait` before you read their content."""
+    tensors: tuple[Tensor, ...]
+    is_immediate: bool
+    mark: Mark | None = None
 
     def wait(self) -> None:
         """Wait for the content, in the thread that sends it, as long as the device takes.
@@ -132,57 +136,33 @@ class HostCopy(Protocol):
         Raises:
             ChannelError: If the device fails before.
         """
-
-
-class Copies(Protocol):
-    """Copies between one device and main memory; make one such object per device.
-
-    Only the computing thread may call its methods; any thread may call `HostCopy.wait`.
-    """
-
-    def receive_pool(self) -> BufferPool:
-        """Memory that the reader of a channel fills with tensors for the device."""
-
-    def to_host(self, tensors: Sequence[Tensor]) -> HostCopy:
-        """Begin to copy tensors to main memory, with the values they have after all work so far."""
-
-    def to_device(
-        self, tensors: Sequence[Tensor], read: Callable[[tuple[Tensor, ...]], Content]
-    ) -> Content:
-        """Begin to copy tensors to the device, and return the value that ``read`` makes of them."""
-
-    def keep_for(self, num_microbatches: int) -> None:
-        """Keep buffers for so many micro-batches in flight."""
+        if self.mark is not None:
+            self.mark.wait()
 
 
 class PlainCopies:
-    """Copies that are there when the call returns."""
+    """Copies that are finished when the call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def receive_pool(self) -> BufferPool:
+        """Memory that the reader of a channel fills with tensors for the device."""
         return BufferPool()
 
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopy:
-        return _Finished(tuple(tensor.detach().to("cpu") for tensor in tensors))
+        """Begin to copy tensors to main memory, with the values they have after all work so far."""
+        copied = tuple(tensor.detach().to("cpu") for tensor in tensors)
+        return HostCopy(copied, is_immediate=True)
 
     def to_device(
         self, tensors: Sequence[Tensor], read: Callable[[tuple[Tensor, ...]], Content]
     ) -> Content:
+        """Begin to copy tensors to the device, and return the value that ``read`` makes of them."""
         return read(tuple(tensor.to(self._device) for tensor in tensors))
 
     def keep_for(self, num_microbatches: int) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class _Finished:
-    tensors: tuple[Tensor, ...]
-    is_immediate: bool = True
-
-    def wait(self) -> None:
-        pass
+        """Keep buffers for this number of micro-batches in flight."""
 
 
 class StreamedCopies(Generic[AnyMark]):
@@ -208,7 +188,7 @@ class StreamedCopies(Generic[AnyMark]):
         mark = self._streams.copy_out(computed, sources, hosts) if sources else None
         left = iter(hosts)
         copied = tuple(t.detach() if t.device.type == "cpu" else next(left) for t in tensors)
-        return _Leaving(copied, mark)
+        return HostCopy(copied, is_immediate=False, mark=mark)
 
     def to_device(
         self, tensors: Sequence[Tensor], read: Callable[[tuple[Tensor, ...]], Content]
@@ -231,25 +211,20 @@ class StreamedCopies(Generic[AnyMark]):
         self._pool.keep_at_most(_KEPT_PER_MICROBATCH * num_microbatches)
 
     def _hosts_for(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors in one buffer, which is free again when none of them is held any more."""
-        offsets, end = [], 0
-        for source in sources:
-            offsets.append(end)
-            end += -(-source.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        """Tensors in one buffer, which is free again when nobody holds any of them."""
+        sizes = [-(-source.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for source in sources]
         # The pool pins only buffers of a size that it keeps.
-        memory = torch.frombuffer(self._pool.take(max(end, SMALLEST_KEPT_BYTES)), dtype=torch.uint8)
+        buffer = self._pool.take(max(sum(sizes), SMALLEST_KEPT_BYTES))
+        parts = torch.frombuffer(buffer, dtype=torch.uint8)[: sum(sizes)].split(sizes)
         return [
-            memory[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
-            for source, offset in zip(sources, offsets, strict=True)
+            part[: source.nbytes].view(source.dtype).view(source.shape)
+            for source, part in zip(sources, parts, strict=True)
         ]
 
 
-@dataclass(frozen=True)
-class _Leaving:
-    tensors: tuple[Tensor, ...]
-    mark: Mark | None
-    is_immediate: bool = False
+Copies = PlainCopies | StreamedCopies[Any]
+"""Copies between one device and main memory; make one such object per device.
 
-    def wait(self) -> None:
-        if self.mark is not None:
-            self.mark.wait()
+Only the computing thread may call its methods, which `PlainCopies` describes. Any thread may call
+`HostCopy.wait`.
+"""

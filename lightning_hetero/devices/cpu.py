@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from .device import Clock, ClockMoment, Device, Moment, processor_name
+from .device import Device, processor_name
 from .main_memory import give_back_free_memory, total_main_memory
 
 # Drivers of processors' sensors; a machine has others too, of disks and mainboards.
@@ -38,12 +37,6 @@ class Cpu(Device, device_type="cpu"):
     def free_cache(self) -> None:
         give_back_free_memory()
 
-    def synchronize(self) -> None:
-        """Return at once: no work is left behind a call."""
-
-    def moment(self, clock: Clock = time.perf_counter) -> Moment:
-        return ClockMoment(clock())
-
     @classmethod
     def generator_states(cls) -> list[Tensor]:
         return [torch.get_rng_state()]
@@ -65,8 +58,8 @@ class Cpu(Device, device_type="cpu"):
         num_threads = torch.get_num_threads()
         return f"{self.name}, {num_threads} thread{'' if num_threads == 1 else 's'}"
 
-    def health(self) -> dict[str, float]:
-        return super().health() | _temperature() | _power()
+    def sensors(self) -> dict[str, float]:
+        return _temperature() | _power()
 
 
 def _temperature() -> dict[str, float]:
@@ -79,7 +72,7 @@ def _temperature() -> dict[str, float]:
 
 
 def _power() -> dict[str, float]:
-    """The power of the processor, which Linux shows for some and psutil does not read."""
+    """The processor's power, which Linux shows for some processors; psutil does not read it."""
     watts = []
     for file in _LINUX_SENSORS.glob("hwmon*/power*_average"):
         with contextlib.suppress(OSError, ValueError):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,9 @@ class Cuda(Accelerator, device_type="cuda"):
         return str(getattr(properties, "uuid", self.torch_device))
 
     def moment(self, clock: Clock = time.perf_counter) -> Moment:
-        return EventMoment.now(self.torch_device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return EventMoment(event)
 
     def copies(self) -> Copies:
         return StreamedCopies(CudaStreams(self.torch_device))
@@ -51,13 +53,6 @@ class EventMoment:
     """A moment that an event marks in the stream that computes."""
 
     event: torch.cuda.Event
-
-    @classmethod
-    def now(cls, device: torch.device) -> EventMoment:
-        """The moment at which the device has computed what it was given so far."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return cls(event)
 
     def seconds_after(self, earlier: EventMoment) -> float:
         self.event.synchronize()
@@ -91,10 +86,8 @@ class CudaStreams:
                 source.record_stream(self._leaving)
         return CudaMark(self._leaving)
 
-    @contextmanager
-    def coming(self) -> Iterator[None]:
-        with torch.cuda.stream(self._coming):
-            yield
+    def coming(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(self._coming)
 
     def copy_in(self, host: Tensor) -> Tensor:
         return host.to(self._device, non_blocking=True)

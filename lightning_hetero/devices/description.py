@@ -1,4 +1,4 @@
-"""The description of a device: equipment for a handshake, and memory and dtypes for a profile."""
+"""The description of a device: equipment for a handshake, memory and dtypes for a profile."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def describe_device(torch_device: torch.device, kept_bytes: int = 0) -> DeviceDe
 
 
 def _machine() -> str:
-    """A name that all processes on this machine tell, and no other machine's."""
+    """A name that all processes on this machine share, and that no other machine has."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 

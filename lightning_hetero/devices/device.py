@@ -24,7 +24,7 @@ import platform
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -181,12 +181,25 @@ class Device:
         """Versions of the libraries that torch was built with for this kind of device."""
         return {}
 
+    def allocated_bytes(self) -> int:
+        """Bytes of living tensors, or of the whole process if nobody counts its tensors."""
+        return resident_bytes()
+
+    def peak_bytes(self) -> int:
+        """The most of `allocated_bytes` at once since the start, or since a later reset."""
+        return peak_resident_bytes()
+
+    def sensors(self) -> dict[str, float]:
+        """Degrees and watts, as far as they can be read."""
+        return {}
+
     def health(self) -> dict[str, float]:
         """Memory and sensors, by names that end in their units; unreadable ones are left out."""
-        return {
-            "memory_bytes": float(resident_bytes()),
-            "memory_peak_bytes": float(peak_resident_bytes()),
+        found = {
+            "memory_bytes": float(self.allocated_bytes()),
+            "memory_peak_bytes": float(self.peak_bytes()),
         }
+        return found | self.sensors()
 
 
 class Accelerator(Device):
@@ -203,17 +216,14 @@ class Accelerator(Device):
         free_bytes, _ = self._library.mem_get_info(self.torch_device)
         return free_bytes + self.used_bytes(), 0
 
-    @contextmanager
-    def metering(self) -> Iterator[MemoryMeter]:
+    def metering(self) -> AbstractContextManager[MemoryMeter]:
         """Inside, ask the allocator for the memory that is taken."""
-        yield _AllocatorMeter(self)
+        return nullcontext(_AllocatorMeter(self))
 
     def allocated_bytes(self) -> int:
-        """Bytes of living tensors."""
         return int(self._library.memory_allocated(self.torch_device))
 
     def peak_bytes(self) -> int:
-        """The most bytes of living tensors at once since the last `reset_peak`."""
         return int(self._library.max_memory_allocated(self.torch_device))
 
     def reset_peak(self) -> None:
@@ -224,17 +234,6 @@ class Accelerator(Device):
         if hasattr(self._library, "set_per_process_memory_fraction"):
             fraction = min(1.0, num_bytes / self.total_bytes())
             self._library.set_per_process_memory_fraction(fraction, self.torch_device)
-
-    def health(self) -> dict[str, float]:
-        found = {
-            "memory_bytes": float(self.allocated_bytes()),
-            "memory_peak_bytes": float(self.peak_bytes()),
-        }
-        return found | self.sensors()
-
-    def sensors(self) -> dict[str, float]:
-        """Degrees and watts, as far as they can be read."""
-        return {}
 
     @classmethod
     def _module(cls) -> Any:
@@ -356,19 +355,18 @@ class _TensorCount(TorchDispatchMode):
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = torch_device.type
-        self._alive: dict[int, weakref.finalize[Any, Any]] = {}
+        self._alive: set[int] = set()
         self._taken = self._peak = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
+        result = function(*args, **(kwargs or {}))
         # An operation in place, or one that returns a view, takes no memory.
-        given = {_storage(t)._cdata for t in tree_iter((args, kwargs)) if self._counts(t)}
-        for tensor in tree_iter(result):
-            if self._counts(tensor) and _storage(tensor)._cdata not in given:
-                self._note(_storage(tensor))
+        given = self._storages((args, kwargs))
+        for identity, storage in self._storages(result).items():
+            if identity not in given and identity not in self._alive:
+                self._note(identity, storage)
         return result
 
     def taken_bytes(self) -> int:
@@ -380,27 +378,23 @@ class _TensorCount(TorchDispatchMode):
     def reset_peak(self) -> None:
         self._peak = self._taken
 
-    def _counts(self, value: Any) -> bool:
-        return (
-            isinstance(value, Tensor)
+    def _storages(self, tree: Any) -> dict[int, torch.UntypedStorage]:
+        """The storages of the tensors in nested values that are on the device, by identity."""
+        return {
+            value.untyped_storage()._cdata: value.untyped_storage()
+            for value in tree_iter(tree)
+            if isinstance(value, Tensor)
             and value.device.type == self._device_type
             and value.layout is torch.strided
-        )
+        }
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._alive:
-            return
+    def _note(self, identity: int, storage: torch.UntypedStorage) -> None:
         num_bytes = storage.nbytes()
         self._taken += num_bytes
         self._peak = max(self._peak, self._taken)
-        forget = weakref.finalize(storage, self._forget, storage._cdata, num_bytes)
-        forget.atexit = False
-        self._alive[storage._cdata] = forget
+        self._alive.add(identity)
+        weakref.finalize(storage, self._forget, identity, num_bytes).atexit = False
 
     def _forget(self, identity: int, num_bytes: int) -> None:
         self._taken -= num_bytes
-        del self._alive[identity]
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+        self._alive.remove(identity)

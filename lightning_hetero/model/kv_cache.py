@@ -14,7 +14,7 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -49,6 +49,15 @@ def cache_index(layer: nn.Module) -> int | None:
     return index if isinstance(index, int) and 0 <= index < _MOST_LAYERS else None
 
 
+def _refusal(text: str) -> Callable[..., NoReturn]:
+    """A method that refuses every call with this text."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise ModelError(text)
+
+    return refuse
+
+
 class CacheAway:
     """The identity of a cache that is kept on workers, shared by all its `LayerAway`."""
 
@@ -67,11 +76,10 @@ class LayerLeftOut(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_sliding = is_sliding
 
-    def update(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise ModelError(
-            "The key-value cache lacks the layers that were on workers when it was made, because "
-            "the call that made it did not ask for it; begin with a new one."
-        )
+    update = _refusal(
+        "The key-value cache lacks the layers that were on workers when it was made, because the "
+        "call that made it did not ask for it; begin with a new one."
+    )
 
 
 class LayerAway(CacheLayerMixin):
@@ -89,9 +97,7 @@ class LayerAway(CacheLayerMixin):
         self.cache = cache
         self.is_initialized = True
         self.is_sliding = counted.is_sliding
-        self._window: int | None = None
-        if isinstance(counted, DynamicSlidingWindowLayer):
-            self._window = counted.sliding_window
+        self._window: int | None = getattr(counted, "sliding_window", None)
         # The library's own class counts, with tensors that take no memory.
         self._counted = counted
         self._num_rows = 0
@@ -116,52 +122,28 @@ class LayerAway(CacheLayerMixin):
         return int(self._counted.get_max_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(torch.arange(self._num_rows).repeat_interleave(repeats))
-
-    def _select(self, indices: Tensor) -> None:
-        """Select among the rows selected before; the next call sends the selection."""
+        """Select among the samples selected before; the next call sends the selection."""
         before = torch.arange(self._num_rows) if self._rows is None else self._rows
-        self._rows = before.to(indices.device)[indices]
+        self._rows = before.to(beam_idx.device)[beam_idx]
         self._num_rows = len(self._rows)
 
-    @property
-    def keys(self) -> NoReturn:  # type: ignore[override]
-        raise ModelError("The keys and values of layers on workers are not here to be read.")
+    batch_select_indices = reorder_cache
 
-    values = keys
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(self._num_rows).repeat_interleave(repeats))
 
-    def update(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise ModelError(OVER)
-
-    def lazy_initialization(self, *_args: Any) -> NoReturn:
-        raise ModelError(OVER)
-
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        raise ModelError(_NO_WAY_BACK)
-
-    def activate_past_recording(self) -> NoReturn:
-        raise ModelError(_NO_WAY_BACK)
-
-    def reset(self) -> NoReturn:
-        raise ModelError("A key-value cache on workers cannot be reset; begin with a new one.")
-
-    def offload(self) -> NoReturn:
-        raise ModelError("A key-value cache on workers cannot be offloaded; it is not here.")
-
-    def prefetch(self) -> NoReturn:
-        raise ModelError("A key-value cache on workers cannot be prefetched; it stays there.")
-
-    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        raise ModelError(
-            "A key-value cache on workers cannot be copied or pickled; fill another one with the "
-            "same tokens instead."
-        )
+    keys = values = property(
+        _refusal("The keys and values of layers on workers are not here to be read.")
+    )
+    update = lazy_initialization = _refusal(OVER)
+    crop = activate_past_recording = _refusal(_NO_WAY_BACK)
+    reset = _refusal("A key-value cache on workers cannot be reset; begin with a new one.")
+    offload = _refusal("A key-value cache on workers cannot be offloaded; it is not here.")
+    prefetch = _refusal("A key-value cache on workers cannot be prefetched; it stays there.")
+    __reduce_ex__ = _refusal(
+        "A key-value cache on workers cannot be copied or pickled; fill another one with the same "
+        "tokens instead."
+    )
 
 
 class HollowCaches:

@@ -77,10 +77,8 @@ class LayerCall:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor among the arguments, with the position or name of its argument."""
-        for position, value in enumerate(self.args):
-            yield from ((str(position), tensor) for tensor in tensors_in(value))
-        for name, value in self.kwargs.items():
-            yield from ((name, tensor) for tensor in tensors_in(value))
+        for place, value in _by_place(self.args, self.kwargs):
+            yield from ((str(place), tensor) for tensor in tensors_in(value))
 
     def in_dtype(self, old: torch.dtype, new: torch.dtype) -> LayerCall:
         """This call with its tensors of one dtype converted to another."""
@@ -113,8 +111,11 @@ def take_hidden(
 
 def caches_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Cache]]:
     """Every key-value cache among the arguments, with its position or name."""
-    named: list[tuple[Place, Any]] = [*enumerate(args), *kwargs.items()]
-    return [(place, value) for place, value in named if isinstance(value, Cache)]
+    return [(place, value) for place, value in _by_place(args, kwargs) if isinstance(value, Cache)]
+
+
+def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Any]]:
+    return [*enumerate(args), *kwargs.items()]
 
 
 def without_cache(

@@ -39,7 +39,8 @@ def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[Dec
         ModelError: If the choice of the user does not exist or is no layer.
     """
     if choice is None:
-        return _layers_of_list(root, _find_layer_list(root))
+        name = _find_layer_list(root)
+        return [] if name is None else _layers_of_list(root, name)
     layers = _layers_chosen(root, choice)
     _check_are_layers(layers)
     return layers
@@ -100,9 +101,7 @@ def _check_are_layers(layers: Sequence[DecoderLayer]) -> None:
             )
 
 
-def _layers_of_list(root: nn.Module, name: str | None) -> list[DecoderLayer]:
-    if name is None:
-        return []
+def _layers_of_list(root: nn.Module, name: str) -> list[DecoderLayer]:
     children = root.get_submodule(name).named_children()
     return [DecoderLayer(f"{name}.{key}", module) for key, module in children]
 
@@ -184,16 +183,19 @@ def check_layers_stand_alone(root: nn.Module, stages: Sequence[Sequence[DecoderL
     for kind, name, tensor in _tensors(root):
         owners.setdefault((kind, identity_of(tensor)), set()).add(name)
     for stage in stages:
-        own = {f"{layer.name}.{name}" for layer in stage for _, name, _ in _tensors(layer.module)}
-        for layer in stage:
-            for kind, name, tensor in _tensors(layer.module):
-                shared = owners[kind, identity_of(tensor)]
-                if not shared <= own:
-                    raise ModelError(
-                        f"The {kind} {layer.name}.{name} is shared as {sorted(shared)}, and these "
-                        f"would live on different workers; {_REMEDY_FOR_SHARED[kind]}, or keep "
-                        "them with the coordinator."
-                    )
+        own = {
+            f"{layer.name}.{name}": (kind, tensor)
+            for layer in stage
+            for kind, name, tensor in _tensors(layer.module)
+        }
+        for name, (kind, tensor) in own.items():
+            shared = owners[kind, identity_of(tensor)]
+            if not shared <= own.keys():
+                raise ModelError(
+                    f"The {kind} {name} is shared as {sorted(shared)}, and these would live on "
+                    f"different workers; {_REMEDY_FOR_SHARED[kind]}, or keep them with the "
+                    "coordinator."
+                )
 
 
 _REMEDY_FOR_SHARED = {
@@ -311,8 +313,9 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def look_past_meta() -> None:
     """Make the ``device`` of Hugging Face models that of their first parameter with content.
 
-    Else it is the device of the first parameter: ``meta`` if the embedding is away, and a tensor
-    that is moved there loses its content. Other models answer as before, so this stays for good.
+    Without this, it is the device of the first parameter: ``meta`` if the embedding is away, and a
+    tensor that is moved there loses its content. Other models answer as before, so this is never
+    undone.
     """
     as_before: Any = PreTrainedModel.device
 

@@ -117,25 +117,19 @@ class CheckpointWeights:
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
         """Leave frozen weights out of a state dict: they are in the checkpoint."""
-        frozen = {f"{prefix}{leaf}" for leaf in self._frozen(module)}
+        frozen = {f"{prefix}{leaf}" for leaf, p in self._parameters_of(module) if is_frozen(p)}
         if frozen:
             leave_out(state, frozen, prefix)
 
     def _expect(
-        self,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        *_rest: Any,
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_rest: Any
     ) -> None:
         """Keep frozen weights that a state dict lacks, and forget those that it overwrites."""
         if metadata.get("assign_to_params_buffers"):
             return
-        frozen = self._frozen(module)
         for leaf, parameter in self._parameters_of(module):
             content = state.get(prefix + leaf)
-            if content is None and leaf in frozen:
+            if content is None and is_frozen(parameter):
                 state[prefix + leaf] = parameter
             elif content is parameter:
                 continue  # the parameter keeps its content
@@ -147,9 +141,6 @@ class CheckpointWeights:
                 )
             elif content is not None:
                 del self._names[parameter]
-
-    def _frozen(self, module: nn.Module) -> list[str]:
-        return [leaf for leaf, p in self._parameters_of(module) if is_frozen(p)]
 
     def _parameters_of(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """A module's own parameters with the content of the checkpoint."""

@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 from torch import nn
 from typing_extensions import Self
 
-_NOTHING = object()
-
 
 class MethodOverride:
     """Runs in the place of a method of one module. Subclasses define ``__call__``."""
@@ -87,15 +85,12 @@ def stand_in(owner: Any, name: str, value: Any) -> Callable[[], None]:
         set there in the meantime.
     """
     attributes = vars(owner)
-    before = attributes.get(name, _NOTHING)
+    before = {name: attributes[name]} if name in attributes else {}
     attributes[name] = value
 
     def put_back() -> None:
-        if attributes.get(name) is not value:
-            return
-        if before is _NOTHING:
+        if attributes.get(name) is value:
             del attributes[name]
-        else:
-            attributes[name] = before
+            attributes.update(before)
 
     return put_back

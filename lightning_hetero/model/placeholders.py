@@ -16,7 +16,6 @@ Every other use would give wrong numbers without an error, so it raises a `Model
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +27,7 @@ from torch.nn.functional import dropout
 from typing_extensions import Self
 
 from ..errors import ModelError
-from .layers import EMBEDDING_LAYER
+from .layers import EMBEDDING_LAYER, describe_layer
 
 _CASTS = {
     Tensor.float: torch.float32,
@@ -113,32 +112,11 @@ class Assumptions:
                 raise ModelError(
                     f"The model read the {what} of the hidden states behind layer {number}, which "
                     f"cannot be known here: it was told {value}, and {found} came back from the "
-                    f"workers; {_remedy(number)}."
+                    f"workers. To have the hidden states here, {_remedy(number)}."
                 )
 
 
-class _Intercepting:
-    """Answers every torch function that is called with one of its instances."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return cls._answer(function, args, kwargs or {})
-
-    @classmethod
-    @abstractmethod
-    def _answer(
-        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Call the function, or refuse it."""
-
-
-class HiddenStatesAway(_Intercepting, Tensor):
+class HiddenStatesAway(Tensor):
     """A placeholder for the hidden states behind a layer on a worker.
 
     Args:
@@ -146,34 +124,26 @@ class HiddenStatesAway(_Intercepting, Tensor):
         device: The device that the hidden states would be on.
         form: Finds their form; called when the form is first read.
         assumptions: Notes what the model is told without certainty.
+
+    Attributes:
+        number: The number of the layer.
+        form: Returns the form to a reader that does not rely on it: no assumption is noted.
     """
 
     number: int
-    _find_form: Callable[[], Form]
+    form: Callable[[], Form]
     _assumptions: Assumptions
     _place: torch.device
 
     def __new__(
-        cls,
-        number: int,
-        device: torch.device,
-        form: Callable[[], Form],
-        assumptions: Assumptions,
+        cls, number: int, device: torch.device, form: Callable[[], Form], assumptions: Assumptions
     ) -> Self:
         # It has a storage, since `other.data = placeholder` would else leave `other` without one.
         nothing = torch.empty(0, device="meta")
         made: Self = Tensor._make_subclass(cls, nothing)
-        made.number, made._find_form, made._assumptions = number, cache(form), assumptions
+        made.number, made.form, made._assumptions = number, cache(form), assumptions
         made._place = device
         return made
-
-    def on_its_device(self) -> Tensor:
-        """An empty tensor on the device of the hidden states."""
-        return torch.empty(0, device=self._place)
-
-    def form(self) -> Form:
-        """The form, for readers that do not rely on it: no assumption is noted."""
-        return self._find_form()
 
     def told(self, what: str) -> Tensor:
         """A tensor on ``meta`` from which the model may read the shape or dtype."""
@@ -183,39 +153,33 @@ class HiddenStatesAway(_Intercepting, Tensor):
         return form.on_meta
 
     @classmethod
-    def _answer(
-        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         states, *others = args or (None,)
         if isinstance(states, HiddenStatesAway):
             for what, functions in _OF_FORM.items():
                 if function in functions:
                     return function(states.told(what), *others, **kwargs)
             if function in _OF_PLACE:
-                return function(states.on_its_device(), *others, **kwargs)
+                return function(torch.empty(0, device=states._place), *others, **kwargs)
             if function is Tensor.__hash__:
                 return id(states)
             if _changes_nothing(function, states, others, kwargs):
                 return states
-        return _refuse(_name_of(function), (args, kwargs))
+        return _refuse(_caller_in_words(function), (args, kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        operation: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         # Functions written in C++ skip `__torch_function__`.
         _refuse(f"`{operation}`", (args, kwargs))
 
 
 def _changes_nothing(
-    function: Callable[..., Any],
-    states: HiddenStatesAway,
-    others: list[Any],
-    kwargs: Mapping[str, Any],
+    function: Any, states: HiddenStatesAway, others: list[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether torch would return the same tensor, or one that differs in its strides only."""
     if function is Tensor.to:
@@ -228,8 +192,7 @@ def _changes_nothing(
         return False
     if function in _CASTS:
         return states.told("dtype").dtype == _CASTS[function]
-    others_that_may = {Tensor.contiguous: True, Tensor.cpu: states.device.type == "cpu"}
-    return others_that_may.get(function, False)
+    return function is Tensor.contiguous or (function is Tensor.cpu and states.is_cpu)
 
 
 def _is_there(states: HiddenStatesAway, others: list[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -268,23 +231,21 @@ def refuse_away(what: str, given: Any) -> None:
     Raises:
         ModelError: With the caller ``what`` and the remedy.
     """
-    for number in [t.number for t in tensors_in(given) if isinstance(t, HiddenStatesAway)]:
-        if number == EMBEDDING_LAYER:
+    for states in tensors_in(given):
+        if isinstance(states, HiddenStatesAway):
             raise ModelError(
-                f"{what} wants what comes from the input embedding, which is on a worker, and of "
-                "which only shape, dtype and device are known here; take `embedding: true` out of "
-                "the plan."
+                f"{what} wants the hidden states behind {describe_layer(states.number)}, which are "
+                "on a worker. Only their shape, dtype and device are known here. To have them "
+                f"here, {_remedy(states.number)}."
             )
-        raise ModelError(
-            f"{what} wants the hidden states behind layer {number}, which are on a worker, and of "
-            f"which only shape, dtype and device are known here; {_remedy(number)}."
-        )
 
 
 def _remedy(number: int) -> str:
+    if number == EMBEDDING_LAYER:
+        return "take `embedding: true` out of the plan"
     return (
-        f"to have them here, give the coordinator layers 0 to {number}, or all layers from "
-        f"{number + 1} on, in the plan"
+        f"give the coordinator layers 0 to {number}, or all layers from {number + 1} on, in the "
+        "plan"
     )
 
 
@@ -293,17 +254,23 @@ def _refuse(what: str, given: Any) -> NoReturn:
     raise ModelError(f"{what} wants hidden states that are on a worker and not here.")
 
 
-def _name_of(function: Any) -> str:
-    """A function in words, for an error; for the getter of a property, the property's name."""
+def _caller_in_words(function: Any) -> str:
+    """A function in words, for an error."""
     if torch._C._current_graph_task_id() != -1:
         return "A backward that calls layers again (checkpointing without `use_reentrant=False`)"
     if function is Tensor.view_as:
         # torch calls it when such a function returns its input unchanged.
         return "A custom autograd function (checkpointing without `use_reentrant=False` is one)"
+    return f"`{_name_of(function)}`"
+
+
+def _name_of(function: Any) -> str:
+    """A function's name; for a property the name of the property, with ``=`` if it is set."""
     name = str(getattr(function, "__name__", function))
-    owner = getattr(function, "__self__", None)
-    is_property = name in ("__get__", "__set__")
-    return f"`{getattr(owner, '__name__', name) if is_property else name}`"
+    if name not in ("__get__", "__set__"):
+        return name
+    attribute = str(getattr(function.__self__, "__name__", name))
+    return attribute if name == "__get__" else f"{attribute} ="
 
 
 _SENTENCE = (
@@ -316,14 +283,14 @@ _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 _REFUSED = {f"__i{name}__" for name in _OPERATORS} | {"__setitem__", "data ="}
 
 
-class _Away(_Intercepting):
+class _Away:
     """Refuses changes, and computations together with tensors that are here."""
 
     @classmethod
-    def _answer(
-        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = _name_of_operation(function)
+        name, kwargs = _name_of(function), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__reduce_ex__":
                 raise ModelError(
@@ -335,9 +302,11 @@ class _Away(_Intercepting):
             if _changes(name, kwargs) or any(not t.is_meta for t in tensors_in((args, kwargs))):
                 raise ModelError(f"`{name}` {_SENTENCE}")
             try:
-                return _marked(function(*args, **kwargs))
+                result = function(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
                 raise ModelError(f"`{name}` {_SENTENCE}") from error
+            mark_as_away(tensor for tensor in tensors_in(result) if tensor.is_meta)
+            return result
 
 
 class TensorAway(_Away, Tensor):
@@ -366,12 +335,6 @@ def unmark(tensors: Iterable[Tensor]) -> None:
             tensor.__class__ = _BACK[type(tensor)]
 
 
-def _name_of_operation(function: Any) -> str:
-    """A function's name; for the setter of a property, its name and an equals sign."""
-    name = str(getattr(function, "__name__", function))
-    return f"{function.__self__.__name__} =" if name == "__set__" else name
-
-
 def _is_loading(name: str, args: tuple[Any, ...]) -> bool:
     """Whether ``load_state_dict`` copies a plain meta tensor, whose content went to the worker, or
     copies a tensor onto itself."""
@@ -383,14 +346,3 @@ def _is_loading(name: str, args: tuple[Any, ...]) -> bool:
 def _changes(name: str, kwargs: Mapping[str, Any]) -> bool:
     is_in_place = name.endswith("_") and not name.endswith("__") and name not in _FLAGS
     return is_in_place or name in _REFUSED or kwargs.get("out") is not None
-
-
-def _marked(result: Any) -> Any:
-    """A result with its tensors on ``meta`` marked as away."""
-    if isinstance(result, Tensor):
-        if result.is_meta:
-            mark_as_away([result])
-        return result
-    if type(result) in (tuple, list):
-        return type(result)(_marked(value) for value in result)
-    return result

@@ -9,7 +9,7 @@ modules that the worker's owner allowed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -36,7 +36,6 @@ from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions, models_arou
 # Layers are built on `meta`, which takes time but no memory. The deepest published decoders have
 # fewer than 200 layers.
 MOST_LAYERS = 1024
-
 
 NOTHING_ALLOWED = Allowed()
 
@@ -65,11 +64,8 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
     adapters: Adapters | None = None
     embedding: EmbeddingOptions | None = None
     absent: dict[int, dict[str, bool]] = {}
-
-    @property
-    def imports(self) -> list[str]:
-        """The Python modules that the worker's owner must have allowed: none."""
-        return []
+    imports: ClassVar[list[str]] = []
+    """The Python modules that the worker's owner must have allowed: none."""
 
     def to_json(self) -> str:
         """The recipe as text for the wire."""
@@ -83,9 +79,7 @@ class Recipe(msgspec.Struct, frozen=True, tag="model"):
             ModelError: If the text is no recipe.
         """
         try:
-            kinds: Any = Recipe | BlocksRecipe
-            recipe: Recipe | BlocksRecipe = msgspec.json.decode(text, type=kinds)
-            return recipe
+            return msgspec.json.decode(text, type=Recipe | BlocksRecipe)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ModelError(f"The recipe cannot be read: {error}.") from error
 

@@ -11,7 +11,9 @@ quantization state of a tensor in 4 bits follow its name: ``3.mlp.up_proj.weight
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -73,8 +75,8 @@ def dtypes_on_stage(
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor to another dtype, clamped to its range.
 
-    Else the lowest float32 of a mask would become minus infinity in float16, and the softmax of a
-    row that is masked throughout would be NaN.
+    Without the clamp, the lowest float32 of a mask would become minus infinity in float16, and the
+    softmax of a row that is masked throughout would be NaN.
     """
     if tensor.dtype == dtype or not tensor.is_floating_point():
         return tensor
@@ -104,7 +106,7 @@ def set_tensor(
     that holds it sees the new content.
 
     Raises:
-        ModelError: If there is no such tensor, or its shape is another.
+        ModelError: If there is no such tensor, or its shape differs.
     """
     owner, leaf, old = locate(layers, name)
     if old.shape != content.shape:
@@ -154,8 +156,7 @@ def empty_tensors(layers: Mapping[int, nn.Module]) -> None:
         ModelError: If something else holds a parameter. Nothing has changed then.
     """
     check_can_be_emptied(layers)
-    tensors = list(named_tensors(layers))
-    for name, tensor in tensors:
+    for name, tensor in list(named_tensors(layers)):
         if not tensor.is_meta:
             set_tensor(layers, name, torch.empty_like(tensor, device="meta"))
 
@@ -167,20 +168,16 @@ def check_can_be_emptied(layers: Mapping[int, nn.Module]) -> None:
         ModelError: With the name of the first one.
     """
     for name, tensor in list(named_tensors(layers)):
-        _check_can_be_swapped(layers, name, tensor)
-
-
-def _check_can_be_swapped(layers: Mapping[int, nn.Module], name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, nn.Parameter) or tensor.is_meta:
-        return
-    owner, leaf, _ = locate(layers, name)
-    try:
-        set_tensor(layers, name, tensor.detach(), state_of(owner, leaf))
-    except RuntimeError as error:
-        raise ModelError(
-            f"The parameter {name} is still held by an autograd graph or a weak reference, so it "
-            "cannot move to a worker. Delete old losses and outputs of the model first."
-        ) from error
+        if not isinstance(tensor, nn.Parameter) or tensor.is_meta:
+            continue
+        owner, leaf, _ = locate(layers, name)
+        try:
+            fill(owner, leaf, tensor.detach(), state_of(owner, leaf))
+        except RuntimeError as error:
+            raise ModelError(
+                f"The parameter {name} is still held by an autograd graph or a weak reference, so "
+                "it cannot move to a worker. Delete old losses and outputs of the model first."
+            ) from error
 
 
 def stored_bytes(layers: Mapping[int, nn.Module], dtype: torch.dtype | None = None) -> int:
@@ -223,13 +220,9 @@ def ends_of(root: nn.Module, layers: Sequence[DecoderLayer]) -> tuple[list[Tenso
 
 def tied_parameters(root: nn.Module, layers: Sequence[DecoderLayer]) -> list[nn.Parameter]:
     """Parameters outside the layers that several modules share."""
-    inside = {id(p) for layer in layers for p in layer.module.parameters()}
-    uses: dict[int, int] = {}
-    found: dict[int, nn.Parameter] = {}
-    for _, parameter in root.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-        found[id(parameter)] = parameter
-    return [p for key, p in found.items() if uses[key] > 1 and key not in inside]
+    inside = {parameter for layer in layers for parameter in layer.module.parameters()}
+    uses = Counter(parameter for _, parameter in root.named_parameters(remove_duplicate=False))
+    return [p for p, count in uses.items() if count > 1 and p not in inside]
 
 
 # The usual `initializer_range` of transformers.
@@ -300,8 +293,7 @@ def places(module: nn.Module) -> dict[str, str]:
 
 def tensor_at(module: nn.Module, path: str) -> Tensor:
     """The parameter or buffer at a path below a module."""
-    owner, _, leaf = path.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(owner), leaf)
+    tensor: Tensor = attrgetter(path)(module)
     return tensor
 
 

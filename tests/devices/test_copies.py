@@ -46,12 +46,12 @@ def computed(streams: MadeUpStreams, value: float, size: int = NUMBERS) -> Tenso
 
 
 def host_tensor(copies: StreamedCopies[object], value: float) -> tuple[Tensor, object]:
-    """Something that a channel has received, and the pool that it is in."""
+    """A tensor that a channel has received, and the pool with its memory."""
     pool = copies.receive_pool()
     return torch.frombuffer(pool.take(4 * NUMBERS), dtype=torch.float32).fill_(value), pool
 
 
-def test_what_leaves_is_what_was_computed_before_and_the_sender_waits_for_it(
+def test_a_copy_to_the_host_has_earlier_results_and_the_sender_waits_for_it(
     streams: MadeUpStreams, copies: StreamedCopies[object]
 ) -> None:
     first = computed(streams, 1)
@@ -63,7 +63,7 @@ def test_what_leaves_is_what_was_computed_before_and_the_sender_waits_for_it(
     assert copy.tensors[0].eq(1).all()
 
 
-def test_all_tensors_of_a_frame_leave_with_their_dtypes_shapes_and_strides(
+def test_copies_to_the_host_keep_dtypes_shapes_and_strides(
     streams: MadeUpStreams, copies: StreamedCopies[object]
 ) -> None:
     tensors = [
@@ -82,7 +82,7 @@ def test_all_tensors_of_a_frame_leave_with_their_dtypes_shapes_and_strides(
     assert streams.num_pinned == 1
 
 
-def test_what_is_in_main_memory_already_is_not_copied(
+def test_tensors_in_main_memory_are_not_copied(
     streams: MadeUpStreams, copies: StreamedCopies[object]
 ) -> None:
     here, there = torch.ones(3), on_device(torch.ones(2))
@@ -93,7 +93,7 @@ def test_what_is_in_main_memory_already_is_not_copied(
     assert not alone.is_immediate
 
 
-def test_memory_of_what_leaves_is_used_again_when_it_is_sent_and_not_before(
+def test_memory_of_a_host_copy_is_reused_only_after_it_was_sent(
     copies: StreamedCopies[object], streams: MadeUpStreams
 ) -> None:
     first = copies.to_host([computed(streams, 1)])
@@ -111,7 +111,7 @@ def test_memory_of_what_leaves_is_used_again_when_it_is_sent_and_not_before(
     assert streams.num_pinned == 2
 
 
-def test_computing_waits_for_what_comes_only_when_it_is_used(
+def test_computing_waits_for_arriving_tensors_only_when_they_are_used(
     streams: MadeUpStreams, copies: StreamedCopies[object]
 ) -> None:
     host, _ = host_tensor(copies, 7)
@@ -125,7 +125,7 @@ def test_computing_waits_for_what_comes_only_when_it_is_used(
     assert seen == [-1, 7]
 
 
-def test_memory_of_what_comes_gets_no_other_content_before_its_copy_is_through(
+def test_receive_memory_is_not_reused_before_its_copy_has_finished(
     streams: MadeUpStreams, copies: StreamedCopies[object]
 ) -> None:
     pool = copies.receive_pool()
@@ -147,7 +147,7 @@ def test_memory_of_what_comes_gets_no_other_content_before_its_copy_is_through(
     assert streams.num_pinned == 3
 
 
-def test_what_was_made_of_what_came_is_kept_for_computing_too(
+def test_tensors_made_from_arriving_tensors_are_kept_while_in_use(
     streams: MadeUpStreams, copies: StreamedCopies[object]
 ) -> None:
     host, _ = host_tensor(copies, 1)
@@ -165,7 +165,7 @@ def test_what_was_made_of_what_came_is_kept_for_computing_too(
     assert len(streams.used) == 2
 
 
-def test_the_pool_keeps_what_the_micro_batches_in_flight_need(
+def test_the_pool_keeps_buffers_for_the_micro_batches_in_flight(
     streams: MadeUpStreams, copies: StreamedCopies[object]
 ) -> None:
     copies.keep_for(1)
@@ -176,7 +176,7 @@ def test_the_pool_keeps_what_the_micro_batches_in_flight_need(
         del flying
 
 
-def test_elsewhere_copies_are_there_at_once() -> None:
+def test_copies_of_a_device_without_streams_are_immediate() -> None:
     copies = device_for(torch.device("cpu")).copies()
     assert isinstance(copies, PlainCopies)
     hidden = torch.ones(2, requires_grad=True)
@@ -192,7 +192,7 @@ GPU = torch.device("cuda", 1)
 
 
 class PlayedCuda:
-    """The part of `torch.cuda` that copies use; it writes down what it is asked for."""
+    """The part of `torch.cuda` that copies use; it writes down its calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -291,7 +291,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
     return found
 
 
-def test_what_leaves_waits_for_what_was_computed_and_the_sender_for_the_copy(
+def test_a_copy_to_the_host_waits_for_computing_and_the_sender_for_the_copy(
     cuda: PlayedCuda,
 ) -> None:
     copies = device_for(GPU).copies()
@@ -309,7 +309,7 @@ def test_what_leaves_waits_for_what_was_computed_and_the_sender_for_the_copy(
     ]
 
 
-def test_computing_waits_for_what_comes_and_no_thread_does(cuda: PlayedCuda) -> None:
+def test_computing_waits_for_arriving_tensors_and_no_thread_does(cuda: PlayedCuda) -> None:
     copies = device_for(GPU).copies()
     host = played(torch.ones(3), cuda)
     coming = copies.to_device([host], lambda tensors: Activation(tensors[0]))
@@ -320,7 +320,7 @@ def test_computing_waits_for_what_comes_and_no_thread_does(cuda: PlayedCuda) -> 
     assert set(cuda.log[1:]) == {"kept for compute"}
 
 
-def test_a_device_that_fails_ends_the_channel_with_its_word(cuda: PlayedCuda) -> None:
+def test_a_device_that_fails_ends_the_channel_with_the_device_s_error(cuda: PlayedCuda) -> None:
     copy = device_for(GPU).copies().to_host([played(torch.ones(3), cuda)])
     cuda.is_broken = True
     with pytest.raises(ChannelError, match="illegal memory access"):

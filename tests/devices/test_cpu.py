@@ -25,7 +25,7 @@ def power_sensor(folder: Path, driver: str, microwatts: str) -> None:
     (folder / "power1_average").write_text(microwatts + "\n")
 
 
-def test_health_has_the_hottest_temperature_of_the_processor_and_not_the_disk_s(
+def test_health_has_the_temperature_of_the_processor_and_not_of_the_disk(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = {"nvme": [Sensor(91.0)], "k10temp": [Sensor(41.5), Sensor(63.25)]}

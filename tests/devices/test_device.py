@@ -255,7 +255,7 @@ class PlayedEvent:
         return end.milliseconds - self.milliseconds
 
 
-def test_a_moment_of_a_gpu_with_events_is_waited_for_when_it_is_asked_for(
+def test_a_moment_of_a_gpu_with_events_waits_only_when_its_time_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
@@ -266,14 +266,14 @@ def test_a_moment_of_a_gpu_with_events_is_waited_for_when_it_is_asked_for(
     assert gpu.moment().seconds_after(start) == 1.5
 
 
-def test_memory_of_an_intel_gpu_whose_driver_tells_what_is_free(
+def test_an_intel_gpu_reports_the_free_memory_of_its_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "xpu", PlayedLibrary(is_initialized=True))
     assert Xpu(torch.device("xpu", 0)).free_and_base_bytes(0) == (1000, 0)
 
 
-def test_the_name_of_a_device_without_one_is_that_of_its_processor(
+def test_a_device_without_a_name_is_named_after_the_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_module, "processor_name", lambda: "Apple M9")

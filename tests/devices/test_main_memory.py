@@ -71,7 +71,7 @@ def count_arenas(*arguments: str, **variables: str) -> list[str]:
 def run_in_a_new_process(
     program: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> list[str]:
-    """The words that it prints."""
+    """The words that the program prints."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         env=environment,
@@ -96,13 +96,13 @@ class TestArenas:
 
 
 @pytest.mark.skipif(not main_memory._is_glibc(), reason="the C library is not glibc")
-def test_what_lies_below_something_in_use_is_given_back() -> None:
+def test_free_memory_below_memory_in_use_is_given_back() -> None:
     before, is_given, after = run_in_a_new_process(FREE_WHAT_LIES_BELOW)
     assert is_given == "True"
     assert int(before) - int(after) > 40_000_000
 
 
-def test_a_processor_keeps_nothing_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_gives_free_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(cpu, "give_back_free_memory", lambda: asked.append(True))
     device_for(torch.device("meta")).free_cache()

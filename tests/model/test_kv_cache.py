@@ -30,7 +30,7 @@ def hollowed() -> Hollowed:
 
 @torch.no_grad()
 def decode(model: PreTrainedModel, cache: Cache | None, steps: int = 4) -> Tensor:
-    """The logits of a decoding loop of one's own, with left padding."""
+    """The logits of a decoding loop that the user wrote, with left padding."""
     ids, mask = tokens(), torch.ones_like(tokens())
     mask[0, :3] = 0
     found = []
@@ -65,7 +65,7 @@ MAKERS: dict[str, Callable[[PreTrainedModel], Cache | None]] = {
 
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_NAMES)
-def test_a_loop_of_ones_own_gives_the_bits_of_the_plain_model(
+def test_a_decoding_loop_gives_the_bits_of_the_plain_model(
     family: Callable[[], Any], maker: str
 ) -> None:
     model = family().eval()
@@ -75,7 +75,7 @@ def test_a_loop_of_ones_own_gives_the_bits_of_the_plain_model(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
-def test_what_is_here_counts_like_the_plain_cache_and_takes_no_memory(family: str) -> None:
+def test_a_hollow_cache_counts_like_the_plain_one_and_takes_no_memory(family: str) -> None:
     plain, model = tiny_model(family).eval(), tiny_model(family).eval()
     Hollowed(model)
     expected, found = DynamicCache(config=plain.config), DynamicCache(config=plain.config)
@@ -110,14 +110,14 @@ def test_an_evaluation_or_a_training_leaves_its_cache_out(
 
 
 @torch.no_grad()
-def test_what_an_evaluation_returns_can_still_be_copied(hollowed: Hollowed) -> None:
+def test_the_cache_of_an_evaluation_can_be_copied(hollowed: Hollowed) -> None:
     copied = copy.deepcopy(hollowed.model(tokens()).past_key_values)
     hollowed.refill()
     with pytest.raises(ModelError, match="lacks the layers that were on workers"):
         go_on(hollowed.model, copied)
 
 
-def test_a_wish_ends_with_its_forward(hollowed: Hollowed) -> None:
+def test_a_request_for_a_cache_ends_with_its_forward(hollowed: Hollowed) -> None:
     filled(hollowed.model)
     with torch.no_grad():
         hollowed.model(tokens())
@@ -238,7 +238,9 @@ OPERATIONS: dict[str, tuple[Callable[[Cache], Any], str]] = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_a_stage_would_not_follow_is_refused(hollowed: Hollowed, operation: str) -> None:
+def test_cache_operations_that_a_stage_cannot_follow_are_refused(
+    hollowed: Hollowed, operation: str
+) -> None:
     operate, text = OPERATIONS[operation]
     with pytest.raises(ModelError, match=text):
         operate(filled(hollowed.model))
@@ -279,7 +281,7 @@ def test_samples_are_selected_elsewhere_too(family: str, selection: str) -> None
 
 
 def cache_batch(cache: Cache) -> int:
-    """Samples in a cache, by its layer that is here."""
+    """The number of samples in a cache, from a layer that is here."""
     keys: Tensor = cache.layers[0].keys
     return len(keys)
 
@@ -310,7 +312,7 @@ def test_the_model_is_left_without_hooks(hollowed: Hollowed) -> None:
     assert not any(module._forward_pre_hooks for module in hollowed.model.modules())
 
 
-def test_where_no_model_is_nobody_asks() -> None:
+def test_a_cache_outside_of_a_hugging_face_model_is_left_out_and_then_refused() -> None:
     caches = HollowCaches()
     caches.listen(nn.Linear(1, 1), [""])
     cache = DynamicCache()

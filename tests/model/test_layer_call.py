@@ -35,9 +35,7 @@ def test_no_cache_is_left_among_the_arguments() -> None:
 @pytest.mark.parametrize(
     ("result", "tuple_length"), [(HIDDEN, 0), ((HIDDEN,), 1), ((HIDDEN, None, None), 3)]
 )
-def test_hidden_states_are_taken_out_of_what_the_model_expects(
-    result: Any, tuple_length: int
-) -> None:
+def test_hidden_states_are_taken_out_of_a_tensor_or_a_tuple(result: Any, tuple_length: int) -> None:
     assert hidden_of(result, LAYER, call(tuple_length)) is HIDDEN
 
 
@@ -69,7 +67,7 @@ def test_another_form_than_the_model_expects_is_refused(
     ],
     ids=str,
 )
-def test_what_cannot_come_back_from_a_worker_is_refused(result: Any, what: str) -> None:
+def test_results_that_cannot_come_back_from_a_worker_are_refused(result: Any, what: str) -> None:
     with pytest.raises(ModelError, match=rf"Layer 7 \(Linear\) {what}"):
         hidden_of(result, LAYER, call())
 
@@ -78,7 +76,7 @@ SEEN: list[Tensor] = []
 
 
 class Layer(nn.Module):
-    """Returns a tuple where it is asked for one, and notes what it gets."""
+    """Returns a tuple when asked for one, and notes its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +155,7 @@ def test_a_layer_whose_forward_is_replaced_is_tried_by_its_class() -> None:
     assert tried(layer, how="pair") == 2
 
 
-def test_a_layer_that_depends_on_data_is_taken_to_return_a_tensor() -> None:
+def test_a_layer_that_depends_on_data_is_assumed_to_return_a_tensor() -> None:
     class Routed(Layer):
         def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Any:
             return (hidden[: int(hidden.sum())], None)

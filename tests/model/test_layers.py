@@ -105,7 +105,9 @@ class Pair(nn.Module):
     ],
     ids=["frozen first", "frozen last", "both train", "shallow", "deep and trains"],
 )
-def test_of_equal_models_that_which_trains_is_taken(pair: Pair, taken: str, other: str) -> None:
+def test_of_two_equal_models_the_one_that_trains_is_taken(
+    pair: Pair, taken: str, other: str
+) -> None:
     found = find_decoder_layers(pair)
     assert names(found) == [f"{taken}.{i}" for i in range(2)]
     assert other_layer_lists(pair, found) == [other]
@@ -211,7 +213,7 @@ def test_a_sequential_with_its_own_forward_is_one_layer() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_list_of_layers_is_refused(choice: Any, expected: str) -> None:
+def test_a_choice_that_names_no_layers_is_refused(choice: Any, expected: str) -> None:
     module = Towers()
     module.named = nn.ModuleDict({"a": nn.Linear(2, 2)})
     module.empty = nn.ModuleList()
@@ -270,18 +272,18 @@ def test_all_hidden_states_are_collected_the_first_ones_too(hollowed: Hollowed) 
         assert torch.equal(one, other)
 
 
-def test_what_comes_from_the_embedding_has_its_form_and_nothing_else() -> None:
+def test_the_output_of_an_embedding_on_a_worker_has_a_form_and_no_content() -> None:
     model = tiny_llama(5).bfloat16()
     model.get_input_embeddings().max_norm = 1.0  # which cannot be tried without weights
     away = Hollowed(model, away=FIRST_ONES)
     found = away.model.get_input_embeddings()(tokens())
     assert (found.shape, found.dtype) == ((2, 7, 16), torch.bfloat16)
     assert found.requires_grad
-    with pytest.raises(ModelError, match="`mean` wants what comes from the input emb.*out of"):
+    with pytest.raises(ModelError, match="`mean` wants .* the input embedding.*out of"):
         found.mean()
 
 
-def test_what_is_written_into_the_placeholder_in_inference_mode_is_refused(
+def test_writing_into_the_placeholder_in_inference_mode_is_refused(
     hollowed: Hollowed,
 ) -> None:
     def overwrite(_module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
@@ -300,9 +302,7 @@ def test_what_is_written_into_the_placeholder_in_inference_mode_is_refused(
         (torch.zeros(1, 2), "float32 instead of token ids"),
     ],
 )
-def test_what_is_no_token_id_is_refused_before_it_is_looked_up(
-    token_ids: Tensor, fault: str
-) -> None:
+def test_invalid_token_ids_are_refused_before_the_lookup(token_ids: Tensor, fault: str) -> None:
     embedding = nn.Embedding(48, 16)
     check_token_ids(embedding, torch.tensor([[0, 47]]))
     check_token_ids(embedding, torch.zeros(0, 3, dtype=torch.int64))
@@ -310,7 +310,7 @@ def test_what_is_no_token_id_is_refused_before_it_is_looked_up(
         check_token_ids(embedding, token_ids)
 
 
-def test_a_worker_builds_the_embedding_as_it_is_and_not_as_its_config_says() -> None:
+def test_a_worker_builds_the_embedding_with_its_options_and_not_with_the_config_s() -> None:
     model = tiny_llama(5)
     embedding = model.get_input_embeddings()
     embedding.padding_idx, embedding.scale_grad_by_freq = 3, True
@@ -321,9 +321,9 @@ def test_a_worker_builds_the_embedding_as_it_is_and_not_as_its_config_says() -> 
     assert (built.padding_idx, built.scale_grad_by_freq, built.max_norm) == (3, True, None)
 
 
-def test_a_model_that_changes_what_comes_from_its_embedding_is_refused() -> None:
+def test_a_model_that_changes_the_output_of_its_embedding_is_refused() -> None:
     away = Hollowed(gpt2(), away=range(EMBEDDING_LAYER, 2))
-    with pytest.raises(ModelError, match="`add` wants what comes from the input embedding.*out of"):
+    with pytest.raises(ModelError, match="`add` wants .* the input embedding.*out of"):
         away.model(tokens(), use_cache=False)
 
 
@@ -345,7 +345,7 @@ def test_an_embedding_with_a_hook_stays() -> None:
         Hollowed(model, away=FIRST_ONES)
 
 
-def test_what_is_no_embedding_stays() -> None:
+def test_a_module_that_is_not_an_embedding_stays() -> None:
     model = tiny_llama(5)
     layers = find_decoder_layers(model)
     model.set_input_embeddings(nn.Sequential(nn.Embedding(48, 16)))

@@ -63,7 +63,7 @@ def answers_of(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt2", "mixtral"])
-def test_what_is_read_is_the_model(family: str, tmp_path: Path) -> None:
+def test_the_weights_that_are_read_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = from_pretrained(saved(tmp_path, family))
     assert all(parameter.is_meta for parameter in model.parameters())
     expected = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -71,7 +71,7 @@ def test_what_is_read_is_the_model(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_is_packed_is_what_transformers_packs(family: str, tmp_path: Path) -> None:
+def test_packed_weights_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     saved(tmp_path, family)
     model = brought(from_pretrained(tmp_path, quantization_config=NF4))
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=NF4)
@@ -84,7 +84,7 @@ def test_what_is_packed_is_what_transformers_packs(family: str, tmp_path: Path) 
         assert torch.equal(weight.quant_state.absmax, wanted[f"{name}.weight.absmax"])
 
 
-def test_a_worker_gets_what_it_is_to_pack_unpacked(folder: Path) -> None:
+def test_a_worker_that_packs_gets_unpacked_weights(folder: Path) -> None:
     model = from_pretrained(folder, quantization_config=NF4, quantize_on="worker")
     owner = model.model.layers[0].mlp.up_proj
     content, state = weights_of(model).read(owner, "weight", for_worker=True)
@@ -94,12 +94,12 @@ def test_a_worker_gets_what_it_is_to_pack_unpacked(folder: Path) -> None:
     assert "absmax" in state
 
 
-def test_weights_take_the_type_that_is_asked_for(folder: Path) -> None:
+def test_weights_are_read_in_the_requested_dtype(folder: Path) -> None:
     model = from_pretrained(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in brought(model).parameters()} == {torch.bfloat16}
 
 
-def test_moving_the_model_moves_what_is_here(folder: Path) -> None:
+def test_moving_the_model_moves_only_the_tensors_that_are_here(folder: Path) -> None:
     model = from_pretrained(folder, peft_config=lora())
     model.to("cpu").to(torch.float64)
     adapters = [p for p in model.parameters() if p.requires_grad]
@@ -159,9 +159,7 @@ def test_adapters_that_need_weights_are_refused(
         ({"load_in_4bit": True}, "no option 'load_in_4bit'"),
     ],
 )
-def test_options_that_cannot_be_heeded_are_refused(
-    options: dict[str, Any], expected: str, folder: Path
-) -> None:
+def test_unusable_options_are_refused(options: dict[str, Any], expected: str, folder: Path) -> None:
     with pytest.raises(ModelError, match=expected):
         from_pretrained(folder, **options)
 
@@ -185,7 +183,7 @@ def test_other_quantisations_are_refused(
         from_pretrained(tmp_path, quantization_config=NF4)
 
 
-def test_a_folder_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_source_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
     for source in (tmp_path / "nothing", tmp_path, folder / "config.json"):
         with pytest.raises(CheckpointError, match=r"save_pretrained|There is no folder"):
             from_pretrained(source)
@@ -220,7 +218,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["bitsandbytes", "peft"])
-def test_a_missing_library_is_said_with_the_remedy(
+def test_a_missing_library_is_named_with_the_remedy(
     library: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = lora()
@@ -229,7 +227,7 @@ def test_a_missing_library_is_said_with_the_remedy(
         from_pretrained(folder, quantization_config=NF4, peft_config=config)
 
 
-def test_a_model_that_is_not_here_says_so_when_called(folder: Path) -> None:
+def test_calling_a_model_whose_weights_are_on_disk_is_refused(folder: Path) -> None:
     model = from_pretrained(folder)
     with pytest.raises(ModelError, match=r"embed_tokens.* is still in the checkpoint.*Strategy"):
         answers_of(model)
@@ -240,7 +238,7 @@ def test_other_models_have_nothing_on_disk() -> None:
 
 
 def test_other_content_than_the_checkpoints_is_refused_before_a_run(folder: Path) -> None:
-    """Copied into what is on `meta`, it would be gone."""
+    """A tensor on `meta` would lose content that is copied into it."""
     content = tiny_model("llama").state_dict()
     with pytest.raises(ModelError, match="ckpt_path"):
         from_pretrained(folder).load_state_dict(content)

@@ -56,7 +56,7 @@ def test_the_forward_of_the_user_is_called_and_is_still_there_afterwards() -> No
     assert vars(layer)["forward"] is own
 
 
-def test_a_forward_that_somebody_puts_on_top_stays() -> None:
+def test_a_forward_that_the_user_puts_on_top_stays() -> None:
     layer = nn.Identity()
     override = Added(layer).put_on()
     own = layer.forward = lambda hidden: hidden * 10  # type: ignore[method-assign]

@@ -42,7 +42,7 @@ def here() -> Tensor:
     return torch.ones(FORM)
 
 
-def test_their_form_is_known(hidden: HiddenStatesAway) -> None:
+def test_the_form_of_a_placeholder_is_known(hidden: HiddenStatesAway) -> None:
     assert isinstance(hidden, Tensor)
     assert (hidden.shape, hidden.size(), hidden.size(1), hidden.size(-1)) == (FORM, FORM, 7, 16)
     assert (hidden.ndim, hidden.dim(), hidden.numel(), torch.numel(hidden)) == (3, 3, 224, 224)
@@ -71,7 +71,9 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("way", SAME)
-def test_what_changes_nothing_hands_them_on(way: str, hidden: HiddenStatesAway) -> None:
+def test_functions_that_change_nothing_return_the_placeholder(
+    way: str, hidden: HiddenStatesAway
+) -> None:
     assert SAME[way](hidden) is hidden
 
 
@@ -164,7 +166,7 @@ LOOKS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("look", LOOKS)
-def test_looking_at_them_is_refused(
+def test_reading_the_content_of_a_placeholder_is_refused(
     look: str, mode: Callable[[], AbstractContextManager[Any]], hidden: HiddenStatesAway
 ) -> None:
     sentence = (
@@ -175,18 +177,18 @@ def test_looking_at_them_is_refused(
         LOOKS[look](hidden)
 
 
-def test_reentrant_checkpointing_is_told_the_other_way(hidden: HiddenStatesAway) -> None:
+def test_the_error_for_reentrant_checkpointing_names_the_remedy(hidden: HiddenStatesAway) -> None:
     with pytest.raises(ModelError, match="checkpointing without `use_reentrant=False`"):
         LOOKS["reentrant"](hidden)
 
 
-def test_what_was_told_for_certain_may_be_another_behind_later_layers() -> None:
+def test_a_certain_form_may_differ_behind_later_layers() -> None:
     hidden, assumptions = away()
     assert hidden.shape == FORM
     assumptions.settle(torch.ones(2, 7, 32).double())
 
 
-def test_what_was_told_without_being_certain_is_checked_when_hidden_states_return() -> None:
+def test_an_assumed_form_is_checked_when_hidden_states_return() -> None:
     hidden, assumptions = away(frozenset({"shape", "dtype"}))
     assert (hidden.shape, hidden.dtype) == (FORM, torch.float32)
     assumptions.settle(here())
@@ -196,12 +198,12 @@ def test_what_was_told_without_being_certain_is_checked_when_hidden_states_retur
         assumptions.settle(torch.ones(2, 6, 16))
 
 
-def test_what_nobody_was_told_is_not_checked() -> None:
+def test_a_form_that_nobody_read_is_not_checked() -> None:
     _, assumptions = away(frozenset({"shape", "dtype"}))
     assumptions.settle(torch.ones(1).double())
 
 
-def test_what_is_told_after_the_hidden_states_have_returned_is_checked_at_once() -> None:
+def test_a_form_that_is_read_after_the_return_is_checked_at_once() -> None:
     hidden, assumptions = away(frozenset({"dtype"}))
     assumptions.settle(here().double())
     assert hidden.shape == FORM
@@ -222,7 +224,7 @@ class Wider(nn.Module):
 
 
 class Routed(nn.Linear):
-    """What it computes with depends on the data, so that it cannot be tried."""
+    """Chooses its computation by the data, so it cannot be tried on `meta`."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden) * float(hidden.sum())
@@ -236,7 +238,7 @@ def run_of(*layers: nn.Module, returned: Tensor | None = None) -> list[nn.Module
     return list(layers)
 
 
-def test_the_form_behind_layers_that_change_it_is_that_of_what_they_return() -> None:
+def test_the_form_behind_layers_that_change_it_is_the_form_of_their_result() -> None:
     first, second, third = run_of(Wider(4), Wider(8), Wider(16))
     for length in (8, 16):
         one = first(torch.ones(3, length, 4))
@@ -246,7 +248,7 @@ def test_the_form_behind_layers_that_change_it_is_that_of_what_they_return() -> 
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_they_require_a_gradient_where_they_would(enabled: bool) -> None:
+def test_placeholders_require_a_gradient_where_hidden_states_would(enabled: bool) -> None:
     first, second, third = run_of(*(nn.Linear(4, 4) for _ in range(3)))
     first.requires_grad_(False)
     with torch.set_grad_enabled(enabled):
@@ -264,7 +266,7 @@ def test_the_form_behind_a_layer_that_cannot_be_tried_is_that_before_it() -> Non
     second(hidden)
 
 
-def test_a_shape_that_was_told_and_was_another_ends_the_forward() -> None:
+def test_a_wrongly_assumed_shape_ends_the_forward() -> None:
     first, second = run_of(Routed(4, 8), nn.Linear(8, 8), returned=torch.ones(3, 8))
     second(first(torch.ones(3, 4)))
     hidden = first(torch.ones(3, 4))
@@ -273,7 +275,7 @@ def test_a_shape_that_was_told_and_was_another_ends_the_forward() -> None:
         second(hidden)
 
 
-def test_a_dtype_that_is_told_under_autocast_is_checked() -> None:
+def test_an_assumed_dtype_under_autocast_is_checked() -> None:
     first, second = run_of(*(nn.Linear(4, 4) for _ in range(2)))
     with torch.autocast("cpu", torch.bfloat16):
         hidden = first(torch.ones(3, 4))
@@ -289,7 +291,7 @@ def test_a_dtype_that_is_told_under_autocast_is_checked() -> None:
             second(hidden)
 
 
-def test_they_are_no_argument_of_a_layer_on_a_worker() -> None:
+def test_placeholders_as_arguments_of_a_layer_on_a_worker_are_refused() -> None:
     class Mixing(nn.Module):
         def forward(self, hidden: Tensor, first: Tensor | None = None) -> Tensor:
             return hidden if first is None else hidden + first

@@ -166,7 +166,7 @@ def test_text_that_is_no_recipe_is_refused(text: str) -> None:
     "name",
     ["NoSuchModel", "LlamaConfig", "AutoModelForCausalLM", "pipeline", "torch", "__doc__", ""],
 )
-def test_what_is_no_model_class_is_refused(name: str) -> None:
+def test_a_name_that_is_not_a_model_class_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match="no model class"):
         build_layers(recipe(model_class=name))
 

@@ -172,7 +172,7 @@ class Mixed(nn.Module):
         (torch.float32, torch.float32, torch.float32),
     ],
 )
-def test_a_stages_dtype_is_for_what_is_frozen(
+def test_frozen_parameters_take_the_dtype_of_the_stage(
     dtype: torch.dtype | None, frozen: torch.dtype, trained: torch.dtype
 ) -> None:
     assert dtypes_on_stage({3: Mixed()}, dtype) == {
@@ -184,21 +184,21 @@ def test_a_stages_dtype_is_for_what_is_frozen(
     }
 
 
-def test_what_trains_is_widened() -> None:
+def test_parameters_that_train_are_widened() -> None:
     layer = nn.Linear(2, 2).to(torch.bfloat16)
     dtypes = dtypes_on_stage({0: layer}, torch.float32)
     assert set(dtypes.values()) == {torch.float32}
     assert set(dtypes_on_stage({0: layer}, torch.float16).values()) == {torch.bfloat16}
 
 
-def test_what_a_narrower_type_cannot_hold_becomes_its_largest_number() -> None:
+def test_numbers_beyond_a_narrower_dtype_become_its_largest_number() -> None:
     least = torch.finfo(torch.float32).min
     found = narrowed(torch.tensor([least, -1.0, 0.0, -least]), torch.float16)
     assert found.tolist() == [-65504.0, -1.0, 0.0, 65504.0]
     assert found.dtype == torch.float16
 
 
-def test_numbers_that_are_none_stay_none() -> None:
+def test_nans_stay_nans() -> None:
     found = narrowed(torch.tensor([float("nan"), float("inf")]), torch.bfloat16)
     assert found[0].isnan()
 
@@ -211,7 +211,7 @@ def test_numbers_that_are_none_stay_none() -> None:
         (torch.ones(1), torch.float32),
     ],
 )
-def test_what_has_no_range_to_leave_stays_as_it_is(tensor: Tensor, dtype: torch.dtype) -> None:
+def test_tensors_that_need_no_narrowing_stay_the_same(tensor: Tensor, dtype: torch.dtype) -> None:
     assert narrowed(tensor, dtype) is tensor
 
 
@@ -294,7 +294,7 @@ def test_experts_in_four_bits_have_the_keys_of_ordinary_ones(tmp_path: Path) -> 
     }
 
 
-def test_what_does_not_train_is_left_out_but_for_statistics() -> None:
+def test_frozen_parameters_are_left_out_and_statistics_stay() -> None:
     model = Parts()
     state = model.state_dict()
     leave_out(state, keys_of(frozen(model), model))
@@ -308,7 +308,7 @@ def test_what_does_not_train_is_left_out_but_for_statistics() -> None:
     assert set(left_out_of(state, model)) == {"scale", "norm.weight", "norm.bias"}
 
 
-def test_what_belongs_to_a_tensor_goes_with_it_and_nothing_else() -> None:
+def test_the_state_of_a_tensor_is_left_out_with_it_and_nothing_else() -> None:
     keys = ["a.weight", "a.weight.absmax", "a.weight.quant_state.bitsandbytes__nf4", "a.weights"]
     state: OrderedDict[str, Any] = OrderedDict.fromkeys([*keys, "b.a.weight"])
     leave_out(state, {"a.weight"})
