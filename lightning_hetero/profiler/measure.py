@@ -13,8 +13,8 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from ..coordinator.connections import Connections
 from ..coordinator.progress import progress_of_parts
-from ..coordinator.session import Coordinator
 from ..errors import RemoteProtocolError, StageFailed
 from ..model.layers import DecoderLayer
 from ..pipeline.bench import attempt
@@ -135,10 +135,9 @@ def usable_memory(described: Described) -> dict[str, int]:
 
 
 def describe_workers(
-    coordinator: Coordinator, names: Sequence[str]
+    connections: Connections, names: Sequence[str]
 ) -> dict[str, m.DeviceDescribed]:
     """The devices of workers, in the order of the names."""
-    connections = coordinator.connections
     for name in names:
         connections.send(connections.named(name), m.DescribeDevice())
     found: dict[str, m.DeviceDescribed] = {}
@@ -149,14 +148,13 @@ def describe_workers(
     return {name: found[name] for name in names}
 
 
-def prepare_workers(coordinator: Coordinator, names: Sequence[str], content: Content) -> None:
+def prepare_workers(connections: Connections, names: Sequence[str], content: Content) -> None:
     """Have workers build the layers that they will measure.
 
     Raises:
         StageFailed: If one cannot.
     """
     message, tensors = content
-    connections = coordinator.connections
     for name in names:
         connections.send(connections.named(name), message, *tensors)
     waiting = set(names)
@@ -169,7 +167,7 @@ def prepare_workers(coordinator: Coordinator, names: Sequence[str], content: Con
 
 
 def measure_links(
-    coordinator: Coordinator,
+    connections: Connections,
     pairs: Sequence[tuple[str, str]],
     seconds: float,
     tick: Tick,
@@ -178,16 +176,15 @@ def measure_links(
     for first, second in pairs:
         patience_seconds = seconds / len(pairs)
         if first == COORDINATOR:
-            found = _link_from_here(coordinator, second, patience_seconds)
+            found = _link_from_here(connections, second, patience_seconds)
         else:
-            found = _link_between(coordinator, first, second, patience_seconds)
+            found = _link_between(connections, first, second, patience_seconds)
         tick()
         yield fit_link(first, second, [(s.num_bytes, s.seconds) for s in found.there])
         yield fit_link(second, first, [(s.num_bytes, s.seconds) for s in found.back])
 
 
-def _link_from_here(coordinator: Coordinator, name: str, patience_seconds: float) -> m.LinkMeasured:
-    connections = coordinator.connections
+def _link_from_here(connections: Connections, name: str, patience_seconds: float) -> m.LinkMeasured:
     worker = connections.named(name)
 
     def exchange(there_bytes: int, back_bytes: int) -> None:
@@ -200,9 +197,8 @@ def _link_from_here(coordinator: Coordinator, name: str, patience_seconds: float
 
 
 def _link_between(
-    coordinator: Coordinator, first: str, second: str, patience_seconds: float
+    connections: Connections, first: str, second: str, patience_seconds: float
 ) -> m.LinkMeasured:
-    connections = coordinator.connections
     address = str(connections.named(second).address)
     connections.send(connections.named(first), m.MeasureLink(address, patience_seconds))
     _, frame = connections.receive()
@@ -281,7 +277,7 @@ class Measuring:
     Args:
         module: The LightningModule, attached to its Trainer.
         layers: All its decoder layers.
-        coordinator: Connected to all workers, which have no layers yet.
+        connections: To all workers, which have no layers yet.
         options: How to measure.
         sighting: The model.
         described: The devices by the names of their processes.
@@ -290,7 +286,7 @@ class Measuring:
 
     module: pl.LightningModule
     layers: Sequence[DecoderLayer]
-    coordinator: Coordinator
+    connections: Connections
     options: ProfilingOptions
     sighting: Sighting
     described: Described
@@ -315,11 +311,11 @@ class Measuring:
                 results[COORDINATOR] = lead_here(bench, self._trials(COORDINATOR, jobs), tick)
                 ends.optimizers = self._optimizers_of_ends()
             bench.forget()
-            prepare_workers(self.coordinator, workers, self._subject.blueprint.for_workers())
+            prepare_workers(self.connections, workers, self._subject.blueprint.for_workers())
             trials_of = {name: self._trials(name, jobs) for name in workers}
-            results |= lead_on_workers(self.coordinator, trials_of, tick)
+            results |= lead_on_workers(self.connections, trials_of, tick)
             seconds = self._seconds(_SHARE_OF_LINKS)
-            links = list(measure_links(self.coordinator, pairs, seconds, tick))
+            links = list(measure_links(self.connections, pairs, seconds, tick))
             self._warn_of_changes(results, jobs)
         if COORDINATOR in names:
             results[COORDINATOR] = _with_ends(results[COORDINATOR], ends)
@@ -372,7 +368,7 @@ class Measuring:
         if (here := repeated.pop(COORDINATOR, None)) is not None:
             found[COORDINATOR] = lead_here(self.sighting.bench, here, _no_tick)
             self.sighting.bench.forget()
-        found.update(lead_on_workers(self.coordinator, repeated, _no_tick))
+        found.update(lead_on_workers(self.connections, repeated, _no_tick))
         for name, result in found.items():
             for timing in result.timings:
                 if told := change_of_speed(name, results[name].timings[0], timing):

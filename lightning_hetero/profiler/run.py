@@ -21,7 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
 from ..atomic_file import replacing
-from ..coordinator.session import Coordinator
+from ..coordinator.connections import Connections
 from ..devices.description import describe_device
 from ..devices.main_memory import give_back_free_memory
 from ..errors import ProfileError
@@ -188,7 +188,7 @@ class ProfilingRun:
     Args:
         module: The LightningModule, attached to its Trainer.
         layers: All its decoder layers.
-        coordinator: Connected to all workers, which have no layers yet.
+        connections: To all workers, which have no layers yet.
         workers: Their names.
         options: How to measure.
         cuts_boundary: Whether ``training_step`` sees whole batches.
@@ -196,7 +196,7 @@ class ProfilingRun:
 
     module: pl.LightningModule
     layers: Sequence[DecoderLayer]
-    coordinator: Coordinator
+    connections: Connections
     workers: Sequence[str]
     options: ProfilingOptions
     cuts_boundary: bool
@@ -257,7 +257,7 @@ class ProfilingRun:
     def _describe(self) -> dict[str, m.DeviceDescribed]:
         """The devices as they are now, the coordinator's first."""
         here = describe_device(self.module.trainer.strategy.root_device)
-        return {COORDINATOR: here, **describe_workers(self.coordinator, self.workers)}
+        return {COORDINATOR: here, **describe_workers(self.connections, self.workers)}
 
     def _held_bytes(self) -> int:
         """What this process holds of the model in main memory."""
@@ -276,7 +276,7 @@ class ProfilingRun:
         return Measuring(
             self.module,
             self.layers,
-            self.coordinator,
+            self.connections,
             self.options,
             sight(self.module, self.layers, cutting, optimizer),
             described,

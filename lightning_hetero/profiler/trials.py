@@ -18,7 +18,7 @@ from itertools import product, starmap
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
-from ..coordinator.session import Coordinator
+from ..coordinator.connections import Connections
 from ..errors import RemoteProtocolError, StageFailed
 from ..pipeline.bench import Bench, Clock, LayerTrial, OptimizerTrial, attempt
 from ..plan import Dtype
@@ -298,7 +298,7 @@ def run_here(bench: Bench, trial: Trial) -> Outcome:
 
 
 def lead_on_workers(
-    coordinator: Coordinator, trials_of: Mapping[str, Trials], tick: Tick
+    connections: Connections, trials_of: Mapping[str, Trials], tick: Tick
 ) -> dict[str, DeviceResult]:
     """Lead the trials of several workers at the same time.
 
@@ -307,10 +307,10 @@ def lead_on_workers(
     """
     running = {name: next(trials) for name, trials in trials_of.items()}
     for name, trial in running.items():
-        _tell(coordinator, name, trial)
+        _tell(connections, name, trial)
     results: dict[str, DeviceResult] = {}
     while len(results) < len(trials_of):
-        worker, frame = coordinator.connections.receive()
+        worker, frame = connections.receive()
         name = worker.name
         tick()
         try:
@@ -319,13 +319,12 @@ def lead_on_workers(
             results[name] = end.value
         else:
             running[name] = trial
-            _tell(coordinator, name, trial)
+            _tell(connections, name, trial)
     return results
 
 
-def _tell(coordinator: Coordinator, name: str, trial: Trial) -> None:
+def _tell(connections: Connections, name: str, trial: Trial) -> None:
     message, tensors = trial.encode()
-    connections = coordinator.connections
     connections.send(connections.named(name), message, *tensors)
 
 

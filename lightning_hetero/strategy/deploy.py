@@ -173,8 +173,8 @@ class Site:
             NoSample: If there is no training batch to measure with.
             HeteroError: If a worker fails, or a process cannot run a layer.
         """
-        run = self._connected(layers, self.find_workers(), options)
-        with closing(run.coordinator):
+        coordinator, run = self._connected(layers, self.find_workers(), options)
+        with closing(coordinator):
             return run.profile()
 
     def find_workers(self) -> list[str]:
@@ -230,8 +230,7 @@ class Site:
         options: ProfilingOptions,
     ) -> Deployment | None:
         given = choice.given(len(layers), workers)
-        run = self._connected(layers, workers, options)
-        coordinator = run.coordinator
+        coordinator, run = self._connected(layers, workers, options)
         with _closing_on_error(coordinator):
             try:
                 choice.profile = run.profile()
@@ -250,12 +249,13 @@ class Site:
 
     def _connected(
         self, layers: Sequence[DecoderLayer], workers: Sequence[str], options: ProfilingOptions
-    ) -> ProfilingRun:
-        """Connect to all workers; the caller must close the coordinator of the returned run."""
+    ) -> tuple[Coordinator, ProfilingRun]:
+        """Connect to all workers; the caller must close the coordinator."""
         self._check(layers)
         coordinator = self.connect(workers, layers, _all_on_one(workers, layers))
-        whole_batches = not self._cuts_step
-        return ProfilingRun(self.module, layers, coordinator, workers, options, whole_batches)
+        connections, whole_batches = coordinator.connections, not self._cuts_step
+        run = ProfilingRun(self.module, layers, connections, workers, options, whole_batches)
+        return coordinator, run
 
     @property
     def _cuts_step(self) -> bool:

@@ -149,7 +149,7 @@ def test_what_cannot_be_built_is_said(coordinator: Coordinator) -> None:
     assert (worker.name, type(frame.message)) == ("one", m.NotMeasured)
     nothing = (m.PrepareLayers("{}", [], []), ())
     with pytest.raises(StageFailed, match="one cannot build the layers"):
-        prepare_workers(coordinator, ["one"], nothing)
+        prepare_workers(coordinator.connections, ["one"], nothing)
 
 
 def test_probes_grow_until_their_time_is_over() -> None:
