@@ -313,21 +313,41 @@ class Connections:
         Raises:
             StageFailed: If a worker's code raised; the others' answers have been taken by then.
         """
-        asked = [worker for worker, _ in requests]
         for worker, request in requests:
-            self.send(worker, request)
-            worker.num_unanswered += 1
+            self.request(worker, request)
+        yield from self._answers([worker for worker, _ in requests], kind)
+
+    def request(self, worker: ConnectedWorker, message: m.Message, *tensors: Tensor) -> None:
+        """Queue a request that the worker answers with ``Done`` in the end; see `finish`."""
+        self.send(worker, message, *tensors)
+        worker.num_unanswered += 1
+
+    def finish(self, workers: Sequence[ConnectedWorker]) -> None:
+        """Wait until these workers have carried out their requests.
+
+        Raises:
+            StageFailed: If a worker's code raised; the others have carried out theirs by then.
+        """
+        for _ in self._answers(workers, m.Done):
+            pass
+
+    def _answers(
+        self, workers: Sequence[ConnectedWorker], kind: type[Wanted]
+    ) -> Iterator[tuple[ConnectedWorker, Wanted, tuple[Tensor, ...]]]:
+        """Yield what these workers answer before their ``Done``, until all requests are done."""
         failed: StageFailed | None = None
-        while any(worker.num_unanswered > 0 for worker in asked):
+        while any(worker.num_unanswered > 0 for worker in workers):
             try:
                 sender, frame = self.receive()
             except StageFailed as error:
                 failed = failed or error  # the others may fail too, and must not do so later
                 continue
-            if isinstance(frame.message, m.Done) and sender in asked:
-                sender.num_unanswered -= 1
-            elif isinstance(frame.message, kind) and sender.num_unanswered == 1:
-                yield sender, frame.message, frame.tensors
+            message = frame.message
+            is_current = sender in workers and sender.num_unanswered == 1
+            if isinstance(message, m.Done):
+                sender.num_unanswered = max(0, sender.num_unanswered - 1)
+            elif isinstance(message, kind) and is_current:
+                yield sender, message, frame.tensors
         if failed is not None:
             raise failed
 

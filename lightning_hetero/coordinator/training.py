@@ -100,8 +100,8 @@ class OptimizerParts:
                 for group in groups
             ]
             message = m.BuildOptimizer(optimizer, class_name, packed_defaults, specs)
-            self._connections.send(worker, message, *packer.tensors)
-        self._connections.collect(m.Done, self._connections.workers)
+            self._connections.request(worker, message, *packer.tensors)
+        self._connections.finish(self._connections.workers)
 
     def apply(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
         """Let every stage step; does not wait for it.
@@ -191,8 +191,8 @@ class OptimizerParts:
         self._stages.norms_due = set()
         asked = self.layers.holdings.names_by_owner(names)
         for worker, own in asked:
-            self._connections.send(worker, m.ZeroGradients(own, set_to_none))
-        self._connections.collect(m.Done, [worker for worker, _ in asked])
+            self._connections.request(worker, m.ZeroGradients(own, set_to_none))
+        self._connections.finish([worker for worker, _ in asked])
 
     def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
         """The norms of remote gradients by their parameters' names: those that an optimizer
