@@ -40,7 +40,7 @@ from ..plan import Dtype, Narrowing, Plan
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import DTYPES, dtype_name
-from .answers import AwaitedTensors, HeldTensor, check_state, held_tensors
+from .answers import HeldTensor, check_content, check_state, held_tensors
 from .connections import ConnectedWorker, Connections
 from .progress import Progress, ProgressInLines, ProgressOfBytes
 
@@ -486,12 +486,14 @@ class RemoteLayers:
         asked: Sequence[tuple[ConnectedWorker, list[str]]],
     ) -> Iterator[tuple[ConnectedWorker, str, Tensor, State]]:
         """Each tensor that a worker was asked for: the worker, the name, the content, its state."""
-        awaited = {worker: AwaitedTensors(own, self.holdings.tensors) for worker, own in asked}
+        missing = {worker: set(own) for worker, own in asked}
         requests = [(worker, request(own)) for worker, own in asked]
         for sender, message, tensors in self._connections.ask(requests, m.TensorContent):
             with self._connections.blaming(sender):
-                content, state = awaited[sender].take(message, tensors)
-            yield sender, message.name, content, state
+                check_content(message, tensors, missing[sender], self.holdings.tensors)
+            missing[sender].remove(message.name)
+            content, *parts = tensors
+            yield sender, message.name, content, dict(zip(message.state, parts, strict=True))
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the content of remote tensors.
@@ -521,14 +523,6 @@ class RemoteLayers:
                     "`state_dict()`."
                 )
         return contents
-
-    def set_attributes(self, layer_index: int, path: str, values: str, gone: Sequence[str]) -> None:
-        """Let a module of a layer have these attributes from the next forward on."""
-        self._connections.check_usable()
-        for worker, stage in self.holdings.stages.items():
-            if layer_index in stage.layers:
-                message = m.SetAttributes(layer_index, path, values, list(gone))
-                self._connections.send(worker, message)
 
     def take_buffer_updates(self) -> list[m.BuffersUpdated]:
         """What stages have reported about buffers that are updated too often, since the last
@@ -588,19 +582,22 @@ class PlainAttributes:
             return
         if not is_first:
             change = self._unsent[0]
+            where = f"{self._layers[change.layer_index].name}.{change.path}".rstrip(".")
             raise ModelError(
-                f"The attribute {self._name_of(change)}.{change.names[0]} was changed in the "
+                f"The attribute {where}.{change.names[0]} was changed in the "
                 f"middle of step {step}: other micro-batches, or other calls of the model, went to "
                 f"the worker of {describe_layer(change.layer_index)} before it. Change it in "
                 "`on_train_batch_start` or earlier, or keep the layer with the coordinator."
             )
-        for change in self._unsent:
-            text, gone = write_change(change, self._name_of(change))
-            self._remote.set_attributes(change.layer_index, change.path, text, gone)
+        self._connections.check_usable()
+        for worker, stage in self._remote.holdings.stages.items():
+            for change in self._unsent:
+                if change.layer_index in stage.layers:
+                    layer = self._layers[change.layer_index]
+                    text, gone = write_change(change, layer.name)
+                    message = m.SetAttributes(change.layer_index, change.path, text, gone)
+                    self._connections.send(worker, message)
         self._unsent = []
-
-    def _name_of(self, change: Change) -> str:
-        return f"{self._layers[change.layer_index].name}.{change.path}".rstrip(".")
 
 
 def changed_since_recipe(
@@ -621,7 +618,7 @@ def changed_since_recipe(
             made = {number: built[str(number)] for number in stage.layers}
             found += differences(stage.layers, made, _is_followed)
     for change in found:
-        write_change(change, f"{layers[change.layer_index].name}.{change.path}".rstrip("."))
+        write_change(change, layers[change.layer_index].name)
     return found
 
 

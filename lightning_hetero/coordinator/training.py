@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,19 +38,7 @@ from ..protocol.values import Packer, unpack
 from .answers import check_norms, check_optimizer_state
 from .connections import ConnectedWorker, Connections
 from .layers import RemoteLayers
-
-
-class Steps(Protocol):
-    """The part of `RemoteStages` that optimizers need.
-
-    Attributes:
-        norms_due: Parameters of the last stage that have received gradients.
-    """
-
-    norms_due: set[str]
-
-    def present_step(self) -> int:
-        """The step that gradients belong to."""
+from .stages import RemoteStages
 
 
 class OptimizerParts:
@@ -70,7 +58,7 @@ class OptimizerParts:
         self,
         connections: Connections,
         layers: RemoteLayers,
-        stages: Steps,
+        stages: RemoteStages,
         recorder: Recorder,
     ) -> None:
         self.layers = layers
