@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from typing import Any, NoReturn
@@ -28,6 +28,7 @@ from ..model.layers import (
     DecoderLayer,
     check_layers_stand_alone,
     describe_layer,
+    describe_layers,
     find_embedding,
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
@@ -69,7 +70,7 @@ def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment:
 
 def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[Callable[[], None]]:
     """Compile the coordinator's layers, and let them run again in the backward, if the plan wants
-    it; what makes them ordinary again."""
+    it. Returns functions that make the layers ordinary again."""
     adjusted: list[Callable[[], None]] = []
     for stage in plan.stages:
         wanted = [(stage.compile, _Compiled), (stage.recompute, _Recomputed)]
@@ -174,7 +175,7 @@ class TensorsAway:
         """Note that the weights cannot be fetched; returns the error to raise."""
         cause = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
         self.loss = WeightsLost(
-            f"The weights of {_described(self._layers)} have not come home from the workers. "
+            f"The weights of {describe_layers(self._layers)} have not come home from the workers. "
             f"{cause} Build the module anew and {remedy}."
         )
         return self.loss
@@ -199,16 +200,6 @@ class TensorsAway:
     def is_on_disk(self, tensor: Tensor) -> bool:
         """Whether the checkpoint that the model is loaded from has a tensor."""
         return self._weights is not None and tensor in self._weights
-
-    @contextmanager
-    def showing_progress(self, what: str, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, fetches tell how much of these tensors has come."""
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        try:
-            with closing(self._remote.progress(what, num_bytes)) as self.progress:
-                yield
-        finally:
-            self.progress = None
 
     def __reduce__(self) -> NoReturn:
         # A layer's hooks for state dicts lead here before its `forward` does.
@@ -255,8 +246,7 @@ class Deployment:
         self.layers = layers
         self._root = root
         self._converts_weights = converts_weights
-        stages = [layers_of_stage(root, layers, stage) for stage in plan.remote_stages]
-        check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
+        stages = _remote_layers(root, layers, plan)
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._names = {number: layer.name for number, layer in away.items()}
         self._away = {number: layer.module for number, layer in away.items()}
@@ -271,7 +261,7 @@ class Deployment:
         self._hollow = HollowLayers(away, self._exchange, self.tensors)
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.connections.equipment)
-        remote = remote_stages(root, stages, plan, weights, seed, converts_weights)
+        remote = remote_stages(root, stages, plan, weights, seed, self.weights_dtype_of)
         changed = changed_since_recipe(remote, away)
         self._send(remote)
         self._collecting = self._hollow_out()
@@ -375,21 +365,20 @@ class Deployment:
 
     @contextmanager
     def gathering(self, left_out: set[Tensor]) -> Iterator[None]:
-        """Inside, ``state_dict`` gathers a checkpoint: it shows its progress, and lacks some
-        tensors."""
+        """Inside, ``state_dict`` gathers a checkpoint without some tensors, and shows progress."""
         tensors = self.tensors
-        gathered = [
-            tensor
+        num_bytes = sum(
+            tensor.nbytes
             for tensor in tensors.names_of
             if tensor not in left_out and not (is_frozen(tensor) and tensors.is_on_disk(tensor))
-        ]
+        )
+        what = "Gathering the weights of the layers on workers"
         self._hollow.state_dicts.left_out = left_out
         try:
-            with tensors.showing_progress(
-                "Gathering the weights of the layers on workers", gathered
-            ):
+            with closing(self.coordinator.layers.progress(what, num_bytes)) as tensors.progress:
                 yield
         finally:
+            tensors.progress = None
             self._hollow.state_dicts.left_out = set()
 
     def bring_back(self, remedy: str = "continue from the last checkpoint") -> None:
@@ -450,11 +439,9 @@ class Deployment:
         Raises:
             ModelError: With the reason.
         """
-        stages = [layers_of_stage(self._root, self.layers, stage) for stage in plan.remote_stages]
-        check_layers_stand_alone(self._root, [list(stage.values()) for stage in stages])
         leaving = {
             number: layer
-            for stage in stages
+            for stage in _remote_layers(self._root, self.layers, plan)
             for number, layer in stage.items()
             if number not in self._away
         }
@@ -518,17 +505,13 @@ def check_is_whole(root: nn.Module) -> None:
         WeightsLost: With the cause.
     """
     for module in root.modules():
-        remote = remote_of(module)
-        if isinstance(remote, TensorsAway):
-            remote.check_not_lost()
+        _check_not_lost(module)
 
 
-def _described(layers: Mapping[int, nn.Module]) -> str:
-    """``layers 2 to 4``, or ``the input embedding and layer 0``."""
-    numbers = sorted(layers.keys() - {EMBEDDING_LAYER})
-    first, last = numbers[0], numbers[-1]
-    named = f"layer {first}" if first == last else f"layers {first} to {last}"
-    return f"the input embedding and {named}" if EMBEDDING_LAYER in layers else named
+def _check_not_lost(module: nn.Module) -> None:
+    remote = remote_of(module)
+    if isinstance(remote, TensorsAway):
+        remote.check_not_lost()
 
 
 def _check_weights_can_be_sent(
@@ -537,9 +520,7 @@ def _check_weights_can_be_sent(
     # What was trained there is lost; what the model was made from would come in its place.
     lost = [number for number, layer in layers.items() if is_hollow(layer)]
     if lost:
-        remote = remote_of(layers[lost[0]])
-        if isinstance(remote, TensorsAway):
-            remote.check_not_lost()
+        _check_not_lost(layers[lost[0]])
         raise ModelError(
             f"What was {describe_layer(lost[0])} has not come back from the worker that was lost "
             "in the run before; build the module anew and continue with `ckpt_path`."
@@ -555,6 +536,19 @@ def _check_weights_can_be_sent(
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_MOST_NAMES])
     return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
+
+
+def _remote_layers(
+    root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan
+) -> list[dict[int, DecoderLayer]]:
+    """The layers of each remote stage of a plan, by their numbers.
+
+    Raises:
+        ModelError: If the layers cannot live apart from the module.
+    """
+    stages = [layers_of_stage(root, layers, stage) for stage in plan.remote_stages]
+    check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
+    return stages
 
 
 def layers_of_stage(

@@ -36,7 +36,7 @@ from ..model.tensors import (
     stored_in_four_bits,
 )
 from ..pipeline.stage_layers import Content, describe_parameters, fingerprint_of
-from ..plan import Dtype, Narrowing, Plan
+from ..plan import Dtype, Narrowing, Plan, StagePlan
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import DTYPES, dtype_name
@@ -56,7 +56,7 @@ class RemoteStage:
         recompute: As in the plan.
         seed: Start of all dropout masks.
         dtype: As in the plan.
-        converts_weights: Whether ``dtype`` holds for weights too; under autocast it does not.
+        weights_dtype: The dtype of the frozen weights on the worker; None if it is the one here.
         narrowing: What the worker rounds activations to on their way downstream, and gradients on
             their way upstream.
         compile: As in the plan.
@@ -68,20 +68,14 @@ class RemoteStage:
     recompute: bool
     seed: int
     dtype: Dtype | None = None
-    converts_weights: bool = True
+    weights_dtype: torch.dtype | None = None
     narrowing: Narrowing = Narrowing()
     compile: bool = False
 
     @property
-    def has_four_bit(self) -> bool:
-        """Whether some of the weights are stored in 4 bits."""
-        return has_four_bit(self.layers)
-
-    @property
     def tensor_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor on the worker."""
-        converts = self.dtype is not None and self.converts_weights
-        return dtypes_on_stage(self.layers, DTYPES[self.dtype] if converts else None)  # type: ignore[index]
+        return dtypes_on_stage(self.layers, self.weights_dtype)
 
     def check_can_be_held(self, worker: ConnectedWorker) -> None:
         """Refuse a worker that lacks what the layers need, before anything is sent.
@@ -91,7 +85,7 @@ class RemoteStage:
         """
         lacks = shortcomings(worker.equipment, self.recipe, self.tensor_dtypes.values())
         if self.compile:
-            lacks += obstacles_to_compiling(worker.equipment, self.has_four_bit)
+            lacks += obstacles_to_compiling(worker.equipment, has_four_bit(self.layers))
         if lacks:
             raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
 
@@ -162,7 +156,7 @@ def remote_stages(
     plan: Plan,
     weights: CheckpointWeights | None,
     seed: int,
-    converts_weights: bool,
+    weights_dtype_of: Callable[[StagePlan], torch.dtype | None],
 ) -> list[RemoteStage]:
     """The remote stages of a plan with these layers of the module.
 
@@ -177,7 +171,7 @@ def remote_stages(
             recompute=stage.recompute or _checkpoints_gradients(layers),
             seed=seed,
             dtype=stage.dtype,
-            converts_weights=converts_weights,
+            weights_dtype=weights_dtype_of(stage),
             narrowing=narrowing,
             compile=stage.compile,
         )

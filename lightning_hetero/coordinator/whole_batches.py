@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal
 
 import torch
@@ -174,8 +175,8 @@ class WholeBatches:
     def _compared(self, request: Request, dim: int) -> tuple[list[Request], Request]:
         """The first pieces of a request, and all of them as one."""
         pieces = cut_request(request, self._num_pieces, dim)[:_NUM_COMPARED]
-        count = sum(piece.hidden.shape[dim] for piece in pieces)
-        return pieces, first_of_request(request, count, dim)
+        num_samples = sum(piece.hidden.shape[dim] for piece in pieces)
+        return pieces, first_of_request(request, num_samples, dim)
 
     def _remedies(self, request: Request, dim: int) -> str:
         """What was tried with success, and what always helps."""
@@ -214,7 +215,7 @@ def _difference(found: Activation, expected: Activation) -> float:
     return max(norm_error(mine, other) for mine, other in pairs)
 
 
-# Trials count their visits from here, where no hand-over of a step comes.
+# Trials count their visits from here; no step has so many hand-overs.
 _FIRST_TRIAL = 2**30
 
 
@@ -245,9 +246,9 @@ class HandOvers:
         self._plan = plan
         self._follow = follow
         self._whole_batches = WholeBatches(layers, plan, options, self._try)
-        # How many hand-overs the present step has had; None outside of a step.
-        self._visits: int | None = None
-        self._num_trials = 0
+        # Numbers the hand-overs of the present step; None outside of a step.
+        self._visits: Iterator[int] | None = None
+        self._trials = count(_FIRST_TRIAL)
         # Whether the trials that run at present are cut into pieces; None while none run.
         self._trial_is_cut: bool | None = None
         self._is_cutting = False
@@ -256,7 +257,7 @@ class HandOvers:
     def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
         """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
         self._stages.begin_step(num_pieces, accumulate)
-        self._visits = 0
+        self._visits = count()
         try:
             with self._recorder.span("forward"):
                 yield
@@ -315,22 +316,20 @@ class HandOvers:
             )
         if self._trial_is_cut is not None:
             self._follow(False)
-            return self._exchange_trial(request, self._trial_is_cut)
-        if self._visits is None:
-            # An evaluation, or a user's own call of the model, is a step by itself.
-            with self.whole_batch_step(self._plan.micro_batches, accumulate=True):
-                return self._exchange_whole(request)
-        return self._exchange_whole(request)
+            if self._trial_is_cut:
+                return self._try(*self._whole_batches.cut(request))
+            return self._try([request], 0)
+        if self._visits is not None:
+            return self._exchange_whole(request, self._visits)
+        # An evaluation, or a user's own call of the model, is a step by itself.
+        with self.whole_batch_step(self._plan.micro_batches, accumulate=True):
+            return self._exchange_whole(request, count())
 
-    def _exchange_trial(self, request: Request, is_cut: bool) -> Activation:
-        pieces, dim = self._whole_batches.cut(request) if is_cut else ([request], 0)
-        return self._try(pieces, dim)
-
-    def _exchange_whole(self, request: Request) -> Activation:
+    def _exchange_whole(self, request: Request, visits: Iterator[int]) -> Activation:
         grad_enabled = request.surroundings.grad_enabled
         self._follow(grad_enabled)
         pieces, dim = self._whole_batches.pieces(request)
-        visit, self._visits = self._visits or 0, (self._visits or 0) + 1
+        visit = next(visits)
         if not grad_enabled:
             return self._join(pieces, dim, visit)
         anchor = torch.zeros((), requires_grad=True)
@@ -349,12 +348,11 @@ class HandOvers:
 
     def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
         """Run pieces so that they leave nothing behind on the stages."""
-        self._num_trials += 1
         tried = [
             Request(piece.hidden, replace(piece.surroundings, is_trial=True)) for piece in pieces
         ]
         # The number differs from that of every other visit of the step.
-        return self._join(tried, dim, _FIRST_TRIAL + self._num_trials)
+        return self._join(tried, dim, next(self._trials))
 
     def _join(self, pieces: Sequence[Request], dim: int, visit: int) -> Activation:
         found = exchange_pieces(self._stages, pieces, visit, self._plan.max_in_flight)

@@ -18,7 +18,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
@@ -28,7 +28,7 @@ from ..devices.copies import Copies
 from ..devices.device import device_for
 from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
 from ..model.four_bit import multiply_in
-from ..model.layers import EMBEDDING_LAYER, check_token_ids
+from ..model.layers import EMBEDDING_LAYER, check_token_ids, describe_layers
 from ..pipeline.boundary import Activation
 from ..pipeline.codec import (
     decode_activation,
@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 # The most of an error's text, and of its traceback, that is sent.
 _MOST_TEXT = 2**16
+# A process that knows the whole name of a session could join the session.
+_MOST_OF_NAME = 8
 
 
 class Neighbors:
@@ -227,10 +229,20 @@ class StageSession:
         return RunRecord(peer, self._served, steps, seconds, self._ended)
 
     def status(self) -> m.StageStatus:
-        """What the stage does at this moment; any thread may ask."""
-        layers, traffic = self._layers.numbered.keys(), self._neighbors.traffic
-        about = self._stage_index, self._runner.step
-        return self._telemetry.status(self.name, layers, *about, traffic)
+        """The stage's present work; any thread may ask."""
+        layers = self._layers.numbered.keys()
+        traffic = self._neighbors.traffic.items()
+        return m.StageStatus(
+            run=self.name[:_MOST_OF_NAME],
+            coordinator=self._coordinator.peer,
+            stage_index=self._stage_index,
+            first_layer=max(0, min(layers, default=0)),  # the embedding is no decoder layer
+            end_layer=max(layers, default=-1) + 1,
+            step=self._runner.step,
+            training_seconds=self._recorder.training_seconds,
+            busy_seconds=self._recorder.busy_seconds,
+            links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in traffic],
+        )
 
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""
@@ -360,7 +372,9 @@ class StageSession:
             state=LayerState(self._layers.numbered),
         )
         self._runner = StageRunner(stage)
-        self._served = _shown(stage.stage_index, self._layers.numbered)
+        numbered = self._layers.numbered
+        kind = type(numbered[max(numbered)]).__name__
+        self._served = f"stage {message.stage_index}, {describe_layers(numbered)} ({kind})"
         self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
         self._optimizer.train(stage)
         self._coordinator.send(m.Built(held))
@@ -433,11 +447,3 @@ class StageSession:
                 channel = self._neighbors.upstream
                 said = encode_gradients(step, key, content, self._narrowing.gradient_dtype)
             self._neighbors.pass_on(channel, said, self._copies)
-
-
-def _shown(stage_index: int, numbered: Mapping[int, nn.Module]) -> str:
-    """What a stage serves, in words for people."""
-    first, last = min(numbered), max(numbered)
-    kind = type(numbered[last]).__name__
-    with_embedding = "the input embedding and " if first == EMBEDDING_LAYER else ""
-    return f"stage {stage_index}, {with_embedding}layers {max(first, 0)} to {last} ({kind})"

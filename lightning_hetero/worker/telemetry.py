@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -11,10 +11,6 @@ from torch import Tensor
 from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
 from ..transport.channel import Arrival, Channel, Handler, observe
-from ..transport.connection import Traffic
-
-# A process that knows the whole name of a session could join the session.
-_MOST_OF_NAME = 8
 
 
 class RecordedSide:
@@ -56,30 +52,6 @@ class RecordedSide:
             num_bytes,
             self._neighbors().get(arrival.channel),
             arrival.moment_seconds,
-        )
-
-    def status(
-        self,
-        session: str,
-        layers: Collection[int],
-        stage_index: int,
-        step: int,
-        links: Mapping[str, Traffic],
-    ) -> m.StageStatus:
-        """The answer to a process that asks what a stage with these layers does.
-
-        Any thread may call this.
-        """
-        return m.StageStatus(
-            run=session[:_MOST_OF_NAME],
-            coordinator=self._coordinator.peer,
-            stage_index=stage_index,
-            first_layer=max(0, min(layers, default=0)),  # the embedding is no decoder layer
-            end_layer=max(layers, default=-1) + 1,
-            step=step,
-            training_seconds=self.recorder.training_seconds,
-            busy_seconds=self.recorder.busy_seconds,
-            links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in links.items()],
         )
 
     def _on_record(self, message: m.Record, _tensors: tuple[Tensor, ...]) -> None:
