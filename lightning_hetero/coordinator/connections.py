@@ -1,6 +1,6 @@
 """The coordinator's connections: who the workers are, asking them, hearing them, losing them.
 
-The other parts of the coordinator (`layers`, `stages`, `optimizer`, `telemetry`) share one
+The other parts of the coordinator (`layers`, `stages`, `training`, `telemetry`) share one
 `Connections`. A message that answers no request goes to the part that has registered for its kind
 in `asides`; everything else is returned to the caller that waits.
 """

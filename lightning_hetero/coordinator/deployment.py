@@ -1,15 +1,14 @@
 """A model deployed over workers: its hollow layers, their tensors, and the layers that stay here.
 
-`Deployment` is composed of parts with one owner each: `TensorsAway` for the tensors on workers,
-`TrainedParameters` for what trains there, `HandOvers` for the hidden states on their way, and
-`PlainAttributes` for the attributes that follow those of the layers here.
+`Deployment` is composed of four parts: `TensorsAway` knows the tensors on workers,
+`TrainedParameters` knows which of them train, `HandOvers` sends hidden states, and
+`PlainAttributes` sends attributes of layers that have changed here.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -132,9 +131,9 @@ class TensorsAway:
         weights: The checkpoint that the model is loaded from, if its weights are still there.
 
     Attributes:
-        names_of: The tensors with their names there.
-        loss: Why the weights are lost, or None while they are not.
-        progress: Told how far a fetch has come, while it is set.
+        names_of: The name of each tensor on its worker.
+        loss: The reason why the weights are lost; None while they are not lost.
+        progress: Shows how far fetches have come; None if nothing shows it.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class TensorsAway:
         """Fetch the tensors that are not in the checkpoint, or have been changed since.
 
         Args:
-            trained: Those that train at present or ever did.
+            trained: The tensors that train at present or ever did.
         """
         coming = {
             name: tensor.nbytes
@@ -213,17 +212,17 @@ class Deployment:
 
     Args:
         root: The LightningModule.
-        layers: All its decoder layers.
-        plan: A plan that fits them.
+        layers: All decoder layers of the module.
+        plan: A plan that fits the layers.
         coordinator: Connected to the workers of the plan's remote stages, in their order.
         seed: Start of all dropout masks.
         converts_weights: Whether a stage's ``dtype`` holds for its weights too; under autocast it
             does not.
-        batches: What the user said of batches.
+        batches: The user's options for batches.
 
     Attributes:
-        tensors: Those of the layers on workers.
-        trained: Which of their parameters train.
+        tensors: The tensors of the layers on workers.
+        trained: Knows which of their parameters train.
         hand_overs: Takes hidden states to the stages and back.
 
     Raises:
@@ -264,7 +263,7 @@ class Deployment:
         remote = remote_stages(root, stages, plan, weights, seed, self.weights_dtype_of)
         changed = changed_since_recipe(remote, away)
         self._send(remote)
-        self._collecting = self._hollow_out()
+        self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(
             away, coordinator.connections, coordinator.layers, changed
         )
@@ -278,18 +277,17 @@ class Deployment:
             for name in self.coordinator.layers.deploy(stages):
                 progress.advance(sizes[name])
 
-    def _hollow_out(self) -> CollectingHooks:
-        """Make the layers hollow; returns the hooks that collect outputs across them."""
+    def _hollow_out(self) -> ExitStack:
+        """Make the layers hollow; returns their hooks on the model, which `close` removes."""
         names = list(self._names.values())
         are_cut = any(absent_in(module) for module in self._away.values())
         collecting = CollectingHooks(self._root, names, are_cut=are_cut)
         self._hollow.caches.listen(self._root, names)
-        with contextlib.ExitStack() as undo:
-            undo.callback(collecting.remove)
-            undo.callback(self._hollow.caches.remove)
+        with ExitStack() as hooks:
+            hooks.callback(self._hollow.caches.remove)
+            hooks.callback(collecting.remove)
             self._hollow.hollow()
-            undo.pop_all()
-        return collecting
+            return hooks.pop_all()
 
     @property
     def modules_away(self) -> list[nn.Module]:
@@ -298,7 +296,7 @@ class Deployment:
 
     @property
     def stage_dtypes(self) -> list[torch.dtype]:
-        """The dtypes that stages compute in by the plan's choice."""
+        """The dtypes in which stages compute because the plan says so."""
         return [DTYPES[stage.dtype] for stage in self.plan.stages if stage.dtype is not None]
 
     @property
@@ -336,7 +334,7 @@ class Deployment:
         }
 
     def modules_of(self, stage: StagePlan) -> dict[int, nn.Module]:
-        """What a stage holds, by number."""
+        """The modules of a stage, by their numbers."""
         held = layers_of_stage(self._root, self.layers, stage)
         return {number: layer.module for number, layer in held.items()}
 
@@ -430,8 +428,7 @@ class Deployment:
         """Make the layers ordinary again, with this content for their tensors."""
         self._release_local_layers()
         self._hollow.refill(tensors)
-        self._collecting.remove()
-        self._hollow.caches.remove()
+        self._hooks.close()
 
     def check_can_move(self, plan: Plan) -> None:
         """Refuse a plan whose layers cannot live apart, before anything has changed.
@@ -459,7 +456,7 @@ class Deployment:
     def _exchange(
         self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
     ) -> tuple[Tensor, tuple[Collected, ...]]:
-        """What the last hollow layer of the run does with the hidden states."""
+        """Send the hidden states of the last hollow layer through the stages."""
         self.tensors.check_not_lost()
         forgotten = self._hollow.caches.take_forgotten()
         if forgotten:
@@ -554,7 +551,7 @@ def _remote_layers(
 def layers_of_stage(
     root: nn.Module, layers: Sequence[DecoderLayer], stage: StagePlan
 ) -> dict[int, DecoderLayer]:
-    """What a stage holds, by number.
+    """The layers of a stage, by their numbers.
 
     Raises:
         ModelError: If the plan gives it an embedding that it cannot have.

@@ -210,6 +210,7 @@ LEAST_OFFERED_BYTES = 2**14
 MOST_REFUSALS = 8
 
 
+@dataclass(eq=False)
 class Load:
     """The tensors that one worker is to receive, and those under way to it.
 
@@ -223,24 +224,16 @@ class Load:
         is_built: Whether the worker has built the layers already.
     """
 
-    def __init__(
-        self,
-        worker: ConnectedWorker,
-        contents: Iterator[tuple[str, Tensor, State]],
-        is_packed_there: Callable[[str], bool] = lambda _name: False,
-        may_be_held: Callable[[str], bool] = lambda _name: False,
-        is_built: bool = False,
-    ) -> None:
-        self.worker = worker
-        self._contents = contents
-        self._is_packed_there = is_packed_there
-        self._may_be_held = may_be_held
-        self._held: Collection[str] = ()
-        self._is_ready = is_built
-        self._is_read = False
-        self._num_refusals = 0
-        # In the order in which the worker confirms them.
-        self._under_way: deque[tuple[str, Content]] = deque()
+    worker: ConnectedWorker
+    contents: Iterator[tuple[str, Tensor, State]]
+    is_packed_there: Callable[[str], bool] = lambda _name: False
+    may_be_held: Callable[[str], bool] = lambda _name: False
+    is_built: bool = False
+    _held: Collection[str] = ()
+    _is_read: bool = False
+    _num_refusals: int = 0
+    # In the order in which the worker confirms them.
+    _under_way: deque[tuple[str, Content]] = field(default_factory=deque)
 
     @property
     def is_done(self) -> bool:
@@ -256,7 +249,7 @@ class Load:
         """Read and send the next tensor, if the worker can take it; yields its name then."""
         if not self._has_room():
             return
-        found = next(self._contents, None)
+        found = next(self.contents, None)
         if found is None:
             self._is_read = True
             return
@@ -272,8 +265,8 @@ class Load:
     def take(self, message: m.Message) -> None:
         """Note an answer of the worker; other messages are ignored."""
         if isinstance(message, m.Built):
-            self._held = {name for name in message.held if self._may_be_held(name)}
-            self._is_ready = True
+            self._held = {name for name in message.held if self.may_be_held(name)}
+            self.is_built = True
         elif isinstance(message, (m.Loaded, m.OfferAnswered)) and self._is_next(message.name):
             name, content = self._under_way.popleft()
             if isinstance(message, m.OfferAnswered) and not message.is_taken:
@@ -283,7 +276,7 @@ class Load:
                 self._num_refusals = 0
 
     def _has_room(self) -> bool:
-        if not self._is_ready or self._is_read:
+        if not self.is_built or self._is_read:
             return False
         if self._under_way and self._is_sent_to_be_packed(*self._under_way[-1]):
             return False
@@ -292,7 +285,7 @@ class Load:
         return count < MOST_UNDER_WAY or are_small
 
     def _is_sent_to_be_packed(self, name: str, content: Content) -> bool:
-        return not content.state and self._is_packed_there(name)
+        return not content.state and self.is_packed_there(name)
 
     def _is_worth_asking(self, name: str, content: Content) -> bool:
         if self._num_refusals >= MOST_REFUSALS or content.num_bytes < LEAST_OFFERED_BYTES:

@@ -196,17 +196,15 @@ class TrainingFigures:
         return found
 
 
+@dataclass(frozen=True)
 class _WithFigures:
     """A bar's ``get_metrics`` with the figures of this run. A copy adds no figures."""
 
-    def __init__(
-        self, get_metrics: Callable[..., dict[str, Any]], figures: Callable[[], dict[str, str]]
-    ) -> None:
-        self._get_metrics = get_metrics
-        self._figures = figures
+    get_metrics: Callable[..., dict[str, Any]]
+    figures: Callable[[], dict[str, str]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**self._get_metrics(*args, **kwargs), **self._figures()}
+        return {**self.get_metrics(*args, **kwargs), **self.figures()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _WithFigures, (self._get_metrics, dict)
+        return _WithFigures, (self.get_metrics, dict)

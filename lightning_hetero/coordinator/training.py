@@ -448,10 +448,7 @@ class TrainedParameters:
     """
 
     def __init__(
-        self,
-        parts: OptimizerParts,
-        names_of: Mapping[Tensor, str],
-        rounded: Iterable[StagePlan],
+        self, parts: OptimizerParts, names_of: Mapping[Tensor, str], rounded: Iterable[StagePlan]
     ) -> None:
         self._parts = parts
         self._names_of = names_of

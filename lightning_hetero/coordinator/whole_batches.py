@@ -52,11 +52,11 @@ Trial = Callable[[Sequence[Request], int], Activation]
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What the user said of batches.
+    """The user's options for batches.
 
     Args:
-        dim: The dimension that counts samples; None where it is to be found.
-        check: What a difference between a batch and its pieces does.
+        dim: The dimension that counts samples; None if the strategy must find it.
+        check: Whether a difference between a batch and its pieces stops the run.
     """
 
     dim: int | None = None
@@ -72,11 +72,11 @@ class WholeBatches:
     Args:
         layers: The layers on workers by their numbers.
         plan: Says how many pieces there are.
-        options: What the user said.
+        options: The user's options.
         trial: Runs pieces on the stages and leaves nothing behind.
 
     Attributes:
-        num_samples: How many samples the batch at hand has, if that is known.
+        num_samples: The number of samples in the present batch; None if it is unknown.
     """
 
     def __init__(
@@ -89,12 +89,6 @@ class WholeBatches:
         self._dimension = SampleDimension(options.dim, is_sequence_first)
         self._check = options.check
         self._trial = trial
-        self._batch_norms = [
-            (number, name, module)
-            for number, layer in layers.items()
-            for name, module in layer.named_modules()
-            if isinstance(module, _BatchNorm)
-        ]
         self._checked: set[tuple[bool, bool]] = set()
         self._said: set[str] = set()
         self.num_samples: int | None = None
@@ -127,12 +121,13 @@ class WholeBatches:
         return [request], 0
 
     def _refuse_batch_statistics(self) -> None:
-        for number, name, module in self._batch_norms:
-            if module.training:
-                raise BatchError(
-                    f"Layer {number} has BatchNorm ({name}), whose statistics are those of the "
-                    "whole batch."
-                )
+        for number, layer in self._layers.items():
+            for name, module in layer.named_modules():
+                if isinstance(module, _BatchNorm) and module.training:
+                    raise BatchError(
+                        f"Layer {number} has BatchNorm ({name}), whose statistics are those of the "
+                        "whole batch."
+                    )
 
     def _say_once(self, cause: str) -> None:
         if cause not in self._said:
@@ -179,7 +174,7 @@ class WholeBatches:
         return pieces, first_of_request(request, num_samples, dim)
 
     def _remedies(self, request: Request, dim: int) -> str:
-        """What was tried with success, and what always helps."""
+        """A remedy that was tried with success, or remedies that always help."""
         other = 1 - dim
         if other < request.hidden.ndim - 1 and self._is_right_along(request, other):
             return f"`batch_dim={other}`, or `micro_batches=1`"
@@ -227,9 +222,9 @@ class HandOvers:
         recorder: Records this process's part.
         layers: The layers on workers by their numbers.
         plan: The deployed one.
-        options: What the user said of batches.
-        follow: Called before hidden states leave, with whether a backward follows: brings the
-            stages up to date.
+        options: The user's options.
+        follow: Brings the stages up to date before hidden states leave; its argument tells whether
+            a backward follows.
     """
 
     def __init__(
@@ -266,7 +261,7 @@ class HandOvers:
 
     @contextmanager
     def batch_of(self, num_samples: int | None) -> Iterator[None]:
-        """Inside, hand-overs are of a batch with so many samples; None if that is not known."""
+        """Inside, each hand-over is of a batch with so many samples; None if that is unknown."""
         self._whole_batches.num_samples = num_samples
         try:
             yield
@@ -298,7 +293,7 @@ class HandOvers:
             self._is_cutting = False
 
     def exchange(self, request: Request) -> Activation:
-        """Send hidden states through the stages; returns what comes back.
+        """Send hidden states through the stages; returns the activation that comes back.
 
         Raises:
             ModelError: If a micro-batch's hand-over comes from outside of its turn.

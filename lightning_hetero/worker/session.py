@@ -4,11 +4,11 @@
 
     neighbors   the channels to the stages beside this one
     layers      builds layers, takes their tensors, sends them
-    optimizer   steps, clips, freezes and averages
-    telemetry   records what the stage does
+    training    steps, clips, freezes and averages
+    telemetry   times and records the stage's actions
     trials      measures layers, optimizers and links before anything is deployed
 
-Each part has a table `handlers` with what carries out its messages.
+Each part has a table `handlers`: the function that carries out each kind of its messages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ..transport.handshake import dial
 from .layers import StageLayers
 from .owner import Host, RunRecord
 from .telemetry import RecordedSide
-from .training import TimedTraining, TrainedSide
+from .training import TrainedSide
 from .trials import MeasuredSide, answer_probe
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ _MOST_OF_NAME = 8
 
 
 class Neighbors:
-    """The channels to the stages beside this one; the coordinator's where there is no other stage.
+    """The channels to the neighboring stages; at either end, the channel to the coordinator.
 
     Args:
         coordinator: The channel to the coordinator.
@@ -93,9 +93,9 @@ class Neighbors:
         is_linked = self.downstream is not self._coordinator
         if is_linked and address != self.downstream_address:
             raise ModelError(
-                f"Stage {stage_index} is linked with {self.downstream_address} and should "
-                f"become so with {address or 'nobody'}; layers move between the "
-                "same workers in the same order."
+                f"Stage {stage_index} is linked with {self.downstream_address}, and the new plan "
+                f"links it with {address or 'nobody'}; layers move between the same workers in "
+                "the same order."
             )
 
     def connect(self) -> Channel | None:
@@ -128,7 +128,7 @@ class Neighbors:
                 raise
 
     def stages(self, stage_index: int) -> dict[Channel, int]:
-        """The stage at the other end of each channel, 0 for the coordinator.
+        """The number of the stage at the other end of each channel; 0 for the coordinator.
 
         Args:
             stage_index: The number of this stage.
@@ -139,11 +139,11 @@ class Neighbors:
     @property
     def traffic(self) -> dict[str, Traffic]:
         """The bytes that have gone over each channel, the coordinator's too."""
-        beside = {"upstream": self.upstream, "downstream": self.downstream}
-        return {
-            "coordinator": self._coordinator.traffic,
-            **{k: c.traffic for k, c in beside.items() if c is not self._coordinator},
-        }
+        found = {"coordinator": self._coordinator.traffic}
+        for name, channel in (("upstream", self.upstream), ("downstream", self.downstream)):
+            if channel is not self._coordinator:
+                found[name] = channel.traffic
+        return found
 
     def close(self) -> None:
         """Say goodbye to the neighbors and the coordinator."""
@@ -151,7 +151,7 @@ class Neighbors:
             channel.close(m.Goodbye())
 
 
-# What a paused worker takes at once; the rest waits until the owner lets it go on.
+# A paused worker takes these messages at once; it holds all others until it is resumed.
 _NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed)
 
 
@@ -171,7 +171,7 @@ class StageSession:
     def __init__(self, name: str, coordinator: Channel, host: Host) -> None:
         self.name = name
         self._host = host
-        # What arrives while the owner pauses the worker; None while it is not paused.
+        # The arrivals that wait while the owner pauses the worker; None while it is not paused.
         self._held: deque[Arrival] | None = None
         self._began_seconds = time.monotonic()
         self._served, self._ended = "", "it failed"
@@ -186,10 +186,8 @@ class StageSession:
         self._trials = MeasuredSide(coordinator, host, self._dial_neighbor)
         self._telemetry = RecordedSide(coordinator, host.device, self._stages_beside)
         self._recorder = self._telemetry.recorder
-        self._timed = TimedTraining(self._recorder)
-        self._optimizer = TrainedSide(
-            coordinator, self._runner.stage, self._layers, self._timed.take
-        )
+        take_timings = self._telemetry.take_timings
+        self._training = TrainedSide(coordinator, self._runner.stage, self._layers, take_timings)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -197,7 +195,7 @@ class StageSession:
         return {
             **self._trials.handlers,
             **self._telemetry.handlers,
-            **self._optimizer.handlers,
+            **self._training.handlers,
             **self._layers.handlers,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
@@ -218,12 +216,12 @@ class StageSession:
         self._start(channel)
 
     def wish(self, message: m.Paused | m.Resumed) -> None:
-        """Tell the session what its owner wants; it obeys after the present micro-batch."""
+        """Tell the session that its owner pauses or resumes it, after the present micro-batch."""
         self._inbox.put(Arrival(self._coordinator, Frame(message)))
 
     @property
     def record(self) -> RunRecord:
-        """What the session was, for the owner."""
+        """The record of the session, for the owner."""
         seconds = time.monotonic() - self._began_seconds
         peer, steps = self._coordinator.peer, self._runner.step
         return RunRecord(peer, self._served, steps, seconds, self._ended)
@@ -302,7 +300,7 @@ class StageSession:
         self._coordinator.activity = of_action(action, self._runner.step)
         try:
             if self._runner.is_training(action):
-                result = self._timed.run(self._runner, action)
+                result = self._telemetry.run_training(self._runner, action)
             else:
                 result = self._runner.run(action)
             self._tell_of_buffers()
@@ -324,7 +322,7 @@ class StageSession:
             raise SessionOver(reason)
         lost = self._stages_beside().get(channel)
         if lost is None:
-            return  # it only measured the link
+            return  # a neighbor that only measured the link
         with contextlib.suppress(LocalProtocolError):
             self._coordinator.send(m.NeighborLost(lost, reason))
 
@@ -376,7 +374,7 @@ class StageSession:
         kind = type(numbered[max(numbered)]).__name__
         self._served = f"stage {message.stage_index}, {describe_layers(numbered)} ({kind})"
         self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
-        self._optimizer.train(stage)
+        self._training.train(stage)
         self._coordinator.send(m.Built(held))
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
@@ -401,8 +399,8 @@ class StageSession:
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._copies.keep_for(message.in_flight)
         self._recorder.begin_step()
-        about = message.step, message.in_flight, message.accumulate, message.dropout_step
-        self._runner.begin(*about)
+        accumulate, dropout_step = message.accumulate, message.dropout_step
+        self._runner.begin(message.step, message.in_flight, accumulate, dropout_step)
 
     def _on_set_attributes(self, message: m.SetAttributes, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.set_attributes(message)
@@ -429,7 +427,7 @@ class StageSession:
 
     def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
-        self._timed.take(0)
+        self._telemetry.take_timings(0)
 
     def _tell_of_buffers(self) -> None:
         state = self._runner.stage.state

@@ -1,20 +1,23 @@
-"""The worker's side of recording: what its stage does and when, and the health of its device."""
+"""The worker's side of recording: the actions of its stage, their times, the device's health."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..pipeline.recorder import Recorder
+from ..pipeline.rule import Action
+from ..pipeline.runner import Result, StageRunner
 from ..protocol import messages as m
 from ..transport.channel import Arrival, Channel, Handler, observe
 
 
 class RecordedSide:
-    """Records a session's stage while the coordinator wants a record.
+    """Times a session's stage, and records spans while the coordinator wants them.
 
     Args:
         coordinator: The channel to the coordinator.
@@ -34,6 +37,7 @@ class RecordedSide:
         self.recorder = Recorder(device)
         self._coordinator = coordinator
         self._neighbors = neighbors
+        self._num_microbatches = 0
         self.handlers: dict[type, Handler] = {
             m.Record: self._on_record,
             m.FetchRecord: self._on_fetch_record,
@@ -53,6 +57,22 @@ class RecordedSide:
             self._neighbors().get(arrival.channel),
             arrival.moment_seconds,
         )
+
+    def run_training(self, runner: StageRunner, action: Action) -> Result:
+        """Carry out a training action of the runner, and add up its time until `take_timings`."""
+        kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
+        with self.recorder.action(kind, action.key, runner.num_ready):
+            result = runner.run(action)
+        if action.kind == "F" and action.key.visit == 0:
+            self._num_microbatches += 1
+            self.recorder.note_training()
+        return result
+
+    def take_timings(self, step: int) -> m.Timings:
+        """The time that training has taken since the last call."""
+        num_microbatches, self._num_microbatches = self._num_microbatches, 0
+        laps = self.recorder.take_laps()
+        return m.Timings(step, laps.seconds("forward"), laps.seconds("backward"), num_microbatches)
 
     def _on_record(self, message: m.Record, _tensors: tuple[Tensor, ...]) -> None:
         self.recorder.switch(message.is_on, message.keeps_spans)
