@@ -47,7 +47,7 @@ from .progress import Progress, ProgressInLines, ProgressOfBytes
 
 @dataclass(frozen=True)
 class RemoteStage:
-    """What the coordinator asks a worker to serve.
+    """A stage that the coordinator asks a worker to serve.
 
     Args:
         recipe: How to build the layers.
@@ -57,8 +57,8 @@ class RemoteStage:
         seed: Start of all dropout masks.
         dtype: As in the plan.
         weights_dtype: The dtype of the frozen weights on the worker; None if it is the one here.
-        narrowing: What the worker rounds activations to on their way downstream, and gradients on
-            their way upstream.
+        narrowing: The dtypes to which the worker rounds the activations that it sends downstream,
+            and the gradients that it sends upstream.
         compile: As in the plan.
     """
 
@@ -219,8 +219,8 @@ class Load:
         contents: Names, tensors and states, read one by one.
         is_packed_there: Whether the worker packs a tensor of that name that comes without state;
             it has memory for one of them at a time.
-        may_be_held: Whether a tensor of that name that the worker holds would be in the dtype in
-            which it would be sent.
+        may_be_held: Whether the worker would hold a tensor of that name in the dtype in which it
+            is sent.
         is_built: Whether the worker has built the layers already.
     """
 
@@ -327,8 +327,10 @@ def send_all(
 
 
 def load_of(worker: ConnectedWorker, stage: RemoteStage) -> Load:
-    """All of a stage's tensors; those whose dtype differs on the worker are sent without an
-    offer."""
+    """The load of all tensors of a stage.
+
+    Tensors whose dtype differs on the worker are sent without an offer.
+    """
     here = {name: tensor.dtype for name, tensor in named_tensors(stage.layers)}
     there = stage.tensor_dtypes
     return Load(
@@ -365,7 +367,7 @@ class Holdings:
         return {number: layer for stage in stages for number, layer in stage.layers.items()}
 
     def of(self, worker: ConnectedWorker) -> dict[str, HeldTensor]:
-        """What one worker holds."""
+        """The tensors that one worker holds."""
         owners = self.owner_of.items()
         return {name: self.tensors[name] for name, owner in owners if owner is worker}
 
@@ -392,8 +394,8 @@ class RemoteLayers:
         connections: The workers.
 
     Attributes:
-        holdings: Who holds what.
-        progress: Tells how far tensors have come.
+        holdings: The stages of the workers, and their tensors.
+        progress: Shows how far tensors have come.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -499,7 +501,7 @@ class RemoteLayers:
     def _contents_for(
         self, worker: ConnectedWorker, names: Sequence[str], tensors: Mapping[str, Tensor]
     ) -> list[tuple[str, Tensor, State]]:
-        """What replaces tensors of one worker, each with its state."""
+        """The new content of tensors of one worker, each with its state."""
         layers = self.holdings.stages[worker].layers
         contents = [(name, tensors[name], state_in(tensors, name)) for name in names]
         for name, _, state in contents:
@@ -512,8 +514,7 @@ class RemoteLayers:
         return contents
 
     def take_buffer_updates(self) -> list[m.BuffersUpdated]:
-        """What stages have reported about buffers that are updated too often, since the last
-        call."""
+        """The reports of stages, since the last call, on buffers that are updated too often."""
         taken, self._buffer_updates = self._buffer_updates, []
         return taken
 
@@ -556,7 +557,7 @@ class PlainAttributes:
         self._latest_step = -1
 
     def follow(self) -> None:
-        """Send what has changed; to be called at every hand-over of the present step.
+        """Send the changes. You must call this at every hand-over of the present step.
 
         Raises:
             ModelError: If a worker must not have an attribute, or if an earlier micro-batch of the

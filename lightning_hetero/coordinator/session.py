@@ -33,9 +33,9 @@ class Coordinator:
     """Connects to the workers of a run. Not thread-safe.
 
     Args:
-        workers: Name and address of each, in the order of their stages.
-        deadlines: How long to wait for what.
-        identity: What this process shows them.
+        workers: The name and address of each worker, in the order of the stages.
+        deadlines: How long each kind of waiting may take.
+        identity: The equipment and credentials that this process shows to the workers.
         device: The device that this process computes on.
 
     Raises:
@@ -64,7 +64,7 @@ class Coordinator:
 
         Args:
             names: The stages' workers, in the stages' order.
-            narrowing: What this process rounds activations and gradients to on their way.
+            narrowing: The dtypes to which this process rounds activations and gradients it sends.
         """
         self.connections.keep(names)
         self.stages.norms_due = set()

@@ -33,7 +33,7 @@ from .layers import RemoteLayers
 
 
 class OutgoingArguments:
-    """What the model passed to its layers for one micro-batch, on its way to all stages.
+    """The arguments of the layers for one micro-batch, on their way to all stages.
 
     A digest of its content tells whether a worker has a tensor already. Where the content is still
     being copied from the device, the writing thread encodes the message when the copy is done.
@@ -93,14 +93,14 @@ class RemoteStages:
 
     Args:
         connections: The workers.
-        layers: What they hold.
-        recorder: Takes this process's spans.
-        copies: Those of the device that this process computes on.
+        layers: The layers that the workers hold.
+        recorder: Records the spans of this process.
+        copies: Copies tensors from and to the device that this process computes on.
 
     Attributes:
         copies: As given.
-        narrowing: What this process rounds activations to on their way to the first stage, and
-            gradients on their way to the last one.
+        narrowing: The dtypes to which this process rounds the activations that it sends to the
+            first stage, and the gradients that it sends to the last stage.
         num_tokens: Positions of hidden states that were sent for training.
         dropout_step: The number of the present step for dropout masks, which trials do not count.
         norms_due: Parameters of the last stage that have received gradients in this step or in
@@ -233,7 +233,7 @@ class RemoteStages:
         return None
 
     def take_timings(self) -> list[tuple[int, m.Timings]]:
-        """What stages, by their numbers, have told about their steps since the last call."""
+        """The timings that stages have sent since the last call, each with the stage's number."""
         taken, self._timings = self._timings, []
         return taken
 

@@ -42,13 +42,13 @@ from .stages import RemoteStages
 
 
 class OptimizerParts:
-    """The parts of optimizers on the stages, the gradients that they use, and what trains there.
+    """The parts of optimizers on the stages, their gradients, and the parameters that train.
 
     Args:
         connections: The workers.
-        layers: What they hold.
+        layers: The layers that the workers hold.
         stages: Runs the steps.
-        recorder: Takes this process's spans.
+        recorder: Records the spans of this process.
 
     Attributes:
         layers: As given.
@@ -283,9 +283,9 @@ class RemoteOptimizer:
         self._clip(optimizer_gradients(self.optimizer), Clipping(value=value))
 
     def step(self) -> None:
-        """Let the stages step; to be called just before the optimizer itself steps.
+        """Let the stages step. You must call this just before the optimizer itself steps.
 
-        You must call `note_stepped` when it has.
+        You must call `note_stepped` after that.
 
         Raises:
             ModelError: If the optimizer has got other parameters since.
@@ -296,7 +296,7 @@ class RemoteOptimizer:
         self._parts.apply(self._number, options)
 
     def note_stepped(self) -> None:
-        """The optimizer has stepped here too."""
+        """Note that the optimizer has stepped here too."""
         self._parts.note_applied()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -308,7 +308,7 @@ class RemoteOptimizer:
         self.take_back(self.remote_state())
 
     def take_back(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Put what `remote_state` returned into the optimizer."""
+        """Put the states that `remote_state` returned into the optimizer."""
         for name, state in states.items():
             self.optimizer.state[self._parameters[name]] = state
 
@@ -382,7 +382,7 @@ class RemoteOptimizer:
 def remote_optimizers(
     optimizers: Sequence[Optimizer], parts: OptimizerParts, names_of: Mapping[Tensor, str]
 ) -> list[RemoteOptimizer]:
-    """Those optimizers that have parameters on stages, each tied to its parts there.
+    """The optimizers that have parameters on stages, each tied to its parts on the stages.
 
     Raises:
         ModelError: If the class of one cannot be cut over stages.
@@ -395,7 +395,7 @@ def remote_optimizers(
 
 
 def changed_parameters(optimizer: Optimizer) -> ModelError:
-    """What to raise for an optimizer that has got other parameters during the run."""
+    """The error for an optimizer whose parameters were changed during the run."""
     return ModelError(
         f"The parameters of {type(optimizer).__name__} were changed during the run, by "
         "`add_param_group` perhaps, and the workers do not follow; give it all parameters in "
@@ -436,15 +436,15 @@ def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TrainedParameters:
-    """Follows what trains of some hollow layers.
+    """Tells the stages which parameters of hollow layers train.
 
     Args:
         parts: Tells the stages.
-        names_of: The layers' tensors with their names there.
-        rounded: Stages that keep frozen weights in another dtype than they have here.
+        names_of: The name of each tensor on its worker.
+        rounded: Stages that keep frozen weights in another dtype than this process.
 
     Attributes:
-        ever: What trains at present, as the stages know it, or ever did.
+        ever: The parameters that train at present on the stages, or ever did.
     """
 
     def __init__(
@@ -457,7 +457,7 @@ class TrainedParameters:
         self.ever = set(self._present)
 
     def follow(self) -> None:
-        """Freeze on the stages what is frozen now, and train what is not.
+        """Freeze parameters on the stages that are frozen here, and train the others.
 
         Raises:
             ModelError: If a stage keeps a parameter in a dtype in which it must not be trained.
@@ -478,6 +478,6 @@ class TrainedParameters:
         if stage is not None:
             raise ModelError(
                 f"{inside} of layer {number} was unfrozen while {stage.worker} kept it in "
-                f"{stage.dtype}, as frozen weights are there, and its steps would be lost in "
+                f"{stage.dtype}, the dtype of its frozen weights, and its steps would be lost in "
                 "rounding; set `requires_grad` before the run, or take `dtype` from the plan."
             )

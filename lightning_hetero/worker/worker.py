@@ -68,7 +68,7 @@ class Lobby:
             self._is_stranger[connection] = False
 
     def leave(self, connection: Connection) -> None:
-        """Note that a connection's handshake is over, in whatever way."""
+        """Note that a connection's handshake has ended, with or without success."""
         with self._changed:
             del self._is_stranger[connection]
             self._changed.notify_all()
@@ -86,7 +86,7 @@ class Worker:
     Args:
         listener: A listening socket; the worker closes it.
         device: Where stages compute.
-        allowed: What layers may be made of besides torch's and transformers' own.
+        allowed: The classes of layers that are allowed besides those of torch and transformers.
         credentials: If given, only peers that have the same are served.
         owner: The owner's wishes.
 
