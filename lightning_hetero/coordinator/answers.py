@@ -7,7 +7,8 @@ averaged or filled in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +35,9 @@ class HeldTensor:
     """A tensor as a worker holds it.
 
     Args:
-        spec: Its shape, and its dtype there.
+        spec: Its shape, and its dtype on the worker.
         home_dtype: Its dtype in this process.
-        parameter: The one that it is; None for a buffer.
+        parameter: The parameter in this process; None for a buffer.
     """
 
     spec: TensorSpec
@@ -53,22 +54,21 @@ class HeldTensor:
 
         A buffer may have changed its floating dtype: layers store there what they compute.
         """
-        fits = self._fits_dtype(found) and list(found.shape) == self.spec.shape
-        if not fits:
-            raise RemoteProtocolError(
-                f"The tensor {name!r} should come as {self.spec} and came as {_shown(found)}."
-            )
-
-    def _fits_dtype(self, found: Tensor) -> bool:
         if self.parameter is None and self.spec.torch_dtype.is_floating_point:
-            return found.is_floating_point()
-        return found.dtype == self.spec.torch_dtype
+            fits_dtype = found.is_floating_point()
+        else:
+            fits_dtype = found.dtype == self.spec.torch_dtype
+        if not fits_dtype or list(found.shape) != self.spec.shape:
+            raise RemoteProtocolError(
+                f"The tensor {name!r} should come as {self.spec} and came as "
+                f"{TensorSpec.of(found)}."
+            )
 
 
 def held_tensors(
     layers: Mapping[int, nn.Module], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, HeldTensor]:
-    """The tensors of a stage with these dtypes there."""
+    """The tensors of a stage, which have these dtypes on its worker."""
     return {
         name: HeldTensor(
             TensorSpec(dtype_name(dtypes[name]), list(tensor.shape)),
@@ -79,32 +79,30 @@ def held_tensors(
     }
 
 
-class AwaitedTensors:
-    """The tensors that one worker was asked for and has not sent yet.
+def check_content(
+    message: m.TensorContent,
+    tensors: Sequence[Tensor],
+    missing: Collection[str],
+    held: Mapping[str, HeldTensor],
+) -> None:
+    """Refuse a tensor that was not asked for, or that has another form.
 
     Args:
-        names: Of what it was asked for.
-        held: How it holds them.
+        message: Names the tensor, and the parts of its state.
+        tensors: The tensor and the parts of its state.
+        missing: The names that the worker was asked for and has not sent yet.
+        held: The tensors as the worker holds them.
+
+    Raises:
+        RemoteProtocolError: With the name.
     """
-
-    def __init__(self, names: Iterable[str], held: Mapping[str, HeldTensor]) -> None:
-        self._missing = set(names)
-        self._held = held
-
-    def take(self, message: m.TensorContent, tensors: Sequence[Tensor]) -> tuple[Tensor, State]:
-        """Take a tensor that came; returns it in the worker's dtype, with its state.
-
-        Raises:
-            RemoteProtocolError: If it was not asked for, or has another form.
-        """
-        name = message.name
-        if name not in self._missing:
-            raise RemoteProtocolError(f"It sent the tensor {name!r}, which it was not asked for.")
-        if len(tensors) != 1 + len(message.state):
-            raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
-        self._held[name].check(name, tensors[0])
-        self._missing.remove(name)
-        return tensors[0], dict(zip(message.state, tensors[1:], strict=True))
+    if message.name not in missing:
+        raise RemoteProtocolError(
+            f"It sent the tensor {message.name!r}, which it was not asked for."
+        )
+    if len(tensors) != 1 + len(message.state):
+        raise RemoteProtocolError(f"{message} does not describe its {len(tensors)} tensors.")
+    held[message.name].check(message.name, tensors[0])
 
 
 def check_state(layers: Mapping[int, nn.Module], name: str, content: Tensor, state: State) -> None:
@@ -130,12 +128,12 @@ def check_norms(
 ) -> None:
     """Refuse gradient norms that cannot be those of a worker's parameters.
 
-    An infinite or NaN norm is accepted: it is that of an infinite or NaN gradient.
+    An infinite or NaN norm is accepted: the gradient may be infinite or NaN.
 
     Args:
-        norms: What it told.
-        held: Its tensors.
-        optimized: The names that an optimizer has of its parameters; None for all.
+        norms: The norms that the worker sent.
+        held: The worker's tensors.
+        optimized: The names of an optimizer's parameters; None for the parameters of all.
 
     Raises:
         RemoteProtocolError: With the name.
@@ -158,17 +156,17 @@ def check_norms(
 def check_optimizer_state(
     name: str, state: Any, parameter: Tensor, is_torchs: bool
 ) -> dict[str, Any]:
-    """Check what came as the optimizer's state of a parameter; returns it.
+    """Check the optimizer's state of a parameter that a worker sent; returns it.
 
     Args:
-        name: The parameter's.
-        state: What came.
-        parameter: The one of that name.
+        name: The parameter's name.
+        state: The state that the worker sent.
+        parameter: The parameter in this process.
         is_torchs: Whether the optimizer is one of torch's own, which keep numbers, and tensors
             that a parameter's shape spreads.
 
     Raises:
-        RemoteProtocolError: If it cannot be that.
+        RemoteProtocolError: If the optimizer cannot have such a state.
     """
     if not isinstance(state, dict):
         raise RemoteProtocolError(f"The optimizer state of {name!r} is {state!r:.60}.")
@@ -176,7 +174,7 @@ def check_optimizer_state(
         if isinstance(value, Tensor) and not _can_be_state(value, parameter, is_torchs):
             raise RemoteProtocolError(
                 f"The optimizer state {key!r} of {name!r}, whose shape is "
-                f"{list(parameter.shape)}, came as {_shown(value)}."
+                f"{list(parameter.shape)}, came as {TensorSpec.of(value)}."
             )
     return state
 
@@ -194,17 +192,12 @@ def _spreads(value: Tensor, parameter: Tensor) -> bool:
 
 
 class DueAnswers:
-    """The activations and gradients of the present step that the stages have not sent yet."""
+    """The activations and gradients of one step that the stages have not sent yet."""
 
     def __init__(self) -> None:
         self._sent: dict[Key, _SentForward] = {}
         self._activations: set[Key] = set()
         self._gradients: set[Key] = set()
-
-    def begin_step(self) -> None:
-        """Forget what was due in an earlier step."""
-        for due in (self._sent, self._activations, self._gradients):
-            due.clear()
 
     def note_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         """Note that hidden states go to the first stage."""
@@ -279,17 +272,18 @@ class _SentForward:
         usual = self._usual_shape(layers)
         if hidden.dtype == self.spec.torch_dtype and list(hidden.shape) == usual:
             return  # as nearly always
+        may_be = {*dtypes(), self.spec.torch_dtype, torch.float32}
+        may_be.add(self.surroundings.autocast_dtype or torch.float32)
         expected = self._tried(layers)
-        shape = list(expected.shape) if expected is not None else usual
-        length = None if expected is not None else 1
-        same_shape = list(hidden.shape[:length]) == shape[:length]
-        may_be = {*dtypes(), self.spec.torch_dtype}
-        may_be |= {torch.float32, self.surroundings.autocast_dtype or torch.float32}
-        may_be |= set() if expected is None else {expected.dtype}
+        if expected is None:
+            shape, same_shape = usual, list(hidden.shape[:1]) == usual[:1]
+        else:
+            shape, same_shape = list(expected.shape), hidden.shape == expected.shape
+            may_be.add(expected.dtype)
         if not same_shape or not hidden.is_floating_point() or hidden.dtype not in may_be:
             raise RemoteProtocolError(
-                f"For hidden states of {self.spec} it sent {_shown(hidden)}, and "
-                f"{shape} was expected, of one of {sorted(map(dtype_name, may_be))}."
+                f"For hidden states of {self.spec} it sent {TensorSpec.of(hidden)}; the expected "
+                f"shape is {shape}, and the dtype one of {sorted(map(dtype_name, may_be))}."
             )
 
     def check_gradients(self, found: Gradients) -> None:
@@ -303,7 +297,7 @@ class _SentForward:
             raise RemoteProtocolError(f"It sent {1 + len(others)} gradients of one tensor.")
         if gradient is not None and TensorSpec.of(gradient) != self.spec:
             raise RemoteProtocolError(
-                f"The gradient of hidden states of {self.spec} came as {_shown(gradient)}."
+                f"The gradient of hidden states of {self.spec} came as {TensorSpec.of(gradient)}."
             )
 
     def _usual_shape(self, layers: Mapping[int, nn.Module]) -> list[int]:
@@ -316,24 +310,23 @@ class _SentForward:
     def _tried(self, layers: Mapping[int, nn.Module]) -> Tensor | None:
         """The output of the layers on ``meta``; None where its form depends on values."""
         hidden = torch.empty(self.spec.shape, dtype=self.spec.torch_dtype, device="meta")
-        for call in self.surroundings.calls:
-            layer = layers[call.layer_index]
-            try:
+        with suppress(ModelError):
+            for call in self.surroundings.calls:
+                layer, number = layers[call.layer_index], call.layer_index
                 with shapes_only(layer):
-                    found = result_on_meta(layer, call.layer_index, hidden, call.args, call.kwargs)
-            except ModelError:
-                return None
-            if found is None:
-                return None
-            hidden = found[1]
-        return hidden
+                    found = result_on_meta(layer, number, hidden, call.args, call.kwargs)
+                if found is None:
+                    return None
+                hidden = found[1]
+            return hidden
+        return None
 
 
 def check_narrowed(narrowed: Sequence[m.Narrowed | None], wire_dtype: WireDtype | None) -> None:
-    """Refuse tensors that were rounded for sending where the plan does not ask for it.
+    """Refuse tensors that were rounded for sending although the plan does not ask for it.
 
     Raises:
-        RemoteProtocolError: Then.
+        RemoteProtocolError: If one of them was rounded.
     """
     if wire_dtype is None and any(said is not None for said in narrowed):
         raise RemoteProtocolError("It rounded what it sent, and the plan does not want that.")
@@ -341,7 +334,3 @@ def check_narrowed(narrowed: Sequence[m.Narrowed | None], wire_dtype: WireDtype 
 
 def _named(key: Key) -> str:
     return f"micro-batch {key.microbatch}, visit {key.visit}"
-
-
-def _shown(tensor: Tensor) -> str:
-    return str(TensorSpec.of(tensor))

@@ -1,8 +1,8 @@
 """The coordinator's connections: who the workers are, asking them, hearing them, losing them.
 
-The other parts of the coordinator (`layers`, `stages`, `optimizer`, `telemetry`) share one
+The other parts of the coordinator (`layers`, `stages`, `training`, `telemetry`) share one
 `Connections`. A message that answers no request goes to the part that has registered for its kind
-in `asides`; everything else is returned to the caller that waits.
+in `asides`. Any other message is returned to the caller that waits.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class Connections:
     """Talks to the workers of a run. Not thread-safe.
 
     Args:
-        workers: Name and address of each, in the order of their stages.
-        deadlines: How long to wait for what.
-        identity: What this process shows them.
+        workers: The name and address of each worker, in the order of the stages.
+        deadlines: How long each kind of waiting may take.
+        identity: The equipment and credentials that this process shows to the workers.
         receive_pool: Makes the memory into which a channel reads tensors.
 
     Attributes:
-        workers: The connected ones, in the order of their stages.
+        workers: The connected workers, in the order of their stages.
         deadlines: As given.
-        equipment: What this process runs on, as it told the workers.
+        equipment: The equipment of this process, as it told the workers.
         step: The number of the present step; 0 before the first one.
         asides: Takes messages that answer no request, by their kind.
         has_torn_step: Whether a worker has failed inside an optimizer step.
@@ -153,17 +153,15 @@ class Connections:
             worker.stage_index = stage_index
         self.workers = kept
         self._by_channel = {worker.channel: worker for worker in kept}
-        # The freed ones have said goodbye too; nothing more comes from them.
+        # Arrivals of the freed workers are dropped; nothing waits for them.
         for arrival in [self._inbox.get() for _ in range(self._inbox.qsize())]:
             if arrival.channel in self._by_channel:
                 self._inbox.put(arrival)
 
     @property
     def worker_equipment(self) -> dict[str, m.Equipment]:
-        """What each worker runs on, by its name."""
+        """The equipment of each worker, by the worker's name."""
         return {worker.name: worker.equipment for worker in self.workers}
-
-    # What is wrong with the connections
 
     @property
     def lost(self) -> WorkerError | None:
@@ -214,8 +212,6 @@ class Connections:
         except RemoteProtocolError as error:
             raise self.lose(worker, error) from error
 
-    # Sending
-
     def send(self, worker: ConnectedWorker, message: m.Message, *tensors: Tensor) -> None:
         """Queue a message for a worker.
 
@@ -230,8 +226,6 @@ class Connections:
         """Queue a message for every worker."""
         for worker in self.workers:
             self.send(worker, message, *tensors)
-
-    # Receiving
 
     def receive(self, patience_seconds: float | None = None) -> tuple[ConnectedWorker, Frame]:
         """Wait for the next message that is no aside.
@@ -281,7 +275,7 @@ class Connections:
     def collect(
         self, kind: type[Wanted], workers: Sequence[ConnectedWorker]
     ) -> list[tuple[ConnectedWorker, Wanted]]:
-        """One message of a kind from each of these workers; earlier requests' answers are skipped.
+        """One message of a kind from each of these workers; skips answers to earlier requests.
 
         Raises:
             WorkerLost: If a worker answers twice, or one that was not asked answers.
@@ -309,21 +303,41 @@ class Connections:
         Raises:
             StageFailed: If a worker's code raised; the others' answers have been taken by then.
         """
-        asked = [worker for worker, _ in requests]
         for worker, request in requests:
-            self.send(worker, request)
-            worker.num_unanswered += 1
+            self.request(worker, request)
+        yield from self._answers([worker for worker, _ in requests], kind)
+
+    def request(self, worker: ConnectedWorker, message: m.Message, *tensors: Tensor) -> None:
+        """Queue a request that the worker answers with ``Done`` in the end; see `finish`."""
+        self.send(worker, message, *tensors)
+        worker.num_unanswered += 1
+
+    def finish(self, workers: Sequence[ConnectedWorker]) -> None:
+        """Wait until these workers have carried out their requests.
+
+        Raises:
+            StageFailed: If a worker's code raised; the others have carried out theirs by then.
+        """
+        for _ in self._answers(workers, m.Done):
+            pass
+
+    def _answers(
+        self, workers: Sequence[ConnectedWorker], kind: type[Wanted]
+    ) -> Iterator[tuple[ConnectedWorker, Wanted, tuple[Tensor, ...]]]:
+        """Yield what these workers answer before their ``Done``, until all requests are done."""
         failed: StageFailed | None = None
-        while any(worker.num_unanswered > 0 for worker in asked):
+        while any(worker.num_unanswered > 0 for worker in workers):
             try:
                 sender, frame = self.receive()
             except StageFailed as error:
                 failed = failed or error  # the others may fail too, and must not do so later
                 continue
-            if isinstance(frame.message, m.Done) and sender in asked:
-                sender.num_unanswered -= 1
-            elif isinstance(frame.message, kind) and sender.num_unanswered == 1:
-                yield sender, frame.message, frame.tensors
+            message = frame.message
+            is_current = sender in workers and sender.num_unanswered == 1
+            if isinstance(message, m.Done):
+                sender.num_unanswered = max(0, sender.num_unanswered - 1)
+            elif isinstance(message, kind) and is_current:
+                yield sender, message, frame.tensors
         if failed is not None:
             raise failed
 
@@ -354,7 +368,7 @@ class Connections:
             raise self._fault
 
     def _stage_failed(self, worker: ConnectedWorker, failure: m.Failure) -> StageFailed:
-        """What to raise for a worker whose code raised."""
+        """The error to raise for a worker whose code raised."""
         worker.forget_constants()  # it may have failed before it kept the latest ones
         if failure.in_optimizer_step:
             self.has_torn_step = True
@@ -367,7 +381,7 @@ class Connections:
         )
 
     def _neighbor_lost(self, reporter: ConnectedWorker, report: m.NeighborLost) -> WorkerError:
-        """What to raise for a link that its reporter lost; asks the other end whether it lives."""
+        """The error to raise for a link that was lost; asks the other end whether it lives."""
         lost = next((w for w in self.workers if w.stage_index == report.stage_index), None)
         if lost is None:
             wrong = f"It lost stage {report.stage_index}, which does not exist."
@@ -382,7 +396,7 @@ class Connections:
         return self._fault
 
     def _end_of(self, lost: ConnectedWorker) -> HeteroError:
-        """What ended a worker's channel; all other arrivals go back into the inbox."""
+        """The error that ended a worker's channel; other arrivals go back into the inbox."""
         aside = []
         while True:
             arrival = self._inbox.get()

@@ -1,15 +1,14 @@
 """A model deployed over workers: its hollow layers, their tensors, and the layers that stay here.
 
-`Deployment` is composed of parts with one owner each: `TensorsAway` for the tensors on workers,
-`TrainedParameters` for what trains there, `HandOvers` for the hidden states on their way, and
-`PlainAttributes` for the attributes that follow those of the layers here.
+`Deployment` is composed of four parts: `TensorsAway` knows the tensors on workers,
+`TrainedParameters` knows which of them train, `HandOvers` sends hidden states, and
+`PlainAttributes` sends attributes of layers that have changed here.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -28,6 +27,7 @@ from ..model.layers import (
     DecoderLayer,
     check_layers_stand_alone,
     describe_layer,
+    describe_layers,
     find_embedding,
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
@@ -69,7 +69,7 @@ def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment:
 
 def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[Callable[[], None]]:
     """Compile the coordinator's layers, and let them run again in the backward, if the plan wants
-    it; what makes them ordinary again."""
+    it. Returns functions that make the layers ordinary again."""
     adjusted: list[Callable[[], None]] = []
     for stage in plan.stages:
         wanted = [(stage.compile, _Compiled), (stage.recompute, _Recomputed)]
@@ -131,9 +131,9 @@ class TensorsAway:
         weights: The checkpoint that the model is loaded from, if its weights are still there.
 
     Attributes:
-        names_of: The tensors with their names there.
-        loss: Why the weights are lost, or None while they are not.
-        progress: Told how far a fetch has come, while it is set.
+        names_of: The name of each tensor on its worker.
+        loss: The reason why the weights are lost; None while they are not lost.
+        progress: Shows how far fetches have come; None if nothing shows it.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class TensorsAway:
         """Note that the weights cannot be fetched; returns the error to raise."""
         cause = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
         self.loss = WeightsLost(
-            f"The weights of {_described(self._layers)} have not come home from the workers. "
+            f"The weights of {describe_layers(self._layers)} have not come home from the workers. "
             f"{cause} Build the module anew and {remedy}."
         )
         return self.loss
@@ -183,7 +183,7 @@ class TensorsAway:
         """Fetch the tensors that are not in the checkpoint, or have been changed since.
 
         Args:
-            trained: Those that train at present or ever did.
+            trained: The tensors that train at present or ever did.
         """
         coming = {
             name: tensor.nbytes
@@ -200,16 +200,6 @@ class TensorsAway:
         """Whether the checkpoint that the model is loaded from has a tensor."""
         return self._weights is not None and tensor in self._weights
 
-    @contextmanager
-    def showing_progress(self, what: str, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, fetches tell how much of these tensors has come."""
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        try:
-            with closing(self._remote.progress(what, num_bytes)) as self.progress:
-                yield
-        finally:
-            self.progress = None
-
     def __reduce__(self) -> NoReturn:
         # A layer's hooks for state dicts lead here before its `forward` does.
         raise no_copy(self._layers)
@@ -222,17 +212,17 @@ class Deployment:
 
     Args:
         root: The LightningModule.
-        layers: All its decoder layers.
-        plan: A plan that fits them.
+        layers: All decoder layers of the module.
+        plan: A plan that fits the layers.
         coordinator: Connected to the workers of the plan's remote stages, in their order.
         seed: Start of all dropout masks.
         converts_weights: Whether a stage's ``dtype`` holds for its weights too; under autocast it
             does not.
-        batches: What the user said of batches.
+        batches: The user's options for batches.
 
     Attributes:
-        tensors: Those of the layers on workers.
-        trained: Which of their parameters train.
+        tensors: The tensors of the layers on workers.
+        trained: Knows which of their parameters train.
         hand_overs: Takes hidden states to the stages and back.
 
     Raises:
@@ -255,8 +245,7 @@ class Deployment:
         self.layers = layers
         self._root = root
         self._converts_weights = converts_weights
-        stages = [layers_of_stage(root, layers, stage) for stage in plan.remote_stages]
-        check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
+        stages = _remote_layers(root, layers, plan)
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._names = {number: layer.name for number, layer in away.items()}
         self._away = {number: layer.module for number, layer in away.items()}
@@ -271,10 +260,10 @@ class Deployment:
         self._hollow = HollowLayers(away, self._exchange, self.tensors)
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.connections.equipment)
-        remote = remote_stages(root, stages, plan, weights, seed, converts_weights)
+        remote = remote_stages(root, stages, plan, weights, seed, self.weights_dtype_of)
         changed = changed_since_recipe(remote, away)
         self._send(remote)
-        self._collecting = self._hollow_out()
+        self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(
             away, coordinator.connections, coordinator.layers, changed
         )
@@ -288,18 +277,17 @@ class Deployment:
             for name in self.coordinator.layers.deploy(stages):
                 progress.advance(sizes[name])
 
-    def _hollow_out(self) -> CollectingHooks:
-        """Make the layers hollow; returns the hooks that collect outputs across them."""
+    def _hollow_out(self) -> ExitStack:
+        """Make the layers hollow; returns their hooks on the model, which `close` removes."""
         names = list(self._names.values())
         are_cut = any(absent_in(module) for module in self._away.values())
         collecting = CollectingHooks(self._root, names, are_cut=are_cut)
         self._hollow.caches.listen(self._root, names)
-        with contextlib.ExitStack() as undo:
-            undo.callback(collecting.remove)
-            undo.callback(self._hollow.caches.remove)
+        with ExitStack() as hooks:
+            hooks.callback(self._hollow.caches.remove)
+            hooks.callback(collecting.remove)
             self._hollow.hollow()
-            undo.pop_all()
-        return collecting
+            return hooks.pop_all()
 
     @property
     def modules_away(self) -> list[nn.Module]:
@@ -308,7 +296,7 @@ class Deployment:
 
     @property
     def stage_dtypes(self) -> list[torch.dtype]:
-        """The dtypes that stages compute in by the plan's choice."""
+        """The dtypes in which stages compute because the plan says so."""
         return [DTYPES[stage.dtype] for stage in self.plan.stages if stage.dtype is not None]
 
     @property
@@ -346,7 +334,7 @@ class Deployment:
         }
 
     def modules_of(self, stage: StagePlan) -> dict[int, nn.Module]:
-        """What a stage holds, by number."""
+        """The modules of a stage, by their numbers."""
         held = layers_of_stage(self._root, self.layers, stage)
         return {number: layer.module for number, layer in held.items()}
 
@@ -375,21 +363,20 @@ class Deployment:
 
     @contextmanager
     def gathering(self, left_out: set[Tensor]) -> Iterator[None]:
-        """Inside, ``state_dict`` gathers a checkpoint: it shows its progress, and lacks some
-        tensors."""
+        """Inside, ``state_dict`` gathers a checkpoint without some tensors, and shows progress."""
         tensors = self.tensors
-        gathered = [
-            tensor
+        num_bytes = sum(
+            tensor.nbytes
             for tensor in tensors.names_of
             if tensor not in left_out and not (is_frozen(tensor) and tensors.is_on_disk(tensor))
-        ]
+        )
+        what = "Gathering the weights of the layers on workers"
         self._hollow.state_dicts.left_out = left_out
         try:
-            with tensors.showing_progress(
-                "Gathering the weights of the layers on workers", gathered
-            ):
+            with closing(self.coordinator.layers.progress(what, num_bytes)) as tensors.progress:
                 yield
         finally:
+            tensors.progress = None
             self._hollow.state_dicts.left_out = set()
 
     def bring_back(self, remedy: str = "continue from the last checkpoint") -> None:
@@ -441,8 +428,7 @@ class Deployment:
         """Make the layers ordinary again, with this content for their tensors."""
         self._release_local_layers()
         self._hollow.refill(tensors)
-        self._collecting.remove()
-        self._hollow.caches.remove()
+        self._hooks.close()
 
     def check_can_move(self, plan: Plan) -> None:
         """Refuse a plan whose layers cannot live apart, before anything has changed.
@@ -450,11 +436,9 @@ class Deployment:
         Raises:
             ModelError: With the reason.
         """
-        stages = [layers_of_stage(self._root, self.layers, stage) for stage in plan.remote_stages]
-        check_layers_stand_alone(self._root, [list(stage.values()) for stage in stages])
         leaving = {
             number: layer
-            for stage in stages
+            for stage in _remote_layers(self._root, self.layers, plan)
             for number, layer in stage.items()
             if number not in self._away
         }
@@ -472,7 +456,7 @@ class Deployment:
     def _exchange(
         self, hidden: Tensor, calls: list[LayerCall], collect: list[str]
     ) -> tuple[Tensor, tuple[Collected, ...]]:
-        """What the last hollow layer of the run does with the hidden states."""
+        """Send the hidden states of the last hollow layer through the stages."""
         self.tensors.check_not_lost()
         forgotten = self._hollow.caches.take_forgotten()
         if forgotten:
@@ -518,17 +502,13 @@ def check_is_whole(root: nn.Module) -> None:
         WeightsLost: With the cause.
     """
     for module in root.modules():
-        remote = remote_of(module)
-        if isinstance(remote, TensorsAway):
-            remote.check_not_lost()
+        _check_not_lost(module)
 
 
-def _described(layers: Mapping[int, nn.Module]) -> str:
-    """``layers 2 to 4``, or ``the input embedding and layer 0``."""
-    numbers = sorted(layers.keys() - {EMBEDDING_LAYER})
-    first, last = numbers[0], numbers[-1]
-    named = f"layer {first}" if first == last else f"layers {first} to {last}"
-    return f"the input embedding and {named}" if EMBEDDING_LAYER in layers else named
+def _check_not_lost(module: nn.Module) -> None:
+    remote = remote_of(module)
+    if isinstance(remote, TensorsAway):
+        remote.check_not_lost()
 
 
 def _check_weights_can_be_sent(
@@ -537,9 +517,7 @@ def _check_weights_can_be_sent(
     # What was trained there is lost; what the model was made from would come in its place.
     lost = [number for number, layer in layers.items() if is_hollow(layer)]
     if lost:
-        remote = remote_of(layers[lost[0]])
-        if isinstance(remote, TensorsAway):
-            remote.check_not_lost()
+        _check_not_lost(layers[lost[0]])
         raise ModelError(
             f"What was {describe_layer(lost[0])} has not come back from the worker that was lost "
             "in the run before; build the module anew and continue with `ckpt_path`."
@@ -557,10 +535,23 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
 
 
+def _remote_layers(
+    root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan
+) -> list[dict[int, DecoderLayer]]:
+    """The layers of each remote stage of a plan, by their numbers.
+
+    Raises:
+        ModelError: If the layers cannot live apart from the module.
+    """
+    stages = [layers_of_stage(root, layers, stage) for stage in plan.remote_stages]
+    check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
+    return stages
+
+
 def layers_of_stage(
     root: nn.Module, layers: Sequence[DecoderLayer], stage: StagePlan
 ) -> dict[int, DecoderLayer]:
-    """What a stage holds, by number.
+    """The layers of a stage, by their numbers.
 
     Raises:
         ModelError: If the plan gives it an embedding that it cannot have.

@@ -36,18 +36,18 @@ from ..model.tensors import (
     stored_in_four_bits,
 )
 from ..pipeline.stage_layers import Content, describe_parameters, fingerprint_of
-from ..plan import Dtype, Narrowing, Plan
+from ..plan import Dtype, Narrowing, Plan, StagePlan
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import DTYPES, dtype_name
-from .answers import AwaitedTensors, HeldTensor, check_state, held_tensors
+from .answers import HeldTensor, check_content, check_state, held_tensors
 from .connections import ConnectedWorker, Connections
 from .progress import Progress, ProgressInLines, ProgressOfBytes
 
 
 @dataclass(frozen=True)
 class RemoteStage:
-    """What the coordinator asks a worker to serve.
+    """A stage that the coordinator asks a worker to serve.
 
     Args:
         recipe: How to build the layers.
@@ -56,9 +56,9 @@ class RemoteStage:
         recompute: As in the plan.
         seed: Start of all dropout masks.
         dtype: As in the plan.
-        converts_weights: Whether ``dtype`` holds for weights too; under autocast it does not.
-        narrowing: What the worker rounds activations to on their way downstream, and gradients on
-            their way upstream.
+        weights_dtype: The dtype of the frozen weights on the worker; None if it is the one here.
+        narrowing: The dtypes to which the worker rounds the activations that it sends downstream,
+            and the gradients that it sends upstream.
         compile: As in the plan.
     """
 
@@ -68,20 +68,14 @@ class RemoteStage:
     recompute: bool
     seed: int
     dtype: Dtype | None = None
-    converts_weights: bool = True
+    weights_dtype: torch.dtype | None = None
     narrowing: Narrowing = Narrowing()
     compile: bool = False
 
     @property
-    def has_four_bit(self) -> bool:
-        """Whether some of the weights are stored in 4 bits."""
-        return has_four_bit(self.layers)
-
-    @property
     def tensor_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor on the worker."""
-        converts = self.dtype is not None and self.converts_weights
-        return dtypes_on_stage(self.layers, DTYPES[self.dtype] if converts else None)  # type: ignore[index]
+        return dtypes_on_stage(self.layers, self.weights_dtype)
 
     def check_can_be_held(self, worker: ConnectedWorker) -> None:
         """Refuse a worker that lacks what the layers need, before anything is sent.
@@ -91,7 +85,7 @@ class RemoteStage:
         """
         lacks = shortcomings(worker.equipment, self.recipe, self.tensor_dtypes.values())
         if self.compile:
-            lacks += obstacles_to_compiling(worker.equipment, self.has_four_bit)
+            lacks += obstacles_to_compiling(worker.equipment, has_four_bit(self.layers))
         if lacks:
             raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
 
@@ -162,7 +156,7 @@ def remote_stages(
     plan: Plan,
     weights: CheckpointWeights | None,
     seed: int,
-    converts_weights: bool,
+    weights_dtype_of: Callable[[StagePlan], torch.dtype | None],
 ) -> list[RemoteStage]:
     """The remote stages of a plan with these layers of the module.
 
@@ -177,7 +171,7 @@ def remote_stages(
             recompute=stage.recompute or _checkpoints_gradients(layers),
             seed=seed,
             dtype=stage.dtype,
-            converts_weights=converts_weights,
+            weights_dtype=weights_dtype_of(stage),
             narrowing=narrowing,
             compile=stage.compile,
         )
@@ -216,6 +210,7 @@ LEAST_OFFERED_BYTES = 2**14
 MOST_REFUSALS = 8
 
 
+@dataclass(eq=False)
 class Load:
     """The tensors that one worker is to receive, and those under way to it.
 
@@ -224,29 +219,21 @@ class Load:
         contents: Names, tensors and states, read one by one.
         is_packed_there: Whether the worker packs a tensor of that name that comes without state;
             it has memory for one of them at a time.
-        may_be_held: Whether a tensor of that name that the worker holds would be in the dtype in
-            which it would be sent.
+        may_be_held: Whether the worker would hold a tensor of that name in the dtype in which it
+            is sent.
         is_built: Whether the worker has built the layers already.
     """
 
-    def __init__(
-        self,
-        worker: ConnectedWorker,
-        contents: Iterator[tuple[str, Tensor, State]],
-        is_packed_there: Callable[[str], bool] = lambda _name: False,
-        may_be_held: Callable[[str], bool] = lambda _name: False,
-        is_built: bool = False,
-    ) -> None:
-        self.worker = worker
-        self._contents = contents
-        self._is_packed_there = is_packed_there
-        self._may_be_held = may_be_held
-        self._held: Collection[str] = ()
-        self._is_ready = is_built
-        self._is_read = False
-        self._num_refusals = 0
-        # In the order in which the worker confirms them.
-        self._under_way: deque[tuple[str, Content]] = deque()
+    worker: ConnectedWorker
+    contents: Iterator[tuple[str, Tensor, State]]
+    is_packed_there: Callable[[str], bool] = lambda _name: False
+    may_be_held: Callable[[str], bool] = lambda _name: False
+    is_built: bool = False
+    _held: Collection[str] = ()
+    _is_read: bool = False
+    _num_refusals: int = 0
+    # In the order in which the worker confirms them.
+    _under_way: deque[tuple[str, Content]] = field(default_factory=deque)
 
     @property
     def is_done(self) -> bool:
@@ -262,7 +249,7 @@ class Load:
         """Read and send the next tensor, if the worker can take it; yields its name then."""
         if not self._has_room():
             return
-        found = next(self._contents, None)
+        found = next(self.contents, None)
         if found is None:
             self._is_read = True
             return
@@ -278,8 +265,8 @@ class Load:
     def take(self, message: m.Message) -> None:
         """Note an answer of the worker; other messages are ignored."""
         if isinstance(message, m.Built):
-            self._held = {name for name in message.held if self._may_be_held(name)}
-            self._is_ready = True
+            self._held = {name for name in message.held if self.may_be_held(name)}
+            self.is_built = True
         elif isinstance(message, (m.Loaded, m.OfferAnswered)) and self._is_next(message.name):
             name, content = self._under_way.popleft()
             if isinstance(message, m.OfferAnswered) and not message.is_taken:
@@ -289,7 +276,7 @@ class Load:
                 self._num_refusals = 0
 
     def _has_room(self) -> bool:
-        if not self._is_ready or self._is_read:
+        if not self.is_built or self._is_read:
             return False
         if self._under_way and self._is_sent_to_be_packed(*self._under_way[-1]):
             return False
@@ -298,7 +285,7 @@ class Load:
         return count < MOST_UNDER_WAY or are_small
 
     def _is_sent_to_be_packed(self, name: str, content: Content) -> bool:
-        return not content.state and self._is_packed_there(name)
+        return not content.state and self.is_packed_there(name)
 
     def _is_worth_asking(self, name: str, content: Content) -> bool:
         if self._num_refusals >= MOST_REFUSALS or content.num_bytes < LEAST_OFFERED_BYTES:
@@ -340,8 +327,10 @@ def send_all(
 
 
 def load_of(worker: ConnectedWorker, stage: RemoteStage) -> Load:
-    """All of a stage's tensors; those whose dtype differs on the worker are sent without an
-    offer."""
+    """The load of all tensors of a stage.
+
+    Tensors whose dtype differs on the worker are sent without an offer.
+    """
     here = {name: tensor.dtype for name, tensor in named_tensors(stage.layers)}
     there = stage.tensor_dtypes
     return Load(
@@ -378,7 +367,7 @@ class Holdings:
         return {number: layer for stage in stages for number, layer in stage.layers.items()}
 
     def of(self, worker: ConnectedWorker) -> dict[str, HeldTensor]:
-        """What one worker holds."""
+        """The tensors that one worker holds."""
         owners = self.owner_of.items()
         return {name: self.tensors[name] for name, owner in owners if owner is worker}
 
@@ -405,8 +394,8 @@ class RemoteLayers:
         connections: The workers.
 
     Attributes:
-        holdings: Who holds what.
-        progress: Tells how far tensors have come.
+        holdings: The stages of the workers, and their tensors.
+        progress: Shows how far tensors have come.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -486,12 +475,14 @@ class RemoteLayers:
         asked: Sequence[tuple[ConnectedWorker, list[str]]],
     ) -> Iterator[tuple[ConnectedWorker, str, Tensor, State]]:
         """Each tensor that a worker was asked for: the worker, the name, the content, its state."""
-        awaited = {worker: AwaitedTensors(own, self.holdings.tensors) for worker, own in asked}
+        missing = {worker: set(own) for worker, own in asked}
         requests = [(worker, request(own)) for worker, own in asked]
         for sender, message, tensors in self._connections.ask(requests, m.TensorContent):
             with self._connections.blaming(sender):
-                content, state = awaited[sender].take(message, tensors)
-            yield sender, message.name, content, state
+                check_content(message, tensors, missing[sender], self.holdings.tensors)
+            missing[sender].remove(message.name)
+            content, *parts = tensors
+            yield sender, message.name, content, dict(zip(message.state, parts, strict=True))
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the content of remote tensors.
@@ -510,7 +501,7 @@ class RemoteLayers:
     def _contents_for(
         self, worker: ConnectedWorker, names: Sequence[str], tensors: Mapping[str, Tensor]
     ) -> list[tuple[str, Tensor, State]]:
-        """What replaces tensors of one worker, each with its state."""
+        """The new content of tensors of one worker, each with its state."""
         layers = self.holdings.stages[worker].layers
         contents = [(name, tensors[name], state_in(tensors, name)) for name in names]
         for name, _, state in contents:
@@ -522,17 +513,8 @@ class RemoteLayers:
                 )
         return contents
 
-    def set_attributes(self, layer_index: int, path: str, values: str, gone: Sequence[str]) -> None:
-        """Let a module of a layer have these attributes from the next forward on."""
-        self._connections.check_usable()
-        for worker, stage in self.holdings.stages.items():
-            if layer_index in stage.layers:
-                message = m.SetAttributes(layer_index, path, values, list(gone))
-                self._connections.send(worker, message)
-
     def take_buffer_updates(self) -> list[m.BuffersUpdated]:
-        """What stages have reported about buffers that are updated too often, since the last
-        call."""
+        """The reports of stages, since the last call, on buffers that are updated too often."""
         taken, self._buffer_updates = self._buffer_updates, []
         return taken
 
@@ -575,7 +557,7 @@ class PlainAttributes:
         self._latest_step = -1
 
     def follow(self) -> None:
-        """Send what has changed; to be called at every hand-over of the present step.
+        """Send the changes. You must call this at every hand-over of the present step.
 
         Raises:
             ModelError: If a worker must not have an attribute, or if an earlier micro-batch of the
@@ -588,19 +570,22 @@ class PlainAttributes:
             return
         if not is_first:
             change = self._unsent[0]
+            where = f"{self._layers[change.layer_index].name}.{change.path}".rstrip(".")
             raise ModelError(
-                f"The attribute {self._name_of(change)}.{change.names[0]} was changed in the "
+                f"The attribute {where}.{change.names[0]} was changed in the "
                 f"middle of step {step}: other micro-batches, or other calls of the model, went to "
                 f"the worker of {describe_layer(change.layer_index)} before it. Change it in "
                 "`on_train_batch_start` or earlier, or keep the layer with the coordinator."
             )
-        for change in self._unsent:
-            text, gone = write_change(change, self._name_of(change))
-            self._remote.set_attributes(change.layer_index, change.path, text, gone)
+        self._connections.check_usable()
+        for worker, stage in self._remote.holdings.stages.items():
+            for change in self._unsent:
+                if change.layer_index in stage.layers:
+                    layer = self._layers[change.layer_index]
+                    text, gone = write_change(change, layer.name)
+                    message = m.SetAttributes(change.layer_index, change.path, text, gone)
+                    self._connections.send(worker, message)
         self._unsent = []
-
-    def _name_of(self, change: Change) -> str:
-        return f"{self._layers[change.layer_index].name}.{change.path}".rstrip(".")
 
 
 def changed_since_recipe(
@@ -621,7 +606,7 @@ def changed_since_recipe(
             made = {number: built[str(number)] for number in stage.layers}
             found += differences(stage.layers, made, _is_followed)
     for change in found:
-        write_change(change, f"{layers[change.layer_index].name}.{change.path}".rstrip("."))
+        write_change(change, layers[change.layer_index].name)
     return found
 
 

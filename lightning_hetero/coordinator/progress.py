@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -51,8 +53,8 @@ class ProgressInLines:
     """Logs a line at each quarter of a long transfer, where there is no progress bar.
 
     Args:
-        what: What is being done, as the beginning of a sentence.
-        num_bytes: How much of it there is.
+        what: The work, as the beginning of a sentence.
+        num_bytes: The size of the whole transfer.
     """
 
     def __init__(self, what: str, num_bytes: int) -> None:
@@ -62,7 +64,7 @@ class ProgressInLines:
         self._lines = 0
 
     def advance(self, amount: int) -> None:
-        """Note that so many bytes more are done."""
+        """Note that so many more bytes are done."""
         self._done_bytes += amount
         lines = _NUM_LINES * self._done_bytes // max(self._num_bytes, 1)
         if self._num_bytes >= PROGRESS_FROM_BYTES and self._lines < lines <= _NUM_LINES:
@@ -74,95 +76,79 @@ class ProgressInLines:
         """Leave the lines that were logged."""
 
 
-_MIB = 2**20
 # Refreshes of the training bar over which its tokens per second are averaged.
 _REFRESHES = 32
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A progress bar of any library."""
+
+    advance: Callable[[int], None]
+    close: Callable[[], None]
+
+
+_NO_BAR = _Bar(lambda _amount: None, lambda: None)
 
 
 def progress_of_bytes(trainer: pl.Trainer, what: str, num_bytes: int) -> Progress:
     """A bar for a long transfer of tensors, or lines in the log where the Trainer shows no bar."""
     if num_bytes < PROGRESS_FROM_BYTES:
-        return _NoBar()
+        return _NO_BAR
     return _bar(trainer, what, num_bytes, in_bytes=True) or ProgressInLines(what, num_bytes)
 
 
 def progress_of_parts(trainer: pl.Trainer, what: str, count: int) -> Progress:
     """A bar for so many pieces of work."""
-    return _bar(trainer, what, count, in_bytes=False) or _NoBar()
+    return _bar(trainer, what, count, in_bytes=False) or _NO_BAR
 
 
 def _bar(trainer: pl.Trainer, what: str, total: int, in_bytes: bool) -> Progress | None:
     shown = trainer.progress_bar_callback
     if isinstance(shown, TQDMProgressBar) and shown.is_enabled:
-        return _TqdmBar(what, total, in_bytes)
+        return _tqdm_bar(what, total, in_bytes)
     if not (isinstance(shown, RichProgressBar) and shown.is_enabled):
         return None
     live = shown.progress
     if live is not None and live.live.is_started:
-        return _TaskOfBar(live, what, total, _MIB if in_bytes else 1)
-    return _RichBar(what, total, in_bytes)
+        return _line_of_bar(live, what, total, in_bytes)
+    return _rich_bar(what, total, in_bytes)
 
 
-class _NoBar:
-    def advance(self, amount: int) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Leave nothing behind."""
-
-
-class _TqdmBar:
-    """A bar of tqdm's below the present ones; it disappears when it is done."""
-
-    def __init__(self, what: str, total: int, in_bytes: bool) -> None:
-        units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-        self._tqdm = Tqdm(desc=what, total=total, leave=False, **(units if in_bytes else {}))
-
-    def advance(self, amount: int) -> None:
-        self._tqdm.update(amount)
-
-    def close(self) -> None:
-        self._tqdm.close()
+def _tqdm_bar(what: str, total: int, in_bytes: bool) -> Progress:
+    """A bar of tqdm below the present ones; it disappears when it is done."""
+    units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    bar = Tqdm(desc=what, total=total, leave=False, **(units if in_bytes else {}))
+    return _Bar(bar.update, bar.close)
 
 
-class _RichBar:
-    """A bar of rich's, for times when the Trainer's own is not on the screen."""
-
-    def __init__(self, what: str, total: int, in_bytes: bool) -> None:
-        columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
-        if in_bytes:
-            columns += [DownloadColumn(binary_units=True), TransferSpeedColumn()]
-        else:
-            columns.append(MofNCompleteColumn())
-        self._rich = RichProgress(*columns, TimeRemainingColumn(), transient=True)
-        self._task = self._rich.add_task(what, total=total)
-        self._rich.start()
-
-    def advance(self, amount: int) -> None:
-        self._rich.advance(self._task, amount)
-
-    def close(self) -> None:
-        self._rich.stop()
+def _rich_bar(what: str, total: int, in_bytes: bool) -> Progress:
+    """A bar of rich, for times when the Trainer's own bar is not on the screen."""
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
+    if in_bytes:
+        columns += [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+    else:
+        columns.append(MofNCompleteColumn())
+    bar = RichProgress(*columns, TimeRemainingColumn(), transient=True)
+    task = bar.add_task(what, total=total)
+    bar.start()
+    return _Bar(partial(bar.advance, task), bar.stop)
 
 
-class _TaskOfBar:
-    """One more line in the Trainer's own bar: a screen can have only one bar of rich's.
+def _line_of_bar(live: RichProgress, what: str, total: int, in_bytes: bool) -> Progress:
+    """One more line in the Trainer's own bar: a screen can have only one bar of rich.
 
-    The columns of that bar show whole numbers, so bytes are counted in units.
+    The columns of that bar show whole numbers, so bytes are counted in MiB.
     """
+    unit, text = (2**20, f"{what} (MiB)") if in_bytes else (1, what)
+    task = live.add_task(text, total=max(1, round(total / unit)))
+    live.refresh()
 
-    def __init__(self, live: RichProgress, what: str, total: int, unit: int) -> None:
-        self._live, self._unit = live, unit
-        text = f"{what} (MiB)" if unit == _MIB else what
-        self._task = live.add_task(text, total=max(1, round(total / unit)))
+    def remove() -> None:
+        live.remove_task(task)
         live.refresh()
 
-    def advance(self, amount: int) -> None:
-        self._live.advance(self._task, amount / self._unit)
-
-    def close(self) -> None:
-        self._live.remove_task(self._task)
-        self._live.refresh()
+    return _Bar(lambda amount: live.advance(task, amount / unit), remove)
 
 
 class TrainingFigures:
@@ -171,10 +157,10 @@ class TrainingFigures:
     Every bar shows what its ``get_metrics`` returns; that of a user's own bar is called first.
 
     Args:
-        trainer: Whose bar it is.
-        num_tokens: How many were trained on so far.
-        bottleneck: The slowest stage; empty while that is not known.
-        clock: Seconds that only grow.
+        trainer: The Trainer that owns the bar.
+        num_tokens: Returns the number of tokens trained on so far.
+        bottleneck: Returns the slowest stage; empty while it is unknown.
+        clock: Returns seconds that only grow.
     """
 
     def __init__(
@@ -192,13 +178,13 @@ class TrainingFigures:
             self._put_back = stand_in(self._bar, "get_metrics", shown)
 
     def detach(self) -> None:
-        """Leave the bar as it was."""
+        """Restore the bar."""
         if self._bar is not None:
             self._put_back()
             self._bar = None
 
     def figures(self) -> dict[str, str]:
-        """What is shown now, by short names."""
+        """The figures to show now, by their short names."""
         self._seen.append((self._clock(), self._num_tokens()))
         (before, few), (now, many) = self._seen[0], self._seen[-1]
         found = {}
@@ -210,17 +196,15 @@ class TrainingFigures:
         return found
 
 
+@dataclass(frozen=True)
 class _WithFigures:
-    """A bar's ``get_metrics`` with figures of this run. A copy has none."""
+    """A bar's ``get_metrics`` with the figures of this run. A copy adds no figures."""
 
-    def __init__(
-        self, get_metrics: Callable[..., dict[str, Any]], figures: Callable[[], dict[str, str]]
-    ) -> None:
-        self._get_metrics = get_metrics
-        self._figures = figures
+    get_metrics: Callable[..., dict[str, Any]]
+    figures: Callable[[], dict[str, str]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**self._get_metrics(*args, **kwargs), **self._figures()}
+        return {**self.get_metrics(*args, **kwargs), **self.figures()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _WithFigures, (self._get_metrics, dict)
+        return _WithFigures, (self.get_metrics, dict)

@@ -5,8 +5,8 @@
     connections   who the workers are; sends, asks, hears, loses them
     layers        brings layers to the stages and fetches their tensors
     stages        runs forwards and backwards
-    optimizer     steps, clips, freezes and averages on the stages
-    telemetry     records what this process and the workers do
+    training      steps, clips, freezes and averages on the stages
+    telemetry     records the actions of this process and of the workers
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ..devices.copies import Copies
 from ..devices.device import check_has_backend, device_for
 from ..plan import Narrowing
 from ..transport.address import Address
@@ -34,11 +33,10 @@ class Coordinator:
     """Connects to the workers of a run. Not thread-safe.
 
     Args:
-        workers: Name and address of each, in the order of their stages.
-        deadlines: How long to wait for what.
-        identity: What this process shows them.
-        device: What this process computes on.
-        copies: Those of the device; None for what fits it.
+        workers: The name and address of each worker, in the order of the stages.
+        deadlines: How long each kind of waiting may take.
+        identity: The equipment and credentials that this process shows to the workers.
+        device: The device that this process computes on.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -51,10 +49,9 @@ class Coordinator:
         deadlines: Deadlines,
         identity: Identity,
         device: torch.device = CPU,
-        copies: Copies | None = None,
     ) -> None:
         check_has_backend(device)
-        copies = copies or device_for(device).copies()
+        copies = device_for(device).copies()
         self.connections = Connections(workers, deadlines, identity, copies.receive_pool)
         self.telemetry = Telemetry(self.connections, device)
         recorder = self.telemetry.recorder
@@ -67,7 +64,7 @@ class Coordinator:
 
         Args:
             names: The stages' workers, in the stages' order.
-            narrowing: What this process rounds activations and gradients to on their way.
+            narrowing: The dtypes to which this process rounds activations and gradients it sends.
         """
         self.connections.keep(names)
         self.stages.norms_due = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 
 import torch
@@ -33,7 +33,7 @@ from .layers import RemoteLayers
 
 
 class OutgoingArguments:
-    """What the model passed to its layers for one micro-batch, on its way to all stages.
+    """The arguments of the layers for one micro-batch, on their way to all stages.
 
     A digest of its content tells whether a worker has a tensor already. Where the content is still
     being copied from the device, the writing thread encodes the message when the copy is done.
@@ -41,7 +41,8 @@ class OutgoingArguments:
 
     def __init__(self, step: int, key: Key, surroundings: Surroundings, copies: Copies) -> None:
         self._step, self._key, self._surroundings = step, key, surroundings
-        originals = _once(surroundings.tensors)
+        # Each tensor once: layers share masks and rotary tables.
+        originals = [*{id(tensor): tensor for tensor in surroundings.tensors}.values()]
         self._copy = copies.to_host(originals)
         # The originals stay alive, so that their ids stay theirs.
         self._originals = originals
@@ -85,11 +86,6 @@ class OutgoingArguments:
         return encode_arguments(self._step, self._key, self._surroundings, layers, packer)
 
 
-def _once(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
-    """Each tensor once: layers share masks and rotary tables."""
-    return [*{id(tensor): tensor for tensor in tensors}.values()]
-
-
 class RemoteStages:
     """Runs steps on the stages of a plan. Implements `Stages` for the driver.
 
@@ -97,14 +93,14 @@ class RemoteStages:
 
     Args:
         connections: The workers.
-        layers: What they hold.
-        recorder: Takes this process's spans.
-        copies: Those of the device that this process computes on.
+        layers: The layers that the workers hold.
+        recorder: Records the spans of this process.
+        copies: Copies tensors from and to the device that this process computes on.
 
     Attributes:
         copies: As given.
-        narrowing: What this process rounds activations to on their way to the first stage, and
-            gradients on their way to the last one.
+        narrowing: The dtypes to which this process rounds the activations that it sends to the
+            first stage, and the gradients that it sends to the last stage.
         num_tokens: Positions of hidden states that were sent for training.
         dropout_step: The number of the present step for dropout masks, which trials do not count.
         norms_due: Parameters of the last stage that have received gradients in this step or in
@@ -138,7 +134,7 @@ class RemoteStages:
         connections.step += 1
         self.dropout_step += not is_trial
         self._recorder.begin_step()
-        self._due.begin_step()
+        self._due = DueAnswers()
         keeps_gradients = accumulate or is_trial
         if not keeps_gradients:
             self.norms_due = set()
@@ -215,49 +211,40 @@ class RemoteStages:
         return found
 
     def _returned(self, worker: ConnectedWorker, frame: Frame) -> Returned | None:
-        """The content of a stage's result; None for one that an aborted step has left over."""
-        message = frame.message
-        try:
+        """The content of a stage's result; None if an aborted step has left it over."""
+        message, connections, holdings = frame.message, self._connections, self._layers.holdings
+        if message.step != connections.step:
+            return None
+        with connections.blaming(worker):
             if isinstance(message, m.Activation):
-                if message.step == self._connections.step:
-                    return self._returned_activation(worker, message, frame)
-            elif isinstance(message, m.Gradient) and message.step == self._connections.step:
-                return self._returned_gradients(worker, message, frame)
-        except RemoteProtocolError as error:
-            raise self._connections.lose(worker, error) from error
+                _check_sender(message, worker, connections.workers[-1])
+                check_narrowed(message.narrowed, holdings.stages[worker].narrowing.activation_dtype)
+                decode = partial(decode_activation, message)
+                activation = self.copies.to_device(frame.tensors, decode)
+                self._due.take_activation(message.key, activation, holdings.layers, holdings.dtypes)
+                return Returned(message.key, activation)
+            if isinstance(message, m.Gradient):
+                _check_sender(message, worker, connections.workers[0])
+                check_narrowed(message.narrowed, holdings.stages[worker].narrowing.gradient_dtype)
+                decoding = partial(decode_gradients, message)
+                gradients = self.copies.to_device(frame.tensors, decoding)
+                self._due.take_gradients(message.key, gradients)
+                return Returned(message.key, gradients)
         return None
 
-    def _returned_activation(
-        self, worker: ConnectedWorker, message: m.Activation, frame: Frame
-    ) -> Returned:
-        if worker is not self._connections.workers[-1]:
-            last = self._connections.workers[-1].stage_index
-            raise RemoteProtocolError(f"Activation should come from stage {last}.")
-        holdings = self._layers.holdings
-        check_narrowed(message.narrowed, holdings.stages[worker].narrowing.activation_dtype)
-        key = message.key
-        activation = self.copies.to_device(frame.tensors, partial(decode_activation, message))
-        self._due.take_activation(key, activation, holdings.layers, holdings.dtypes)
-        return Returned(key, activation)
-
-    def _returned_gradients(
-        self, worker: ConnectedWorker, message: m.Gradient, frame: Frame
-    ) -> Returned:
-        if worker is not self._connections.workers[0]:
-            first = self._connections.workers[0].stage_index
-            raise RemoteProtocolError(f"Gradient should come from stage {first}.")
-        check_narrowed(
-            message.narrowed, self._layers.holdings.stages[worker].narrowing.gradient_dtype
-        )
-        key = message.key
-        gradients = self.copies.to_device(frame.tensors, partial(decode_gradients, message))
-        self._due.take_gradients(key, gradients)
-        return Returned(key, gradients)
-
     def take_timings(self) -> list[tuple[int, m.Timings]]:
-        """What stages, by their numbers, have told about their steps since the last call."""
+        """The timings that stages have sent since the last call, each with the stage's number."""
         taken, self._timings = self._timings, []
         return taken
 
     def _on_timings(self, worker: ConnectedWorker, message: m.Timings) -> None:
         self._timings.append((worker.stage_index, message))
+
+
+def _check_sender(
+    message: m.Activation | m.Gradient, sender: ConnectedWorker, expected: ConnectedWorker
+) -> None:
+    if sender is not expected:
+        raise RemoteProtocolError(
+            f"{type(message).__name__} should come from stage {expected.stage_index}."
+        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ..pipeline.recorder import Recorder
@@ -14,13 +12,6 @@ from .connections import ConnectedWorker, Connections
 
 # So many that one of them meets no other traffic.
 _COMPARISONS = 16
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The answers to one request for records, so far."""
-
-    answers: dict[int, m.StageRecord]
 
 
 class Telemetry:
@@ -38,7 +29,8 @@ class Telemetry:
         self.recorder = Recorder(device)
         self._connections = connections
         self._wishes: dict[str, bool] = {}
-        self._asked: dict[int, Asked] = {}
+        # The records that have come so far, by the number of the request and by stage number.
+        self._records: dict[int, dict[int, m.StageRecord]] = {}
         self._num_asked = 0
         connections.asides[m.StageRecord] = self._take_record
 
@@ -58,17 +50,15 @@ class Telemetry:
         number = self._num_asked
         totals, spans, dropped = self.recorder.record(with_spans)
         health = self.recorder.device.health()
-        self._asked[number] = Asked({0: m.StageRecord(number, totals, spans, dropped, health)})
+        self._records[number] = {0: m.StageRecord(number, totals, spans, dropped, health)}
         self._connections.broadcast(m.FetchRecord(number, with_spans))
         return number
 
     def records(self, number: int) -> dict[int, m.StageRecord]:
         """The records by stage number, 0 for this process; waits for those still to come."""
-        answers = self._asked[number].answers
-        while len(answers) <= len(self._connections.workers):
+        while len(self._records[number]) <= len(self._connections.workers):
             self._connections.hear()
-        del self._asked[number]
-        return answers
+        return self._records.pop(number)
 
     def compare_clocks(self) -> None:
         """Ask all workers for their time, repeatedly; does not wait for the answers."""
@@ -93,5 +83,5 @@ class Telemetry:
         self._connections.broadcast(m.Record(is_on, keeps_spans))
 
     def _take_record(self, worker: ConnectedWorker, record: m.StageRecord) -> None:
-        if record.number in self._asked:
-            self._asked[record.number].answers[worker.stage_index] = record
+        if record.number in self._records:
+            self._records[record.number][worker.stage_index] = record

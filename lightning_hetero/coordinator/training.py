@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,29 +38,17 @@ from ..protocol.values import Packer, unpack
 from .answers import check_norms, check_optimizer_state
 from .connections import ConnectedWorker, Connections
 from .layers import RemoteLayers
-
-
-class Steps(Protocol):
-    """The part of `RemoteStages` that optimizers need.
-
-    Attributes:
-        norms_due: Parameters of the last stage that have received gradients.
-    """
-
-    norms_due: set[str]
-
-    def present_step(self) -> int:
-        """The step that gradients belong to."""
+from .stages import RemoteStages
 
 
 class OptimizerParts:
-    """The parts of optimizers on the stages, the gradients that they use, and what trains there.
+    """The parts of optimizers on the stages, their gradients, and the parameters that train.
 
     Args:
         connections: The workers.
-        layers: What they hold.
+        layers: The layers that the workers hold.
         stages: Runs the steps.
-        recorder: Takes this process's spans.
+        recorder: Records the spans of this process.
 
     Attributes:
         layers: As given.
@@ -70,7 +58,7 @@ class OptimizerParts:
         self,
         connections: Connections,
         layers: RemoteLayers,
-        stages: Steps,
+        stages: RemoteStages,
         recorder: Recorder,
     ) -> None:
         self.layers = layers
@@ -100,8 +88,8 @@ class OptimizerParts:
                 for group in groups
             ]
             message = m.BuildOptimizer(optimizer, class_name, packed_defaults, specs)
-            self._connections.send(worker, message, *packer.tensors)
-        self._connections.collect(m.Done, self._connections.workers)
+            self._connections.request(worker, message, *packer.tensors)
+        self._connections.finish(self._connections.workers)
 
     def apply(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
         """Let every stage step; does not wait for it.
@@ -191,8 +179,8 @@ class OptimizerParts:
         self._stages.norms_due = set()
         asked = self.layers.holdings.names_by_owner(names)
         for worker, own in asked:
-            self._connections.send(worker, m.ZeroGradients(own, set_to_none))
-        self._connections.collect(m.Done, [worker for worker, _ in asked])
+            self._connections.request(worker, m.ZeroGradients(own, set_to_none))
+        self._connections.finish([worker for worker, _ in asked])
 
     def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
         """The norms of remote gradients by their parameters' names: those that an optimizer
@@ -295,9 +283,9 @@ class RemoteOptimizer:
         self._clip(optimizer_gradients(self.optimizer), Clipping(value=value))
 
     def step(self) -> None:
-        """Let the stages step; to be called just before the optimizer itself steps.
+        """Let the stages step. You must call this just before the optimizer itself steps.
 
-        You must call `note_stepped` when it has.
+        You must call `note_stepped` after that.
 
         Raises:
             ModelError: If the optimizer has got other parameters since.
@@ -308,7 +296,7 @@ class RemoteOptimizer:
         self._parts.apply(self._number, options)
 
     def note_stepped(self) -> None:
-        """The optimizer has stepped here too."""
+        """Note that the optimizer has stepped here too."""
         self._parts.note_applied()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -320,7 +308,7 @@ class RemoteOptimizer:
         self.take_back(self.remote_state())
 
     def take_back(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Put what `remote_state` returned into the optimizer."""
+        """Put the states that `remote_state` returned into the optimizer."""
         for name, state in states.items():
             self.optimizer.state[self._parameters[name]] = state
 
@@ -394,7 +382,7 @@ class RemoteOptimizer:
 def remote_optimizers(
     optimizers: Sequence[Optimizer], parts: OptimizerParts, names_of: Mapping[Tensor, str]
 ) -> list[RemoteOptimizer]:
-    """Those optimizers that have parameters on stages, each tied to its parts there.
+    """The optimizers that have parameters on stages, each tied to its parts on the stages.
 
     Raises:
         ModelError: If the class of one cannot be cut over stages.
@@ -407,7 +395,7 @@ def remote_optimizers(
 
 
 def changed_parameters(optimizer: Optimizer) -> ModelError:
-    """What to raise for an optimizer that has got other parameters during the run."""
+    """The error for an optimizer whose parameters were changed during the run."""
     return ModelError(
         f"The parameters of {type(optimizer).__name__} were changed during the run, by "
         "`add_param_group` perhaps, and the workers do not follow; give it all parameters in "
@@ -448,22 +436,19 @@ def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TrainedParameters:
-    """Follows what trains of some hollow layers.
+    """Tells the stages which parameters of hollow layers train.
 
     Args:
         parts: Tells the stages.
-        names_of: The layers' tensors with their names there.
-        rounded: Stages that keep frozen weights in another dtype than they have here.
+        names_of: The name of each tensor on its worker.
+        rounded: Stages that keep frozen weights in another dtype than this process.
 
     Attributes:
-        ever: What trains at present, as the stages know it, or ever did.
+        ever: The parameters that train at present on the stages, or ever did.
     """
 
     def __init__(
-        self,
-        parts: OptimizerParts,
-        names_of: Mapping[Tensor, str],
-        rounded: Iterable[StagePlan],
+        self, parts: OptimizerParts, names_of: Mapping[Tensor, str], rounded: Iterable[StagePlan]
     ) -> None:
         self._parts = parts
         self._names_of = names_of
@@ -472,7 +457,7 @@ class TrainedParameters:
         self.ever = set(self._present)
 
     def follow(self) -> None:
-        """Freeze on the stages what is frozen now, and train what is not.
+        """Freeze parameters on the stages that are frozen here, and train the others.
 
         Raises:
             ModelError: If a stage keeps a parameter in a dtype in which it must not be trained.
@@ -493,6 +478,6 @@ class TrainedParameters:
         if stage is not None:
             raise ModelError(
                 f"{inside} of layer {number} was unfrozen while {stage.worker} kept it in "
-                f"{stage.dtype}, as frozen weights are there, and its steps would be lost in "
+                f"{stage.dtype}, the dtype of its frozen weights, and its steps would be lost in "
                 "rounding; set `requires_grad` before the run, or take `dtype` from the plan."
             )

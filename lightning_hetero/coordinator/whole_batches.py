@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal
 
 import torch
@@ -51,11 +52,11 @@ Trial = Callable[[Sequence[Request], int], Activation]
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What the user said of batches.
+    """The user's options for batches.
 
     Args:
-        dim: The dimension that counts samples; None where it is to be found.
-        check: What a difference between a batch and its pieces does.
+        dim: The dimension that counts samples; None if the strategy must find it.
+        check: Whether a difference between a batch and its pieces stops the run.
     """
 
     dim: int | None = None
@@ -71,11 +72,11 @@ class WholeBatches:
     Args:
         layers: The layers on workers by their numbers.
         plan: Says how many pieces there are.
-        options: What the user said.
+        options: The user's options.
         trial: Runs pieces on the stages and leaves nothing behind.
 
     Attributes:
-        num_samples: How many samples the batch at hand has, if that is known.
+        num_samples: The number of samples in the present batch; None if it is unknown.
     """
 
     def __init__(
@@ -88,12 +89,6 @@ class WholeBatches:
         self._dimension = SampleDimension(options.dim, is_sequence_first)
         self._check = options.check
         self._trial = trial
-        self._batch_norms = [
-            (number, name, module)
-            for number, layer in layers.items()
-            for name, module in layer.named_modules()
-            if isinstance(module, _BatchNorm)
-        ]
         self._checked: set[tuple[bool, bool]] = set()
         self._said: set[str] = set()
         self.num_samples: int | None = None
@@ -126,12 +121,13 @@ class WholeBatches:
         return [request], 0
 
     def _refuse_batch_statistics(self) -> None:
-        for number, name, module in self._batch_norms:
-            if module.training:
-                raise BatchError(
-                    f"Layer {number} has BatchNorm ({name}), whose statistics are those of the "
-                    "whole batch."
-                )
+        for number, layer in self._layers.items():
+            for name, module in layer.named_modules():
+                if isinstance(module, _BatchNorm) and module.training:
+                    raise BatchError(
+                        f"Layer {number} has BatchNorm ({name}), whose statistics are those of the "
+                        "whole batch."
+                    )
 
     def _say_once(self, cause: str) -> None:
         if cause not in self._said:
@@ -174,11 +170,11 @@ class WholeBatches:
     def _compared(self, request: Request, dim: int) -> tuple[list[Request], Request]:
         """The first pieces of a request, and all of them as one."""
         pieces = cut_request(request, self._num_pieces, dim)[:_NUM_COMPARED]
-        count = sum(piece.hidden.shape[dim] for piece in pieces)
-        return pieces, first_of_request(request, count, dim)
+        num_samples = sum(piece.hidden.shape[dim] for piece in pieces)
+        return pieces, first_of_request(request, num_samples, dim)
 
     def _remedies(self, request: Request, dim: int) -> str:
-        """What was tried with success, and what always helps."""
+        """A remedy that was tried with success, or remedies that always help."""
         other = 1 - dim
         if other < request.hidden.ndim - 1 and self._is_right_along(request, other):
             return f"`batch_dim={other}`, or `micro_batches=1`"
@@ -214,7 +210,7 @@ def _difference(found: Activation, expected: Activation) -> float:
     return max(norm_error(mine, other) for mine, other in pairs)
 
 
-# Trials count their visits from here, where no hand-over of a step comes.
+# Trials count their visits from here; no step has so many hand-overs.
 _FIRST_TRIAL = 2**30
 
 
@@ -226,9 +222,9 @@ class HandOvers:
         recorder: Records this process's part.
         layers: The layers on workers by their numbers.
         plan: The deployed one.
-        options: What the user said of batches.
-        follow: Called before hidden states leave, with whether a backward follows: brings the
-            stages up to date.
+        options: The user's options.
+        follow: Brings the stages up to date before hidden states leave; its argument tells whether
+            a backward follows.
     """
 
     def __init__(
@@ -245,9 +241,9 @@ class HandOvers:
         self._plan = plan
         self._follow = follow
         self._whole_batches = WholeBatches(layers, plan, options, self._try)
-        # How many hand-overs the present step has had; None outside of a step.
-        self._visits: int | None = None
-        self._num_trials = 0
+        # Numbers the hand-overs of the present step; None outside of a step.
+        self._visits: Iterator[int] | None = None
+        self._trials = count(_FIRST_TRIAL)
         # Whether the trials that run at present are cut into pieces; None while none run.
         self._trial_is_cut: bool | None = None
         self._is_cutting = False
@@ -256,7 +252,7 @@ class HandOvers:
     def whole_batch_step(self, num_pieces: int, accumulate: bool) -> Iterator[None]:
         """Inside, hand-overs of whole batches belong to one step, so that a backward may follow."""
         self._stages.begin_step(num_pieces, accumulate)
-        self._visits = 0
+        self._visits = count()
         try:
             with self._recorder.span("forward"):
                 yield
@@ -265,7 +261,7 @@ class HandOvers:
 
     @contextmanager
     def batch_of(self, num_samples: int | None) -> Iterator[None]:
-        """Inside, hand-overs are of a batch with so many samples; None if that is not known."""
+        """Inside, each hand-over is of a batch with so many samples; None if that is unknown."""
         self._whole_batches.num_samples = num_samples
         try:
             yield
@@ -297,7 +293,7 @@ class HandOvers:
             self._is_cutting = False
 
     def exchange(self, request: Request) -> Activation:
-        """Send hidden states through the stages; returns what comes back.
+        """Send hidden states through the stages; returns the activation that comes back.
 
         Raises:
             ModelError: If a micro-batch's hand-over comes from outside of its turn.
@@ -315,22 +311,20 @@ class HandOvers:
             )
         if self._trial_is_cut is not None:
             self._follow(False)
-            return self._exchange_trial(request, self._trial_is_cut)
-        if self._visits is None:
-            # An evaluation, or a user's own call of the model, is a step by itself.
-            with self.whole_batch_step(self._plan.micro_batches, accumulate=True):
-                return self._exchange_whole(request)
-        return self._exchange_whole(request)
+            if self._trial_is_cut:
+                return self._try(*self._whole_batches.cut(request))
+            return self._try([request], 0)
+        if self._visits is not None:
+            return self._exchange_whole(request, self._visits)
+        # An evaluation, or a user's own call of the model, is a step by itself.
+        with self.whole_batch_step(self._plan.micro_batches, accumulate=True):
+            return self._exchange_whole(request, count())
 
-    def _exchange_trial(self, request: Request, is_cut: bool) -> Activation:
-        pieces, dim = self._whole_batches.cut(request) if is_cut else ([request], 0)
-        return self._try(pieces, dim)
-
-    def _exchange_whole(self, request: Request) -> Activation:
+    def _exchange_whole(self, request: Request, visits: Iterator[int]) -> Activation:
         grad_enabled = request.surroundings.grad_enabled
         self._follow(grad_enabled)
         pieces, dim = self._whole_batches.pieces(request)
-        visit, self._visits = self._visits or 0, (self._visits or 0) + 1
+        visit = next(visits)
         if not grad_enabled:
             return self._join(pieces, dim, visit)
         anchor = torch.zeros((), requires_grad=True)
@@ -343,12 +337,11 @@ class HandOvers:
 
     def _try(self, pieces: Sequence[Request], dim: int) -> Activation:
         """Run pieces so that they leave nothing behind on the stages."""
-        self._num_trials += 1
         tried = [
             Request(piece.hidden, replace(piece.surroundings, is_trial=True)) for piece in pieces
         ]
         # The number differs from that of every other visit of the step.
-        return self._join(tried, dim, _FIRST_TRIAL + self._num_trials)
+        return self._join(tried, dim, next(self._trials))
 
     def _join(self, pieces: Sequence[Request], dim: int, visit: int) -> Activation:
         found = Exchange(self._stages, visit, self._plan.max_in_flight).forward(pieces)

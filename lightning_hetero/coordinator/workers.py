@@ -72,8 +72,8 @@ class Fleet:
         Args:
             names: Some of the names.
             imports: The modules that local workers may import to build layers.
-            device: What this process computes on.
-            deadlines: How long to wait for what.
+            device: The device that this process computes on.
+            deadlines: How long each kind of waiting may take.
 
         Raises:
             WorkerError: If a local worker cannot be started, or a worker does not answer or

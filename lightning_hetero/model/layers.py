@@ -9,7 +9,7 @@ A model may then only pass the embedding's output to its first layer (`placehold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -228,6 +228,14 @@ _REMEDY = "take `embedding: true` out of the plan, so that it stays with the coo
 def describe_layer(number: int) -> str:
     """``layer 3``, or ``the input embedding`` for layer -1."""
     return "the input embedding" if number == EMBEDDING_LAYER else f"layer {number}"
+
+
+def describe_layers(numbers: Collection[int]) -> str:
+    """``layers 2 to 4``, or ``the input embedding and layer 0``."""
+    decoder_layers = [number for number in numbers if number != EMBEDDING_LAYER]
+    first, last = min(decoder_layers), max(decoder_layers)
+    named = f"layer {first}" if first == last else f"layers {first} to {last}"
+    return f"the input embedding and {named}" if EMBEDDING_LAYER in numbers else named
 
 
 def find_embedding(root: nn.Module, layers: Sequence[DecoderLayer]) -> DecoderLayer:

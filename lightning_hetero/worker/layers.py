@@ -41,29 +41,27 @@ class StageLayers:
             m.FetchGradients: self._on_fetch_gradients,
         }
         self._coordinator = coordinator
-        self._device = host.device
-        self._allowed = host.allowed
-        self._kept = host.kept
+        self._host = host
         self._specs: dict[str, m.ParameterSpec] = {}
         self._missing: set[str] = set()
 
     def build(self, message: m.Deploy) -> tuple[nn.ModuleDict, list[str]]:
-        """Build layers without content; also returns the names of tensors that may be held already.
+        """Build layers without content; returns them and the names of tensors that are kept here.
 
         Raises:
             ModelError: If the layers cannot be built.
         """
-        layers = build_described(message.recipe, message.parameters, self._allowed)
+        layers = build_described(message.recipe, message.parameters, self._host.allowed)
         self.retire()
         self.numbered = numbered_layers(layers)
         self._specs = {spec.name: spec for spec in message.parameters}
         self._missing = set(self._specs)
-        return layers, self._kept.restrict_to(message.parameters)
+        return layers, self._host.kept.restrict_to(message.parameters)
 
     def retire(self) -> None:
         """Drop the layers; their tensors are kept for the next ones."""
         if self.numbered:
-            self._kept.keep(self.numbered)
+            self._host.kept.keep(self.numbered)
             self.numbered = {}
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -83,8 +81,8 @@ class StageLayers:
         return [parameters[name] for name in names]
 
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:
-        self._kept.drop(message.name)
-        content, *parts = (tensor.to(self._device) for tensor in tensors)
+        self._host.kept.drop(message.name)
+        content, *parts = (tensor.to(self._host.device) for tensor in tensors)
         state = dict(zip(message.state, parts, strict=True))
         owner, leaf, _ = locate(self.numbered, message.name)
         if not is_four_bit(owner, leaf):
@@ -95,7 +93,7 @@ class StageLayers:
         self._coordinator.send(m.Loaded(message.name))
 
     def _on_offer_tensor(self, message: m.OfferTensor, _tensors: tuple[Tensor, ...]) -> None:
-        content = self._kept.take(message.name, message.fingerprint)
+        content = self._host.kept.take(message.name, message.fingerprint)
         if content is not None:
             self._put(message.name, content)
         self._coordinator.send(m.OfferAnswered(message.name, content is not None))
@@ -129,7 +127,7 @@ class StageLayers:
             raise ModelError(
                 f"There is no module {message.path!r} in a layer {message.layer_index} here."
             )
-        set_attributes(found[message.path], message.values, message.gone, self._allowed)
+        set_attributes(found[message.path], message.values, message.gone, self._host.allowed)
 
     def check_complete(self) -> None:
         """Refuse to serve before all tensors have come; drop held tensors that were not offered.
@@ -139,7 +137,7 @@ class StageLayers:
         """
         if self._missing:
             raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
-        self._kept.forget()
+        self._host.kept.forget()
 
     def _put(self, name: str, content: Content) -> None:
         _, _, place = locate(self.numbered, name)

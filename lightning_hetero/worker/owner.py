@@ -1,4 +1,4 @@
-"""What a worker's owner allows and is told, and what the worker gives to its sessions."""
+"""The owner of a worker: limits, records of runs, and the values that every session shares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunRecord:
 
     Args:
         peer: The coordinator's address.
-        what: What it had here: the stage's number, its layers and their class; empty if nothing.
+        what: The stage's number, its layers and their class; empty if nothing was deployed.
         num_steps: Steps that the coordinator began.
         seconds: How long the conversation lasted.
         reason: Why it ended.
@@ -45,7 +45,7 @@ def _log(record: RunRecord) -> None:
 
 @dataclass(frozen=True)
 class Owner:
-    """What a worker's owner has said.
+    """The wishes of a worker's owner.
 
     Args:
         memory_bytes: The most that the worker may take of its device's memory; None for all.
@@ -95,13 +95,13 @@ class Owner:
 
 @dataclass(frozen=True)
 class Host:
-    """What a worker gives to each of its sessions.
+    """The values that a worker gives to each of its sessions.
 
     Args:
         device: Where stages compute.
-        deadlines: How long to wait for what.
-        allowed: What layers may be made of besides torch's and transformers' own.
-        identity: What other workers are shown.
+        deadlines: How long each kind of waiting may take.
+        allowed: The classes of layers that are allowed besides those of torch and transformers.
+        identity: The equipment and credentials that other workers are shown.
         owner: The owner's wishes.
         kept: Tensors that the worker keeps from one session to the next.
     """

@@ -4,11 +4,11 @@
 
     neighbors   the channels to the stages beside this one
     layers      builds layers, takes their tensors, sends them
-    optimizer   steps, clips, freezes and averages
-    telemetry   records what the stage does
+    training    steps, clips, freezes and averages
+    telemetry   times and records the stage's actions
     trials      measures layers, optimizers and links before anything is deployed
 
-Each part has a table `handlers` with what carries out its messages.
+Each part has a table `handlers`: the function that carries out each kind of its messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
@@ -28,7 +28,7 @@ from ..devices.copies import Copies
 from ..devices.device import device_for
 from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
 from ..model.four_bit import multiply_in
-from ..model.layers import EMBEDDING_LAYER, check_token_ids
+from ..model.layers import EMBEDDING_LAYER, check_token_ids, describe_layers
 from ..pipeline.boundary import Activation, Gradients
 from ..pipeline.codec import (
     decode_activation,
@@ -52,17 +52,19 @@ from ..transport.handshake import dial
 from .layers import StageLayers
 from .owner import Host, RunRecord
 from .telemetry import RecordedSide
-from .training import TimedTraining, TrainedSide
+from .training import TrainedSide
 from .trials import MeasuredSide, answer_probe
 
 logger = logging.getLogger(__name__)
 
 # The most of an error's text, and of its traceback, that is sent.
 _MOST_TEXT = 2**16
+# A process that knows the whole name of a session could join the session.
+_MOST_OF_NAME = 8
 
 
 class Neighbors:
-    """The channels to the stages beside this one; the coordinator's where there is no other stage.
+    """The channels to the neighboring stages; at either end, the channel to the coordinator.
 
     Args:
         coordinator: The channel to the coordinator.
@@ -90,9 +92,9 @@ class Neighbors:
         is_linked = self.downstream is not self._coordinator
         if is_linked and address != self.downstream_address:
             raise ModelError(
-                f"Stage {stage_index} is linked with {self.downstream_address} and should "
-                f"become so with {address or 'nobody'}; layers move between the "
-                "same workers in the same order."
+                f"Stage {stage_index} is linked with {self.downstream_address}, and the new plan "
+                f"links it with {address or 'nobody'}; layers move between the same workers in "
+                "the same order."
             )
 
     def connect(self) -> Channel | None:
@@ -125,7 +127,7 @@ class Neighbors:
                 raise
 
     def stages(self, stage_index: int) -> dict[Channel, int]:
-        """The stage at the other end of each channel, 0 for the coordinator.
+        """The number of the stage at the other end of each channel; 0 for the coordinator.
 
         Args:
             stage_index: The number of this stage.
@@ -136,11 +138,11 @@ class Neighbors:
     @property
     def traffic(self) -> dict[str, Traffic]:
         """The bytes that have gone over each channel, the coordinator's too."""
-        beside = {"upstream": self.upstream, "downstream": self.downstream}
-        return {
-            "coordinator": self._coordinator.traffic,
-            **{k: c.traffic for k, c in beside.items() if c is not self._coordinator},
-        }
+        found = {"coordinator": self._coordinator.traffic}
+        for name, channel in (("upstream", self.upstream), ("downstream", self.downstream)):
+            if channel is not self._coordinator:
+                found[name] = channel.traffic
+        return found
 
     def close(self) -> None:
         """Say goodbye to the neighbors and the coordinator."""
@@ -148,7 +150,7 @@ class Neighbors:
             channel.close(m.Goodbye())
 
 
-# What a paused worker takes at once; the rest waits until the owner lets it go on.
+# A paused worker takes these messages at once; it holds all others until it is resumed.
 _NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed)
 
 
@@ -168,7 +170,7 @@ class StageSession:
     def __init__(self, name: str, coordinator: Channel, host: Host) -> None:
         self.name = name
         self._host = host
-        # What arrives while the owner pauses the worker; None while it is not paused.
+        # The arrivals that wait while the owner pauses the worker; None while it is not paused.
         self._held: deque[Arrival] | None = None
         self._began_seconds = time.monotonic()
         self._served, self._ended = "", "it failed"
@@ -183,10 +185,8 @@ class StageSession:
         self._trials = MeasuredSide(coordinator, host, self._dial_neighbor)
         self._telemetry = RecordedSide(coordinator, host.device, self._stages_beside)
         self._recorder = self._telemetry.recorder
-        self._timed = TimedTraining(self._recorder)
-        self._optimizer = TrainedSide(
-            coordinator, self._runner.stage, self._layers, self._timed.take
-        )
+        take_timings = self._telemetry.take_timings
+        self._training = TrainedSide(coordinator, self._runner.stage, self._layers, take_timings)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -194,7 +194,7 @@ class StageSession:
         return {
             **self._trials.handlers,
             **self._telemetry.handlers,
-            **self._optimizer.handlers,
+            **self._training.handlers,
             **self._layers.handlers,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
@@ -215,21 +215,31 @@ class StageSession:
         self._start(channel)
 
     def wish(self, message: m.Paused | m.Resumed) -> None:
-        """Tell the session what its owner wants; it obeys after the present micro-batch."""
+        """Tell the session that its owner pauses or resumes it, after the present micro-batch."""
         self._inbox.put(Arrival(self._coordinator, Frame(message)))
 
     @property
     def record(self) -> RunRecord:
-        """What the session was, for the owner."""
+        """The record of the session, for the owner."""
         seconds = time.monotonic() - self._began_seconds
         peer, steps = self._coordinator.peer, self._runner.step
         return RunRecord(peer, self._served, steps, seconds, self._ended)
 
     def status(self) -> m.StageStatus:
-        """What the stage does at this moment; any thread may ask."""
-        layers, traffic = self._layers.numbered.keys(), self._neighbors.traffic
-        about = self._stage_index, self._runner.step
-        return self._telemetry.status(self.name, layers, *about, traffic)
+        """The stage's present work; any thread may ask."""
+        layers = self._layers.numbered.keys()
+        traffic = self._neighbors.traffic.items()
+        return m.StageStatus(
+            run=self.name[:_MOST_OF_NAME],
+            coordinator=self._coordinator.peer,
+            stage_index=self._stage_index,
+            first_layer=max(0, min(layers, default=0)),  # the embedding is no decoder layer
+            end_layer=max(layers, default=-1) + 1,
+            step=self._runner.step,
+            training_seconds=self._recorder.training_seconds,
+            busy_seconds=self._recorder.busy_seconds,
+            links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in traffic],
+        )
 
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""
@@ -289,7 +299,7 @@ class StageSession:
         self._coordinator.activity = of_action(action, self._runner.step)
         try:
             if self._runner.is_training(action):
-                content = self._timed.run(self._runner, action)
+                content = self._telemetry.run_training(self._runner, action)
             else:
                 content = self._runner.run(action)
             self._tell_of_buffers()
@@ -311,7 +321,7 @@ class StageSession:
             raise SessionOver(reason)
         lost = self._stages_beside().get(channel)
         if lost is None:
-            return  # it only measured the link
+            return  # a neighbor that only measured the link
         with contextlib.suppress(LocalProtocolError):
             self._coordinator.send(m.NeighborLost(lost, reason))
 
@@ -359,9 +369,11 @@ class StageSession:
             state=LayerState(self._layers.numbered),
         )
         self._runner = StageRunner(stage)
-        self._served = _shown(stage.stage_index, self._layers.numbered)
+        numbered = self._layers.numbered
+        kind = type(numbered[max(numbered)]).__name__
+        self._served = f"stage {message.stage_index}, {describe_layers(numbered)} ({kind})"
         self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
-        self._optimizer.train(stage)
+        self._training.train(stage)
         self._coordinator.send(m.Built(held))
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
@@ -386,8 +398,8 @@ class StageSession:
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._copies.keep_for(message.in_flight)
         self._recorder.begin_step()
-        about = message.step, message.in_flight, message.accumulate, message.dropout_step
-        self._runner.begin(*about)
+        accumulate, dropout_step = message.accumulate, message.dropout_step
+        self._runner.begin(message.step, message.in_flight, accumulate, dropout_step)
 
     def _on_set_attributes(self, message: m.SetAttributes, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.set_attributes(message)
@@ -414,7 +426,7 @@ class StageSession:
 
     def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
-        self._timed.take(0)
+        self._telemetry.take_timings(0)
 
     def _tell_of_buffers(self) -> None:
         state = self._runner.stage.state
@@ -432,11 +444,3 @@ class StageSession:
                 channel = self._neighbors.upstream
                 said = encode_gradients(step, key, content, self._narrowing.gradient_dtype)
             self._neighbors.pass_on(channel, said, self._copies)
-
-
-def _shown(stage_index: int, numbered: Mapping[int, nn.Module]) -> str:
-    """What a stage serves, in words for people."""
-    first, last = min(numbered), max(numbered)
-    kind = type(numbered[last]).__name__
-    with_embedding = "the input embedding and " if first == EMBEDDING_LAYER else ""
-    return f"stage {stage_index}, {with_embedding}layers {max(first, 0)} to {last} ({kind})"

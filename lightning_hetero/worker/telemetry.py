@@ -1,24 +1,24 @@
-"""The worker's side of recording: what its stage does and when, and the health of its device."""
+"""The worker's side of recording: the actions of its stage, their times, the device's health."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..pipeline.boundary import Activation, Gradients
 from ..pipeline.recorder import Recorder
+from ..pipeline.rule import Action
+from ..pipeline.runner import StageRunner
 from ..protocol import messages as m
 from ..transport.channel import Arrival, Channel, Handler, observe
-from ..transport.connection import Traffic
-
-# A process that knows the whole name of a session could join the session.
-_MOST_OF_NAME = 8
 
 
 class RecordedSide:
-    """Records a session's stage while the coordinator wants a record.
+    """Times a session's stage, and records spans while the coordinator wants them.
 
     Args:
         coordinator: The channel to the coordinator.
@@ -38,6 +38,7 @@ class RecordedSide:
         self.recorder = Recorder(device)
         self._coordinator = coordinator
         self._neighbors = neighbors
+        self._num_microbatches = 0
         self.handlers: dict[type, Handler] = {
             m.Record: self._on_record,
             m.FetchRecord: self._on_fetch_record,
@@ -58,29 +59,21 @@ class RecordedSide:
             arrival.moment_seconds,
         )
 
-    def status(
-        self,
-        session: str,
-        layers: Collection[int],
-        stage_index: int,
-        step: int,
-        links: Mapping[str, Traffic],
-    ) -> m.StageStatus:
-        """The answer to a process that asks what a stage with these layers does.
+    def run_training(self, runner: StageRunner, action: Action) -> Activation | Gradients:
+        """Carry out a training action of the runner, and add up its time until `take_timings`."""
+        kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
+        with self.recorder.action(kind, action.key, runner.num_ready):
+            content = runner.run(action)
+        if action.kind == "F" and action.key.visit == 0:
+            self._num_microbatches += 1
+            self.recorder.note_training()
+        return content
 
-        Any thread may call this.
-        """
-        return m.StageStatus(
-            run=session[:_MOST_OF_NAME],
-            coordinator=self._coordinator.peer,
-            stage_index=stage_index,
-            first_layer=max(0, min(layers, default=0)),  # the embedding is no decoder layer
-            end_layer=max(layers, default=-1) + 1,
-            step=step,
-            training_seconds=self.recorder.training_seconds,
-            busy_seconds=self.recorder.busy_seconds,
-            links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in links.items()],
-        )
+    def take_timings(self, step: int) -> m.Timings:
+        """The time that training has taken since the last call."""
+        num_microbatches, self._num_microbatches = self._num_microbatches, 0
+        laps = self.recorder.take_laps()
+        return m.Timings(step, laps.seconds["forward"], laps.seconds["backward"], num_microbatches)
 
     def _on_record(self, message: m.Record, _tensors: tuple[Tensor, ...]) -> None:
         self.recorder.switch(message.is_on, message.keeps_spans)

@@ -1,15 +1,13 @@
-"""The worker's side of training: a stage's optimizers, its gradients, and what training took."""
+"""The worker's side of training: a stage's optimizers, its gradients and its averages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from ..pipeline.boundary import Activation, Gradients
 from ..pipeline.optimizer import (
     Clipping,
     Group,
@@ -19,9 +17,6 @@ from ..pipeline.optimizer import (
     clip_gradients,
     gradient_norms,
 )
-from ..pipeline.recorder import Recorder
-from ..pipeline.rule import Action
-from ..pipeline.runner import StageRunner
 from ..pipeline.stage import Stage
 from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
@@ -34,9 +29,9 @@ class TrainedSide:
 
     Args:
         coordinator: The channel to the coordinator.
-        stage: The one that is trained, until `train`.
-        layers: The session's.
-        take_timings: Says what training took since the optimizer step before.
+        stage: The stage that is trained, until `train` changes it.
+        layers: The layers of the session.
+        take_timings: Returns the time that training took since the last optimizer step.
 
     Attributes:
         handlers: What carries out each kind of message.
@@ -66,7 +61,7 @@ class TrainedSide:
         }
 
     def train(self, stage: Stage) -> None:
-        """Train another stage; it has no optimizers and no averages yet."""
+        """Train another stage, which has no optimizers and no averages yet."""
         self._stage = stage
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages([])
@@ -142,31 +137,3 @@ class TrainedSide:
         # A parameter that its layer has twice is known by the last of its names.
         names = {parameter: name for name, parameter in parameters.items()}
         return {name: p.grad for p, name in names.items() if p.grad is not None}
-
-
-class TimedTraining:
-    """Runs training actions on a device, and adds up what they take until `take`.
-
-    Args:
-        recorder: Sums them up.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._num_microbatches = 0
-
-    def run(self, runner: StageRunner, action: Action) -> Activation | Gradients:
-        """Carry out an action of the runner, and return its result."""
-        kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
-        with self._recorder.action(kind, action.key, runner.num_ready):
-            content = runner.run(action)
-        if action.kind == "F" and action.key.visit == 0:
-            self._num_microbatches += 1
-            self._recorder.note_training()
-        return content
-
-    def take(self, step: int) -> m.Timings:
-        """What training has taken since the last time."""
-        num_microbatches, self._num_microbatches = self._num_microbatches, 0
-        laps = self._recorder.take_laps()
-        return m.Timings(step, laps.seconds["forward"], laps.seconds["backward"], num_microbatches)

@@ -39,7 +39,6 @@ class MeasuredSide:
     ) -> None:
         self._coordinator = coordinator
         self._host = host
-        self._device = host.device
         self._dial_neighbor = dial_neighbor
         self._bench: Bench | None = None
         self.handlers: dict[type, Handler] = {
@@ -53,17 +52,17 @@ class MeasuredSide:
     def forget(self) -> None:
         """Free the memory of the measured layers."""
         self._bench = None
-        device_for(self._device).free_cache()
+        device_for(self._host.device).free_cache()
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
-        found = describe_device(self._device, self._host.kept.num_bytes)
+        found = describe_device(self._host.device, self._host.kept.num_bytes)
         self._coordinator.send(self._host.owner.description(found))
 
     def _answer(
         self, measure: Callable[[Any, Any], m.Message], message: Any, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Send what was measured, or why nothing was."""
-        found = attempt(partial(measure, message, tensors), self._device)
+        """Send the measurement, or the reason why there is none."""
+        found = attempt(partial(measure, message, tensors), self._host.device)
         if isinstance(found, m.NotMeasured):
             logger.warning("%s failed: %s", type(message).__name__, found.reason)
         self._coordinator.send(found)
@@ -73,11 +72,11 @@ class MeasuredSide:
         build = partial(build_for_values, message.recipe, message.parameters, self._host.allowed)
         build()  # fails now if the layers cannot be built
         self._host.kept.forget()  # layers are measured as if the worker had just started
-        self._bench = Bench(self._device, build, buffers)
+        self._bench = Bench(self._host.device, build, buffers)
         return m.Done()
 
     def _measure_layer(self, message: m.MeasureLayer, tensors: tuple[Tensor, ...]) -> m.Message:
-        here = tuple(tensor.to(self._device) for tensor in tensors)
+        here = tuple(tensor.to(self._host.device) for tensor in tensors)
         return self._prepared().measure_layer(LayerTrial.decode(message, here))
 
     def _measure_optimizer(

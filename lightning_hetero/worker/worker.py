@@ -68,7 +68,7 @@ class Lobby:
             self._is_stranger[connection] = False
 
     def leave(self, connection: Connection) -> None:
-        """Note that a connection's handshake is over, in whatever way."""
+        """Note that a connection's handshake has ended, with or without success."""
         with self._changed:
             del self._is_stranger[connection]
             self._changed.notify_all()
@@ -86,7 +86,7 @@ class Worker:
     Args:
         listener: A listening socket; the worker closes it.
         device: Where stages compute.
-        allowed: What layers may be made of besides torch's and transformers' own.
+        allowed: The classes of layers that are allowed besides those of torch and transformers.
         credentials: If given, only peers that have the same are served.
         owner: The owner's wishes.
 
@@ -157,17 +157,11 @@ class Worker:
 
     def pause(self) -> None:
         """Finish the present micro-batch, then compute nothing until `resume`."""
-        with self._session_changed:
-            self._is_paused = True
-            if self._session is not None:
-                self._session.wish(m.Paused())
+        self._wish(m.Paused())
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        with self._session_changed:
-            self._is_paused = False
-            if self._session is not None:
-                self._session.wish(m.Resumed())
+        self._wish(m.Resumed())
 
     def drain(self) -> None:
         """Finish the present run, take no other one, and `stop`."""
@@ -175,6 +169,12 @@ class Worker:
             self._is_draining = True
             if self._session is None:
                 self.stop()
+
+    def _wish(self, message: m.Paused | m.Resumed) -> None:
+        with self._session_changed:
+            self._is_paused = isinstance(message, m.Paused)
+            if self._session is not None:
+                self._session.wish(message)
 
     def _greet(self, plain: SocketConnection, peer: str) -> None:
         """Lead a connection through its handshake, and serve the session that it opens."""
@@ -205,32 +205,26 @@ class Worker:
             self._lobby.introduce(plain)
             return self._welcome(connection, hello, peer)
         except (ProtocolError, TrustError, WorkerError) as error:
-            _refuse(connection, str(error))
+            with contextlib.suppress(OSError, ChannelError):
+                refusal = encode_frame(Frame(m.Failure(str(error))))
+                send_buffers(connection, refusal, _LAST_WORD_SECONDS)
             raise
 
     def _welcome(self, connection: Connection, hello: m.Hello, peer: str) -> StageSession | None:
         """Answer a Hello; returns the session that it opens, if it opens one."""
+        is_coordinator = hello.role == "coordinator"
         rules = answering_session(hello.role)
         rules.received(hello)
-        is_coordinator = hello.role == "coordinator"
         patience_seconds = self._host.deadlines.frozen_seconds if is_coordinator else None
         channel = Channel(connection, rules, peer, self._host.deadlines, patience_seconds)
         with self._session_changed:
-            if hello.role == "neighbor":
-                self._session_named(hello.session)
-            elif self._is_draining:
-                raise WorkerError(
-                    "this worker ends with its present run, as its owner wants; use another worker."
-                )
-            elif not self._is_free_soon():
-                raise WorkerError(
-                    "this worker is busy with another coordinator; wait for its run to end, or "
-                    "use another worker."
-                )
-            self._say_welcome(connection, rules)
-            if hello.role == "neighbor":
-                self._session_named(hello.session).attach_upstream(channel)
+            if not is_coordinator:
+                session = self._session_named(hello.session)
+                self._say_welcome(connection, rules)
+                session.attach_upstream(channel)
                 return None
+            self._check_free()
+            self._say_welcome(connection, rules)
             self._session = StageSession(hello.session, channel, self._host)
             self._forgetting.cancel()
             if self._is_paused:
@@ -250,11 +244,22 @@ class Worker:
         rules.sent(status)
         send_buffers(connection, encode_frame(Frame(status)), self._host.deadlines.connect_seconds)
 
-    def _is_free_soon(self) -> bool:
-        def is_free() -> bool:
-            return self._session is None
+    def _check_free(self) -> None:
+        """Wait for the end of a run that is about to end; refuse a coordinator if none ends.
 
-        return self._session_changed.wait_for(is_free, self._host.deadlines.busy_seconds)
+        Raises:
+            WorkerError: With the reason.
+        """
+        if self._is_draining:
+            raise WorkerError(
+                "this worker ends with its present run, as its owner wants; use another worker."
+            )
+        busy_seconds = self._host.deadlines.busy_seconds
+        if not self._session_changed.wait_for(lambda: self._session is None, busy_seconds):
+            raise WorkerError(
+                "this worker is busy with another coordinator; wait for its run to end, or use "
+                "another worker."
+            )
 
     def _session_named(self, name: str) -> StageSession:
         if self._session is None or self._session.name != name:
@@ -289,8 +294,3 @@ class Worker:
         self._forgetting = threading.Timer(KEPT_SECONDS, self._host.kept.forget)
         self._forgetting.daemon = True
         self._forgetting.start()
-
-
-def _refuse(connection: Connection, reason: str) -> None:
-    with contextlib.suppress(OSError, ChannelError):
-        send_buffers(connection, encode_frame(Frame(m.Failure(reason))), patience_seconds=1.0)

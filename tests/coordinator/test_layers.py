@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_hetero.coordinator.connections import Connections
 from lightning_hetero.coordinator.layers import (
     MOST_REFUSALS,
     MOST_SMALL_UNDER_WAY,
     MOST_UNDER_WAY,
     SMALL_BYTES,
     Load,
+    PlainAttributes,
+    RemoteLayers,
     send_all,
 )
+from lightning_hetero.errors import ModelError
+from lightning_hetero.model.layers import DecoderLayer
 from lightning_hetero.pipeline.stage_layers import Content, fingerprint_of
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
@@ -145,3 +152,16 @@ def test_after_several_refusals_nothing_is_offered_any_more() -> None:
     said = Counter(type(message).__name__ for message in worker.sent)
     assert said["LoadTensor"] == 20
     assert MOST_REFUSALS <= said["OfferTensor"] <= MOST_REFUSALS + MOST_UNDER_WAY
+
+
+def test_an_attribute_that_cannot_be_sent_is_named_with_its_module() -> None:
+    layer = DecoderLayer("model.layers.0", nn.Sequential(nn.Linear(2, 2)))
+    stage = SimpleNamespace(layers={0: layer.module})
+    connections = SimpleNamespace(step=1, check_usable=lambda: None)
+    remote = SimpleNamespace(holdings=SimpleNamespace(stages={object(): stage}))
+    attributes = PlainAttributes(
+        {0: layer}, cast(Connections, connections), cast(RemoteLayers, remote), []
+    )
+    layer.module[0].extra = object()
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.0\.extra"):
+        attributes.follow()

@@ -1,6 +1,6 @@
-"""What takes long is told at each quarter, and nothing else is.
+"""Long transfers log a line at each quarter, or show a bar of the Trainer's kind.
 
-Bars follow the Trainer's own: tqdm, rich, none; and the training bar shows two things more.
+The training bar shows two more figures.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def test_each_quarter_is_told_once(lines: pytest.LogCaptureFixture) -> None:
+def test_each_quarter_is_logged_once(lines: pytest.LogCaptureFixture) -> None:
     progress = ProgressInLines("Gathering", 4 * 2**30)
     for _ in range(18):
         progress.advance(2**28)
     assert lines.messages == [f"Gathering: {n}.0 of 4.0 GiB" for n in (1, 2, 3, 4)]
 
 
-def test_what_is_short_is_not_told(lines: pytest.LogCaptureFixture) -> None:
+def test_a_short_transfer_logs_nothing(lines: pytest.LogCaptureFixture) -> None:
     ProgressInLines("Gathering", PROGRESS_FROM_BYTES - 1).advance(PROGRESS_FROM_BYTES - 1)
     ProgressInLines("Gathering", 0).advance(0)
     assert lines.messages == []
@@ -56,7 +56,7 @@ def run_with(bar: ProgressBar | None) -> pl.Trainer:
     return trainer(callbacks=own, enable_progress_bar=bar is not None)
 
 
-def test_under_tqdm_it_is_a_bar_of_tqdm_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_tqdm_a_bar_of_tqdm_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     progress = progress_of_bytes(run_with(TQDMProgressBar()), "Sending layers", GIB)
     progress.advance(GIB // 2)
     progress.close()
@@ -65,7 +65,7 @@ def test_under_tqdm_it_is_a_bar_of_tqdm_s(capsys: pytest.CaptureFixture[str]) ->
     assert "1.00G" in shown.err + shown.out
 
 
-def test_under_rich_it_is_one_of_rich_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_rich_a_bar_of_rich_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     reconfigure(force_terminal=True, width=120)
     try:
         progress = progress_of_bytes(run_with(RichProgressBar()), "Sending layers", GIB)
@@ -78,7 +78,7 @@ def test_under_rich_it_is_one_of_rich_s(capsys: pytest.CaptureFixture[str]) -> N
     assert "1.0/1.0 GiB" in shown
 
 
-def test_while_rich_s_own_is_on_the_screen_it_is_a_line_of_that() -> None:
+def test_a_line_is_added_to_a_bar_of_rich_that_is_on_the_screen() -> None:
     bar = RichProgressBar()
     with RichProgress(disable=False) as live:
         bar.progress = live  # type: ignore[assignment]
@@ -90,7 +90,7 @@ def test_while_rich_s_own_is_on_the_screen_it_is_a_line_of_that() -> None:
         assert live.tasks == []
 
 
-def test_without_a_bar_there_is_none(
+def test_without_a_bar_of_the_trainer_no_bar_is_shown(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = run_with(None)
@@ -108,7 +108,7 @@ def test_without_a_bar_there_is_none(
     assert caplog.messages == ["Gathering: 1.0 of 1.0 GiB"]
 
 
-def test_what_is_short_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_transfer_shows_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     run = run_with(TQDMProgressBar())
     capsys.readouterr()
     progress = progress_of_bytes(run, "Gathering", GIB // 8)

@@ -189,6 +189,42 @@ def test_an_interrupted_request_does_not_confuse_the_next(
     assert coordinator.layers.fetch(names).keys() == set(names)
 
 
+def interrupt_next_wait(coordinator: Coordinator, patch: pytest.MonkeyPatch) -> None:
+    def interrupted(patience_seconds: float | None = None) -> object:
+        raise KeyboardInterrupt
+
+    patch.setattr(coordinator.connections, "receive", interrupted)
+
+
+def test_an_interrupted_zeroing_does_not_answer_the_next_request(
+    coordinator: Coordinator, layers: dict[int, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [name for name, _ in named_tensors(layers)]
+    interrupt_next_wait(coordinator, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.training.zero_gradients(names, set_to_none=True)
+    monkeypatch.undo()
+    assert coordinator.layers.fetch(names).keys() == set(names)
+
+
+def test_a_request_to_one_worker_takes_what_an_interrupted_one_left_on_another(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner_of = coordinator.layers.holdings.owner_of
+    first, second = coordinator.connections.workers
+    on_first = [name for name, worker in owner_of.items() if worker is first]
+    on_second = [name for name, worker in owner_of.items() if worker is second]
+    interrupt_next_wait(coordinator, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.layers.fetch(on_first)
+    monkeypatch.undo()
+    # The answers of the first worker are here before those of the second.
+    assert first.channel.peer_answers()
+    assert coordinator.layers.fetch(on_second).keys() == set(on_second)
+    assert coordinator.layers.fetch(on_first).keys() == set(on_first)
+    assert unanswered(coordinator) == [0, 0]
+
+
 def unanswered(coordinator: Coordinator) -> list[int]:
     return [worker.num_unanswered for worker in coordinator.connections.workers]
 
@@ -257,9 +293,8 @@ def test_what_an_interrupted_request_has_left_is_no_answer(coordinator: Coordina
     names = list(coordinator.layers.holdings.owner_of)
     first = coordinator.layers.holdings.owner_of[names[0]]
     request = m.FetchTensors([names[0]])
-    next(
-        coordinator.connections.ask([(first, request)], m.TensorContent)
-    )  # and the Done is still to come
+    # The Done of this request is still to come.
+    next(coordinator.connections.ask([(first, request)], m.TensorContent))
     coordinator.training.zero_gradients(names, set_to_none=True)
     assert not first.num_unanswered
     assert coordinator.connections._inbox.empty()

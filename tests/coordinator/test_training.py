@@ -1,4 +1,4 @@
-"""Freezing between two steps: the stages hear what changed, and only that."""
+"""Optimizers whose parameters are on stages, and parameters that are frozen between two steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_hetero.plan import StagePlan
 
 
 class FakeParts:
-    """Two remote parameters, and what was said about them."""
+    """Two remote parameters, and the calls that concern them."""
 
     def __init__(self) -> None:
         self.states: dict[str, dict[str, Any]] = {}
@@ -205,7 +205,7 @@ def test_the_coordinator_knows_when_a_step_is_whole() -> None:
 
 
 class Told:
-    """A parts that is told what trains."""
+    """Notes which parameters it is told to train."""
 
     def __init__(self) -> None:
         self.changes: list[tuple[list[str], bool]] = []

@@ -58,9 +58,9 @@ def test_the_neighbor_is_dialled_once_and_stays() -> None:
         assert dialled == ["two:1"]
         assert neighbors.stages(1) == {downstream.channel: 2, coordinator.channel: 0}
         neighbors.check_same("two:1", 1)
-        with pytest.raises(ModelError, match=r"Stage 1 is linked with two:1 and .* three:1;"):
+        with pytest.raises(ModelError, match=r"Stage 1 is linked with two:1, and .* three:1;"):
             neighbors.check_same("three:1", 1)
-        with pytest.raises(ModelError, match="become so with nobody"):
+        with pytest.raises(ModelError, match="links it with nobody"):
             neighbors.check_same("", 1)
 
 
