@@ -243,9 +243,10 @@ class Widening(pl.Callback):
         for layer in module.model.model.layers:
             layer.self_attn.scaling = 0.1 * (1 + trainer.global_step)
             layer.input_layernorm.variance_epsilon = 1e-2
-        module.model.config.use_cache = not module.model.config.use_cache
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        # A cache makes the keys contiguous on one device; some CPUs round their product otherwise.
+        module.model.config.use_cache = False
         module.model.config._attn_implementation = ("sdpa", "eager")[trainer.current_epoch]
 
 
