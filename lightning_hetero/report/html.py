@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..errors import PlanError
-from ..units import in_bytes, in_percent
+from ..units import in_bytes, in_micro_batches, in_percent
 from .charts import line_chart, shares_chart
 from .diagram import diagram
 from .run_record import RunRecord, findings
@@ -75,8 +75,8 @@ def _summary(record: RunRecord) -> str:
         return "A run of lightning-hetero."
     processes = len(plan.remote_stages) + 1
     return (
-        f"{plan.stages[-1].layers[1]} layers over {processes} processes, {plan.micro_batches} "
-        f"micro-batches, at most {plan.max_in_flight} in flight."
+        f"{plan.stages[-1].layers[1]} layers over {processes} processes, "
+        f"{in_micro_batches(plan.micro_batches)}, at most {plan.max_in_flight} in flight."
     )
 
 

@@ -16,7 +16,7 @@ from ..planner.candidates import Candidate
 from ..planner.costs import Need
 from ..planner.feasibility import candidate_of
 from ..planner.profile import ENDS, Profile
-from ..units import in_bytes_per_second, in_percent, in_seconds, in_short_bytes
+from ..units import in_bytes_per_second, in_micro_batches, in_percent, in_seconds, in_short_bytes
 
 MEMORY_PARTS = ("weights", "training", "in flight", "other")
 """Kinds of memory in the order of the bar: ``training`` is gradients and optimizer state."""
@@ -201,7 +201,7 @@ def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> 
         coordinator=_place(local or StagePlan([COORDINATOR], (0, 0))),
         stages=stages,
         links=links,
-        facts=[f"{plan.micro_batches} micro-batches, at most {plan.max_in_flight} in flight"],
+        facts=[f"{in_micro_batches(plan.micro_batches)}, at most {plan.max_in_flight} in flight"],
     )
     return bare if profile is None else with_profile(bare, plan, profile)
 
