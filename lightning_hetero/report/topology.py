@@ -6,7 +6,8 @@ A profile adds devices, memory and links. Unknown facts are None or empty, and p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -159,6 +160,32 @@ def layers_as_text(layers: tuple[int, int]) -> str:
     if first >= end:
         return "no layers"
     return f"layer {first}" if end - first == 1 else f"layers {first}–{end - 1}"
+
+
+_MARKS = re.compile(r"\((?:R|TM|C)\)|[®™©]", re.IGNORECASE)
+_FILLERS = re.compile(r"\s+(?:CPU|Processor|Graphics|@)(?=[\s,]|$)|\s*\([^)]*\)")
+_VENDORS = re.compile(r"^(?:Intel|AMD|NVIDIA)\s+(?=\S)")
+
+
+def device_names(name: str) -> Iterator[str]:
+    """The name of a device, and then shorter names, each without the words that tell least."""
+    yield name
+    for words in (_MARKS, _FILLERS, _VENDORS):
+        name = words.sub("", name).strip() or name
+        yield name
+    words_left = name.split()
+    while len(words_left) > 1:
+        words_left.pop()
+        yield f"{' '.join(words_left).rstrip(',')} …"
+
+
+def short_device(name: str, fits: Callable[[str], bool]) -> str:
+    """The longest of a device's names that fits; the shortest if none does."""
+    shorter = ""
+    for shorter in device_names(name):
+        if fits(shorter):
+            break
+    return shorter
 
 
 def speed_as_text(speed: Speed) -> tuple[str, str]:

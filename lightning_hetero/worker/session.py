@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
 
+from msgspec import structs
 from torch import Tensor, nn
 
 from ..devices.copies import Copies
@@ -229,7 +230,8 @@ class StageSession:
         """What the stage does at this moment; any thread may ask."""
         layers, traffic = self._layers.numbered.keys(), self._neighbors.traffic
         about = self._stage_index, self._runner.step
-        return self._telemetry.status(self.name, layers, *about, traffic)
+        status = self._telemetry.status(self.name, layers, *about, traffic)
+        return structs.replace(status, is_measuring=self._trials.is_measuring)
 
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""
