@@ -54,17 +54,22 @@ def in_seconds(seconds: float) -> str:
     return f"{_short(1e3 * seconds)} ms" if seconds < 1 else f"{_short(seconds)} s"
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The seconds and the name of the unit in which a person writes such a duration."""
+    # The limits are where three digits round up to the next unit.
+    if seconds < 0.9995:
+        return 1e-3, "ms"
+    if seconds < 119.5:
+        return 1.0, "s"
+    return (60.0, "min") if seconds < 119.5 * 60 else (3600.0, "h")
+
+
 def in_duration(seconds: float) -> str:
     """A duration with three digits, in milliseconds, seconds, minutes or hours."""
+    size, unit = time_unit(seconds)
+    amount = seconds / size
     # The format "g" writes a value that rounds to a thousand with an exponent.
-    if seconds < 0.9995:
-        return f"{1e3 * seconds:.3g} ms"
-    if seconds < 119.5:
-        return f"{seconds:.3g} s"
-    if seconds < 119.5 * 60:
-        return f"{seconds / 60:.3g} min"
-    hours = seconds / 3600
-    return f"{hours:.3g} h" if hours < 999.5 else f"{hours:,.0f} h"
+    return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:,.0f} {unit}"
 
 
 def in_micro_batches(count: int) -> str:

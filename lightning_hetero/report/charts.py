@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..protocol.fields import Span
 from ..telemetry.step import Prediction, RecordedStep, StageSpans
+from ..units import in_duration, in_percent, time_unit
 from .svg import (
     HUES,
     Point,
@@ -163,6 +164,7 @@ def _step_axis(frame: _Frame) -> Iterator[str]:
     first, last = frame.x
     y = frame.top + frame.height + 18
     yield text(frame.left, y, f"step {first:,.0f}", "small soft")
+    yield text(frame.left + frame.width / 2, y, "optimizer steps", "small soft", "middle")
     yield text(frame.left + frame.width, y, f"step {last:,.0f}", "small soft", "end")
 
 
@@ -209,7 +211,7 @@ def _share(value: float, least: float, most: float) -> float:
 
 
 # The step chart, in pixels.
-_STEP_WIDTH = 1200.0
+_STEP_WIDTH = 960.0
 _STEP_LABEL = 190.0
 _STEP_SHARE = 70.0
 _MARGIN = 24.0
@@ -281,16 +283,20 @@ def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
 
 
 def _measured(step: RecordedStep) -> _Panel:
-    title = f"Step {step.step} as it was: {_duration(step.seconds)}, bubble {step.bubble:.0%}"
+    lasted, bubble = in_duration(step.seconds), in_percent(step.bubble)
+    title = f"Step {step.step} as recorded: {lasted}, bubble {bubble}"
     start = step.first_action_seconds
     return _Panel(title, step.stages, start, step.end_seconds - start, step.seconds)
 
 
 def _predicted(prediction: Prediction) -> _Panel:
-    sources = {"profile": "from the profile", "this step's own times": "from its mean times"}
+    sources = {
+        "profile": "from the profile",
+        "this step's own times": "from the mean times of this step",
+    }
     title = (
-        f"Simulated {sources[prediction.source]}: {_duration(prediction.seconds)}, "
-        f"bubble {prediction.bubble:.0%}"
+        f"Simulated {sources[prediction.source]}: {in_duration(prediction.seconds)}, "
+        f"bubble {in_percent(prediction.bubble)}"
     )
     return _Panel(title, prediction.stages, 0.0, prediction.seconds, prediction.seconds)
 
@@ -305,7 +311,7 @@ def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
             x = left + (span.start_seconds - panel.start_seconds) * scale
             yield from _action(stage.name_of(span), span, x, y, scale)
         share = stage.computing_seconds / panel.step_seconds if panel.step_seconds > 0 else 0.0
-        yield text(_STEP_WIDTH - _MARGIN, y + 16, f"{share:.0%} busy", "normal ink", "end")
+        yield text(_STEP_WIDTH - _MARGIN, y + 16, f"{in_percent(share)} busy", "normal ink", "end")
 
 
 def _action(name: str, span: Span, x: float, y: float, scale: float) -> Iterator[str]:
@@ -313,25 +319,20 @@ def _action(name: str, span: Span, x: float, y: float, scale: float) -> Iterator
     width = seconds * scale
     # A narrow gap separates neighbouring bars.
     shown = rectangle(x, y, max(0.4, width - 0.6), _BAR, span.kind)
-    yield titled(f"{name}: {_duration(seconds)}", shown)
+    yield titled(f"{name}: {in_duration(seconds)}", shown)
     number = "" if span.microbatch is None else str(span.microbatch)
-    if number and width >= width_of(number, 11) + _AROUND:
+    if number and width >= width_of(number, 12) + _AROUND:
         yield text(x + width / 2, y + 16, number, "inside", "middle")
 
 
 def _seconds_axis(longest: float, scale: float) -> Iterator[str]:
-    for tick in nice_ticks(0.0, longest, 8):
-        if tick <= longest:
-            yield element("path", d=f"M{tick * scale:.1f} 0V6", class_="grid")
-            yield text(tick * scale, 20, _duration(tick), "small soft", "middle")
+    size, unit = time_unit(longest)
+    for tick in nice_ticks(0.0, longest / size, 6):
+        if tick * size <= longest:
+            x = tick * size * scale
+            yield element("path", d=f"M{x:.1f} 0V6", class_="grid")
+            yield text(x, 20, f"{tick:,.6g} {unit}", "small soft", "middle")
 
 
 def _label(stage: StageSpans) -> str:
     return stage.worker if stage.stage == 0 else f"stage {stage.stage}: {stage.worker}"
-
-
-def _duration(seconds: float) -> str:
-    # The format "g" writes a value that rounds to a thousand with an exponent.
-    if seconds < 0.9995:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"

@@ -40,6 +40,11 @@ class Memory:
     total_bytes: float
     used_bytes: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """What the used memory is for: the weights alone, or everything."""
+        return "weights" if list(self.used_bytes) == ["weights"] else "memory"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -53,6 +58,7 @@ class Place:
         memory: The memory of the device.
         marks: What is special: ``embedding`` (the place holds it), ``4-bit``, ``frozen``,
             ``recomputed``, ``float16``.
+        identity: Equal for all processes on one machine; empty if it is unknown.
     """
 
     name: str
@@ -61,6 +67,7 @@ class Place:
     layers: tuple[int, int] = (0, 0)
     memory: Memory | None = None
     marks: tuple[str, ...] = ()
+    identity: str = ""
 
     @property
     def num_layers(self) -> int:
@@ -69,7 +76,12 @@ class Place:
 
     @property
     def machine(self) -> str:
-        """The machine of the process: its host, or the host in its name."""
+        """Distinguishes the machines of processes, also behind tunnels, where names do not."""
+        return self.identity or self.machine_name
+
+    @property
+    def machine_name(self) -> str:
+        """The machine's name: its host, or the host in the process's address."""
         return self.host or split_address(self.name)[0]
 
 
@@ -146,6 +158,11 @@ class Topology:
     def machines(self) -> list[str]:
         """The machines without repetition, in the order of the places."""
         return list(dict.fromkeys(place.machine for place in self.places))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host of an address is this machine, or the near end of a tunnel."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def split_address(name: str) -> tuple[str, str]:

@@ -391,7 +391,7 @@ def _coordinator(place: Place, module: pl.LightningModule, layers: Sequence[Deco
 def _stage(place: Place, equipment: Equipment, stage: StagePlan, deployment: Deployment) -> Place:
     layers = deployment.modules_of(stage)
     weights = stored_bytes(layers, deployment.weights_dtype_of(stage))
-    there = replace(place, host=platform.node() if place.host else "")
+    there = replace(place, host=equipment.host or (platform.node() if place.host else ""))
     return _equipped(there, equipment, weights, layers)
 
 
@@ -401,6 +401,7 @@ def _equipped(
     return replace(
         place,
         device=equipment.device_name,
+        identity=equipment.machine,
         memory=Memory(equipment.memory_bytes, {"weights": weights_bytes}),
         marks=(*_marks_of(layers), *place.marks),
     )

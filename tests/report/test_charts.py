@@ -51,7 +51,7 @@ def test_a_line_chart_has_a_line_for_each_curve() -> None:
     assert len(list(root.iter(f"{SVG}polyline"))) == 1
     assert len(list(root.iter(f"{SVG}circle"))) == 1
     words = [node.text for node in root.iter(f"{SVG}text")]
-    assert {"train", "val", "step 0", "step 1"} <= set(words)
+    assert {"train", "val", "step 0", "optimizer steps", "step 1"} <= set(words)
     assert "off" not in words
 
 
