@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ def line_chart(
 def shares_chart(
     rows: Mapping[str, Mapping[str, Curve]], colours: Mapping[str, str], label: str
 ) -> str:
-    """A band for each row, in which the shares of all kinds are stacked over the steps.
+    """A band for each row, in which the shares of all kinds are stacked over the steps; behind it
+    the `typical` share of the first kind.
 
     Args:
         rows: For each row, the curve of each kind.
@@ -102,16 +104,17 @@ def shares_chart(
         frame = _Frame(reach, (0, 1), _LABEL, room, y, _BAND - 12)
         parts.append(text(0, y + 20, elided(name, _LABEL - 12, 12), "normal ink"))
         parts += _bands(frame, curves, colours)
-        last = _last(curves, next(iter(colours)))
-        parts.append(text(WIDTH - _RIGHT, y + 20, last, "normal soft", "end"))
+        share = typical(curves.get(next(iter(colours)), ()))
+        said = "" if share is None else in_percent(share)
+        parts.append(text(WIDTH - _RIGHT, y + 20, said, "normal soft", "end"))
     height = _TOP + len(rows) * _BAND + _FOOT - 12
     return picture(WIDTH, height, label, _legend(colours), *parts, *_step_axis(frame))
 
 
 def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
     """Evenly spaced round values that enclose ``least`` and ``most``."""
-    # A difference so small that it has no logarithm counts as none.
-    if most - least < sys.float_info.min * count:
+    # A difference that has no logarithm, or that is lost beside the values, counts as none.
+    if most - least < max(sys.float_info.min * count, _HAIR * max(abs(least), abs(most))):
         room = abs(least) * 0.1 or 1.0
         least, most = least - room, most + room
     rough = (most - least) / count
@@ -121,6 +124,12 @@ def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
     )
     first, last = math.floor(least / apart + _HAIR), math.ceil(most / apart - _HAIR)
     return [apart * number for number in range(first, last + 1)]
+
+
+def typical(curve: Curve) -> float | None:
+    """The median over the last half of a curve, without its start; None without a finite value."""
+    values = [value for _, value in curve[len(curve) // 2 :] if math.isfinite(value)]
+    return statistics.median(values) if values else None
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
@@ -194,12 +203,6 @@ def _bands(frame: _Frame, curves: Mapping[str, Curve], colours: Mapping[str, str
         ]
         yield element("polygon", points=frame.path([*above, *reversed(below)]), class_=colour)
         below = above
-
-
-def _last(curves: Mapping[str, Curve], kind: str) -> str:
-    """The last share of a kind."""
-    curve = _finite(curves.get(kind, ()))
-    return f"{100 * curve[-1][1]:.0f} %" if curve else ""
 
 
 def _finite(curve: Curve) -> list[tuple[float, float]]:
