@@ -1,7 +1,9 @@
-"""Makes the pictures of this folder that are of a real run: ``python docs/screenshots.py``.
+"""Makes the pictures of this folder: ``python docs/screenshots.py``.
 
-A small Llama learns a Markov chain over two workers while `lightning-hetero top` looks at them;
-then Chromium opens the report of the run. Needs about two minutes, two cores, and Chromium.
+``topology.svg`` is an example, whose numbers are those of a plan for Llama-3.1-8B on four devices.
+The others are of a real run: a small Llama learns a Markov chain over two workers while
+`lightning-hetero top` looks at them; then Chromium opens the report of the run. Needs about two
+minutes, two cores, and Chromium.
 """
 
 from __future__ import annotations
@@ -39,8 +41,18 @@ from lightning_hetero import (
 )
 from lightning_hetero.cli.top import table
 from lightning_hetero.discovery.status import Sighting, WorkerStatus, ask_status, seen_again
+from lightning_hetero.report.diagram import diagram
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import read_run
+from lightning_hetero.report.topology import (
+    MEMORY_PARTS,
+    THIS_MACHINE,
+    Link,
+    Memory,
+    Place,
+    Speed,
+    Topology,
+)
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
@@ -64,6 +76,46 @@ CONFIG = LlamaConfig(
     vocab_size=VOCABULARY,
     use_cache=False,
 )
+
+
+GIB = 2**30
+# Name, device, layers, memory in GiB, and the shares of it that the plan needs.
+_STAGES = (
+    ("strix.local:9999", "AMD Radeon 8060S Graphics", (15, 20), 96, (0.021, 0.001, 0.070, 0.007)),
+    ("macbook.local:9999", "Apple M3 Max", (20, 24), 48, (0.034, 0.001, 0.113, 0.010)),
+    ("old-tower:9999", "NVIDIA GeForce RTX 3090", (24, 32), 24, (0.139, 0.005, 0.459, 0.028)),
+)
+
+
+def example() -> Topology:
+    """A plan with devices, memory and links."""
+
+    def memory(gib: float, shares: Sequence[float]) -> Memory:
+        used = zip(MEMORY_PARTS, shares, strict=True)
+        return Memory(gib * GIB, {part: share * gib * GIB for part, share in used})
+
+    wired, first, second = Speed(1.1e9, 0.00021), Speed(272e6, 0.0011), Speed(280e6, 0.0011)
+    return Topology(
+        title="Llama-3.1-8B, LoRA in bfloat16",
+        num_layers=32,
+        coordinator=Place(
+            "coordinator",
+            THIS_MACHINE,
+            "NVIDIA GeForce RTX 5090",
+            (0, 15),
+            memory(31.4, (0.258, 0.007, 0.649, 0.030)),
+        ),
+        stages=[
+            Place(name, "", device, layers, memory(gib, shares))
+            for name, device, layers, gib, shares in _STAGES
+        ],
+        links=[Link(speed, speed) for speed in (wired, first, second, wired)],
+        facts=[
+            "32 micro-batches, at most 8 in flight",
+            "predicted: 3,663 tokens/s, bubble 13 %",
+        ],
+        frozen_ends=frozenset({"embedding", "head"}),
+    )
 
 
 class Learner(Decoder):
@@ -138,6 +190,7 @@ def shoot(page: str, folder: Path, picture: Path) -> None:
 
 def main() -> None:
     be_quiet()
+    (HERE / "topology.svg").write_text(diagram(example()), encoding="utf-8")
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name, "version_0")
         workers = [stack.enter_context(worker_process([])).address for _ in range(2)]

@@ -26,8 +26,11 @@ def parse_bytes(text: str) -> int:
 
 
 def in_bytes(amount: float) -> str:
-    """An amount of memory in GiB, or in MiB below one GiB, with one decimal."""
-    return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 else f"{amount / 2**20:.1f} MiB"
+    """An amount of memory with one decimal, in the largest unit from MiB to PiB that fits."""
+    for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30)):
+        if amount >= size:
+            return f"{amount / size:.1f} {unit}"
+    return f"{amount / 2**20:.1f} MiB"
 
 
 def in_short_bytes(amount: float) -> str:
@@ -51,6 +54,29 @@ def in_seconds(seconds: float) -> str:
     return f"{_short(1e3 * seconds)} ms" if seconds < 1 else f"{_short(seconds)} s"
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The seconds and the name of the unit in which a person writes such a duration."""
+    # The limits are where three digits round up to the next unit.
+    if seconds < 0.9995:
+        return 1e-3, "ms"
+    if seconds < 119.5:
+        return 1.0, "s"
+    return (60.0, "min") if seconds < 119.5 * 60 else (3600.0, "h")
+
+
+def in_duration(seconds: float) -> str:
+    """A duration with three digits, in milliseconds, seconds, minutes or hours."""
+    size, unit = time_unit(seconds)
+    amount = seconds / size
+    # The format "g" writes a value that rounds to a thousand with an exponent.
+    return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:,.0f} {unit}"
+
+
+def in_micro_batches(count: int) -> str:
+    """A number of micro-batches with its noun."""
+    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
+
+
 def in_layers(count: float) -> str:
     """A number of layers with its noun."""
     return "1 layer" if count == 1 else f"{count:.0f} layers"
@@ -60,6 +86,16 @@ def in_percent(share: float) -> str:
     """A share in percent: a whole number, with one decimal where that would round to 0 or 1."""
     percent = 100 * share
     return f"{percent:.0f} %" if abs(percent) >= 1.95 else f"{percent:.1f} %"
+
+
+def in_percent_apart(share: float, other: float) -> tuple[str, str]:
+    """Two shares in percent, with as many decimals, up to six, as tell them apart."""
+    said = in_percent(share), in_percent(other)
+    for digits in range(1, 7):
+        if said[0] != said[1] or share == other:
+            break
+        said = f"{100 * share:.{digits}f} %", f"{100 * other:.{digits}f} %"
+    return said
 
 
 def _short(value: float) -> str:

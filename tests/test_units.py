@@ -39,5 +39,31 @@ def test_amounts_are_written_with_their_unit() -> None:
     rates = [units.in_bytes_per_second(rate) for rate in (2.5e9, 117e6, 1500)]
     assert rates == ["2.5 GB/s", "117 MB/s", "1.5 kB/s"]
     assert [units.in_seconds(seconds) for seconds in (0.0002, 2.5)] == ["0.2 ms", "2.5 s"]
+    assert [units.in_bytes(amount) for amount in (10**12, 2**41, 10**15, 2**50)] == [
+        "931.3 GiB",
+        "2.0 TiB",
+        "909.5 TiB",
+        "1.0 PiB",
+    ]
+    assert [units.in_micro_batches(count) for count in (1, 8)] == [
+        "1 micro-batch",
+        "8 micro-batches",
+    ]
     assert [units.in_layers(count) for count in (1, 2)] == ["1 layer", "2 layers"]
     assert [units.in_percent(share) for share in (0.5, 0.004)] == ["50 %", "0.4 %"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.0125, "12.5 ms"),
+        (0.99996, "1 s"),
+        (90.0, "90 s"),
+        (119.7, "2 min"),
+        (999.9, "16.7 min"),
+        (9000.0, "2.5 h"),
+        (5e6, "1,389 h"),
+    ],
+)
+def test_durations_are_written_in_a_unit_of_their_size(seconds: float, shown: str) -> None:
+    assert units.in_duration(seconds) == shown

@@ -10,28 +10,45 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
 from ..discovery.status import Sighting, Traffic, WorkerStatus, ask_status, seen_again
 from ..errors import WorkerUnreachable
+from ..report.topology import short_device
 from ..transport.address import Address
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
 from ..transport.token import find_token_file
-from ..units import in_bytes, in_percent
+from ..units import in_bytes
 from .options import add_addresses, add_token_option
 
 HELP = "show live what workers do"
 
-COLUMNS = ("worker", "device", "state", "run", "stage", "step", "busy", "memory", "links, MB/s")
-_COLOURS = {"training": "green", "in a run": "yellow", "free": "cyan", "gone": "red"}
-_BAR_CELLS = 8
-# These cells are useless when they wrap; on a narrow screen the other columns wrap.
-_WHOLE = ("worker", "state", "stage", "step", "busy")
+# The name of each column, and its least width, so that columns stay in place from look to look.
+COLUMNS = {
+    "worker": 14,
+    "device": 12,
+    "state": 9,
+    "run from": 15,
+    "layers": 11,
+    "step": 5,
+    "busy": 10,
+    "memory": 12,
+    "links, MB/s": 25,
+}
+_COLOURS = {
+    "training": "green",
+    "measuring": "magenta",
+    "in a run": "yellow",
+    "free": "cyan",
+    "gone": "red",
+}
+_BAR_CELLS = 4
+_MOST_OF_DEVICE = 16
 
 
 def add_options(top: argparse.ArgumentParser) -> None:
@@ -89,42 +106,42 @@ def _ask(address: Address, deadlines: Deadlines, identity: Identity) -> WorkerSt
         return str(error)
 
 
-def table(sightings: Sequence[Sighting]) -> Table:
-    """The table of all workers, a row for each."""
-    columns = (Column(name, no_wrap=name in _WHOLE) for name in COLUMNS)
-    shown = Table(*columns, box=box.SIMPLE_HEAD)
+def table(sightings: Sequence[Sighting]) -> RenderableType:
+    """The table of all workers, a row for each, and below it why workers do not answer."""
+    shown = Table(
+        *(Column(n, min_width=w, no_wrap=n != "device") for n, w in COLUMNS.items()),
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
     for each in sightings:
-        if each.problem:
-            shown.add_row(*_cells_of_absent(each), style="dim")
-        else:
-            shown.add_row(*_cells(each))
-    return shown
+        shown.add_row(*_cells(each), style="dim" if each.problem else None)
+    return Group(shown, *(_problem(each) for each in sightings if each.problem))
 
 
-def _cells_of_absent(each: Sighting) -> list[Text]:
-    device = "" if each.seen is None else each.seen.equipment.device_name
+def _problem(each: Sighting) -> Text:
     looks = "1 look" if each.num_missed == 1 else f"{each.num_missed} looks"
-    state = Text(each.state, style="bold red")
-    blank = [Text("")] * (len(COLUMNS) - 4)
-    return [Text(each.name), Text(device), state, *blank, Text(f"{each.problem} ({looks})")]
+    return Text.assemble((each.name, "bold"), f" ({looks} without an answer): {each.problem}")
 
 
 def _cells(each: Sighting) -> list[Text]:
-    seen = each.seen
+    seen, blank = each.seen, [Text("")]
     if seen is None:  # before the first answer
-        return [Text(each.name)]
-    equipment = seen.equipment
+        state = Text(each.state, style="bold red") if each.problem else Text("")
+        return [Text(each.name), Text(""), state, *blank * (len(COLUMNS) - 3)]
+    device = short_device(seen.equipment.device_name, _is_short)
+    first = [Text(each.name), Text(device), Text(each.state, style=_COLOURS[each.state])]
+    if each.problem:
+        return [*first, *blank * (len(COLUMNS) - len(first))]
     memory = in_bytes(seen.status.used_bytes)
-    if equipment.memory_bytes:
-        memory += f" of {in_bytes(equipment.memory_bytes)}"
-    return [
-        Text(each.name),
-        Text(equipment.device_name),
-        Text(each.state, style=_COLOURS[each.state]),
-        *_cells_of_run(each),
-        Text(memory),
-        Text("\n".join(_traffic(traffic) for traffic in each.traffic)),
-    ]
+    if seen.equipment.memory_bytes:
+        memory += f"\nof {in_bytes(seen.equipment.memory_bytes)}"
+    traffic = "\n".join(_traffic(traffic) for traffic in each.traffic)
+    return [*first, *_cells_of_run(each), Text(memory), Text(traffic)]
+
+
+def _is_short(device: str) -> bool:
+    return "(" not in device and len(device) <= _MOST_OF_DEVICE
 
 
 def _cells_of_run(each: Sighting) -> list[Text]:
@@ -132,9 +149,9 @@ def _cells_of_run(each: Sighting) -> list[Text]:
     if stage is None:
         return [Text("")] * 4
     first, end = stage.first_layer, stage.end_layer
-    held = f"{stage.stage_index}: layers {first} to {end - 1}" if end > first else ""
+    held = f"{stage.stage_index}: {first} to {end - 1}" if end > first else ""
     return [
-        Text(f"{stage.run} of {stage.coordinator.rpartition(':')[0]}"),
+        Text(f"{stage.run}\n{stage.coordinator.rpartition(':')[0]}"),
         Text(held),
         Text(str(stage.step or "")),
         Text("" if each.busy_share is None else _bar(each.busy_share)),
@@ -143,12 +160,12 @@ def _cells_of_run(each: Sighting) -> list[Text]:
 
 def _bar(share: float) -> str:
     full = round(share * _BAR_CELLS)
-    return f"{'█' * full}{'░' * (_BAR_CELLS - full)} {in_percent(share)}"
+    return f"{'█' * full}{'░' * (_BAR_CELLS - full)} {100 * share:3.0f} %"
 
 
 def _traffic(traffic: Traffic) -> str:
     received, sent = (f"{rate / 1e6:.1f}" for rate in (traffic.received, traffic.sent))
-    return f"{traffic.peer} ↓{received}/↑{sent}"
+    return f"{traffic.peer:11} {f'↓{received}/↑{sent}':>13}"
 
 
 def _seconds(text: str) -> float:

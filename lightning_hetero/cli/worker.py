@@ -180,18 +180,19 @@ def _obeying_signals(worker: Worker) -> Iterator[None]:
 
 def _obey(worker: Worker, wishes: SimpleQueue[int | None]) -> None:
     console = Console(stderr=True, soft_wrap=True)
-    told = {
-        signal.SIGUSR1: ("paused; SIGUSR2 resumes the worker", worker.pause),
-        signal.SIGUSR2: ("resumed", worker.resume),
-        signal.SIGTERM: (
-            "ends after the current run; a second SIGTERM, or Ctrl-C, ends the worker at once",
-            worker.drain,
-        ),
-    }
     while (number := wishes.get()) is not None:
-        text, obey = told[signal.Signals(number)]
-        console.print(text)
-        obey()
+        if number == signal.SIGUSR1:
+            console.print("paused; SIGUSR2 resumes the worker")
+            worker.pause()
+        elif number == signal.SIGUSR2:
+            console.print("resumed")
+            worker.resume()
+        else:
+            console.print(_ENDS_LATER if worker.drain() else _ENDS_NOW)
+
+
+_ENDS_NOW = "ends now; no run was under way"
+_ENDS_LATER = "ends after the current run; a second SIGTERM, or Ctrl-C, ends the worker at once"
 
 
 def _show(record: RunRecord) -> None:

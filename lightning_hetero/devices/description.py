@@ -41,6 +41,8 @@ def equipment_here(torch_device: torch.device) -> Equipment:
         memory_bytes=device.total_bytes(),
         dtypes=[dtype_name(dtype) for dtype in _DTYPES if _computes_in(torch_device, dtype)],
         capabilities=_capabilities(device, versions),
+        host=platform.node(),
+        machine=_machine(),
     )
 
 

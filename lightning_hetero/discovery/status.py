@@ -81,7 +81,11 @@ class Sighting:
         """The worker's state in a word."""
         if self.problem:
             return "gone" if self.seen is not None else "not there"
-        return "free" if self.stage is None else "training" if self.stage.step else "in a run"
+        if self.stage is None:
+            return "free"
+        if self.stage.is_measuring:
+            return "measuring"
+        return "training" if self.stage.step else "in a run"
 
     @property
     def stage(self) -> StageStatus | None:

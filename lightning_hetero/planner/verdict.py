@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan import COORDINATOR
-from ..units import in_bytes, in_percent
+from ..units import in_bytes, in_duration, in_micro_batches, in_percent, in_percent_apart
 from .candidates import Candidate
 from .costs import Option
 from .feasibility import shortages
@@ -22,8 +22,18 @@ from .search import LEAST_GAIN, Search, speeds_of
 from .simulation import Speed, least_bottleneck
 from .solver import Solution
 
+NO_GAIN = 1.005
+"""A plan that is faster than the best single device by less than this factor gains nothing."""
+
 MOST_TRIED = 8
 """Devices for which advice compares plans with and without them; each takes a search."""
+
+BY_SPEEDS = "the speeds of all devices"
+BY_MEMORY = "the speeds and the memory of all devices"
+BY_PIPELINE = "this plan's stages, with the time to fill and drain the pipeline,"
+
+# Bounds that differ by less than this share are the same bound.
+_ALIKE = 0.001
 
 COLUMNS = ("worker", "device", "layers", "dtype", "memory", "forward", "backward", "link", "busy")
 
@@ -90,6 +100,7 @@ class Verdict:
             None if no device can.
         advice: Sentences for the user.
         assumed_links: Number of hops over links that were not measured.
+        no_gain: Why more machines are not faster than the best single device; empty if they are.
     """
 
     candidate: Candidate
@@ -98,6 +109,7 @@ class Verdict:
     best_single: tuple[str, float] | None
     advice: Sequence[Advice]
     assumed_links: int
+    no_gain: str = ""
 
     @property
     def tokens_per_second(self) -> float:
@@ -109,13 +121,15 @@ def judge(solution: Solution) -> Verdict:
     """The verdict on the solver's choice, compared with what its search finds for other devices."""
     candidate, search = solution.chosen, solution.search
     stages = [_stage(candidate, index) for index in range(len(candidate.names))]
+    bounds, single = _bounds(candidate, search), _best_single(search)
     return Verdict(
         candidate,
         stages=candidate.form.in_layer_order(stages),
-        bounds=_bounds(candidate, search),
-        best_single=_best_single(search),
+        bounds=bounds,
+        best_single=None if single is None else (single.names[-1], _tokens_per_second(single)),
         advice=advise(candidate, search),
         assumed_links=_assumed_links(candidate),
+        no_gain="" if single is None else _why_no_gain(candidate, search, single, bounds),
     )
 
 
@@ -150,14 +164,13 @@ def _stage(candidate: Candidate, index: int) -> StageVerdict:
 def _bounds(candidate: Candidate, search: Search) -> list[Bound]:
     tokens = _tokens(candidate)
     shortest = {
-        "the devices' speeds": _least_step(candidate, search, with_memory=False),
-        "with their memory": _least_step(candidate, search, with_memory=True),
-        "this plan's fill and drain": candidate.least_seconds,
+        BY_SPEEDS: _least_step(candidate, search, with_memory=False),
+        BY_MEMORY: _least_step(candidate, search, with_memory=True),
+        BY_PIPELINE: candidate.least_seconds,
     }
-    media = candidate.busy_seconds_of_media
-    if media:
-        slowest = max(media, key=lambda medium: media[medium])
-        shortest[f"the link {slowest}"] = media[slowest] * candidate.micro_batches
+    medium, seconds = _slowest_medium(candidate)
+    if medium:
+        shortest[f"the link {medium}"] = seconds * candidate.micro_batches
     return [Bound(name, tokens / seconds) for name, seconds in shortest.items() if seconds > 0]
 
 
@@ -174,13 +187,54 @@ def _least_step(candidate: Candidate, search: Search, with_memory: bool) -> floa
     return min(steps)
 
 
-def _best_single(search: Search) -> tuple[str, float] | None:
+def _best_single(search: Search) -> Candidate | None:
+    """The best candidate with all layers on one device; None if no device holds them."""
     tried = [search.best_alone(name) for name in (COORDINATOR, *search.one_of_each())]
     found = [single for single in tried if single is not None]
-    if not found:
-        return None
-    best = min(found, key=lambda single: single.step_seconds)
-    return best.names[-1], _tokens_per_second(best)
+    return min(found, key=lambda single: single.step_seconds, default=None)
+
+
+def _why_no_gain(
+    candidate: Candidate, search: Search, single: Candidate, bounds: Sequence[Bound]
+) -> str:
+    """Which bound keeps more machines from being faster; empty if the plan is faster."""
+    single_rate = _tokens_per_second(single)
+    if not math.isfinite(single_rate) or _tokens_per_second(candidate) > single_rate * NO_GAIN:
+        return ""
+    costs = candidate.costs
+    others = [name for name in costs.profile.workers if name not in single.names]
+    able = [name for name in others if costs.holder(name, candidate.size).speed.most_layers > 0]
+    rates = {bound.name: bound.tokens_per_second for bound in bounds}
+    for name in (BY_SPEEDS, BY_MEMORY):
+        if rates.get(name, math.inf) <= single_rate * (1 + LEAST_GAIN):
+            more = in_percent(max(0.0, rates[name] / single_rate - 1))
+            return f"{name} allow at most {more} more, and links take time"
+    if not able and single.names[-1] == COORDINATOR:
+        return "no worker can hold a layer"
+    if not able:
+        return "no other worker can hold a layer, and the coordinator's layers save no time"
+    wider = [search.best_with([*single.workers, name]) for name in _kinds(search, able)]
+    spread = [each for each in wider if each is not None]
+    if not spread:
+        return "no plan over more of these devices fits"
+    return _held_up_by(min(spread, key=lambda each: each.step_seconds))
+
+
+def _kinds(search: Search, workers: Sequence[str]) -> list[str]:
+    return search.one_of_each(workers)[:MOST_TRIED]
+
+
+def _held_up_by(spread: Candidate) -> str:
+    """What makes a plan over more machines slow."""
+    media, workers = spread.busy_seconds_of_media, " and ".join(spread.workers)
+    slowest = max(media, key=lambda medium: media[medium], default="")
+    if slowest and media[slowest] > spread.bottleneck_seconds:
+        return f"with {workers} the link {slowest} is slower than every stage"
+    count = in_micro_batches(spread.micro_batches)
+    return (
+        f"with {workers} a step of {count} takes {in_duration(spread.step_seconds)}, because of "
+        "the time to fill and drain the pipeline, and of the links"
+    )
 
 
 def _assumed_links(candidate: Candidate) -> int:
@@ -244,84 +298,131 @@ def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:
     change = beside.step_seconds / candidate.step_seconds - 1
     if change >= 0:
         return f"with it a step would take {in_percent(change)} longer."
+    if -change >= LEAST_GAIN:
+        return (
+            f"with it a step would take {in_percent(-change)} less, but it was left out together "
+            f"with others; to have it, give it layers with `--pin {name}=START:END`."
+        )
+    less, least = in_percent_apart(-change, LEAST_GAIN)
     return (
-        f"with it a step would take only {in_percent(-change)} less; "
-        f"below {in_percent(LEAST_GAIN)} a device is not worth the risk that it drifts or fails."
+        f"with it a step would take only {less} less; "
+        f"below {least} a device is not worth the risk that it drifts or fails."
     )
 
 
 def _slow_links(candidate: Candidate) -> Iterator[Advice]:
-    busy = candidate.busy_seconds_of_media
-    for medium, seconds in busy.items():
-        if seconds > candidate.bottleneck_seconds:
-            more = in_percent(seconds / candidate.bottleneck_seconds - 1)
-            text = (
-                f"the link {medium} is the bottleneck: a micro-batch occupies it {more} longer "
-                "than the slowest stage; a faster link would help, other layers would not."
-            )
-            yield Advice("slow link", COORDINATOR, text)
+    """Advice on the slowest link, if it is slower than every stage."""
+    medium, seconds = _slowest_medium(candidate)
+    if seconds > candidate.bottleneck_seconds > 0:
+        more = in_percent(seconds / candidate.bottleneck_seconds - 1)
+        text = (
+            f"the link {medium} is the bottleneck: a micro-batch occupies it {more} longer "
+            "than the slowest stage; a faster link would help, other layers would not."
+        )
+        yield Advice("slow link", COORDINATOR, text)
+
+
+def _slowest_medium(candidate: Candidate) -> tuple[str, float]:
+    """The link or medium that a micro-batch occupies longest, and its seconds."""
+    media = candidate.busy_seconds_of_media
+    return max(media.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 def render(verdict: Verdict) -> RenderableType:
     """The verdict as a table and sentences, for a terminal."""
     table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
+    embedding_is_here = not any(stage.embedding for stage in verdict.stages)
     for stage in verdict.stages:
-        table.add_row(*(Text(cell) for cell in _cells(stage)))
+        table.add_row(*(Text(cell) for cell in _cells(stage, embedding_is_here)))
     return Group(table, *(Text(line) for line in sentences(verdict)))
 
 
 def sentences(verdict: Verdict) -> list[str]:
     """The sentences below the table."""
-    candidate = verdict.candidate
-    lines = [
-        f"{candidate.micro_batches} micro-batches of {candidate.size}, at most "
-        f"{candidate.in_flight} in flight: a step of {_in_milliseconds(candidate.step_seconds)}, "
-        f"{_rate_text(verdict.tokens_per_second)}, bubble {in_percent(candidate.simulation.bubble)}"
-    ]
+    lines = [_step(verdict)]
     lines += [
         f"{stage.device.name} has the input embedding: it gets token ids, and sends no gradient "
         "back"
         for stage in verdict.stages
         if stage.embedding
     ]
-    lines += [
-        f"bound by {bound.name}: {_rate_text(bound.tokens_per_second)}, of which this plan reaches "
-        f"{in_percent(verdict.tokens_per_second / bound.tokens_per_second)}"
-        for bound in verdict.bounds
-    ]
-    lines.append(_single(verdict))
+    lines += [*_bound_lines(verdict), *_idle_link(verdict.candidate), _single(verdict)]
     if verdict.assumed_links:
-        lines.append(
-            f"{verdict.assumed_links} of the links were not measured; their speed is assumed."
-        )
+        are = "link was" if verdict.assumed_links == 1 else "links were"
+        lines.append(f"{verdict.assumed_links} {are} not measured; the speed is assumed.")
     return [*lines, *(advice.text for advice in verdict.advice)]
+
+
+def _step(verdict: Verdict) -> str:
+    candidate = verdict.candidate
+    cut = f"{in_micro_batches(candidate.micro_batches)} of {candidate.size}"
+    if not candidate.pipeline.is_alone:
+        cut += f", at most {candidate.in_flight} in flight"
+    bubble = in_percent(candidate.simulation.bubble)
+    return (
+        f"{cut}: a step of {in_duration(candidate.step_seconds)}, "
+        f"{_rate_text(verdict.tokens_per_second)}, bubble {bubble}"
+    )
+
+
+def _bound_lines(verdict: Verdict) -> Iterator[str]:
+    """A line for each bound that says more than the bound before it; links have their own."""
+    before = math.inf
+    for bound in verdict.bounds:
+        rate = bound.tokens_per_second
+        if bound.name in (BY_SPEEDS, BY_MEMORY, BY_PIPELINE) and rate < before * (1 - _ALIKE):
+            # Both come from sums of seconds, so a plan at its bound may exceed it by a hair.
+            share = in_percent(min(1.0, verdict.tokens_per_second / rate))
+            yield f"{bound.name} allow at most {_rate_text(rate)}; this plan reaches {share} of it"
+            before = rate
+
+
+def _idle_link(candidate: Candidate) -> Iterator[str]:
+    """How much faster the slowest link is than this plan needs, unless it is the bottleneck."""
+    medium, seconds = _slowest_medium(candidate)
+    if 0 < seconds <= candidate.bottleneck_seconds:
+        times = candidate.bottleneck_seconds / seconds
+        said = f"{times:.1f}" if times < 10 else f"{times:,.0f}"
+        yield (
+            f"the link {medium}, the slowest one, is not a bottleneck: {said} times faster than "
+            "this plan needs"
+            if said != "1.0"
+            else f"the link {medium}, the slowest one, is just as fast as this plan needs"
+        )
 
 
 def _single(verdict: Verdict) -> str:
     if verdict.best_single is None:
         return "no single device holds all layers"
     name, speed = verdict.best_single
-    times = verdict.tokens_per_second / speed
-    return f"best single device: {name}, {_rate_text(speed)}; this plan is {times:.2f} x that"
+    said = f"best single device: {name}, {_rate_text(speed)}"
+    if verdict.no_gain:
+        return f"{said}; more machines gain nothing here: {verdict.no_gain}"
+    return f"{said}; this plan is {verdict.tokens_per_second / speed:.2f} times as fast"
 
 
-def _cells(stage: StageVerdict) -> list[str]:
-    first, end = stage.layers
+def _cells(stage: StageVerdict, has_embedding: bool) -> list[str]:
     return [
         stage.device.name,
         stage.device.device,
-        f"{first}:{end} ({end - first})",
+        _layers_text(stage, has_embedding),
         stage.option.dtype + (" recompute" if stage.option.recompute else ""),
         f"{in_bytes(stage.needed_bytes)} of {in_bytes(stage.device.memory_bytes)}",
-        _in_milliseconds(stage.forward_seconds),
-        _in_milliseconds(stage.backward_seconds),
-        _in_milliseconds(stage.link_seconds),
+        in_duration(stage.forward_seconds),
+        in_duration(stage.backward_seconds),
+        in_duration(stage.link_seconds),
         in_percent(stage.busy_share),
     ]
 
 
-def _in_milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 0.1 else f"{1000 * seconds:.0f} ms"
+def _layers_text(stage: StageVerdict, has_embedding: bool) -> str:
+    first, end = stage.layers
+    if end > first:
+        return f"{first}:{end} ({end - first})"
+    if stage.device.name != COORDINATOR:
+        return "no layers"
+    ends = "the embedding, the head" if has_embedding else "the head"
+    return f"no layers, {ends} and the loss"
 
 
 def _rate_text(tokens_per_second: float) -> str:

@@ -102,6 +102,8 @@ class Equipment(msgspec.Struct, frozen=True):
         memory_bytes: All of the device's memory; 0 if it is unknown.
         dtypes: Floating-point types that the device computes in.
         capabilities: What only some workers can do, such as ``nf4`` or ``flash_attention_2``.
+        host: The name of its machine on the network.
+        machine: Equal for all processes on one machine, and for no others.
     """
 
     versions: Annotated[dict[Name, Name], FEW] = {}
@@ -110,6 +112,8 @@ class Equipment(msgspec.Struct, frozen=True):
     memory_bytes: Bytes = 0
     dtypes: Annotated[list[Name], FEW] = []
     capabilities: Annotated[list[Name], FEW] = []
+    host: Name = ""
+    machine: Name = ""
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,6 +152,7 @@ class StageStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         training_seconds: From the first training step to the latest optimizer step.
         busy_seconds: How much of that time the stage computed.
         links: The links to the coordinator and to its neighbors.
+        is_measuring: Whether the coordinator measures here, before there is a stage.
     """
 
     run: Name
@@ -159,3 +164,4 @@ class StageStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     training_seconds: LongSeconds
     busy_seconds: LongSeconds
     links: Annotated[list[LinkStatus], FEW]
+    is_measuring: bool = False

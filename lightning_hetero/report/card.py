@@ -18,7 +18,17 @@ from .svg import (
     width_of,
     wrapped,
 )
-from .topology import MEMORY_PARTS, Memory, Place, layers_as_text, memory_as_text, split_address
+from .topology import (
+    EMBEDDING,
+    MEMORY_PARTS,
+    Memory,
+    Place,
+    is_loopback,
+    layers_as_text,
+    memory_as_text,
+    short_device,
+    split_address,
+)
 
 PADDING = 16
 HEADER_HEIGHT = 40
@@ -26,9 +36,11 @@ DEVICE_LINE_HEIGHT = 16
 LAYERS_HEIGHT = 46
 MEMORY_HEIGHT = 38
 MARKS_HEIGHT = 28
+MARK_HEIGHT = 20
 
 _BAR_HEIGHT = 8
 _LEAST_CELL = 6.0
+_CELL_GAP = 2.0
 _PILL_GAP = 6
 
 
@@ -54,9 +66,9 @@ class CardGrid:
         inner = width - 2 * PADDING
         return cls(
             width,
-            max((len(wrapped(place.device, inner, 12)) for place in places), default=0),
+            max((len(device_lines(place.device, inner)) for place in places), default=0),
             any(place.memory for place in places),
-            max((len(mark_rows(place.marks, inner)) for place in places), default=0),
+            max((len(mark_rows(_other_marks(place), inner)) for place in places), default=0),
         )
 
     @property
@@ -80,24 +92,38 @@ def card(place: Place, number: int, num_layers: int, machine: int, grid: CardGri
         moved(PADDING, PADDING, header(place, str(number), machine, inner)),
     ]
     y = PADDING + HEADER_HEIGHT
-    for line, content in enumerate(wrapped(place.device, inner, 12)):
+    for line, content in enumerate(device_lines(place.device, inner)):
         parts.append(text(PADDING, y + line * DEVICE_LINE_HEIGHT, content, "normal soft"))
     y += grid.device_lines * DEVICE_LINE_HEIGHT
     parts.append(moved(PADDING, y, layers_row(place, num_layers, machine, inner)))
     y += LAYERS_HEIGHT
     if place.memory is not None:
-        parts.append(moved(PADDING, y, memory_row(place.memory, machine, inner)))
+        parts.append(moved(PADDING, y, memory_row(place.memory, inner)))
     y += grid.has_memory * MEMORY_HEIGHT
-    for row, marks in enumerate(mark_rows(place.marks, inner)):
+    for row, marks in enumerate(mark_rows(_other_marks(place), inner)):
         parts.append(moved(PADDING, y + row * MARKS_HEIGHT, marks_row(marks)))
     said = [place.name, place.device, layers_as_text(place.layers), *place.marks]
     return titled(", ".join(part for part in said if part), *parts, class_="place")
 
 
+def _other_marks(place: Place) -> list[str]:
+    """The marks in the card; that of the embedding is on its edge, where token ids arrive."""
+    return [mark for mark in place.marks if mark != EMBEDDING]
+
+
+def device_lines(device: str, width: float, most_lines: int = 2) -> list[str]:
+    """The name of a device in lines of at most this width, without words that have no room."""
+
+    def fits(name: str) -> bool:
+        return not any("…" in line for line in wrapped(name.rstrip(" …"), width, 12, most_lines))
+
+    return wrapped(short_device(device, fits), width, 12, most_lines)
+
+
 def header(place: Place, number: str, machine: int, width: float) -> str:
     """The number of the place in its machine's colour, and its name."""
     host, port = split_address(place.name)
-    aside = port or place.host
+    aside = f"{port} {place.machine_name}" if port and is_loopback(host) else port or place.host
     room = width - 34
     aside_width = width_of(aside, 12) + 6 if aside else 0
     if aside and not port and width_of(host, 14, is_bold=True) + aside_width > room:
@@ -126,13 +152,15 @@ def layer_map(
 ) -> str:
     """All layers of the model in a row; the place's own layers are coloured."""
     first, end = layers
-    cell = width / max(num_layers, 1)
+    # The last cell ends with the row, as bars below it do.
+    cell = (width + _CELL_GAP) / max(num_layers, 1)
     if cell >= _LEAST_CELL:
         colours = [hue(machine) if first <= n < end else "track" for n in range(num_layers)]
         return "".join(
-            rectangle(index * cell, 0, cell - 2, height, colour, radius=2)
+            rectangle(index * cell, 0, cell - _CELL_GAP, height, colour, radius=2)
             for index, colour in enumerate(colours)
         )
+    cell = width / num_layers
     track = rectangle(0, 0, width, height, "track", radius=3)
     if first >= end:
         return track
@@ -141,27 +169,26 @@ def layer_map(
     return track + rectangle(start, 0, held, height, hue(machine), radius=2)
 
 
-def memory_row(memory: Memory, machine: int, width: float) -> str:
+def memory_row(memory: Memory, width: float) -> str:
     """The memory of a place as text and as a bar."""
     parts = [
-        text(0, 8, _name_of_bar(memory), "small soft"),
+        text(0, 8, memory.name, "small soft"),
         text(width, 8, memory_as_text(memory), "small soft", "end"),
     ]
     if memory.total_bytes and memory.used_bytes:
-        parts.append(moved(0, 15, _memory_bar(memory, machine, width)))
+        parts.append(moved(0, 15, _memory_bar(memory, width)))
     return "".join(parts)
 
 
-def _memory_bar(memory: Memory, machine: int, width: float) -> str:
-    """The bar of the memory's parts; it ends at the device's memory."""
+def _memory_bar(memory: Memory, width: float) -> str:
+    """The bar of the memory's parts, in the legend's colours; it ends at the device's memory."""
     parts = [rectangle(0, 0, width, _BAR_HEIGHT, "track", radius=3)]
     start = 0.0
     for name in MEMORY_PARTS:
         share = memory.used_bytes.get(name, 0.0) / memory.total_bytes
         length = min(share * width, width - start)
         if length > 0:
-            class_ = f"{hue(machine)} {memory_class(name)}"
-            parts.append(rectangle(start, 0, length, _BAR_HEIGHT, class_))
+            parts.append(rectangle(start, 0, length, _BAR_HEIGHT, memory_class(name)))
             start += length
     return "".join(parts)
 
@@ -186,16 +213,16 @@ def marks_row(marks: Sequence[str]) -> str:
     parts, x = [], 0.0
     for mark in marks:
         width = _pill_width(mark)
-        parts.append(rectangle(x, 0, width, 20, "pill", radius=10))
+        parts.append(rectangle(x, 0, width, MARK_HEIGHT, "pill", radius=MARK_HEIGHT / 2))
         parts.append(text(x + width / 2, 14, mark, "small ink", "middle"))
         x += width + _PILL_GAP
     return "".join(parts)
 
 
+def mark_at(x: float, y: float, mark: str) -> str:
+    """A mark whose middle is at this point."""
+    return moved(x - _pill_width(mark) / 2, y - MARK_HEIGHT / 2, marks_row([mark]))
+
+
 def _pill_width(mark: str) -> float:
     return width_of(mark, 11) + 18
-
-
-def _name_of_bar(memory: Memory) -> str:
-    """The bar is named after the weights if only their memory is known."""
-    return "weights" if list(memory.used_bytes) == ["weights"] else "memory"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..protocol.fields import Span
 from ..telemetry.step import Prediction, RecordedStep, StageSpans
+from ..units import in_duration, in_percent, time_unit
 from .svg import (
     HUES,
     Point,
@@ -84,7 +86,8 @@ def line_chart(
 def shares_chart(
     rows: Mapping[str, Mapping[str, Curve]], colours: Mapping[str, str], label: str
 ) -> str:
-    """A band for each row, in which the shares of all kinds are stacked over the steps.
+    """A band for each row, in which the shares of all kinds are stacked over the steps; behind it
+    the `typical` share of the first kind.
 
     Args:
         rows: For each row, the curve of each kind.
@@ -101,16 +104,17 @@ def shares_chart(
         frame = _Frame(reach, (0, 1), _LABEL, room, y, _BAND - 12)
         parts.append(text(0, y + 20, elided(name, _LABEL - 12, 12), "normal ink"))
         parts += _bands(frame, curves, colours)
-        last = _last(curves, next(iter(colours)))
-        parts.append(text(WIDTH - _RIGHT, y + 20, last, "normal soft", "end"))
+        share = typical(curves.get(next(iter(colours)), ()))
+        said = "" if share is None else in_percent(share)
+        parts.append(text(WIDTH - _RIGHT, y + 20, said, "normal soft", "end"))
     height = _TOP + len(rows) * _BAND + _FOOT - 12
     return picture(WIDTH, height, label, _legend(colours), *parts, *_step_axis(frame))
 
 
 def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
     """Evenly spaced round values that enclose ``least`` and ``most``."""
-    # A difference so small that it has no logarithm counts as none.
-    if most - least < sys.float_info.min * count:
+    # A difference that has no logarithm, or that is lost beside the values, counts as none.
+    if most - least < max(sys.float_info.min * count, _HAIR * max(abs(least), abs(most))):
         room = abs(least) * 0.1 or 1.0
         least, most = least - room, most + room
     rough = (most - least) / count
@@ -120,6 +124,12 @@ def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
     )
     first, last = math.floor(least / apart + _HAIR), math.ceil(most / apart - _HAIR)
     return [apart * number for number in range(first, last + 1)]
+
+
+def typical(curve: Curve) -> float | None:
+    """The median over the last half of a curve, without its start; None without a finite value."""
+    values = [value for _, value in curve[len(curve) // 2 :] if math.isfinite(value)]
+    return statistics.median(values) if values else None
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
@@ -163,6 +173,7 @@ def _step_axis(frame: _Frame) -> Iterator[str]:
     first, last = frame.x
     y = frame.top + frame.height + 18
     yield text(frame.left, y, f"step {first:,.0f}", "small soft")
+    yield text(frame.left + frame.width / 2, y, "optimizer steps", "small soft", "middle")
     yield text(frame.left + frame.width, y, f"step {last:,.0f}", "small soft", "end")
 
 
@@ -194,12 +205,6 @@ def _bands(frame: _Frame, curves: Mapping[str, Curve], colours: Mapping[str, str
         below = above
 
 
-def _last(curves: Mapping[str, Curve], kind: str) -> str:
-    """The last share of a kind."""
-    curve = _finite(curves.get(kind, ()))
-    return f"{100 * curve[-1][1]:.0f} %" if curve else ""
-
-
 def _finite(curve: Curve) -> list[tuple[float, float]]:
     return [(step, value) for step, value in curve if math.isfinite(value)]
 
@@ -209,7 +214,7 @@ def _share(value: float, least: float, most: float) -> float:
 
 
 # The step chart, in pixels.
-_STEP_WIDTH = 1200.0
+_STEP_WIDTH = 960.0
 _STEP_LABEL = 190.0
 _STEP_SHARE = 70.0
 _MARGIN = 24.0
@@ -281,16 +286,20 @@ def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
 
 
 def _measured(step: RecordedStep) -> _Panel:
-    title = f"Step {step.step} as it was: {_duration(step.seconds)}, bubble {step.bubble:.0%}"
+    lasted, bubble = in_duration(step.seconds), in_percent(step.bubble)
+    title = f"Step {step.step} as recorded: {lasted}, bubble {bubble}"
     start = step.first_action_seconds
     return _Panel(title, step.stages, start, step.end_seconds - start, step.seconds)
 
 
 def _predicted(prediction: Prediction) -> _Panel:
-    sources = {"profile": "from the profile", "this step's own times": "from its mean times"}
+    sources = {
+        "profile": "from the profile",
+        "this step's own times": "from the mean times of this step",
+    }
     title = (
-        f"Simulated {sources[prediction.source]}: {_duration(prediction.seconds)}, "
-        f"bubble {prediction.bubble:.0%}"
+        f"Simulated {sources[prediction.source]}: {in_duration(prediction.seconds)}, "
+        f"bubble {in_percent(prediction.bubble)}"
     )
     return _Panel(title, prediction.stages, 0.0, prediction.seconds, prediction.seconds)
 
@@ -305,7 +314,7 @@ def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
             x = left + (span.start_seconds - panel.start_seconds) * scale
             yield from _action(stage.name_of(span), span, x, y, scale)
         share = stage.computing_seconds / panel.step_seconds if panel.step_seconds > 0 else 0.0
-        yield text(_STEP_WIDTH - _MARGIN, y + 16, f"{share:.0%} busy", "normal ink", "end")
+        yield text(_STEP_WIDTH - _MARGIN, y + 16, f"{in_percent(share)} busy", "normal ink", "end")
 
 
 def _action(name: str, span: Span, x: float, y: float, scale: float) -> Iterator[str]:
@@ -313,25 +322,20 @@ def _action(name: str, span: Span, x: float, y: float, scale: float) -> Iterator
     width = seconds * scale
     # A narrow gap separates neighbouring bars.
     shown = rectangle(x, y, max(0.4, width - 0.6), _BAR, span.kind)
-    yield titled(f"{name}: {_duration(seconds)}", shown)
+    yield titled(f"{name}: {in_duration(seconds)}", shown)
     number = "" if span.microbatch is None else str(span.microbatch)
-    if number and width >= width_of(number, 11) + _AROUND:
+    if number and width >= width_of(number, 12) + _AROUND:
         yield text(x + width / 2, y + 16, number, "inside", "middle")
 
 
 def _seconds_axis(longest: float, scale: float) -> Iterator[str]:
-    for tick in nice_ticks(0.0, longest, 8):
-        if tick <= longest:
-            yield element("path", d=f"M{tick * scale:.1f} 0V6", class_="grid")
-            yield text(tick * scale, 20, _duration(tick), "small soft", "middle")
+    size, unit = time_unit(longest)
+    for tick in nice_ticks(0.0, longest / size, 6):
+        if tick * size <= longest:
+            x = tick * size * scale
+            yield element("path", d=f"M{x:.1f} 0V6", class_="grid")
+            yield text(x, 20, f"{tick:,.6g} {unit}", "small soft", "middle")
 
 
 def _label(stage: StageSpans) -> str:
     return stage.worker if stage.stage == 0 else f"stage {stage.stage}: {stage.worker}"
-
-
-def _duration(seconds: float) -> str:
-    # The format "g" writes a value that rounds to a thousand with an exponent.
-    if seconds < 0.9995:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"

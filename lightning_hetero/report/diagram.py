@@ -20,10 +20,13 @@ from pathlib import PurePath
 
 from ..errors import PictureError
 from .card import (
+    MARK_HEIGHT,
     CardGrid,
     card,
+    device_lines,
     header,
     layer_map,
+    mark_at,
     marks_row,
     marks_width,
     memory_class,
@@ -48,8 +51,10 @@ from .svg import (
     wrapped,
 )
 from .topology import (
+    EMBEDDING,
     MEMORY_PARTS,
     Link,
+    Memory,
     Place,
     Speed,
     Topology,
@@ -78,18 +83,18 @@ class Label:
 def both_ways(points: Sequence[Point], link: Link) -> str:
     """The two lines of a link: activations along the points, gradients back. A one-way link carries
     only token ids."""
-    there = beside(points, 0 if link.is_one_way else APART)
-    back = list(reversed(beside(points, -APART)))
-    lines = arrow(there, "activation")
-    if not link.is_one_way:
-        lines += arrow(back, "gradient")
+    if link.is_one_way:
+        lines = arrow(points, "token")
+    else:
+        lines = arrow(beside(points, APART), "activation")
+        lines += arrow(list(reversed(beside(points, -APART))), "gradient")
     said = [label.content for side in labels(link) for label in side]
     return titled(", ".join(said), lines, class_="link") if said else lines
 
 
 def labels(link: Link) -> tuple[list[Label], list[Label]]:
     """The labels on the activations' side and on the gradients' side, from the line outwards."""
-    forward, backward = link.forward, link.backward
+    forward, backward = link.forward, None if link.is_one_way else link.backward
     above = [Label(link.activation_dtype, _ACTIVATIONS)] if link.activation_dtype else []
     below = [Label(link.gradient_dtype, _GRADIENTS)] if link.gradient_dtype else []
     if forward is None or backward is None or _are_alike(forward, backward):
@@ -201,6 +206,7 @@ class _Diagram:
             self._band_content(),
             *(self._card(index) for index in range(len(self._topology.stages))),
             *(self._wire(index) for index in range(len(self._topology.links))),
+            self._arrival(),
             self._legend(),
             radius=14,
         )
@@ -278,11 +284,11 @@ class _Diagram:
             ),
         ]
         if place.device:
-            device = elided(place.device, left - 34, 12)
+            device = device_lines(place.device, left - 34, 1)
             x, y = band.x + _BAND_PADDING + 34, band.y + _BAND_PADDING + 36
-            parts.append(text(x, y, device, "normal soft"))
+            parts.append(text(x, y, device[0], "normal soft"))
         if place.memory is not None:
-            bar = memory_row(place.memory, self._machine(place), right)
+            bar = memory_row(place.memory, right)
             parts.append(moved(band.right - _BAND_PADDING - right, band.y + _BAND_PADDING + 4, bar))
         return element("g", *parts, *self._pills(), class_="place")
 
@@ -368,14 +374,30 @@ class _Diagram:
             label = label_along(self._left + self._inner / 2, points[2][1], link)
         return both_ways(points, link) + label
 
+    def _arrival(self) -> str:
+        """The first worker's embedding, on the edge of its card where the token ids arrive."""
+        if not self._embeds_on_worker:
+            return ""
+        x, y = self._way_out()[-1]
+        return mark_at(x, y + MARK_HEIGHT / 2, EMBEDDING)
+
+    @property
+    def _embeds_on_worker(self) -> bool:
+        stages = self._topology.stages
+        return bool(stages) and EMBEDDING in stages[0].marks
+
     def _way_out(self) -> list[Point]:
-        """The line from the coordinator's last part before the stages to the first stage."""
+        """The line from the coordinator's last part before the stages to the first stage, or to
+        the embedding on the edge of the first stage."""
         boxes, first = self._pill_boxes, self._boxes[0]
         start = boxes[self._topology.own_parts[0][-1]]
-        x = start.middle[0]
-        if first.x + 20 <= x <= first.right - 20:
-            return [(x, start.bottom), (x, first.y)]
-        return self._turned((x, start.bottom), (first.right - 48, first.y))
+        x, top = start.middle[0], first.y - self._embeds_on_worker * MARK_HEIGHT / 2
+        room = marks_width([EMBEDDING]) / 2 if self._embeds_on_worker else 20
+        if first.x + room <= x <= first.right - room:
+            return [(x, start.bottom), (x, top)]
+        if self._embeds_on_worker and x < first.x + room:
+            return self._turned((x, start.bottom), (first.x + 48, top))
+        return self._turned((x, start.bottom), (first.right - 48, top))
 
     def _way_home(self) -> list[Point]:
         """The line from the last stage to the coordinator's first part after the stages."""
@@ -411,6 +433,8 @@ class _Diagram:
         """The kind of each item and its words, in rows."""
         items = []
         if self._topology.links:
+            ways = [link.is_one_way for link in self._topology.links]
+            items += [("token", "token ids")] if any(ways) else []
             items += [("activation", "activations"), ("gradient", "gradients")]
         used = {
             name
@@ -437,7 +461,7 @@ class _Diagram:
 
 def _swatch(kind: str) -> str:
     if kind in MEMORY_PARTS:
-        return rectangle(6, 2, 14, 10, f"soft {memory_class(kind)}", radius=2)
+        return rectangle(6, 2, 14, 10, memory_class(kind), radius=2)
     return element("path", d="M0 7 L22 7", class_=f"line {kind}-line")
 
 
@@ -458,7 +482,8 @@ def _lines(topology: Topology) -> Iterator[str]:
     yield "flowchart LR"
     ids = {place.name: f"stage{number}" for number, place in enumerate(topology.places)}
     for number, machine in enumerate(topology.machines):
-        yield f'  subgraph machine{number}["{_said(machine)}"]'
+        name = next(p.machine_name for p in topology.places if p.machine == machine)
+        yield f'  subgraph machine{number}["{_said(name)}"]'
         for place in topology.places:
             if place.machine == machine:
                 yield f'    {ids[place.name]}["{_content(place, topology)}"]'
@@ -477,15 +502,23 @@ def _content(place: Place, topology: Topology) -> str:
         before, behind = topology.own_parts
         said = {"layers": held} | {end: f"{end}, frozen" for end in topology.frozen_ends}
         held = " · ".join(said.get(part, part) for part in [*before, *behind] if part != "data")
-    memory = "" if place.memory is None else f"memory {memory_as_text(place.memory)}"
+    memory = "" if place.memory is None else _memory_in_words(place.memory)
     lines = [place.device, held, memory, " · ".join(place.marks)]
     name = f"<b>{_said(place.name)}</b>"
     return "<br/>".join([name, *(_said(line) for line in lines if line)])
 
 
+def _memory_in_words(memory: Memory) -> str:
+    if not memory.used_bytes:
+        return f"memory of {memory_as_text(memory)}"
+    what = memory.name if memory.name == "weights" else "all of training"
+    return f"{what}: {memory_as_text(memory)} of memory"
+
+
 def _mermaid_arrow(link: Link) -> str:
     above, below = labels(link)
-    said = " · ".join(label.content for label in (*above, *below))
+    what = ["token ids"] if link.is_one_way else []
+    said = " · ".join([*what, *(label.content for label in (*above, *below))])
     back = "" if link.is_one_way else "<"
     return f'{back}-- "{_said(said)}" -->' if said else f"{back}-->"
 

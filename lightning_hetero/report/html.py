@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..errors import PlanError
-from ..units import in_bytes, in_percent
+from ..units import in_bytes, in_duration, in_micro_batches, in_percent
 from .charts import line_chart, shares_chart
 from .diagram import diagram
 from .run_record import RunRecord, findings
@@ -22,11 +23,12 @@ from .topology import topology_of
 _SHARES = {"busy": "hue-0", "transferring": "hue-2", "waiting": "track"}
 _PIPELINE_NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
     "tokens_per_second": ("tokens per second", "{:,.0f}".format),
-    "step_seconds": ("seconds per step", "{:.3g}".format),
+    "step_seconds": ("per step", in_duration),
     "bubble_share": ("bubble", in_percent),
     "bound_share": ("of the devices' bound", in_percent),
 }
 _MOST_LOSSES = 8
+_MOST_IN_A_ROW = 6
 _MOST_COMPARED = 10
 
 
@@ -34,10 +36,16 @@ def report(record: RunRecord) -> str:
     """The page as HTML."""
     topology, no_topology = _topology(record)
     page = _environment().get_template("page.html")
+    key_numbers = list(_key_numbers(record))
     shown = page.render(
         record=record,
         summary=_summary(record),
-        key_numbers=list(_key_numbers(record)),
+        when=_when(record),
+        versions=_versions(record),
+        processes=_processes(record),
+        key_numbers=key_numbers,
+        columns=_columns(len(key_numbers)),
+        missing=_missing(record),
         findings=findings(record),
         topology=topology,
         no_topology=no_topology,
@@ -75,8 +83,8 @@ def _summary(record: RunRecord) -> str:
         return "A run of lightning-hetero."
     processes = len(plan.remote_stages) + 1
     return (
-        f"{plan.stages[-1].layers[1]} layers over {processes} processes, {plan.micro_batches} "
-        f"micro-batches, at most {plan.max_in_flight} in flight."
+        f"{plan.stages[-1].layers[1]} layers over {processes} processes, "
+        f"{in_micro_batches(plan.micro_batches)}, at most {plan.max_in_flight} in flight."
     )
 
 
@@ -85,10 +93,69 @@ def _key_numbers(record: RunRecord) -> Iterator[tuple[str, str]]:
         if (value := record.last(name)) is not None:
             yield f"last {name}", f"{value:.4g}"
     for name, (label, form) in _PIPELINE_NUMBERS.items():
-        if (value := record.last(f"pipeline/{name}")) is not None:
+        value = record.typical(f"pipeline/{name}")
+        # A step shorter than its bound is a wrong measurement, which the findings name.
+        if value is not None and not (name == "bound_share" and value > 1):
             yield label, form(value)
-    if (slowest := record.last("pipeline/bottleneck_stage")) is not None:
-        yield f"slowest stage, {record.worker_of(int(slowest))}", f"{slowest:.0f}"
+    if busy := record.typical_of_stages("busy_share"):
+        slowest = max(busy, key=lambda number: busy[number])
+        yield f"busiest stage, {record.worker_of(slowest)}", f"{slowest}"
+
+
+def _columns(count: int) -> int:
+    """The columns of the key numbers, so that no row has a single one."""
+    rows = -(-count // _MOST_IN_A_ROW) or 1
+    return -(-count // rows)
+
+
+def _missing(record: RunRecord) -> str:
+    """One sentence on what the folder does not tell, and how the next run can; may be empty."""
+    parts = []
+    if not _losses(record):
+        parts.append("the loss (log one with self.log, and give the Trainer a CSVLogger)")
+    if not record.stage_numbers:
+        parts.append("the stages and the speed (callback StageMonitor, with a CSVLogger)")
+    if not record.timeline or not _compared(record):
+        parts.append("a step's timeline and prediction (callback PipelineTimeline)")
+    return f"Not recorded in this run: {'; '.join(parts)}." if parts else ""
+
+
+def _when(record: RunRecord) -> str:
+    facts = record.facts
+    if facts is None:
+        written = datetime.fromtimestamp(record.written_at).astimezone()
+        return f"Its files were last written on {_moment(written)}." if record.written_at else ""
+    began = datetime.fromisoformat(facts.started_at)
+    if not facts.ended_at:
+        return f"Began on {_moment(began)}."
+    ended = datetime.fromisoformat(facts.ended_at)
+    lasted = in_duration((ended - began).total_seconds())
+    return f"Began on {_moment(began)}, ended on {_moment(ended)}, after {lasted}."
+
+
+def _moment(when: datetime) -> str:
+    return when.strftime("%d %B %Y at %H:%M %Z").strip()
+
+
+def _versions(record: RunRecord) -> str:
+    """The coordinator's libraries."""
+    processes = [] if record.facts is None else record.facts.processes
+    return ", ".join(f"{k} {v}" for p in processes[:1] for k, v in p.versions.items())
+
+
+def _processes(record: RunRecord) -> list[list[str]]:
+    """A row for each process, with the libraries that differ from the coordinator's."""
+    processes = [] if record.facts is None else record.facts.processes
+    usual = processes[0].versions if processes else {}
+    return [
+        [
+            process.name,
+            process.host or "–",
+            process.device or "–",
+            ", ".join(f"{k} {v}" for k, v in process.versions.items() if usual.get(k) != v) or "–",
+        ]
+        for process in processes
+    ]
 
 
 def _topology(record: RunRecord) -> tuple[str, str]:
@@ -134,8 +201,8 @@ def _compared(record: RunRecord) -> list[list[str]]:
     return [
         [
             str(step.step),
-            f"{step.seconds:.3g} s",
-            f"{predicted.seconds:.3g} s",
+            in_duration(step.seconds),
+            in_duration(predicted.seconds),
             in_percent(step.bubble_share),
             in_percent(predicted.bubble_share),
             predicted.source or "–",
@@ -147,7 +214,8 @@ def _compared(record: RunRecord) -> list[list[str]]:
 
 def _stage_row(record: RunRecord, number: int) -> list[str]:
     def shown(name: str, form: Callable[[float], str]) -> str:
-        value = record.last(f"stage/{number}/{name}")
+        found = record.last if name.startswith("memory") else record.typical
+        value = found(f"stage/{number}/{name}")
         return "–" if value is None else form(value)
 
     return [

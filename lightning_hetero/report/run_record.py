@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import yaml
 
 from ..errors import PictureError, PlanError
 from ..plan import Plan
-from ..units import in_percent
-from .charts import Curve
+from ..units import in_duration, in_micro_batches, in_percent
+from .charts import Curve, typical
 from .diagram import PICTURE_NAME, PLAN_NAME
 
 TOPOLOGY = f"{PICTURE_NAME}.svg"
 METRICS = "metrics.csv"
 TIMELINE = "timeline.json"
 TIMELINE_PICTURE = "timeline.svg"
-FILES = (METRICS, TOPOLOGY, TIMELINE, TIMELINE_PICTURE, PLAN_NAME)
+FACTS = "run.json"
+HYPERPARAMETERS = "hparams.yaml"
+FILES = (METRICS, TOPOLOGY, TIMELINE, TIMELINE_PICTURE, PLAN_NAME, FACTS)
 
 Found = TypeVar("Found")
 
@@ -67,6 +70,40 @@ class Recorded(msgspec.Struct, frozen=True):
     stages: list[RecordedStage] = []
 
 
+class Process(msgspec.Struct, frozen=True):
+    """Where a process of the run was.
+
+    Args:
+        name: The name in the plan.
+        host: The name of its machine.
+        device: The name of its device.
+        versions: Its libraries.
+    """
+
+    name: str
+    host: str = ""
+    device: str = ""
+    versions: dict[str, str] = {}
+
+
+class RunFacts(msgspec.Struct, frozen=True):
+    """What the strategy writes about a run beside the logs.
+
+    Args:
+        model: The name of the model.
+        started_at: When training began, in ISO format with the time zone.
+        processes: The coordinator and the workers.
+        ended_at: When the run ended; empty while it is under way, and after a kill.
+        error: The text of the error that ended the run; empty without one.
+    """
+
+    model: str
+    started_at: str
+    processes: list[Process] = []
+    ended_at: str = ""
+    error: str = ""
+
+
 class _Timeline(msgspec.Struct, frozen=True):
     # The decoder skips all other keys, so also the spans.
     other: Recorded = msgspec.field(name="otherData", default_factory=Recorded)
@@ -84,6 +121,9 @@ class RunRecord:
         timeline: The markup of the timeline's picture.
         recorded: The steps and stages in the timeline.
         problems: A sentence for each file that cannot be read.
+        facts: When, where and with what the run ran; None for a folder that does not tell.
+        hyperparameters: The values that Lightning saved, by their names, as text.
+        written_at: When the latest of the files was written, in seconds since 1970.
     """
 
     name: str
@@ -93,6 +133,14 @@ class RunRecord:
     timeline: str | None = None
     recorded: Recorded = field(default_factory=Recorded)
     problems: list[str] = field(default_factory=list)
+    facts: RunFacts | None = None
+    hyperparameters: dict[str, str] = field(default_factory=dict)
+    written_at: float = 0.0
+
+    @property
+    def title(self) -> str:
+        """The model and the folder."""
+        return f"{self.facts.model} · {self.name}" if self.facts is not None else self.name
 
     @property
     def has_moved_since(self) -> bool:
@@ -117,6 +165,15 @@ class RunRecord:
         """The last finite value of a metric; None if it has none."""
         finite = [value for _, value in self.metrics.get(name, ()) if math.isfinite(value)]
         return finite[-1] if finite else None
+
+    def typical(self, name: str) -> float | None:
+        """The median of a metric over the last half of the run; None if it has no value."""
+        return typical(self.metrics.get(name, ()))
+
+    def typical_of_stages(self, name: str) -> dict[int, float]:
+        """The median of a metric over the last half of the run, for each stage that has it."""
+        found = {n: typical(self.stage_metric(n, name)) for n in self.stage_numbers}
+        return {number: value for number, value in found.items() if value is not None}
 
     def worker_of(self, number: int) -> str:
         """The worker of a stage, or the stage's number if the plan does not tell the worker."""
@@ -146,14 +203,19 @@ def read_run(folder: Path) -> RunRecord:
             problems.append(f"{name} cannot be read: {error}")
             return None
 
+    place = folder.resolve()
+    there = [path for path in (folder / name for name in FILES) if path.is_file()]
     return RunRecord(
-        name=folder.resolve().name,
+        name=f"{place.parent.name}/{place.name}",
         metrics=read(METRICS, _metrics) or {},
         plan=read(PLAN_NAME, Plan.from_yaml),
         topology=read(TOPOLOGY, _text),
         timeline=read(TIMELINE_PICTURE, _text),
         recorded=read(TIMELINE, _recorded) or Recorded(),
         problems=problems,
+        facts=read(FACTS, _facts),
+        hyperparameters=read(HYPERPARAMETERS, _hyperparameters) or {},
+        written_at=max((path.stat().st_mtime for path in there), default=0.0),
     )
 
 
@@ -183,6 +245,42 @@ def _text(path: Path) -> str:
 
 def _recorded(path: Path) -> Recorded:
     return msgspec.json.decode(path.read_bytes(), type=_Timeline).other
+
+
+def _facts(path: Path) -> RunFacts:
+    return msgspec.json.decode(path.read_bytes(), type=RunFacts)
+
+
+class _AnyTag(yaml.SafeLoader):
+    """Reads values of Python's own classes as their text, without making them."""
+
+
+def _text_of_node(loader: _AnyTag, _tag: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    if isinstance(node, yaml.SequenceNode):
+        return loader.construct_sequence(node, deep=True)
+    return node.value
+
+
+_AnyTag.add_multi_constructor("", _text_of_node)
+
+
+def _hyperparameters(path: Path) -> dict[str, str]:
+    try:
+        # The loader is a safe one: it makes no objects.
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=_AnyTag)  # noqa: S506
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    return dict(_flat(found)) if isinstance(found, dict) else {}
+
+
+def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
 
 
 def _metrics(path: Path) -> dict[str, Curve]:
@@ -221,22 +319,44 @@ _FASTER_LINKS = (
 )
 
 
+_MOST_OF_ERROR = 2000
+
+
 def findings(record: RunRecord) -> list[str]:
-    """Sentences on what stands out in a run; a single sentence if nothing does."""
+    """Sentences on what stands out in a run, the error that ended it first."""
     found = [
+        *_of_end(record),
         *_of_loss(record),
+        *_of_bound(record),
         *_of_balance(record),
         *_of_bubble(record),
         *_of_links(record),
         *_of_prediction(record),
     ]
-    if found:
+    if found or not record.stage_numbers:
         return found
-    if not record.stage_numbers:
-        return [
-            "There are no measurements of the stages; add the callback StageMonitor to the Trainer."
-        ]
     return ["Nothing stands out: the stages are evenly busy, and no link holds them up."]
+
+
+def _of_end(record: RunRecord) -> Iterator[str]:
+    facts = record.facts
+    if facts is None:
+        return
+    if facts.error:
+        yield f"The run ended by an error. {facts.error[:_MOST_OF_ERROR]}"
+    elif not facts.ended_at:
+        yield "The end of the run is not recorded: it is still under way, or it was killed."
+
+
+def _of_bound(record: RunRecord) -> Iterator[str]:
+    share = record.typical("pipeline/bound_share")
+    if share is not None and share > 1:
+        yield (
+            "The measurement before the run is wrong: by it the devices need at least "
+            f"{share:.3g} times as long for a step as the step took. A device was busy while it "
+            "was measured, most likely. Measure again with PipelineProfiler(force=True); the plan "
+            "may then be another one."
+        )
 
 
 def _of_loss(record: RunRecord) -> Iterator[str]:
@@ -249,7 +369,7 @@ def _of_loss(record: RunRecord) -> Iterator[str]:
 
 
 def _of_balance(record: RunRecord) -> Iterator[str]:
-    shares = _medians(record, "busy_share")
+    shares = record.typical_of_stages("busy_share")
     if len(shares) < 2:
         return
     busiest = max(shares, key=lambda number: shares[number])
@@ -263,20 +383,21 @@ def _of_balance(record: RunRecord) -> Iterator[str]:
 
 
 def _of_bubble(record: RunRecord) -> Iterator[str]:
-    bubble = record.last("pipeline/bubble_share")
+    bubble = record.typical("pipeline/bubble_share")
     if bubble is None or bubble <= LARGE_BUBBLE or record.plan is None:
         return
     pieces, stages = record.plan.micro_batches, len(record.plan.remote_stages) + 1
     if pieces < 4 * stages:
         yield (
-            f"The devices idle {in_percent(bubble)} of the time. A batch is cut into {pieces} "
-            f"micro-batches for {stages} stages; more micro-batches fill the pipeline better, if "
-            "the batch allows it."
+            f"The devices idle {in_percent(bubble)} of the time. A batch is cut into "
+            f"{in_micro_batches(pieces)} for {stages} stages; more micro-batches fill the pipeline "
+            "better, if the batch allows it."
         )
 
 
 def _of_links(record: RunRecord) -> Iterator[str]:
-    packing, sending = _medians(record, "transferring_share"), _medians(record, "sending_share")
+    packing = record.typical_of_stages("transferring_share")
+    sending = record.typical_of_stages("sending_share")
     much = {number: share for number, share in packing.items() if share > MUCH_TRANSFER}
     for number, share in much.items():
         what = f"{_said(record, number)} spends {in_percent(share)} of the step on transfers."
@@ -295,21 +416,10 @@ def _of_prediction(record: RunRecord) -> Iterator[str]:
     if abs(ratio - 1) > OFF:
         word = "slower" if ratio > 1 else "faster"
         yield (
-            f"Step {step.step} took {step.seconds:.3g} s, {ratio:.2g} times the predicted "
-            f"{step.predicted.seconds:.3g} s. If the devices have become {word} permanently, "
-            "measure them again with PipelineProfiler(force=True)."
+            f"Step {step.step} took {in_duration(step.seconds)}, {ratio:.2g} times the predicted "
+            f"{in_duration(step.predicted.seconds)}. If the devices have become {word} "
+            "permanently, measure them again with PipelineProfiler(force=True)."
         )
-
-
-def _medians(record: RunRecord, name: str) -> dict[int, float]:
-    """The median of a metric over the last half of the run, for each stage with this metric."""
-    found = {}
-    for number in record.stage_numbers:
-        curve = record.stage_metric(number, name)
-        values = [value for _, value in curve[len(curve) // 2 :] if math.isfinite(value)]
-        if values:
-            found[number] = statistics.median(values)
-    return found
 
 
 def _said(record: RunRecord, number: int) -> str:

@@ -6,7 +6,8 @@ A profile adds devices, memory and links. Unknown facts are None or empty, and p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from ..planner.candidates import Candidate
 from ..planner.costs import Need
 from ..planner.feasibility import candidate_of
 from ..planner.profile import ENDS, Profile
-from ..units import in_bytes_per_second, in_percent, in_seconds, in_short_bytes
+from ..units import in_bytes_per_second, in_micro_batches, in_percent, in_seconds, in_short_bytes
 
 MEMORY_PARTS = ("weights", "training", "in flight", "other")
 """Kinds of memory in the order of the bar: ``training`` is gradients and optimizer state."""
@@ -39,6 +40,11 @@ class Memory:
     total_bytes: float
     used_bytes: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """What the used memory is for: the weights alone, or everything."""
+        return "weights" if list(self.used_bytes) == ["weights"] else "memory"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -52,6 +58,7 @@ class Place:
         memory: The memory of the device.
         marks: What is special: ``embedding`` (the place holds it), ``4-bit``, ``frozen``,
             ``recomputed``, ``float16``.
+        identity: Equal for all processes on one machine; empty if it is unknown.
     """
 
     name: str
@@ -60,6 +67,7 @@ class Place:
     layers: tuple[int, int] = (0, 0)
     memory: Memory | None = None
     marks: tuple[str, ...] = ()
+    identity: str = ""
 
     @property
     def num_layers(self) -> int:
@@ -68,7 +76,12 @@ class Place:
 
     @property
     def machine(self) -> str:
-        """The machine of the process: its host, or the host in its name."""
+        """Distinguishes the machines of processes, also behind tunnels, where names do not."""
+        return self.identity or self.machine_name
+
+    @property
+    def machine_name(self) -> str:
+        """The machine's name: its host, or the host in the process's address."""
         return self.host or split_address(self.name)[0]
 
 
@@ -147,6 +160,11 @@ class Topology:
         return list(dict.fromkeys(place.machine for place in self.places))
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host of an address is this machine, or the near end of a tunnel."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
 def split_address(name: str) -> tuple[str, str]:
     """The host and the ``:port`` of an address; for another name, the name and an empty string."""
     host, colon, port = name.rpartition(":")
@@ -159,6 +177,32 @@ def layers_as_text(layers: tuple[int, int]) -> str:
     if first >= end:
         return "no layers"
     return f"layer {first}" if end - first == 1 else f"layers {first}–{end - 1}"
+
+
+_MARKS = re.compile(r"\((?:R|TM|C)\)|[®™©]", re.IGNORECASE)
+_FILLERS = re.compile(r"\s+(?:CPU|Processor|Graphics|@)(?=[\s,]|$)|\s*\([^)]*\)")
+_VENDORS = re.compile(r"^(?:Intel|AMD|NVIDIA)\s+(?=\S)")
+
+
+def device_names(name: str) -> Iterator[str]:
+    """The name of a device, and then shorter names, each without the words that tell least."""
+    yield name
+    for words in (_MARKS, _FILLERS, _VENDORS):
+        name = words.sub("", name).strip() or name
+        yield name
+    words_left = name.split()
+    while len(words_left) > 1:
+        words_left.pop()
+        yield f"{' '.join(words_left).rstrip(',')} …"
+
+
+def short_device(name: str, fits: Callable[[str], bool]) -> str:
+    """The longest of a device's names that fits; the shortest if none does."""
+    shorter = ""
+    for shorter in device_names(name):
+        if fits(shorter):
+            break
+    return shorter
 
 
 def speed_as_text(speed: Speed) -> tuple[str, str]:
@@ -201,7 +245,7 @@ def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> 
         coordinator=_place(local or StagePlan([COORDINATOR], (0, 0))),
         stages=stages,
         links=links,
-        facts=[f"{plan.micro_batches} micro-batches, at most {plan.max_in_flight} in flight"],
+        facts=[f"{in_micro_batches(plan.micro_batches)}, at most {plan.max_in_flight} in flight"],
     )
     return bare if profile is None else with_profile(bare, plan, profile)
 

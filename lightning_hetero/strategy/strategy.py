@@ -40,7 +40,7 @@ from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanChoice, Site
 from .optimizers import clip_by_global_norm, norms_by_name
 from .replan import AtHome, check_move, moves_layers, moving_averages
-from .training_run import Run, TrainingRun, leave_pictures
+from .training_run import Run, RunNotes, TrainingRun, leave_pictures
 
 
 class HeteroPipelineStrategy(SingleDeviceStrategy):
@@ -136,6 +136,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._checkpoints = Checkpoints(trainable_only=checkpoint_weights == "trainable")
         self._replan = replan
         self._run: Run | None = None
+        self._notes: RunNotes | None = None
         self._instead: Callable[[Site, list[DecoderLayer]], None] | None = None
 
     @property
@@ -203,6 +204,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if self._options.cuts_step(module) and deployment.plan.micro_batches > 1:
             warn_of_batch_statistics(module)
         leave_pictures(trainer, deployment, self.plan_choice.profile)
+        self._notes = RunNotes.begin(trainer, deployment)
 
     @property
     @override
@@ -346,6 +348,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._notes is not None:
+            self._notes.note_error(exception)
         if self.deployment is not None:
             self.deployment.abort()
         super().on_exception(exception)
@@ -353,9 +357,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     @override
     def teardown(self) -> None:
         run, self._run = self._run, None
+        notes, self._notes = self._notes, None
         try:
+            loss = None if run is None else run.end(self._remedy())
+            if notes is not None and loss is not None:
+                notes.note_error(loss)
             if run is not None:
-                self._checkpoints.note_loss(run.end(self._remedy()))
+                self._checkpoints.note_loss(loss)
             if run is None or run.deployment.tensors.loss is None:
                 self._leave_weights()
             super().teardown()
@@ -363,6 +371,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             if self.lightning_module is not None:
                 join_layers(self.lightning_module)
             self._fleet.end(self.deadlines)
+            if notes is not None:
+                notes.end()
         self._checkpoints.end_run(self.lightning_module)
 
     @property

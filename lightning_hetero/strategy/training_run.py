@@ -1,6 +1,6 @@
 """One run of a Trainer over stages: it exists while layers of the module are on workers.
 
-A run leaves its plan and a drawing of its topology beside the logs.
+A run leaves its plan, a drawing of its topology, and notes on how it ran beside the logs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
 from itertools import chain
 from pathlib import PurePath
@@ -24,6 +25,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
+from msgspec import json, structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -36,11 +38,12 @@ from ..errors import HeteroError, PictureError, PlanError, WeightsLost
 from ..model.layers import DecoderLayer
 from ..model.override import stand_in
 from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
-from ..plan import Plan, StagePlan
+from ..plan import COORDINATOR, Plan, StagePlan
 from ..planner.feasibility import as_measured
 from ..planner.profile import EMBEDDING, HEAD, Profile
 from ..protocol.messages import Equipment
 from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
+from ..report.run_record import FACTS, Process, RunFacts
 from ..report.topology import Memory, Place, Topology, topology_of, with_profile
 from .arguments import StepOptions, check_precision
 from .first_batch import first_batch_check
@@ -309,6 +312,61 @@ def leave_pictures(
         logger.warning("The topology of this run is not drawn: %s", error)
 
 
+class RunNotes:
+    """The file beside the logs that says when and where a training run ran, and how it ended.
+
+    Args:
+        folder: The folder of the run's logs.
+        facts: What is known when the run begins.
+    """
+
+    def __init__(self, folder: str, facts: RunFacts) -> None:
+        self._folder = folder
+        self._facts = facts
+        self._write()
+
+    @classmethod
+    def begin(cls, trainer: pl.Trainer, deployment: Deployment) -> RunNotes | None:
+        """Note that a run begins; None if it is no training, or keeps no logs."""
+        folder = run_folder(trainer)
+        if folder is None or trainer.state.fn != TrainerFn.FITTING or not trainer.is_global_zero:
+            return None
+        module = trainer.lightning_module
+        named = {COORDINATOR: equipment_here(module.device)}
+        named |= deployment.coordinator.connections.worker_equipment
+        processes = [
+            Process(name, each.host, each.device_name, each.versions)
+            for name, each in named.items()
+        ]
+        return cls(folder, RunFacts(_title(module), _now(), processes))
+
+    def note_error(self, error: BaseException) -> None:
+        """Note the error that ends the run; of several, the first one."""
+        if not self._facts.error:
+            said = str(error)
+            kind = type(error).__name__
+            self._facts = structs.replace(self._facts, error=f"{kind}: {said}" if said else kind)
+            self._write()
+
+    def end(self) -> None:
+        """Note that the run has ended."""
+        self._facts = structs.replace(self._facts, ended_at=_now())
+        self._write()
+
+    def _write(self) -> None:
+        """Write the file; a full disk or a lost folder is no reason to end a run."""
+        try:
+            files = get_filesystem(self._folder)
+            files.makedirs(self._folder, exist_ok=True)
+            files.pipe_file(os.path.join(self._folder, FACTS), json.encode(self._facts))
+        except (OSError, ValueError) as error:
+            logger.warning("%s is not written: %s", os.path.join(self._folder, FACTS), error)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def run_folder(trainer: pl.Trainer) -> str | None:
     """The folder that holds the logs of this run alone; None if it keeps none."""
     if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
@@ -394,7 +452,7 @@ def _coordinator(place: Place, module: pl.LightningModule, layers: Sequence[Deco
 def _stage(place: Place, equipment: Equipment, stage: StagePlan, deployment: Deployment) -> Place:
     layers = deployment.modules_of(stage)
     weights = stored_bytes(layers, deployment.weights_dtype_of(stage))
-    there = replace(place, host=platform.node() if place.host else "")
+    there = replace(place, host=equipment.host or (platform.node() if place.host else ""))
     return _equipped(there, equipment, weights, layers)
 
 
@@ -404,6 +462,7 @@ def _equipped(
     return replace(
         place,
         device=equipment.device_name,
+        identity=equipment.machine,
         memory=Memory(equipment.memory_bytes, {"weights": weights_bytes}),
         marks=(*_marks_of(layers), *place.marks),
     )

@@ -239,6 +239,7 @@ class StageSession:
             training_seconds=self._recorder.training_seconds,
             busy_seconds=self._recorder.busy_seconds,
             links=[m.LinkStatus(name, t.sent_bytes, t.received_bytes) for name, t in traffic],
+            is_measuring=self._trials.is_measuring,
         )
 
     def run(self) -> None:

@@ -32,7 +32,10 @@ class MeasuredSide:
 
     Attributes:
         handlers: What carries out each kind of message.
+        is_measuring: Whether a measurement has begun that nothing has ended yet.
     """
+
+    is_measuring = False
 
     def __init__(
         self, coordinator: Channel, host: Host, dial_neighbor: Callable[[str], Channel]
@@ -51,10 +54,11 @@ class MeasuredSide:
 
     def forget(self) -> None:
         """Free the memory of the measured layers."""
-        self._bench = None
+        self._bench, self.is_measuring = None, False
         device_for(self._host.device).free_cache()
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
+        self.is_measuring = True
         found = describe_device(self._host.device, self._host.kept.num_bytes)
         self._coordinator.send(self._host.owner.description(found))
 
@@ -62,6 +66,7 @@ class MeasuredSide:
         self, measure: Callable[[Any, Any], m.Message], message: Any, tensors: tuple[Tensor, ...]
     ) -> None:
         """Send the measurement, or the reason why there is none."""
+        self.is_measuring = True
         found = attempt(partial(measure, message, tensors), self._host.device)
         if isinstance(found, m.NotMeasured):
             logger.warning("%s failed: %s", type(message).__name__, found.reason)

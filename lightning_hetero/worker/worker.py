@@ -163,12 +163,18 @@ class Worker:
         """Go on after `pause`."""
         self._wish(m.Resumed())
 
-    def drain(self) -> None:
-        """Finish the present run, take no other one, and `stop`."""
+    def drain(self) -> bool:
+        """Finish the present run, take no other one, and `stop`.
+
+        Returns:
+            Whether there is a run to finish; without one the worker has stopped.
+        """
         with self._session_changed:
             self._is_draining = True
-            if self._session is None:
+            is_idle = self._session is None
+            if is_idle:
                 self.stop()
+            return not is_idle
 
     def _wish(self, message: m.Paused | m.Resumed) -> None:
         with self._session_changed:

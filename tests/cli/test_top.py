@@ -6,11 +6,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from lightning_hetero import HeteroPipelineStrategy, cli
 from lightning_hetero.cli.top import table
-from lightning_hetero.discovery.status import Sighting, seen_again
+from lightning_hetero.discovery.status import Sighting, WorkerStatus, seen_again
 from lightning_hetero.errors import WorkerUnreachable
 
 from ..conftest import worker_process
@@ -57,7 +58,7 @@ def test_once_shows_a_run(
     trainer(strategy, max_steps=3).fit(module, loader(12, 4))
     lines = [line for line in capsys.readouterr().out.splitlines() if "training" in line]
     assert len(lines) == 2
-    assert re.search(r"1: layers \d to \d +\d", lines[0])
+    assert re.search(r"1: \d to \d +\d", lines[0])
     assert all("%" in line for line in lines)
     assert len(module.losses) == 3
 
@@ -74,6 +75,65 @@ def test_in_130_columns_nothing_is_cut() -> None:
     assert "…" not in shown
 
 
+def drawn(*sightings: Sighting, width: int = 130) -> list[str]:
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(table(sightings))
+    return console.export_text().splitlines()
+
+
+def of_device(name: str, **stage: object) -> Sighting:
+    seen = answer(1.0, 1.0, 2.0)
+    assert seen.status.stage is not None
+    return Sighting(
+        "10.77.0.11:9999",
+        WorkerStatus(
+            replace(seen.equipment, device_name=name),
+            replace(seen.status, stage=replace(seen.status.stage, **stage)),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "short"),
+    [
+        ("Intel(R) Xeon(R) Processor @ 2.50GHz", "Xeon 2.50GHz"),
+        ("Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz", "Xeon Platinum …"),
+        ("AMD EPYC 7763 64-Core Processor", "EPYC 7763 …"),
+        ("NVIDIA GeForce RTX 5090", "GeForce RTX 5090"),
+    ],
+)
+def test_a_device_has_a_short_name_in_one_line(device: str, short: str) -> None:
+    (row,) = (line for line in drawn(of_device(device), width=160) if "10.77.0.11" in line)
+    assert f" {short} " in row
+
+
+def test_columns_stay_in_place_from_look_to_look() -> None:
+    looks = [answer(float(n), 0.9 * n, 1.0 * n, sent=n * 10**n) for n in (1, 2, 8)]
+    sighting, headings, states = Sighting("10.77.0.11:9999"), set(), []
+    for look in (looks[0], looks[1], looks[2], "No worker answers.", looks[2]):
+        sighting = seen_again(sighting, look)
+        lines = drawn(sighting)
+        headings.add(next(line for line in lines if "layers" in line))
+        states.append(sighting.state)
+    assert len(headings) == 1
+    assert "gone" in states
+
+
+def test_an_error_stands_below_the_table_in_whole_lines() -> None:
+    sentence = "No worker answers at strixx.local:9999: the name is unknown; run the doctor there."
+    lines = drawn(seen_again(of_device("NVIDIA GeForce RTX 5090"), sentence))
+    assert lines[-1] == f"10.77.0.11:9999 (1 look without an answer): {sentence}"
+    assert "No worker" not in "".join(lines[:-1])
+
+
+def test_a_worker_that_is_measured_says_so() -> None:
+    before = {"step": 0, "first_layer": 0, "end_layer": 0, "training_seconds": 0.0}
+    assert of_device("x", **before).state == "in a run"
+    measured = of_device("x", **before, is_measuring=True)
+    assert measured.state == "measuring"
+    assert "measuring" in "".join(drawn(measured))
+
+
 def test_a_worker_that_does_not_answer_is_shown_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +142,7 @@ def test_a_worker_that_does_not_answer_is_shown_with_the_reason(
     assert run(monkeypatch, "top", address, "--once") == 1
     shown = capsys.readouterr().out
     assert "not there" in shown
-    assert f"No worker answers at {address}" in shown
+    assert f"{address} (1 look without an answer): No worker answers at {address}" in shown
 
 
 def test_top_looks_again_until_it_is_interrupted(

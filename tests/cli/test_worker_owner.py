@@ -68,6 +68,15 @@ def test_a_worker_completes_its_run_and_describes_it() -> None:
         assert "ended in good order" in out
 
 
+def test_an_idle_worker_ends_at_once_and_speaks_of_no_run() -> None:
+    with worker() as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0
+        assert "ends now; no run was under way" in said
+        assert "current run" not in said
+
+
 def test_a_second_sigterm_ends_a_worker_at_once() -> None:
     with worker() as (process, address):
         channel, _ = dial(address, "coordinator", "a", QUICK, Identity())

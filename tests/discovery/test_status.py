@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import socket
 from dataclasses import replace
 from queue import SimpleQueue
@@ -26,6 +27,8 @@ def test_a_free_worker_tells_its_state_and_equipment() -> None:
     assert found.status.stage is None
     assert found.status.used_bytes > 2**20
     assert found.equipment.device == "cpu"
+    assert found.equipment.host == platform.node()
+    assert found.equipment.machine
 
 
 def test_a_busy_worker_answers_and_its_run_goes_on() -> None:
@@ -39,7 +42,10 @@ def test_a_busy_worker_answers_and_its_run_goes_on() -> None:
         )
         channel.send(m.DescribeDevice())
         assert inbox.get(timeout=20).content.message.device  # type: ignore[attr-defined]
+        measured = ask_status(address, QUICK, Identity())
         channel.close(m.Goodbye())
+    assert Sighting("w:1", first).state == "in a run"
+    assert Sighting("w:1", measured).state == "measuring"
     assert first.status.stage is not None
     assert second.status.stage is not None
     # Enough to tell runs apart, and too little to join one.

@@ -15,7 +15,7 @@ from lightning_hetero.planner.profile import EMBEDDING, HEAD, DeviceProfile, Lin
 from lightning_hetero.planner.search import Search
 from lightning_hetero.planner.solver import Wishes, solve
 from lightning_hetero.planner.verdict import Advice, Verdict, advise, judge, render, sentences
-from lightning_hetero.units import in_bytes, in_layers, in_percent
+from lightning_hetero.units import in_bytes, in_layers, in_percent, in_percent_apart
 
 from .profiles import GIB, coordinator, device, ends, profile, timing
 from .tables import TABLES
@@ -208,14 +208,125 @@ def test_the_table_shows_every_stage_and_the_sentences_the_rest() -> None:
         "0:3 (3)",
         "float32",
         "of 2.0 GiB",
-        "6000 ms",
-        "12000 ms",
+        "6 s",
+        "12 s",
+        "no layers, the embedding, the head and the loss",
         "bubble",
     ):
         assert wanted in text
-    assert "1 of the links were not measured" in text
+    assert "1 link was not measured" in text
     assert "best single device: w:1" in text
     assert all(line in text for line in sentences(verdict))
+
+
+def line_with(text: str, verdict: Verdict) -> str:
+    (line,) = (line for line in sentences(verdict) if text in line)
+    return line
+
+
+def test_an_idle_link_is_no_bottleneck() -> None:
+    fast = judge(solve(small()))
+    line = line_with("the link", fast)
+    candidate = fast.candidate
+    slowest = max(candidate.busy_seconds_of_media.values())
+    assert line.endswith("times faster than this plan needs")
+    assert f"is not a bottleneck: {candidate.bottleneck_seconds / slowest:,.0f} times" in line
+    assert "reaches" not in line
+
+
+def test_a_link_that_is_the_bottleneck_has_one_line() -> None:
+    options = {"activation_bytes_per_sample": 48, "gradient_bytes_per_sample": 40}
+    slow = profile(
+        8,
+        [device("tower", 1, 2)],
+        links=[Link("coordinator", "tower", 0, 1), Link("tower", "coordinator", 0, 1)],
+        model_options=options,
+        batch_size=16,
+    )
+    line = line_with("the link", judge(solve(slow)))
+    assert line.startswith("the link coordinator to tower is the bottleneck")
+
+
+def test_bounds_are_sentences_and_equal_bounds_are_one() -> None:
+    verdict = published(16)
+    lines = [line for line in sentences(verdict) if "at most" in line]
+    assert lines[1].startswith("the speeds of all devices allow at most ")
+    assert not any("bound by" in line for line in sentences(verdict))
+    assert not any("and the memory" in line for line in lines), "memory limits nothing here"
+
+
+def test_a_plan_of_one_device_says_nothing_of_micro_batches_in_flight() -> None:
+    lonely = profile(2, [], coordinator([*ends(1, 2), timing("layer", 1, 2)]), batch_size=1)
+    first = sentences(judge(solve(lonely)))[0]
+    assert first.startswith("1 micro-batch of 1: a step of 12 s")
+    assert "in flight" not in first
+
+
+def test_an_end_without_layers_is_said_in_words() -> None:
+    assert "no layers, the embedding, the head and the loss" in " ".join(
+        shown(judge(solve(small()))).split()
+    )
+
+
+def test_steps_of_hours_are_said_in_hours() -> None:
+    slow = profile(4, [device("slow", 1800, 3600)], batch_size=4)
+    assert "a step of 24 h" in sentences(judge(solve(slow, Wishes(micro_batches=4))))[0]
+
+
+def test_more_machines_that_gain_nothing_are_said_so_with_the_reason() -> None:
+    assert judge(solve(small())).no_gain.startswith("no other worker can hold a layer")
+    nothing = device("tiny", 1, 1, memory_bytes=1, base_bytes=5)
+    single = judge(solve(profile(4, [device("tower", 1, 2), nothing], batch_size=4)))
+    line = line_with("best single device: tower", single)
+    assert "more machines gain nothing here: " in line
+    assert "times as fast" not in line
+
+
+@pytest.mark.parametrize(
+    ("of", "reason"),
+    [
+        (
+            profile(2, [device("tower", 1, 2), device("snail", 900, 900)], batch_size=16),
+            "the speeds of all devices allow at most",
+        ),
+        (
+            profile(
+                4,
+                [device("tower", 1, 2), device("twin", 1, 2)],
+                links=[
+                    Link(a, b, 0, 10**9 if "twin" not in (a, b) else 1)
+                    for a in ("coordinator", "tower", "twin")
+                    for b in ("coordinator", "tower", "twin")
+                    if a != b
+                ],
+                model_options={"activation_bytes_per_sample": 900},
+                batch_size=16,
+            ),
+            "is slower than every stage",
+        ),
+        (
+            profile(4, [device("tower", 1, 2), device("twin", 1, 2)], batch_size=1),
+            "because of the time to fill and drain the pipeline",
+        ),
+    ],
+    ids=["speeds", "link", "fill and drain"],
+)
+def test_the_reason_names_what_holds_up_more_machines(of: Profile, reason: str) -> None:
+    verdict = judge(solve(of))
+    assert reason in verdict.no_gain
+    assert f"more machines gain nothing here: {verdict.no_gain}" in " ".join(sentences(verdict))
+
+
+def test_a_plan_that_gains_says_how_much() -> None:
+    verdict = published(256)
+    assert verdict.no_gain == ""
+    assert "times as fast" in line_with("best single device", verdict)
+
+
+def test_a_gain_just_below_the_least_one_does_not_contradict_itself() -> None:
+    assert in_percent_apart(0.0197, 0.02) == ("1.97 %", "2.00 %")
+    assert in_percent_apart(0.01, 0.02) == ("1.0 %", "2 %")
+    assert in_percent_apart(0.02, 0.02) == ("2 %", "2 %")
 
 
 def test_names_in_brackets_are_no_markup() -> None:

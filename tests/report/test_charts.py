@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.report.charts import line_chart, nice_ticks, shares_chart, thinned
+from lightning_hetero.report.charts import line_chart, nice_ticks, shares_chart, thinned, typical
 
 SVG = "{http://www.w3.org/2000/svg}"
 finite = st.floats(-1e9, 1e9)
@@ -36,6 +36,18 @@ def test_ticks_are_round(least: float, most: float, ticks: list[float] | None) -
         assert found == pytest.approx(ticks)
 
 
+def test_almost_equal_values_have_ticks_around_them() -> None:
+    ticks = nice_ticks(-1e9, -999999999.9999999)
+    assert ticks[0] < -1e9 < ticks[-1]
+
+
+def test_a_typical_value_leaves_out_the_start_and_what_is_not_finite() -> None:
+    curve = [(0.0, 99.0), (1.0, 99.0), (2.0, 1.0), (3.0, math.nan), (4.0, 3.0)]
+    assert typical(curve) == 2.0
+    assert typical([]) is None
+    assert typical([(0.0, math.nan)]) is None
+
+
 def test_a_long_curve_keeps_its_extremes() -> None:
     curve = [(float(step), math.sin(step)) for step in range(10_000)]
     curve[4321] = (4321.0, 99.0)
@@ -51,7 +63,7 @@ def test_a_line_chart_has_a_line_for_each_curve() -> None:
     assert len(list(root.iter(f"{SVG}polyline"))) == 1
     assert len(list(root.iter(f"{SVG}circle"))) == 1
     words = [node.text for node in root.iter(f"{SVG}text")]
-    assert {"train", "val", "step 0", "step 1"} <= set(words)
+    assert {"train", "val", "step 0", "optimizer steps", "step 1"} <= set(words)
     assert "off" not in words
 
 

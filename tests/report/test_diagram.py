@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
+from lightning_hetero.report.card import LAYERS_HEIGHT, device_lines, layer_map
 from lightning_hetero.report.diagram import diagram, mermaid
 from lightning_hetero.report.topology import Memory, Topology
 
@@ -65,14 +67,128 @@ def test_a_name_from_elsewhere_is_only_text() -> None:
     assert '<script>"&\N{REPLACEMENT CHARACTER}' in found
 
 
+def memory_bars(drawn: Topology) -> list[ElementTree.Element]:
+    """The parts of all memory bars; swatches of the legend have a `y`."""
+    root = ElementTree.fromstring(diagram(drawn))  # noqa: S314
+    return [
+        node
+        for node in root.iter(f"{SVG}rect")
+        if (node.get("class") or "").startswith("of-") and node.get("y") == "0"
+    ]
+
+
+def links_of(drawn: Topology) -> list[str]:
+    """The classes of the lines of all links, with their paths."""
+    root = ElementTree.fromstring(diagram(drawn))  # noqa: S314
+    return [
+        f"{node.get('class')} {node.get('d')}"
+        for node in root.iter(f"{SVG}path")
+        if (node.get("class") or "").startswith("line ")
+    ]
+
+
+def test_the_legend_has_the_colours_of_the_bars() -> None:
+    drawn = topology(3)
+    root = ElementTree.fromstring(diagram(drawn))  # noqa: S314
+    (legend,) = (g for g in root.iter(f"{SVG}g") if g.get("class") == "legend")
+    swatches = {node.get("class") for node in legend.iter(f"{SVG}rect")}
+    assert swatches == {bar.get("class") for bar in memory_bars(drawn)}
+    assert swatches == {"of-weights", "of-training", "of-in-flight", "of-other"}
+
+
+def test_token_ids_are_drawn_as_such_to_the_embedding() -> None:
+    drawn = coordinator_last(2)
+    lines = [line for line in links_of(drawn) if "token-line" in line]
+    out, swatch = lines
+    end = [float(number) for number in re.findall(r"[\d.]+", out)][-2:]
+    root = ElementTree.fromstring(diagram(drawn))  # noqa: S314
+    (mark,) = (
+        g
+        for g in root.iter(f"{SVG}g")
+        if [t.text for t in g.findall(f"{SVG}text")] == ["embedding"]
+        and g.get("transform")
+        and len(g.findall(f"{SVG}rect")) == 1
+    )
+    x, y = (float(n) for n in re.findall(r"[\d.]+", mark.get("transform") or ""))
+    width = float(mark.find(f"{SVG}rect").get("width", ""))  # type: ignore[union-attr]
+    assert x < end[0] < x + width
+    assert 0 < y - end[1] < 15, "the arrow head fills the gap"
+    assert "token ids" in words(drawn)
+    assert words(drawn).count("embedding") == 1
+    assert "token ids" not in words(topology(2))
+
+
+def test_workers_behind_tunnels_are_machines_of_their_own() -> None:
+    places = [
+        replace(place, name=f"127.0.0.1:{9998 + number}", host=host, identity=identity)
+        for number, (place, host, identity) in enumerate(
+            zip(topology(3).stages, ("ada", "bob", "bob"), ("a", "b", "c"), strict=True)
+        )
+    ]
+    drawn = replace(topology(3), stages=places)
+    root = ElementTree.fromstring(diagram(drawn))  # noqa: S314
+    chips = [node.get("class") for node in root.iter(f"{SVG}circle")]
+    assert chips == ["hue-0", "hue-1", "hue-2", "hue-3"]
+    assert "127.0.0.1:9998 ada" in words(drawn)
+    subgraphs = [line for line in mermaid(drawn).splitlines() if "subgraph" in line]
+    assert [re.findall(r'"(.*)"', line)[0] for line in subgraphs] == [
+        "this machine",
+        "ada",
+        "bob",
+        "bob",
+    ]
+
+
+def test_processes_of_one_machine_have_one_colour() -> None:
+    stages = [
+        replace(place, host=host, identity="same")
+        for place, host in zip(topology(2).stages, ("ada", "container"), strict=True)
+    ]
+    drawn = replace(topology(2), stages=stages)
+    assert len(drawn.machines) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "lines"),
+    [
+        ("Intel(R) Xeon(R) Processor @ 2.50GHz", ["Intel Xeon 2.50GHz"]),
+        ("NVIDIA GeForce RTX 5090", ["NVIDIA GeForce RTX 5090"]),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", ["RTX PRO 6000 Blackwell …"]),
+    ],
+)
+def test_a_long_device_name_is_shortened_by_words(device: str, lines: list[str]) -> None:
+    assert device_lines(device, 170, 1) == lines
+
+
+def test_the_strip_of_layers_ends_with_the_bar_below_it() -> None:
+    root = ElementTree.fromstring(layer_row(12))
+    cells = list(root.iter(f"{SVG}rect"))
+    assert float(cells[-1].get("x", "")) + float(cells[-1].get("width", "")) == pytest.approx(220)
+    bottom = max(float(cell.get("height", "")) for cell in cells) + 20
+    assert bottom + 10 < LAYERS_HEIGHT, "a gap remains above the memory's text and bar"
+
+
+def layer_row(num_layers: int) -> str:
+    strip = layer_map((0, 3), num_layers, 0, 220)
+    return f'<svg xmlns="http://www.w3.org/2000/svg">{strip}</svg>'
+
+
+def test_mermaid_says_what_the_memory_is_for() -> None:
+    weights = replace(topology(1).stages[0], memory=Memory(24 * GIB, {"weights": GIB}))
+    shown = mermaid(replace(topology(1), stages=[weights]))
+    assert "weights: 1.0 of 24 GiB of memory" in shown
+    assert "all of training: " in shown
+    unknown = replace(weights, memory=Memory(24 * GIB))
+    assert "memory of 24 GiB" in mermaid(replace(topology(1), stages=[unknown]))
+
+
 @pytest.mark.parametrize("used", [0.0, 5.0, 20.0])
 def test_a_memory_bar_ends_with_the_memory(used: float) -> None:
     drawn = topology(1)
     memory = Memory(10 * GIB, {"weights": used * GIB, "in flight": used * GIB})
-    root = ElementTree.fromstring(  # noqa: S314
-        diagram(replace(drawn, stages=[replace(drawn.stages[0], memory=memory)]))
-    )
-    bars = [node for node in root.iter(f"{SVG}rect") if "hue-1 of-" in (node.get("class") or "")]
+    unmeasured = replace(drawn.coordinator, memory=None)
+    stages = [replace(drawn.stages[0], memory=memory)]
+    bars = memory_bars(replace(drawn, coordinator=unmeasured, stages=stages))
     ends = [float(bar.get("x", "")) + float(bar.get("width", "")) for bar in bars]
     assert max(ends, default=0.0) == pytest.approx(568 * min(2 * used / 10, 1))
 
@@ -104,6 +220,7 @@ def test_token_ids_go_one_way() -> None:
     assert "<br/>layers 10–12 · head, frozen · loss<br/>" in text
     arrows = [line.strip() for line in text.splitlines() if "-->" in line]
     assert [arrow.split()[1][0] for arrow in arrows] == ["-", "<", "<"]
+    assert ["token ids" in arrow for arrow in arrows] == [True, False, False]
 
 
 def test_without_measurements_links_say_nothing() -> None:

@@ -1,20 +1,26 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_hetero.errors import PictureError
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.report.diagram import diagram
-from lightning_hetero.report.html import report
+from lightning_hetero.report.html import _columns, report
 from lightning_hetero.report.run_record import (
     PredictedStep,
+    Process,
     Recorded,
     RecordedStep,
+    RunFacts,
     RunRecord,
     findings,
     read_run,
@@ -88,7 +94,7 @@ def test_a_whole_run_has_every_section(run: Path) -> None:
     page = Reader(report(read_run(run)))
     for said in (
         *("2,900", "last train_loss", "train_loss", "0 · coordinator", "1 · strix.local:9999"),
-        *("0.84 s", "0.7 s", "38 %", "33 %", "3 to 7", "busy", "waiting"),
+        *("840 ms", "700 ms", "38 %", "33 %", "3 to 7", "busy", "waiting"),
     ):
         assert said in page.words, said
     assert page.tags.count("img") == 2
@@ -115,14 +121,132 @@ def test_the_page_needs_no_network_and_runs_nothing(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("metrics.csv", "No loss in metrics.csv"),
-        ("timeline.json", "No step was recorded with its prediction"),
-        ("timeline.svg", "No timeline.svg"),
+        ("metrics.csv", "the loss (log one with self.log, and give the Trainer a CSVLogger)"),
+        ("metrics.csv", "the stages and the speed (callback StageMonitor"),
+        ("timeline.json", "timeline and prediction (callback PipelineTimeline)"),
+        ("timeline.svg", "timeline and prediction (callback PipelineTimeline)"),
     ],
 )
-def test_a_missing_file_is_named(run: Path, name: str, sentence: str) -> None:
+def test_what_was_not_recorded_is_one_note(run: Path, name: str, sentence: str) -> None:
+    assert "Not recorded" not in report(read_run(run))
     (run / name).unlink()
-    assert sentence in " ".join(Reader(report(read_run(run))).words)
+    (note,) = (word for word in Reader(report(read_run(run))).words if "Not recorded" in word)
+    assert sentence in note
+
+
+def headings(page: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", page)
+
+
+def test_a_report_without_a_monitor_is_short(run: Path) -> None:
+    assert headings(report(read_run(run))) == [
+        "What stands out",
+        "Topology",
+        "Loss",
+        "What the stages do",
+        "Speed",
+        "Timeline of a step",
+        "Plan against measurement",
+    ]
+    (run / "metrics.csv").write_text("step,train_loss\n1,2.0\n2,1.0\n")
+    (run / "timeline.svg").unlink()
+    (run / "timeline.json").unlink()
+    assert headings(report(read_run(run))) == ["Topology", "Loss"]
+
+
+FACTS = RunFacts(
+    "tiny-llama",
+    "2026-03-01T09:00:00+00:00",
+    [
+        Process("coordinator", "ada", "RTX 5090", {"torch": "2.9", "Python": "3.12"}),
+        Process("10.0.0.2:9999", "bob", "Xeon", {"torch": "2.8", "Python": "3.12"}),
+    ],
+    "2026-03-01T12:00:00+00:00",
+)
+
+
+def with_facts(run: Path, facts: RunFacts) -> Reader:
+    (run / "run.json").write_bytes(msgspec.json.encode(facts))
+    return Reader(report(read_run(run)))
+
+
+def test_a_report_has_a_title_dates_machines_and_versions(run: Path) -> None:
+    words = with_facts(run, FACTS).words
+    assert words.count(f"tiny-llama · {run.parent.name}/{run.name}") == 1
+    text = " ".join(words)
+    assert "Began on 01 March 2026 at 09:00 UTC, ended on 01 March 2026 at 12:00 UTC" in text
+    assert "after 3 h." in text
+    assert "Versions: torch 2.9, Python 3.12." in text
+    assert {"ada", "bob", "Xeon", "torch 2.8"} <= set(words)
+
+
+def test_a_report_without_notes_of_the_run_has_the_date_of_its_files(run: Path) -> None:
+    for path in run.iterdir():
+        os.utime(path, (1.7e9, 1.7e9))
+    written = datetime.fromtimestamp(1.7e9).astimezone().strftime("%d %B %Y at %H:%M")
+    assert f"Its files were last written on {written}" in report(read_run(run))
+
+
+def test_an_error_that_ended_the_run_is_said_first(run: Path) -> None:
+    failed = msgspec.structs.replace(FACTS, error="WorkerLost: stage 2 was lost.\nStart it again.")
+    (run / "run.json").write_bytes(msgspec.json.encode(failed))
+    first, *_ = findings(read_run(run))
+    assert first.startswith("The run ended by an error. WorkerLost: stage 2 was lost.")
+    assert "Start it again." in first
+    assert headings(report(read_run(run)))[0] == "What stands out"
+
+
+def test_a_run_without_an_end_is_said_first(run: Path) -> None:
+    with_facts(run, msgspec.structs.replace(FACTS, ended_at=""))
+    assert findings(read_run(run))[0].startswith("The end of the run is not recorded")
+    with_facts(run, FACTS)
+    assert not any("The end of the run" in sentence for sentence in findings(read_run(run)))
+
+
+def test_hyperparameters_are_shown_as_text_and_make_no_objects(run: Path) -> None:
+    (run / "hparams.yaml").write_text(
+        "lr: 0.001\noptimizer:\n  name: adam\nsizes: !!python/tuple [1, 2]\n"
+        "evil: !!python/object/apply:os.system ['exit 1']\n"
+    )
+    record = read_run(run)
+    assert record.hyperparameters == {
+        "lr": "0.001",
+        "optimizer.name": "adam",
+        "sizes": "[1, 2]",
+        "evil": "['exit 1']",
+    }
+    assert {"lr", "0.001", "optimizer.name"} <= set(Reader(report(record)).words)
+    (run / "hparams.yaml").write_text("a: [")
+    assert "hparams.yaml cannot be read" in report(read_run(run))
+
+
+def test_a_step_that_beats_its_bound_is_a_wrong_measurement() -> None:
+    bound = {"pipeline/bound_share": [(0.0, 1.5), (1.0, 1.52)]}
+    wrong = record({0: 0.8, 1: 0.8}, metrics=bound)
+    (said,) = findings(wrong)
+    assert said.startswith("The measurement before the run is wrong")
+    assert "1.52 times" in said
+    assert "PipelineProfiler(force=True)" in said
+    assert "of the devices' bound" not in report(wrong)
+    right = record({0: 0.8, 1: 0.8}, metrics={"pipeline/bound_share": [(0.0, 0.9)]})
+    assert {"of the devices' bound", "90 %"} <= set(Reader(report(right)).words)
+
+
+def test_findings_and_charts_give_the_same_figures() -> None:
+    uneven = [(float(step), share) for step, share in enumerate((0.1, 0.2, 0.7, 0.9, 0.5))]
+    curves = {"stage/0/busy_share": uneven, "stage/1/busy_share": [(0.0, 0.2), (1.0, 0.2)]}
+    of = RunRecord("run", metrics=curves, plan=PLAN)
+    (said,) = findings(of)
+    assert "it computes 70 % of the step" in said
+    words = Reader(report(of)).words
+    assert words.count("70 %") == 2, "in the chart and in the table"
+    assert "50 %" not in words
+
+
+@pytest.mark.parametrize(("count", "columns"), [(0, 0), (5, 5), (6, 6), (7, 4), (13, 5)])
+def test_no_key_number_is_alone_in_a_row(count: int, columns: int) -> None:
+    assert _columns(count) == columns
+    assert columns == 0 or count % columns != 1 or count == 1
 
 
 def test_without_the_picture_the_plan_is_drawn(run: Path) -> None:
@@ -189,7 +313,6 @@ def record(shares: dict[int, float], **others: Any) -> RunRecord:
         (record({0: 0.4, 1: 0.9}), "Stage 1 (strix.local:9999) is the bottleneck"),
         (record({0: 0.9, 1: 0.4}), "The coordinator is the bottleneck"),
         (record({0: 0.8, 1: 0.8}), "Nothing stands out"),
-        (record({}), "add the callback StageMonitor"),
         (record({}, metrics={"loss": [(7.0, float("nan"))]}), "is not a finite number at step 7"),
         (
             record({}, metrics={"stage/1/transferring_share": [(0.0, 0.3)]}),

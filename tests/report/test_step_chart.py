@@ -58,12 +58,25 @@ def test_names_are_cut_and_escaped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.0125, "12.5 ms"), (0.99996, "1 s"), (999.9, "1,000 s")]
+    ("seconds", "shown"), [(0.0125, "12.5 ms"), (0.99996, "1 s"), (999.9, "16.7 min")]
 )
 def test_seconds_have_no_exponents(seconds: float, shown: str) -> None:
     spans = [Span("forward", 0.0, seconds, 0)]
     chart = chart_of(RecordedStep(0, 0.0, [StageSpans(0, "coordinator", (0, 1), spans)]), None)
-    assert f"Step 0 as it was: {shown}, bubble 0%" in chart
+    assert f"Step 0 as recorded: {shown}, bubble 0.0 %" in chart
+
+
+def test_ticks_of_time_are_round_in_a_unit_of_their_size() -> None:
+    spans = [Span("forward", 0.0, 400.0, 0)]
+    chart = chart_of(RecordedStep(0, 0.0, [StageSpans(0, "coordinator", (0, 1), spans)]), None)
+    shown = [t.text for t in ElementTree.fromstring(chart).iter(f"{SVG}text")]
+    assert {"0 min", "2 min", "4 min", "6 min"} <= set(shown)
+
+
+def test_the_titles_are_plain_english() -> None:
+    step = made_up_step()
+    chart = chart_of(step, prediction_of(step, PLAN, None))
+    assert "Simulated from the mean times of this step: " in chart
 
 
 @needs_chromium

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import platform
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,11 +14,12 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.report.run_record import read_run
 from lightning_hetero.strategy.training_run import run_folder
 
 from ..models import TinyModule, fit, loader, trainer
 
-NAMES = {"architecture.svg", "architecture.mmd", "plan.yaml"}
+NAMES = {"architecture.svg", "architecture.mmd", "plan.yaml", "run.json"}
 
 
 def train(plan: Plan, workers: list[str], module: TinyModule | None = None, **options: Any) -> None:
@@ -109,6 +112,54 @@ def test_without_logs_nothing_is_left(
     train(two_stages(workers), workers, fast_dev_run=True, logger=CSVLogger(tmp_path))
     assert not [path for path in tmp_path.rglob("*") if path.name in NAMES]
     assert run_folder(trainer(logger=False)) is None
+
+
+def test_a_fit_notes_when_and_where_it_ran(workers: list[str], tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    train(two_stages(workers), workers, logger=logger)
+    facts = read_run(Path(logger.log_dir)).facts
+    assert facts is not None
+    assert facts.model == "LlamaForCausalLM"
+    assert datetime.fromisoformat(facts.started_at) <= datetime.fromisoformat(facts.ended_at)
+    assert facts.error == ""
+    assert [process.name for process in facts.processes] == ["coordinator", *workers[:2]]
+    assert {process.host for process in facts.processes} == {platform.node()}
+    assert all("torch" in process.versions for process in facts.processes)
+
+
+class Fails(TinyModule):
+    """Fails in its second step, and notes what the file says of the end before."""
+
+    before = "unread"
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            facts = read_run(Path(str(self.trainer.log_dir))).facts
+            assert facts is not None
+            self.before = facts.ended_at
+            raise ArithmeticError("The batch is odd.")
+
+
+def test_an_error_that_ends_a_run_is_noted(workers: list[str], tmp_path: Path) -> None:
+    logger, module = CSVLogger(tmp_path), Fails()
+    with pytest.raises(ArithmeticError):
+        train(two_stages(workers), workers, module, logger=logger, max_steps=2)
+    facts = read_run(Path(logger.log_dir)).facts
+    assert facts is not None
+    assert facts.error == "ArithmeticError: The batch is odd."
+    assert facts.ended_at
+    assert module.before == ""
+
+
+def test_notes_that_cannot_be_written_end_no_run(
+    workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger, module = CSVLogger(tmp_path), TinyModule()
+    (Path(logger.log_dir) / "run.json").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, logger="lightning_hetero"):
+        train(two_stages(workers), workers, module, logger=logger)
+    assert len(module.losses) == 1
+    assert "run.json is not written" in caplog.text
 
 
 class SharedFolderLogger(Logger):
