@@ -1,10 +1,7 @@
 """Checkpoints of a run over stages: their content, and their files.
 
-A file is written straight to the disk, whole or not at all:
-
-    .unfinished-1f0c93ab.tmp ── written, flushed ──▶ renamed to epoch=1-step=100.ckpt
-
-Lightning's own writer builds the whole checkpoint in memory first, which takes its size again.
+A file is written straight to the disk, whole or not at all. Lightning's own writer builds the whole
+checkpoint in memory first, which takes its size again.
 """
 
 from __future__ import annotations
