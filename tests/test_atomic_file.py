@@ -111,9 +111,13 @@ def test_a_file_has_its_permissions(path: Path, mode: int, has_names: bool) -> N
 
 
 def test_an_exception_leaves_the_old_file_alone(path: Path, has_names: bool) -> None:
-    with pytest.raises(TypeError, match="str"), replacing(path) as file:
-        file.write(NEW)
-        file.write("no bytes")  # type: ignore[call-overload]
+    def interrupted() -> None:
+        with replacing(path) as file:
+            file.write(NEW)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert path.read_bytes() == OLD
     assert not others_beside(path)
 

@@ -259,5 +259,5 @@ def _version(party: Party, name: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """A peer's text, cut and escaped so that it harms no terminal and floods no log."""
-    return ascii(text[:_MOST_SHOWN])[1:-1]
+    """A peer's text, cut so that it floods no log."""
+    return text[:_MOST_SHOWN]
