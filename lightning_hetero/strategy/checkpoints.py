@@ -152,12 +152,11 @@ class Checkpoints:
         exception and leave the workers busy.
         """
         try:
-            if deployment is not None:
-                deployment.check_between_steps()
-            loss = self._loss
-            if loss is not None and not (weights_alone and loss.are_weights_whole):
-                raise WeightsLost(str(loss), are_weights_whole=not weights_alone) from loss
-            return gather()
+            with nullcontext() if deployment is None else deployment.saving():
+                loss = self._loss
+                if loss is not None and not (weights_alone and loss.are_weights_whole):
+                    raise WeightsLost(str(loss), are_weights_whole=not weights_alone) from loss
+                return gather()
         except HeteroError as error:
             if not self._is_in_run or not _is_interrupted(module):
                 raise
