@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
@@ -244,6 +245,7 @@ class Deployment:
         self.coordinator = coordinator
         self.layers = layers
         self._root = root
+        self._saving = threading.Lock()
         self._converts_weights = converts_weights
         stages = _remote_layers(root, layers, plan)
         away = {number: layer for stage in stages for number, layer in stage.items()}
@@ -344,6 +346,26 @@ class Deployment:
         for stage in plan.remote_stages:
             found |= self.modules_of(stage)
         return found
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, a part of a checkpoint is gathered from the workers.
+
+        Raises:
+            ModelError: If another thread is gathering a part, or after an exception inside the
+                optimizer's step.
+        """
+        if not self._saving.acquire(blocking=False):
+            raise ModelError(
+                f"The thread {threading.current_thread().name!r} cannot save a checkpoint while "
+                "another thread saves one: both would read what the workers answer. Save in one "
+                "thread, after each other, as callbacks do."
+            )
+        try:
+            self.check_between_steps()
+            yield
+        finally:
+            self._saving.release()
 
     def check_between_steps(self) -> None:
         """Refuse to make a checkpoint of weights of which only some have made the latest step.

@@ -518,7 +518,14 @@ class RemoteLayers:
         taken, self._buffer_updates = self._buffer_updates, []
         return taken
 
-    def _on_buffers_updated(self, _worker: ConnectedWorker, message: m.BuffersUpdated) -> None:
+    def _on_buffers_updated(self, worker: ConnectedWorker, message: m.BuffersUpdated) -> None:
+        numbers = {str(number) for number in self.holdings.layers}
+        with self._connections.blaming(worker):
+            for name in message.names:
+                if name.partition(".")[0] not in numbers:
+                    raise RemoteProtocolError(
+                        f"It told of the buffer {name!r}, and no layer on a worker has it."
+                    )
         self._buffer_updates.append(message)
 
     def _receive(self, num_bytes: int) -> tuple[ConnectedWorker, Frame]:

@@ -46,8 +46,8 @@ _NONCE_BYTES = 16
 _PROPERTIES = ("protocol", "version", "nonce", "tag")
 # A machine may have many addresses, and each one that does not answer costs a try.
 MOST_HOSTS = 8
-# Anyone may fill the network with announcements.
-_MOST_HEARD = 256
+# Each one is dialled.
+_MOST_FOUND = 256
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,24 @@ class Heard:
     ours: list[Announcement]
     num_others: int
 
+    @classmethod
+    def among(cls, announcements: Iterable[Announcement], recogniser: Recogniser) -> Heard:
+        """Sort out announcements by their tags.
+
+        Anyone may fill the network with announcements, and repeat true ones under other names. So
+        only true ones count towards the limit, and each place counts once.
+        """
+        ours: dict[tuple[tuple[str, ...], int], Announcement] = {}
+        others: set[str] = set()
+        for each in announcements:
+            if not recogniser.recognises(each):
+                others.add(each.nonce)
+            elif len(ours) < _MOST_FOUND:
+                # By the place and not by the nonce: a worker that was started again has another
+                # nonce, and its earlier announcements may be repeated too.
+                ours.setdefault((each.hosts, each.port), each)
+        return cls(list(ours.values()), len(others))
+
 
 def own_interfaces() -> list[Interface]:
     """The IP addresses of this machine with their networks."""
@@ -226,11 +244,11 @@ def hear(recogniser: Recogniser, hosts: Sequence[str], seconds: float) -> Heard:
         DiscoveryError: If multicast DNS cannot be used here.
     """
     library = _zeroconf()
+    # Without a limit, which strangers could reach first. zeroconf keeps all of their records too.
     names: set[str] = set()
 
     def note(name: str, **_: Any) -> None:
-        if len(names) < _MOST_HEARD:
-            names.add(name)
+        names.add(name)
 
     with _network(hosts) as network:
         # Ask for multicast answers: a unicast answer may reach another process that shares the
@@ -238,14 +256,27 @@ def hear(recogniser: Recogniser, hosts: Sequence[str], seconds: float) -> Heard:
         everyone = library.DNSQuestionType.QM
         library.ServiceBrowser(network, SERVICE, handlers=[note], question_type=everyone)
         time.sleep(seconds)
-        services = [library.ServiceInfo(SERVICE, name) for name in sorted(names)]
-        heard = [
-            Announcement.heard(each.parsed_addresses(), each.port, each.properties)
-            for each in services
-            if each.load_from_cache(network)
-        ]
-    ours = [each for each in heard if each is not None and recogniser.recognises(each)]
-    return Heard(ours, len(heard) - len(ours))
+        return Heard.among(announcements_in(network, sorted(names)), recogniser)
+
+
+def announcements_in(network: Any, names: Iterable[str]) -> Iterator[Announcement]:
+    """The announcements among the records that zeroconf has heard.
+
+    Args:
+        network: Holds the records in its ``cache``.
+        names: Services that were announced; anyone may have chosen their names.
+    """
+    library = _zeroconf()
+    for name in names:
+        try:
+            service = library.ServiceInfo(SERVICE, name)
+        except library.BadTypeInNameException:
+            continue
+        if service.load_from_cache(network):
+            addresses, properties = service.parsed_addresses(), service.properties
+            announcement = Announcement.heard(addresses, service.port, properties)
+            if announcement is not None:
+                yield announcement
 
 
 @contextmanager

@@ -1,8 +1,12 @@
-"""What the fields of messages hold: bounds of numbers and texts, and values without tensors."""
+"""What the fields of messages hold: bounds of numbers and texts, and values without tensors.
+
+Text from another machine is shown on terminals and in logs. `Words` is the one place that makes it
+harmless.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -25,6 +29,54 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 SpanKind = Literal["forward", "backward", "loss", "optimizer", "take", "pack", "wait", "send"]
 ACTIONS: frozenset[SpanKind] = frozenset({"forward", "backward", "loss", "optimizer"})
+
+
+# The only field whose text has several lines. They may hold tabs.
+_OF_LINES = "traceback"
+
+
+def printable(text: str, kept: str = "") -> str:
+    """The text with its control characters and other invisible ones as text, such as ``\\x1b``.
+
+    A printable text stays as it is, so to call this twice changes nothing.
+
+    Args:
+        kept: Characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
+class Words(msgspec.Struct, frozen=True):
+    """Base of values whose texts are for people, such as reasons and names of devices.
+
+    Their texts are printable from the moment that a value is decoded or made: a peer can neither
+    control the reader's terminal nor forge a line of a log. Only a traceback keeps its lines. Texts
+    that programs compare, such as names of tensors, belong into other classes, and errors quote
+    them by ``repr``.
+    """
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            told = getattr(self, name)
+            shown = _printable_in(told, "\n\t" if name == _OF_LINES else "")
+            if shown != told:
+                msgspec.structs.force_setattr(self, name, shown)
+
+
+def _printable_in(told: Any, kept: str) -> Any:
+    """A field's text, or the texts in its list or dictionary, as `printable` shows them."""
+    if isinstance(told, str):
+        return printable(told, kept)
+    if isinstance(told, list):
+        return [_printable_in(each, kept) for each in told]
+    if isinstance(told, dict):
+        return {printable(key): _printable_in(each, kept) for key, each in told.items()}
+    return told
 
 
 class Key(NamedTuple):
@@ -91,7 +143,7 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_choices: _Number = 0
 
 
-class Equipment(msgspec.Struct, frozen=True):
+class Equipment(Words, frozen=True):
     """What one end of a conversation runs on.
 
     Args:
@@ -131,7 +183,7 @@ class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_parts: Literal[1, 2]
 
 
-class LinkStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LinkStatus(Words, frozen=True, forbid_unknown_fields=True):
     """Bytes that went over one of a stage's links."""
 
     peer: Name
@@ -139,7 +191,7 @@ class LinkStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     received_bytes: Bytes
 
 
-class StageStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StageStatus(Words, frozen=True, forbid_unknown_fields=True):
     """What a stage is and does.
 
     Args:

@@ -26,6 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..errors import LocalProtocolError, RemoteProtocolError, TrustError
+from .fields import printable
 from .messages import KINDS, PROTOCOL_VERSION, Failure, Hello, Message, Welcome
 from .tensors import (
     ALIGNMENT_BYTES,
@@ -183,8 +184,10 @@ class FrameReader:
     def _begin_header(self) -> None:
         magic, version, header_bytes, body_bytes = _PREFIX.unpack(self._part)
         if magic != MAGIC:
+            # Without the bytes: a coordinator may send a worker to any address, and the error goes
+            # back to it.
             raise RemoteProtocolError(
-                f"The bytes {magic!r} do not start a frame; is the peer lightning-hetero?"
+                "What came does not start a frame; is the peer lightning-hetero?"
             )
         self._check_version(version)
         limits = self._limits
@@ -208,9 +211,10 @@ class FrameReader:
         try:
             return _decoder.decode(header)
         except UNREADABLE as error:
-            raise RemoteProtocolError(f"The frame's header is not a known message: {error}.") from (
-                error
-            )
+            # The decoder quotes what it does not know.
+            raise RemoteProtocolError(
+                f"The frame's header is not a known message: {printable(str(error))}."
+            ) from error
 
     def _begin_body(self, body_bytes: int) -> None:
         self._header = self._decode(self._part)
@@ -289,5 +293,6 @@ class OpeningReader(FrameReader):
             if self.version != PROTOCOL_VERSION:
                 super()._check_version(self.version)
             raise RemoteProtocolError(
-                f"The frame's header is no message that opens a conversation: {error}."
+                "The frame's header is no message that opens a conversation: "
+                f"{printable(str(error))}."
             ) from error

@@ -29,6 +29,7 @@ from .fields import (
     Span,
     Text,
     Totals,
+    Words,
 )
 from .fields import Equipment as Equipment
 from .fields import LinkStatus as LinkStatus
@@ -73,7 +74,7 @@ class StageReport(Message, frozen=True):
     said = by(Speaker.WORKER, State.LOADING, State.SERVING)
 
 
-class Hello(Message, frozen=True, forbid_unknown_fields=False):
+class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     """Opens a conversation.
 
     Every version reads the Hello, Welcome and Failure of every other version, so that it can say
@@ -115,15 +116,15 @@ class Ping(InstantMessage, frozen=True):
     """Asks for a sign of life."""
 
 
-class Pong(InstantMessage, frozen=True):
+class Pong(InstantMessage, Words, frozen=True):
     """A sign of life. ``doing`` is what the sender does or did last, for people."""
 
     doing: Name = ""
 
     @property
     def reported_activity(self) -> str:
-        """The peer's own words, cut and escaped so that they harm no terminal."""
-        return ascii(self.doing[:_MOST_SHOWN])[1:-1]
+        """The peer's own words, cut so that they flood no log."""
+        return self.doing[:_MOST_SHOWN]
 
 
 class Goodbye(Message, frozen=True):
@@ -132,7 +133,7 @@ class Goodbye(Message, frozen=True):
     said = by_anyone(then=State.CLOSED)
 
 
-class Failure(Message, frozen=True, forbid_unknown_fields=False):
+class Failure(Message, Words, frozen=True, forbid_unknown_fields=False):
     """Something went wrong on the sender's side, or the receiver broke a rule.
 
     It ends the conversation, except while a stage is loaded or served.
@@ -144,7 +145,7 @@ class Failure(Message, frozen=True, forbid_unknown_fields=False):
     in_optimizer_step: bool = False
 
 
-class NeighborLost(StageReport, frozen=True):
+class NeighborLost(StageReport, Words, frozen=True):
     """A stage's channel to another stage ended."""
 
     stage_index: Count
@@ -173,7 +174,7 @@ class DescribeDevice(IdleRequest, frozen=True):
     """Asks what the worker computes on."""
 
 
-class DeviceDescribed(IdleAnswer, frozen=True):
+class DeviceDescribed(IdleAnswer, Words, frozen=True):
     """What the worker computes on; workers that name the same ``memory`` share it."""
 
     device: Name
@@ -235,7 +236,7 @@ class ProbeAnswer(Message, frozen=True):
     is_probe = True
 
 
-class NotMeasured(IdleAnswer, frozen=True):
+class NotMeasured(IdleAnswer, Words, frozen=True):
     """Measuring the layer, the optimizer or the link raised an error."""
 
     reason: Text
@@ -348,7 +349,7 @@ class SetAttributes(ServingRequest, frozen=True):
     gone: list[Name] = []
 
 
-class BuffersUpdated(StageReport, frozen=True):
+class BuffersUpdated(StageReport, Words, frozen=True):
     """Buffers of a stage that every micro-batch of a step updated or, with ``is_again``, that a
     recomputed forward updated."""
 
@@ -651,7 +652,7 @@ class FetchRecord(ServingRequest, frozen=True):
     with_spans: bool
 
 
-class StageRecord(StageReport, frozen=True):
+class StageRecord(StageReport, Words, frozen=True):
     """What a stage recorded, and the health of its device.
 
     ``num_dropped`` spans did not fit. ``health`` holds what the device reports, by names that end

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ..errors import LocalProtocolError, RemoteProtocolError
-from .fields import Key, SpanKind
+from .fields import Key, SpanKind, printable
 
 
 class State(enum.Enum):
@@ -122,7 +122,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     def __str__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
         fields = " ".join(f"{name}={str(value)[:60]}" for name, value in shown.items())
-        return f"{type(self).__name__} {fields}".rstrip()
+        return printable(f"{type(self).__name__} {fields}".rstrip())
 
 
 def kinds_below(base: type[Message]) -> Iterator[type[Message]]:

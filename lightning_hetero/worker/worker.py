@@ -10,6 +10,8 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -39,6 +41,12 @@ _HEARING_SECONDS = 0.5
 _MOST_GREETINGS = 16
 # Time for a refused peer to read the reason.
 _LAST_WORD_SECONDS = 1.0
+
+# Refused connections get at most one line in the log for an address in this time.
+_SECONDS_OF_A_LINE = 60.0
+# Addresses that are counted apart. A stranger may have any number of them.
+_MOST_ADDRESSES = 128
+_OTHER_ADDRESSES = "other addresses"
 
 
 class Lobby:
@@ -78,6 +86,65 @@ class Lobby:
         if oldest is not None:
             # This wakes its thread, which then leaves.
             oldest.shut_down()
+
+
+@dataclass
+class _Refused:
+    """What was refused of an address since its last line in the log."""
+
+    told_at: float
+    num_left_out: int = 0
+    last_reason: str = ""
+
+
+class RefusalLog:
+    """Logs refused connections: at most one line for an address and minute.
+
+    Anyone may connect, and a line for each connection would fill the disk. What is left out is
+    counted, and the line at the end of the minute tells the number.
+
+    Args:
+        now: The present time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        # In the order of their last lines.
+        self._refused: dict[str, _Refused] = {}
+
+    def note(self, host: str, port: int, reason: str) -> None:
+        """Log a refused connection, or count it."""
+        with self._lock:
+            is_known = host in self._refused or len(self._refused) < _MOST_ADDRESSES
+            whose = host if is_known else _OTHER_ADDRESSES
+            if (refused := self._refused.get(whose)) is not None:
+                refused.num_left_out += 1
+                refused.last_reason = reason
+            else:
+                self._refused[whose] = _Refused(self._now())
+                logger.warning("connection from %s:%d refused: %s", host, port, reason)
+
+    def tell_left_out(self, at_once: bool = False) -> None:
+        """Log what was left out in the minutes that are over, or ``at_once`` in all."""
+        with self._lock:
+            now = self._now()
+            while self._refused:
+                host, refused = next(iter(self._refused.items()))
+                seconds = now - refused.told_at
+                if seconds < _SECONDS_OF_A_LINE and not at_once:
+                    break
+                del self._refused[host]
+                if refused.num_left_out > 0:
+                    logger.warning(
+                        "connections from %s refused in %.0f s without a line: %d, the last: %s",
+                        host,
+                        seconds,
+                        refused.num_left_out,
+                        refused.last_reason,
+                    )
+                    if not at_once:
+                        self._refused[host] = _Refused(now)
 
 
 class Worker:
@@ -120,6 +187,7 @@ class Worker:
         listener.settimeout(_HEARING_SECONDS)
         self._listener = listener
         self._lobby = Lobby(_MOST_GREETINGS)
+        self._refusals = RefusalLog()
         self._session: StageSession | None = None
         self._began_seconds = time.monotonic()
         self._session_changed = threading.Condition()
@@ -128,6 +196,7 @@ class Worker:
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
         while True:
+            self._refusals.tell_left_out()
             try:
                 connected, peer = self._listener.accept()
             except TimeoutError:
@@ -138,9 +207,9 @@ class Worker:
                 break
             connection = SocketConnection(connected)
             self._lobby.enter(connection)
-            name = f"{peer[0]}:{peer[1]}"
-            thread = threading.Thread(target=self._greet, args=(connection, name), daemon=True)
+            thread = threading.Thread(target=self._greet, args=(connection, *peer[:2]), daemon=True)
             thread.start()
+        self._refusals.tell_left_out(at_once=True)
 
     def stop(self) -> None:
         """Take no more connections."""
@@ -182,16 +251,16 @@ class Worker:
             if self._session is not None:
                 self._session.wish(message)
 
-    def _greet(self, plain: SocketConnection, peer: str) -> None:
+    def _greet(self, plain: SocketConnection, host: str, port: int) -> None:
         """Lead a connection through its handshake, and serve the session that it opens."""
         session: StageSession | None = None
         try:
             prepare_socket(plain.socket)
             patience_seconds = self._host.deadlines.connect_seconds
             connection = secured(plain, self._host.identity.credentials, True, patience_seconds)
-            session = self._talk(plain, connection, peer)
+            session = self._talk(plain, connection, f"{host}:{port}")
         except (OSError, HeteroError) as error:
-            logger.warning("connection from %s refused: %s", peer, error)
+            self._refusals.note(host, port, str(error))
             plain.close_after_last_word(_LAST_WORD_SECONDS)
         finally:
             self._lobby.leave(plain)

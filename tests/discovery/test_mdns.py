@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
-from ipaddress import ip_interface
+from ipaddress import ip_address, ip_interface
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from lightning_hetero.discovery.mdns import (
     MOST_HOSTS,
     SERVICE,
     Announcement,
+    Heard,
     Recogniser,
     addresses_to_try,
     announced,
@@ -206,6 +210,99 @@ def test_announcements_of_our_token_are_heard_and_others_are_counted(token: Toke
     assert heard.ours == [mine]
     assert heard.num_others == 1
     assert hear(ours, LOOPBACK, 0.2).ours == []
+
+
+def test_a_true_announcement_is_found_among_strangers(token: Token) -> None:
+    recogniser, stranger = Recogniser(token), Recogniser(Token.new())
+    true = recogniser.announcement(HOSTS, 9999)
+    strangers = [stranger.announcement(HOSTS, port) for port in range(1, 501)]
+    found = Heard.among([*strangers, true], recogniser)
+    assert found.ours == [true]
+    assert found.num_others == 500
+
+
+def test_an_announcement_that_is_repeated_counts_once(token: Token) -> None:
+    recogniser = Recogniser(token)
+    one, other = (recogniser.announcement(HOSTS, port) for port in (1, 2))
+    found = Heard.among([one] * 300 + [other], recogniser)
+    assert found == Heard([one, other], 0)
+    foreign = Recogniser(Token.new()).announcement(HOSTS, 1)
+    assert Heard.among([foreign] * 300, recogniser) == Heard([], 1)
+
+
+def test_announcements_of_a_workers_earlier_starts_count_once(token: Token) -> None:
+    recogniser = Recogniser(token)
+    earlier = [recogniser.announcement(HOSTS, 9999) for _ in range(300)]
+    other = recogniser.announcement(HOSTS, 9998)
+    assert [each.port for each in Heard.among([*earlier, other], recogniser).ours] == [9999, 9998]
+
+
+def test_the_workers_of_a_search_have_a_limit(token: Token) -> None:
+    recogniser = Recogniser(token)
+    many = [recogniser.announcement(HOSTS, port) for port in range(1, 301)]
+    assert Heard.among(many, recogniser).ours == many[:256]
+
+
+def let_announce(
+    monkeypatch: pytest.MonkeyPatch, announcements: Mapping[str, Announcement]
+) -> None:
+    """A network in memory where services with these names are announced, in their order.
+
+    Others use the loopback of this machine too, and so many announcements would disturb them.
+    """
+    library = pytest.importorskip("zeroconf")
+    network = SimpleNamespace(cache=library.DNSCache())
+    # Names that are no names of this service.
+    names = ["nonsense", "x._http._tcp.local.", f".{SERVICE}"]
+    for name, announcement in announcements.items():
+        names.append(f"{name}.{SERVICE}")
+        service = library.ServiceInfo(
+            SERVICE,
+            names[-1],
+            port=announcement.port,
+            properties=announcement.properties,
+            server=f"{name}.local.",
+            addresses=[ip_address(host).packed for host in announcement.hosts],
+        )
+        records = [service.dns_service(), service.dns_text(), *service.dns_addresses()]
+        network.cache.async_add_records(records)
+
+    def browse(browsed: object, service: str, handlers: list[Any], **_: Any) -> None:
+        assert (browsed, service) == (network, SERVICE)
+        for name in names:
+            handlers[0](zeroconf=network, service_type=SERVICE, name=name)
+
+    monkeypatch.setattr(library, "ServiceBrowser", browse)
+    monkeypatch.setattr(mdns, "_network", lambda hosts: nullcontext(network))
+
+
+@pytest.mark.parametrize("kind", ["500 strangers", "300 repetitions"])
+@pytest.mark.usefixtures("only_loopback")
+def test_a_worker_is_found_among_strangers_and_repetitions_and_dialled_once(
+    kind: str, token: Token, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recogniser, stranger = Recogniser(token), Recogniser(Token.new())
+    credentials, dialled, dial = Credentials(token), [], find.dial
+
+    def counted(address: Address, *rest: Any) -> Any:
+        dialled.append(address)
+        return dial(address, *rest)
+
+    monkeypatch.setattr(find, "dial", counted)
+    with worker_thread(credentials) as address:
+        true = recogniser.announcement(LOOPBACK, address.port)
+        if kind == "500 strangers":
+            said = {f"a{n:03}": stranger.announcement(LOOPBACK, n) for n in range(1, 501)}
+        else:
+            said = {f"a{n:03}": true for n in range(300)}
+        # Strangers are heard first, and their names come first in the alphabet.
+        let_announce(monkeypatch, {**said, true.instance: true})
+        at_once = replace(QUICK, discovery_seconds=0.0)
+        search = find_workers(token_file, Identity(credentials=credentials), at_once)
+    assert [worker.address for worker in search.workers] == [address]
+    assert dialled == [address]
+    assert not search.left_out
+    assert search.num_others == (500 if kind == "500 strangers" else 0)
 
 
 @pytest.mark.usefixtures("only_loopback")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import LlamaForCausalLM
+
+from lightning_hetero.errors import ModelError
 
 from ..equality import assert_same
 from ..models import TinyModule, fit, loader, trainer
@@ -101,3 +106,82 @@ def test_state_dict_during_training_holds_the_present_weights(workers: list[str]
     assert_same(seen[-1], dict(module.state_dict()))
     name = "model.model.layers.4.mlp.up_proj.weight"
     assert not torch.equal(seen[0][name], seen[1][name])
+
+
+NUM_SAVES = 3
+
+
+class SavingTogether(pl.Callback):
+    """Three threads save at once at the end of the second step.
+
+    Attributes:
+        errors: What the saves raised.
+        written: The checkpoints that were written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.errors: list[BaseException] = []
+        self.written: list[Path] = []
+        self._folder = folder
+        self._others_ended = threading.Semaphore(0)
+
+    def hold(self) -> None:
+        """Wait in the middle of a save until the other saves have ended."""
+        for _ in range(NUM_SAVES - 1):
+            assert self._others_ended.acquire(timeout=60)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step != 2:
+            return
+        module = trainer.lightning_module
+        assert isinstance(module, HeldInSaves)
+        module.hold = self.hold
+        threads = [
+            threading.Thread(target=self._save, args=(trainer, number), daemon=True)
+            for number in range(NUM_SAVES)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive()
+        module.hold = None
+
+    def _save(self, trainer: pl.Trainer, number: int) -> None:
+        path = self._folder / f"{number}.ckpt"
+        try:
+            trainer.save_checkpoint(path)
+            self.written.append(path)
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            self._others_ended.release()
+
+
+class HeldInSaves(TinyModule):
+    hold: Callable[[], None] | None = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)
+        if self.hold is not None:
+            self.hold()
+        return found
+
+
+def test_threads_that_save_at_once_get_an_error_and_one_saves(
+    workers: list[str], tmp_path: Path
+) -> None:
+    """Each of them would take what the workers answer to the others."""
+    saves = SavingTogether(tmp_path)
+    data = loader(BATCH_SIZE * 3, BATCH_SIZE, padded=True)
+    module = fit(HeldInSaves(), strategy_of(workers), data, callbacks=[saves])
+    assert len(saves.errors) == NUM_SAVES - 1
+    for error in saves.errors:
+        assert isinstance(error, ModelError)
+        assert "while another thread saves one" in str(error)
+    (path,) = saves.written
+    expected = fit(TinyModule(), "auto", data)
+    assert_same(dict(module.state_dict()), dict(expected.state_dict()))
+    two_steps = fit(TinyModule(), "auto", data, max_steps=2)
+    written = torch.load(path, weights_only=True)
+    assert_same(written["state_dict"], dict(two_steps.state_dict()))

@@ -71,7 +71,7 @@ def hello(version: int = m.PROTOCOL_VERSION) -> m.Hello:
 GREETING = b"".join(encode_frame(Frame(hello())))
 # The frame's version, the header's length and the body's length stand in the prefix.
 BAD_OPENINGS = {
-    "garbage bytes": (b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n", "do not start a frame"),
+    "garbage bytes": (b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n", "does not start a frame"),
     "a frame longer than the limit": (
         GREETING[:8] + b"\xff\xff\xff\xff" + GREETING[12:],
         "over the limit",

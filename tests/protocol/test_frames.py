@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError
 from lightning_hetero.protocol import frames
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.frames import Frame, FrameLimits, FrameReader, encode_frame
+from lightning_hetero.protocol.frames import (
+    Frame,
+    FrameLimits,
+    FrameReader,
+    OpeningReader,
+    encode_frame,
+)
 
 from .strategies import PACKED_LIST, PING, VERSION, any_frame, feed, is_same, joined, raw_frame
 
@@ -159,7 +165,7 @@ NO_TEXT = msgspec.Raw(b"\xa3\xff\xff\xff")
 
 # What a hostile or mistaken peer sends, and what the refusal must name.
 LIES = {
-    "another protocol": (b"GET / HTTP/1.1\r\nHost: localhost\r\n", "GET "),
+    "another protocol": (b"GET / HTTP/1.1\r\nHost: localhost\r\n", "does not start a frame"),
     "another version": (raw_frame(with_tensors(), version=99), f"version 99, we speak {VERSION}"),
     "a huge header": (struct.pack(">4sIIQ", b"LHET", VERSION, 2**32 - 1, 0), "4294967295"),
     "a huge body": (struct.pack(">4sIIQ", b"LHET", VERSION, 9, 2**64 - 1), "18446744073709551615"),
@@ -215,6 +221,28 @@ def assert_only_refused(data: bytes) -> None:
         read_all(data)
     except RemoteProtocolError as error:
         assert str(error).endswith((".", "?"))  # noqa: PT017
+
+
+@pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH_9.6\r\n" * 2, b"+OK secret ready" * 2])
+@pytest.mark.parametrize("kind", [FrameReader, OpeningReader])
+def test_the_bytes_of_another_service_are_not_told(
+    greeting: bytes, kind: type[FrameReader]
+) -> None:
+    """A coordinator may send a worker to any address, and would hear of what answers there."""
+    reader = kind()
+    with pytest.raises(RemoteProtocolError) as raised:
+        list(feed(reader, greeting))
+    for start in range(len(greeting) - 3):
+        assert greeting[start : start + 4].decode() not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [FrameReader, OpeningReader])
+def test_the_refusal_of_a_header_is_printable(kind: type[FrameReader]) -> None:
+    """The decoder quotes what it does not know."""
+    hostile = {"message": {"type": "\x1b[2J\nall is well"}, "tensors": []}
+    with pytest.raises(RemoteProtocolError, match="all is well") as raised:
+        list(feed(kind(), raw_frame(hostile)))
+    assert str(raised.value).isprintable()
 
 
 @given(garbage=st.binary(max_size=200))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
+import msgspec.inspect as mi
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_hetero.protocol import messages as m
+from lightning_hetero.protocol.fields import printable
+from lightning_hetero.protocol.session import Speaker
 
 from .examples import example
 from .strategies import ANY, any_message
@@ -134,3 +141,110 @@ def test_every_message_says_in_words_what_it_requests_and_reports(kind: type[m.M
     assert "{" not in message.requested_activity + message.reported_activity
     assert (message.step is not None) == ("step" in message.__struct_fields__)
     assert (message.key is not None) == ("visit" in message.__struct_fields__)
+
+
+@given(text=st.text())
+def test_a_printable_text_stays_as_it_is(text: str) -> None:
+    shown = printable(text)
+    assert shown.isprintable()
+    assert printable(shown) == shown
+    assert (shown == text) == text.isprintable()
+    assert printable(text, "\n").replace("\n", "").isprintable()
+
+
+# Clears the screen, renames the window, begins a line of a log, and turns the text around.
+HOSTILE = "\x1b[2J\x1b]0;mine\x07\x9b2J\r\n12:00 all is well\t\u202e"
+SHOWN = r"\x1b[2J\x1b]0;mine\x07\x9b2J\r\n12:00 all is well\t\u202e"
+# Programs compare these; errors quote them by `repr`, and pictures and traces escape them.
+COMPARED = {
+    "Activation.collected",
+    "Built.held",
+    "Loaded.name",
+    "Norms.norms",
+    "OfferAnswered.name",
+    "OptimizerState.parameter",
+    "OptimizerState.state",
+    "StageRecord.spans.message",
+    "TensorContent.name",
+    "TensorContent.state",
+}
+
+
+def hostile(kind: mi.Type) -> Any:
+    """Content of this type as a peer may send it, each text in it hostile."""
+    match kind:
+        case mi.UnionType(types=types):
+            return hostile(
+                max(types, key=lambda each: isinstance(each, (mi.StrType, mi.StructType)))
+            )
+        case mi.StructType(array_like=True, fields=fields):
+            return [hostile(field.type) for field in fields]
+        case mi.StructType(tag=tag, fields=fields):
+            content = {field.encode_name: hostile(field.type) for field in fields}
+            return content if tag is None else {"type": tag, **content}
+        case mi.ListType(item_type=item):
+            return [hostile(item)]
+        case mi.DictType(key_type=key, value_type=value):
+            return {hostile(key): hostile(value)}
+        case mi.StrType():
+            return HOSTILE
+        case mi.LiteralType(values=choices):
+            return choices[0]
+        case mi.BytesType():
+            return bytes(32)
+        case mi.NoneType():
+            return None
+        case mi.BoolType():
+            return False
+    return 1
+
+
+def texts_in(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """The texts in a value, each with the fields that lead to it."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from texts_in(getattr(value, name), f"{place}.{name}")
+    elif isinstance(value, (list, dict)):
+        for each in value:
+            yield from texts_in(each, place)
+        for each in value.values() if isinstance(value, dict) else ():
+            yield from texts_in(each, place)
+
+
+SAID_BY_WORKERS = [
+    kind
+    for kind in m.KINDS
+    if {speaker for speaker, _ in kind.said} & {Speaker.WORKER, Speaker.DOWNSTREAM, Speaker.WATCHED}
+]
+
+
+@pytest.mark.parametrize("kind", SAID_BY_WORKERS)
+def test_what_a_worker_says_is_printable_unless_it_is_compared(kind: type[m.Message]) -> None:
+    arrived = decoded(hostile(mi.type_info(kind)))
+    raw = {place for place, text in texts_in(arrived, kind.__name__) if not text.isprintable()}
+    several_lines = (
+        {f"{kind.__name__}.traceback"} if "traceback" in kind.__struct_fields__ else set()
+    )
+    assert (
+        raw
+        == {place for place in COMPARED if place.startswith(f"{kind.__name__}.")} | several_lines
+    )
+    assert str(arrived).isprintable()
+
+
+def test_only_a_traceback_keeps_its_lines() -> None:
+    arrived = decoded({"type": "Failure", "reason": HOSTILE, "traceback": HOSTILE})
+    assert isinstance(arrived, m.Failure)
+    assert arrived.reason == SHOWN
+    assert arrived.traceback == SHOWN.replace(r"\n", "\n").replace(r"\t", "\t")
+
+
+def test_the_texts_of_what_a_worker_runs_on_are_printable_at_any_depth() -> None:
+    raw = {"versions": {HOSTILE: HOSTILE}, "device_name": HOSTILE, "capabilities": [HOSTILE]}
+    arrived = decoded({"type": "Welcome", "protocol": 1, "equipment": raw})
+    expected = m.Equipment({SHOWN: SHOWN}, device_name=SHOWN, capabilities=[SHOWN])
+    assert isinstance(arrived, m.Welcome)
+    assert arrived.equipment == expected
+    assert m.Equipment({HOSTILE: HOSTILE}, device_name=HOSTILE, capabilities=[HOSTILE]) == expected

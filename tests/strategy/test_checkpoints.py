@@ -16,8 +16,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero import HeteroPipelineStrategy, atomic_file
+from lightning_hetero.atomic_file import replacing
 from lightning_hetero.errors import SaveError
+from lightning_hetero.strategy import checkpoints
 from lightning_hetero.strategy.checkpoints import FileCheckpointIO, checkpoint_io_or_ours
 
 MIB = 2**20
@@ -124,32 +126,27 @@ def test_a_value_that_cannot_be_pickled_raises_the_error_of_torch(path: Path) ->
 
 def during_write(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
     """Something that happens when the first MiB of a file is written."""
-    real_open = Path.open
 
-    def opened(path: Path, mode: str) -> IO[bytes]:
-        file: Any = real_open(path, mode)
-        write = file.write
+    class Watched:
+        def __init__(self, file: IO[bytes]) -> None:
+            self._file = file
 
-        class Watched:
-            def write(self, content: Any) -> int:
-                count: int = write(content)
-                if file.tell() > MIB:
-                    file.flush()
-                    action()
-                return count
+        def write(self, content: Any) -> int:
+            count = self._file.write(content)
+            if self._file.tell() > MIB:
+                self._file.flush()
+                action()
+            return count
 
-            def __getattr__(self, name: str) -> Any:
-                return getattr(file, name)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
 
-            def __enter__(self) -> Any:
-                return self
+    @contextmanager
+    def watched(path: Path) -> Iterator[Watched]:
+        with replacing(path) as file:
+            yield Watched(file)
 
-            def __exit__(self, *_: Any) -> None:
-                file.close()
-
-        return Watched()  # type: ignore[return-value]
-
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(checkpoints, "replacing", watched)
 
 
 def test_an_interrupt_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,24 +160,33 @@ def test_an_interrupt_leaves_the_old_file(path: Path, monkeypatch: pytest.Monkey
     assert_untouched(path)
 
 
-def test_a_kill_leaves_the_old_file_and_an_unfinished_one(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_names", [False, True])
+def test_killed_saves_leave_the_old_file_and_nothing_for_long(
+    path: Path, monkeypatch: pytest.MonkeyPatch, has_names: bool
 ) -> None:
-    during_write(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    child = os.fork()
-    if child == 0:
-        try:
-            FileCheckpointIO().save_checkpoint(checkpoint(2.0), path)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    monkeypatch.undo()
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    (left,) = (name for name in os.listdir(path.parent) if name != path.name)
-    assert left.startswith(".unfinished-")
-    assert not left.endswith(".ckpt")
-    assert (path.parent / left).stat().st_size > MIB
-    assert value_in(path) == 1.0
+    """Without files that have no names, the next save removes what is left."""
+    if has_names:
+        monkeypatch.setattr(atomic_file, "_open_nameless", lambda *_: None)
+    elif not hasattr(os, "O_TMPFILE"):
+        pytest.skip("this system has no files without names")
+    with monkeypatch.context() as killing:
+        during_write(killing, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                try:
+                    FileCheckpointIO().save_checkpoint(checkpoint(2.0), path)
+                finally:
+                    os._exit(0)
+            _, status = os.waitpid(child, 0)
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            left = [name for name in os.listdir(path.parent) if name != path.name]
+            assert len(left) == has_names
+            assert not any(name.endswith(".ckpt") for name in left)
+            assert value_in(path) == 1.0
+    FileCheckpointIO().save_checkpoint(checkpoint(2.0), path)
+    assert os.listdir(path.parent) == [path.name]
+    assert value_in(path) == 2.0
 
 
 def test_the_users_own_way_of_saving_wins() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -132,6 +135,29 @@ def test_a_link_between_workers_is_measured_and_measured_again(coordinator: Coor
     nobody = ask(coordinator, m.MeasureLink("127.0.0.1:1", 0.0))
     assert isinstance(nobody, m.NotMeasured)
     assert "No worker answers at 127.0.0.1:1" in nobody.reason
+
+
+def test_a_worker_does_not_tell_what_another_service_says(coordinator: Coordinator) -> None:
+    """A coordinator may name any address; it must not read others' services through a worker."""
+    secret = b"SECRET-BANNER-OF-A-SERVICE\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+        listener.settimeout(20)
+
+        def greet() -> None:
+            connected, _ = listener.accept()
+            with connected, contextlib.suppress(ConnectionError):
+                connected.settimeout(20)
+                connected.sendall(secret)
+                while connected.recv(2**16):
+                    pass
+
+        greeting = thread.submit(greet)
+        answer = ask(coordinator, m.MeasureLink(f"127.0.0.1:{listener.getsockname()[1]}", 0.0))
+        greeting.result(20)
+    assert isinstance(answer, m.NotMeasured)
+    assert "did not answer as a worker" in answer.reason
+    told = answer.reason + answer.traceback
+    assert not any(secret[start : start + 4].decode() in told for start in range(len(secret) - 3))
 
 
 def test_those_that_are_not_kept_are_free_for_others(coordinator: Coordinator) -> None:
