@@ -23,39 +23,12 @@ from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
 from ..transport.token import find_token_file
 from ..units import in_bytes, in_percent
-from .options import add_addresses, add_token_option
-
-HELP = "show live what workers do"
 
 COLUMNS = ("worker", "device", "state", "run", "stage", "step", "busy", "memory", "links, MB/s")
 _COLOURS = {"training": "green", "in a run": "yellow", "free": "cyan", "gone": "red"}
 _BAR_CELLS = 8
 # These cells are useless when they wrap; on a narrow screen the other columns wrap.
 _WHOLE = ("worker", "state", "stage", "step", "busy")
-
-
-def add_options(top: argparse.ArgumentParser) -> None:
-    add_addresses(top, "workers")
-    add_token_option(top, "the token of the workers")
-    top.add_argument(
-        "--interval",
-        type=_seconds,
-        default=2.0,
-        metavar="SECONDS",
-        help="time between two looks (default: %(default)s)",
-    )
-    top.add_argument(
-        "--patience",
-        type=_seconds,
-        default=3.0,
-        metavar="SECONDS",
-        help="show a worker as gone after this time without an answer (default: %(default)s)",
-    )
-    top.add_argument(
-        "--once",
-        action="store_true",
-        help="show one table and exit, with status 1 if a worker did not answer",
-    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -149,13 +122,3 @@ def _bar(share: float) -> str:
 def _traffic(traffic: Traffic) -> str:
     received, sent = (f"{rate / 1e6:.1f}" for rate in (traffic.received, traffic.sent))
     return f"{traffic.peer} ↓{received}/↑{sent}"
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
-    return seconds
