@@ -27,6 +27,7 @@ Each folder answers one question; the two ends of one conversation have the same
     units.py        amounts as a person writes them
     optional.py     libraries that are an extra
     atomic_file.py  files that are written whole or not at all
+    yaml_file.py    YAML files: read, and what is wrong with one
     version.py      the version of this package
 
 Imports point one way: cli -> verify -> strategy -> callbacks -> profiler -> report, coordinator ->

@@ -6,13 +6,14 @@ import argparse
 
 from ..plan import Plan
 from ..planner.profile import Profile
-from ..report.diagram import picture_for
+from ..report.diagram import check_format, picture_for
 from ..report.topology import topology_of
 from .options import new_file, writing
 
 
 def run(options: argparse.Namespace) -> None:
     path = options.output or new_file("architecture.svg")
+    check_format(path.name)
     plan = Plan.from_yaml(options.plan)
     profile = None if options.profile is None else Profile.from_yaml(options.profile)
     content = picture_for(path.name, topology_of(plan, profile, options.title))

@@ -411,5 +411,13 @@ def writing(what: str, path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except FileNotFoundError as error:
+        raise HeteroError(
+            f"The {what} cannot be written to {str(path)!r}: there is no folder "
+            f"{str(path.parent)!r}; make it, or name another file."
+        ) from error
     except OSError as error:
-        raise HeteroError(f"The {what} cannot be written to {str(path)!r}: {error}.") from error
+        raise HeteroError(
+            f"The {what} cannot be written to {str(path)!r}: {error.strerror or error}; name "
+            "another file."
+        ) from error

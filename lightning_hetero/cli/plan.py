@@ -18,7 +18,6 @@ Value = TypeVar("Value")
 
 
 def run(options: argparse.Namespace) -> None:
-    path = options.output or new_file("plan.yaml")
     profile = Profile.from_yaml(options.profile)
     wishes = Wishes(
         pins=_each_once(parse_pin(text) for text in options.pin),
@@ -27,6 +26,7 @@ def run(options: argparse.Namespace) -> None:
         batch_size=options.batch_size,
         micro_batches=options.micro_batches,
     )
+    path = options.output or new_file("plan.yaml")
     solution = solve(profile, wishes)
     with writing("plan", path):
         solution.plan.to_yaml(path)

@@ -159,12 +159,17 @@ def _torch_device(name: str) -> torch.device:
     Raises:
         HeteroError: If this machine does not have the device.
     """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise HeteroError(f"The device {name!r} cannot be used here: {error}.") from error
+        here = ["cpu"]
+        if accelerator is not None:
+            here += [f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count())]
+        raise HeteroError(
+            f"The device {name!r} cannot be used here; this machine has {', '.join(here)}."
+        ) from error
     return device

@@ -174,7 +174,7 @@ def test_a_worker_allows_the_named_packages_and_the_script(
     [
         (["--listen", "0.0.0.0:9999"], "loopback only"),
         (["--token-file", "/nowhere/token"], "There is no token file '/nowhere/token'"),
-        (["--device", "nonsense"], "device 'nonsense' cannot be used"),
+        (["--device", "quantum"], "The device 'quantum' cannot be used here; this machine has cpu"),
     ],
 )
 def test_a_worker_that_cannot_start_says_why_in_one_sentence(
@@ -263,8 +263,31 @@ def test_a_file_that_is_no_profile_is_refused(
     monkeypatch: pytest.MonkeyPatch, profile_path: str
 ) -> None:
     Path("other.yaml").write_text("micro_batches: 8\nstages: []\n")
-    assert "'other.yaml' is not a profile" in str(run(monkeypatch, "plan", "other.yaml"))
-    assert "cannot be read" in str(run(monkeypatch, "plan", "none.yaml"))
+    for command, name, expected in (
+        (
+            "plan",
+            "other.yaml",
+            "'other.yaml' is not a profile. It is a plan; name a profile, which",
+        ),
+        ("plan", "none.yaml", "There is no file 'none.yaml'; check the name."),
+        ("diagram", "none.yaml", "There is no file 'none.yaml'; check the name."),
+        ("diagram", profile_path, "'profile.yaml' is not a plan. It is a profile; name a plan"),
+        ("verify", "none.yaml", "There is no file 'none.yaml'; check the name."),
+        ("profile", "other.yaml", "'other.yaml' is not a config. It is a plan; name a config of"),
+    ):
+        said = str(
+            run(monkeypatch, command, name, *(["-o", "a.svg"] if command != "verify" else []))
+        )
+        assert said.startswith("lightning-hetero: ")
+        assert expected in said
+
+
+def test_the_format_of_a_picture_is_checked_first(
+    monkeypatch: pytest.MonkeyPatch, profile_path: str
+) -> None:
+    assert "end in .svg" in str(run(monkeypatch, "diagram", "none.yaml", "-o", "a.pdf"))
+    said = str(run(monkeypatch, "plan", profile_path, "-o", "no/plan.yaml"))
+    assert said.endswith("there is no folder 'no'; make it, or name another file.")
 
 
 PROJECT = """
@@ -360,6 +383,10 @@ def test_profile_measures_and_trains_nothing(
         ("{}", "lightning.pytorch.strategies.SingleDeviceStrategy", [], "SingleDeviceStrategy"),
         ("{workers: 1}", None, ["--model", "my_project.Missing"], "There is no class"),
         ("{workers: 1}", None, ["--model", "my_project.Data"], "is not a LightningModule"),
+        ("{workers: -1}", None, [], "`workers` is -1; it must be a number of local workers"),
+        ("{micro_batching: halves}", None, [], "['step', 'boundary']. Got value: halves."),
+        ("{}\n  wrong: 1", None, [], "There is no option 'trainer.wrong'."),
+        ("{}\n  max_epochs: many", None, [], "trainer.max_epochs: Expected a <class 'int'>"),
     ],
 )
 def test_profile_says_why_it_cannot_measure(
@@ -371,7 +398,9 @@ def test_profile_says_why_it_cannot_measure(
     complaint: str,
 ) -> None:
     write_config(project, options, strategy or "lightning_hetero.HeteroPipelineStrategy")
-    assert complaint in str(run(monkeypatch, "profile", "config.yaml", *arguments))
+    said = str(run(monkeypatch, "profile", "config.yaml", *arguments))
+    assert complaint in said
+    assert "\n" not in said
     assert not (project / "profile.yaml").exists()
 
 

@@ -163,11 +163,11 @@ def test_an_inventory_that_is_open_to_others_is_refused(inventory: Path) -> None
     ("change", "expected"),
     [
         ({"netwrok": "10.0.0.0/8"}, "no 'netwrok' in the inventory; known are mtu, network"),
-        ({"mtu": "large"}, "Expected `int`, got `str`"),
-        ({"secret": None}, "Expected `str`, got `null`"),
+        ({"mtu": "large"}, "mtu must be a whole number"),
+        ({"secret": None}, "secret must be a text"),
         ({"nodes": [{"name": "a", "ip": "1"}]}, "no 'ip' in node 1"),
-        ({"nodes": ["laptop"]}, "Expected `object`, got `str`"),
-        ({"nodes": {}}, "Expected `array`, got `object`"),
+        ({"nodes": ["laptop"]}, "nodes\\[0\\] must be a mapping"),
+        ({"nodes": {}}, "nodes must be a list"),
     ],
 )
 def test_a_wrong_inventory_is_refused_where_it_is_wrong(
