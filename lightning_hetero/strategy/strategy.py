@@ -139,6 +139,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._run: Run | None = None
         self._instead: Callable[[Site, list[DecoderLayer]], None] | None = None
 
+    def __repr__(self) -> str:
+        # Fabric and the older package show this when they refuse the strategy.
+        return (
+            f"<{type(self).__name__}, which only lightning.pytorch.Trainer can use: not Fabric, "
+            "and not the Trainer of the package pytorch_lightning>"
+        )
+
     @classmethod
     def of(cls, trainer: pl.Trainer) -> HeteroPipelineStrategy:
         """The strategy of a Trainer.

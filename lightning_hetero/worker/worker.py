@@ -37,6 +37,8 @@ _HEARING_SECONDS = 0.5
 
 # Connections that may be in their handshake at the same time.
 _MOST_GREETINGS = 16
+# Reasons of refusals that a worker remembers, to log each once.
+_MOST_REFUSALS = 256
 # Time for a refused peer to read the reason.
 _LAST_WORD_SECONDS = 1.0
 
@@ -80,6 +82,30 @@ class Lobby:
             oldest.shut_down()
 
 
+class Refusals:
+    """Logs refused connections: those of one host for one reason once, however often it asks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._logged: set[tuple[str, str]] = set()
+
+    def report(self, peer: str, reason: str) -> None:
+        """Log why a peer was refused, unless its host was refused for this reason before."""
+        key = peer.rpartition(":")[0], reason
+        with self._lock:
+            is_known = key in self._logged
+            if len(self._logged) >= _MOST_REFUSALS:
+                # A reason may contain what a stranger sent, so there may be any number of them.
+                self._logged.clear()
+            self._logged.add(key)
+        logger.log(
+            logging.DEBUG if is_known else logging.WARNING,
+            "connection from %s refused: %s (logged once for each host and reason)",
+            peer,
+            reason,
+        )
+
+
 class Worker:
     """A process that can serve a stage.
 
@@ -114,6 +140,7 @@ class Worker:
             owner,
             KeptTensors(),
         )
+        self._refusals = Refusals()
         self._is_paused = False
         self._is_draining = False
         # Here and not in `serve_forever`: `drain` may have closed it by then.
@@ -185,7 +212,7 @@ class Worker:
             connection = secured(plain, self._host.identity.credentials, True, patience_seconds)
             session = self._talk(plain, connection, peer)
         except (OSError, HeteroError) as error:
-            logger.warning("connection from %s refused: %s", peer, error)
+            self._refusals.report(peer, str(error))
             plain.close_after_last_word(_LAST_WORD_SECONDS)
         finally:
             self._lobby.leave(plain)

@@ -16,7 +16,7 @@ from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity, address_of, dial, listen
 from lightning_hetero.transport.tls import Credentials
 from lightning_hetero.transport.token import Token
-from lightning_hetero.worker.worker import Lobby
+from lightning_hetero.worker.worker import Lobby, Refusals
 
 from ..transport.pairs import PATIENCE_SECONDS, QUICK, MemoryConnection, memory_pair, worker_thread
 
@@ -127,3 +127,26 @@ def test_a_worker_may_listen_beyond_loopback_with_a_token() -> None:
     credentials = Credentials(Token.new())
     with listen(Address("0.0.0.0", 0), credentials) as listener:  # noqa: S104
         assert not address_of(listener).is_loopback
+
+
+def test_refusals_of_one_host_for_one_reason_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refusals = Refusals()
+    with caplog.at_level("INFO", "lightning_hetero.worker.worker"):
+        for port in range(5):
+            refusals.report(f"10.0.0.1:{port}", "The tokens differ.")
+        refusals.report("10.0.0.2:7", "The tokens differ.")
+        refusals.report("10.0.0.1:9", "Another reason.")
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [
+        "10.0.0.1:0",
+        "10.0.0.2:7",
+        "10.0.0.1:9",
+    ]
+
+
+def test_the_memory_of_refusals_is_bounded() -> None:
+    refusals = Refusals()
+    for number in range(1000):
+        refusals.report("10.0.0.1:1", f"Reason {number}.")
+    assert len(refusals._logged) <= 256
