@@ -27,6 +27,7 @@ Each folder answers one question; the two ends of one conversation have the same
     units.py        amounts as a person writes them
     optional.py     libraries that are an extra
     atomic_file.py  files that are written whole or not at all
+    yaml_file.py    YAML files: read, and what is wrong with one
     version.py      the version of this package
 
 Imports point one way: cli -> verify -> strategy -> callbacks -> profiler -> report, coordinator ->
@@ -34,15 +35,24 @@ telemetry, doctor, launch -> worker, discovery -> planner, transport -> pipeline
 protocol, model -> plan -> errors.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+from __future__ import annotations
 
-from .callbacks.monitor import StageMonitor
-from .callbacks.profiler import PipelineProfiler
-from .callbacks.timeline import PipelineTimeline
-from .model.lazy_weights import from_pretrained
-from .plan import Plan, StagePlan
-from .strategy import HeteroPipelineStrategy
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .errors import HeteroError
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .callbacks.monitor import StageMonitor
+    from .callbacks.profiler import PipelineProfiler
+    from .callbacks.timeline import PipelineTimeline
+    from .model.lazy_weights import from_pretrained
+    from .plan import Plan, StagePlan
+    from .strategy.strategy import HeteroPipelineStrategy
 
 __all__ = [
     "HeteroPipelineStrategy",
@@ -55,9 +65,87 @@ __all__ = [
     "from_pretrained",
 ]
 
-StrategyRegistry.register(
-    "hetero_pipeline",
-    HeteroPipelineStrategy,
-    description=HeteroPipelineStrategy.__doc__ or "",
-    override=True,
-)
+# By public name, its module. It is imported when the name is first used: torch and Lightning take
+# seconds, and most commands need neither.
+_MODULES = {
+    "HeteroPipelineStrategy": "strategy.strategy",
+    "PipelineProfiler": "callbacks.profiler",
+    "PipelineTimeline": "callbacks.timeline",
+    "Plan": "plan",
+    "StageMonitor": "callbacks.monitor",
+    "StagePlan": "plan",
+    "from_pretrained": "model.lazy_weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        found = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = found  # The next look-up does not come here.
+        return found
+    if not name.startswith("_"):
+        try:
+            return import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _strategy() -> Any:
+    return __getattr__("HeteroPipelineStrategy")()
+
+
+def _refuse() -> NoReturn:
+    raise HeteroError(
+        "The strategy 'hetero_pipeline' works in `lightning.pytorch.Trainer` only: Fabric and the "
+        "package `pytorch_lightning` cannot use it. Import Trainer and LightningModule from "
+        "`lightning.pytorch`."
+    )
+
+
+# By module with a registry of strategies: the name of the registry, and what makes our strategy.
+_REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", _strategy),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", _refuse),
+    "pytorch_lightning.strategies": ("StrategyRegistry", _refuse),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", _refuse),
+}
+
+
+def _register_in(module: ModuleType) -> None:
+    registry, make = _REGISTRIES[module.__name__]
+    getattr(module, registry).register(
+        "hetero_pipeline",
+        make,
+        description="Trains one model on this process and on workers, as a pipeline.",
+        override=True,
+    )
+
+
+class _RegisterOnImport:
+    """Registers the strategy in a registry as soon as its module has been imported by anyone."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in _REGISTRIES else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_register(module: ModuleType) -> None:
+            load(module)
+            _register_in(module)
+
+        spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+        return spec
+
+
+for _name in _REGISTRIES:
+    if _name in sys.modules:
+        _register_in(sys.modules[_name])
+sys.meta_path.insert(0, _RegisterOnImport)

@@ -13,6 +13,7 @@ import msgspec
 import yaml
 
 from .errors import PlanError
+from .yaml_file import check_kind, convert, read_yaml
 
 COORDINATOR = "coordinator"
 
@@ -178,14 +179,11 @@ class Plan:
         Raises:
             PlanError: If the file cannot be read or is not a plan.
         """
-        try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise PlanError(f"The plan file {str(path)!r} cannot be read: {error}.") from error
+        content = read_yaml(path, PlanError)
         try:
             return cls.from_dict(content)
         except PlanError as error:
-            raise PlanError(f"The plan file {str(path)!r} is not a plan. {error}") from error
+            raise PlanError(f"The file {str(path)!r} is not a plan. {error}") from error
 
     @classmethod
     def from_dict(cls, content: Any) -> Plan:
@@ -194,15 +192,13 @@ class Plan:
         Raises:
             PlanError: If the content is not a plan.
         """
+        check_kind(content, "a plan", PlanError)
         _refuse_unknown_keys(content, cls, "the plan")
         stages = content.get("stages")
         for index, stage in enumerate(stages if isinstance(stages, list) else []):
             _refuse_unknown_keys(stage, StagePlan, f"stage {index}")
             _check_dtypes(stage, f"stage {index}")
-        try:
-            return msgspec.convert(content, cls)
-        except msgspec.ValidationError as error:
-            raise PlanError(f"{error}.") from error
+        return convert(content, cls, PlanError)
 
     def to_yaml(self, path: str | Path) -> None:
         """Write the plan as a file that a person can read and edit."""

@@ -71,7 +71,7 @@ KEYS_OF_PROFILES: dict[type, str] = {
 }
 
 COMMANDS = {
-    "": "",
+    "": "--version",
     "worker": (
         "--allow --announce --device --listen --listen-fd --log-level --memory --no-announce "
         "--print-unit --script --stop-with-stdin --threads --token-file"
@@ -140,7 +140,7 @@ def test_keys_of_a_profile(kind: type) -> None:
 
 
 def test_commands_and_their_options() -> None:
-    found = {" ".join(words): options for words, options in _commands(cli._parser())}
+    found = {" ".join(words): options for words, options in _commands(cli.command_line())}
     assert found == {name: sorted(options.split()) for name, options in COMMANDS.items()}
 
 

@@ -23,9 +23,6 @@ from ..plan import Plan
 from ..planner.profile import Profile
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import find_token_file
-from .options import add_addresses, add_token_option
-
-HELP = "find out why a worker cannot be used, hop by hop"
 
 _MARKS: dict[Outcome, tuple[str, str]] = {
     "passed": ("ok", "green"),
@@ -33,32 +30,6 @@ _MARKS: dict[Outcome, tuple[str, str]] = {
     "failed": ("FAILS", "bold red"),
     "skipped": ("-", "dim"),
 }
-
-
-def add_options(doctor: argparse.ArgumentParser) -> None:
-    add_addresses(doctor, "addresses")
-    add_token_option(doctor, "the token of the workers")
-    doctor.add_argument(
-        "--profile", metavar="FILE", help="measurements of a model whose needs the link must meet"
-    )
-    doctor.add_argument(
-        "--plan", metavar="FILE", help="plan of that model (default: the best plan for the profile)"
-    )
-    doctor.add_argument(
-        "--timeout",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="deadline of each step of the connection (default: %(default)s)",
-    )
-    doctor.add_argument(
-        "--seconds",
-        type=float,
-        default=2.0,
-        metavar="SECONDS",
-        help="about how long to measure each link (default: %(default)s)",
-    )
-    doctor.add_argument("--json", action="store_true", help="print all findings as JSON")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..mesh.wireguard import (
-    DEFAULT_MTU,
-    DEFAULT_NETWORK,
     INSTALLED,
     INTERFACE,
     Mesh,
@@ -21,60 +19,9 @@ from ..mesh.wireguard import (
     write_nodes,
 )
 
-HELP = "make a WireGuard network of machines in different places"
-
-
-def add_options(mesh: argparse.ArgumentParser) -> None:
-    actions = mesh.add_subparsers(required=True, metavar="ACTION")
-    init = _action(actions, "init", _init, "make an inventory without nodes")
-    init.add_argument(
-        "--network",
-        default=DEFAULT_NETWORK,
-        metavar="NETWORK",
-        help="a private network that no machine uses (default: %(default)s)",
-    )
-    init.add_argument(
-        "--mtu",
-        type=int,
-        default=DEFAULT_MTU,
-        metavar="BYTES",
-        help="MTU of the tunnels; use less if a path carries smaller packets than Ethernet "
-        "(default: %(default)s)",
-    )
-    add = _action(actions, "add", _add, "add a node, and write the files of all nodes")
-    add.add_argument("name", metavar="NAME", help="name of the machine")
-    add.add_argument(
-        "--endpoint",
-        metavar="HOST[:PORT]",
-        help="where other machines can send UDP packets; leave it out for a machine behind NAT",
-    )
-    _action(
-        actions, "write", _write, "write the files of all nodes after a change of the inventory"
-    )
-    show = _action(actions, "show", _show, "show all nodes, or what to do on one of them")
-    show.add_argument("name", nargs="?", metavar="NAME", help="name of one node")
-
-
-def _action(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    act: Callable[[argparse.Namespace], None],
-    text: str,
-) -> argparse.ArgumentParser:
-    action = actions.add_parser(name, help=text)
-    action.set_defaults(act=act)
-    action.add_argument(
-        "--file",
-        type=Path,
-        default=Path("mesh.yaml"),
-        metavar="FILE",
-        help="the inventory with all keys, which stays on this machine (default: %(default)s)",
-    )
-    return action
-
 
 def run(options: argparse.Namespace) -> None:
-    options.act(options)
+    _ACTIONS[options.action](options)
 
 
 def _init(options: argparse.Namespace) -> None:
@@ -139,3 +86,11 @@ def _show_node(mesh: Mesh, name: str, folder: Path) -> None:
     print("3. Start its worker, with the token of the run:")
     print(f"   lightning-hetero worker --listen {node.address}:9999")
     print(f'   and name the worker to the strategy: workers=["{node.address}:9999"]')
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "init": _init,
+    "add": _add,
+    "write": _write,
+    "show": _show,
+}

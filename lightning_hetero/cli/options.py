@@ -1,31 +1,315 @@
-"""What the commands share: their common options, and the project of a LightningCLI config."""
+"""The grammar of the command line: every command with its options, and the checks of single values.
+
+Nothing here imports torch, so that help, errors and completion come at once. What a command does is
+in the module of its name.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NoReturn, TypeVar
 
-import lightning.pytorch as pl
-from lightning.pytorch.cli import LightningCLI
-
-from ..errors import HeteroError, ModelError, PlanError, ProfileError
-from ..model.layers import DecoderLayer
-from ..strategy.deploy import Site
-from ..strategy.strategy import HeteroPipelineStrategy
+from ..errors import HeteroError, PlanError
 from ..transport.address import Address
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE
+from ..units import parse_bytes
+from ..version import __version__
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
-def add_project_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that name a project."""
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where the options are listed, and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}; see `{self.prog} --help`.\n")
+
+
+def command_line() -> Parser:
+    """The parser of the whole command line; ``command`` is the command's name, or None."""
+    parser = Parser("lightning-hetero", description="Train one model on mixed hardware.")
+    parser.add_argument("--version", action="version", version=f"lightning-hetero {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (text, add_options) in COMMANDS.items():
+        add_options(commands.add_parser(name, help=text, description=f"{text}."))
+    return parser
+
+
+def _add_worker_options(worker: argparse.ArgumentParser) -> None:
+    worker.add_argument(
+        "--listen",
+        type=_checked(Address.parse),
+        default="127.0.0.1:9999",
+        metavar="HOST:PORT",
+        help="address to listen on; beyond loopback only with a token; port 0 takes a free port "
+        "(default: %(default)s)",
+    )
+    _add_token_option(worker, "accept only coordinators and workers with this token")
+    worker.add_argument(
+        "--announce",
+        action=argparse.BooleanOptionalAction,
+        help="answer processes on the local network that search for workers of this token "
+        "(default: if other machines can reach the worker and the extra `discovery` is installed)",
+    )
+    worker.add_argument(
+        "--device", default="auto", help="a torch device such as cuda:0 (default: %(default)s)"
+    )
+    worker.add_argument(
+        "--threads", type=_count, metavar="N", help="compute threads on the CPU (default: torch's)"
+    )
+    worker.add_argument(
+        "--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"]
+    )
+    worker.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        type=_module_name,
+        metavar="PACKAGE",
+        help="a package or module whose layer classes and functions a coordinator may have "
+        "imported and run here; repeatable (default: none)",
+    )
+    _add_owner_options(worker)
+    _add_local_options(worker)
+
+
+def _add_owner_options(worker: argparse.ArgumentParser) -> None:
+    worker.add_argument(
+        "--memory",
+        type=_checked(parse_bytes),
+        metavar="10GiB",
+        help="the most that stages may take of the device's memory (default: all of it)",
+    )
+    add_unit_option(worker)
+
+
+def add_unit_option(worker: argparse.ArgumentParser) -> None:
+    """Add ``--print-unit``; without a value it is empty."""
+    worker.add_argument(
+        "--print-unit",
+        nargs="?",
+        const="",
+        choices=("systemd", "launchd"),
+        help="print a file with which the system starts this worker with these options, and exit",
+    )
+
+
+def _add_local_options(worker: argparse.ArgumentParser) -> None:
+    """The options with which the strategy starts its own local workers, which use no token."""
+    # An open socket to listen on, the end together with the parent process, and the user's script,
+    # which must come last because its own arguments follow.
+    worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
+    worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
+    worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
+
+
+def _add_workers_options(workers: argparse.ArgumentParser) -> None:
+    _add_token_option(workers, "the token of the workers")
+
+
+def _add_token_options(token: argparse.ArgumentParser) -> None:
+    token.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        default=DEFAULT_FILE,
+        metavar="FILE",
+        help="file for the token; an existing file is not overwritten (default: %(default)s)",
+    )
+    token.add_argument(
+        "--paste",
+        action="store_true",
+        help="use the token of another machine: ask for it, or read it from standard input",
+    )
+
+
+def _add_mesh_options(mesh: argparse.ArgumentParser) -> None:
+    actions = mesh.add_subparsers(dest="action", required=True, metavar="ACTION")
+    init = _action(actions, "init", "make an inventory without nodes")
+    init.add_argument(
+        "--network",
+        default="10.88.0.0/24",
+        metavar="NETWORK",
+        help="a private network that no machine uses (default: %(default)s)",
+    )
+    init.add_argument(
+        "--mtu",
+        type=int,
+        default=1420,
+        metavar="BYTES",
+        help="MTU of the tunnels; use less if a path carries smaller packets than Ethernet "
+        "(default: %(default)s)",
+    )
+    add = _action(actions, "add", "add a node, and write the files of all nodes")
+    add.add_argument("name", metavar="NAME", help="name of the machine")
+    add.add_argument(
+        "--endpoint",
+        metavar="HOST[:PORT]",
+        help="where other machines can send UDP packets; leave it out for a machine behind NAT",
+    )
+    _action(actions, "write", "write the files of all nodes after a change of the inventory")
+    show = _action(actions, "show", "show all nodes, or what to do on one of them")
+    show.add_argument("name", nargs="?", metavar="NAME", help="name of one node")
+
+
+def _action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
+) -> argparse.ArgumentParser:
+    action = actions.add_parser(name, help=text)
+    action.add_argument(
+        "--file",
+        type=Path,
+        default=Path("mesh.yaml"),
+        metavar="FILE",
+        help="the inventory with all keys, which stays on this machine (default: %(default)s)",
+    )
+    return action
+
+
+def _add_doctor_options(doctor: argparse.ArgumentParser) -> None:
+    _add_addresses(doctor, "addresses")
+    _add_token_option(doctor, "the token of the workers")
+    doctor.add_argument(
+        "--profile", metavar="FILE", help="measurements of a model whose needs the link must meet"
+    )
+    doctor.add_argument(
+        "--plan", metavar="FILE", help="plan of that model (default: the best plan for the profile)"
+    )
+    doctor.add_argument(
+        "--timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="deadline of each step of the connection (default: %(default)s)",
+    )
+    doctor.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="about how long to measure each link (default: %(default)s)",
+    )
+    doctor.add_argument("--json", action="store_true", help="print all findings as JSON")
+
+
+def _add_profile_options(profile: argparse.ArgumentParser) -> None:
+    _add_project_options(profile)
+    profile.add_argument(
+        "--force", action="store_true", help="measure, also what was measured before"
+    )
+    _add_output_option(profile, "the profile", "a new profile.yaml")
+
+
+def _add_plan_options(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
+    plan.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="WORKER=START:END",
+        help="layers that a worker, or the coordinator, must hold; repeatable",
+    )
+    plan.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="WORKER",
+        help="a worker that gets no layers; repeatable",
+    )
+    plan.add_argument(
+        "--memory",
+        action="append",
+        default=[],
+        metavar="WORKER=10GiB",
+        help="memory to plan with instead of the measured memory; repeatable",
+    )
+    plan.add_argument("--batch-size", type=int, metavar="N", help="samples in a training batch")
+    plan.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="micro-batches in a batch (default: the planner chooses)",
+    )
+    _add_output_option(plan, "the plan", "a new plan.yaml")
+
+
+def _add_diagram_options(diagram: argparse.ArgumentParser) -> None:
+    diagram.add_argument("plan", metavar="PLAN", help="file with the plan")
+    diagram.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="measurements; with them the picture shows devices, memory and links",
+    )
+    diagram.add_argument("--title", default="", help="title of the picture, such as the model")
+    text = "the picture, in a file whose name ends in .svg, .png or .mmd (Mermaid)"
+    _add_output_option(diagram, text, "a new architecture.svg")
+
+
+def _add_verify_options(verify: argparse.ArgumentParser) -> None:
+    _add_project_options(verify)
+    verify.add_argument(
+        "--plan",
+        metavar="FILE",
+        type=Path,
+        help="who has which layers (default: the config's; where that is 'auto', 'even')",
+    )
+
+
+def _add_top_options(top: argparse.ArgumentParser) -> None:
+    _add_addresses(top, "workers")
+    _add_token_option(top, "the token of the workers")
+    top.add_argument(
+        "--interval",
+        type=_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="time between two looks (default: %(default)s)",
+    )
+    top.add_argument(
+        "--patience",
+        type=_seconds,
+        default=3.0,
+        metavar="SECONDS",
+        help="show a worker as gone after this time without an answer (default: %(default)s)",
+    )
+    top.add_argument(
+        "--once",
+        action="store_true",
+        help="show one table and exit, with status 1 if a worker did not answer",
+    )
+
+
+def _add_report_options(report: argparse.ArgumentParser) -> None:
+    report.add_argument(
+        "folder",
+        type=Path,
+        metavar="RUN_DIR",
+        help="folder with the run's logs, such as lightning_logs/version_0",
+    )
+    _add_output_option(report, "the page", "report.html in RUN_DIR")
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "worker": ("serve stages to one coordinator after another", _add_worker_options),
+    "workers": ("list the workers that are announced on the local network", _add_workers_options),
+    "token": ("make the secret that all machines of a run share", _add_token_options),
+    "mesh": ("make a WireGuard network of machines in different places", _add_mesh_options),
+    "doctor": ("find out why a worker cannot be used, hop by hop", _add_doctor_options),
+    "profile": ("measure a model on its devices, and train nothing", _add_profile_options),
+    "plan": ("decide from measurements which device holds which layers", _add_plan_options),
+    "diagram": ("draw which process of a plan holds which layers", _add_diagram_options),
+    "verify": ("whether the workers compute what one device computes", _add_verify_options),
+    "top": ("show live what workers do", _add_top_options),
+    "report": ("write an HTML page about a run", _add_report_options),
+}
+"""By command, in the order of the help text: its help, and what adds its options."""
+
+
+def _add_project_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "config", metavar="CONFIG", help="a config of LightningCLI, with the strategy in it"
     )
@@ -39,100 +323,18 @@ def add_project_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-class Project(LightningCLI):
-    """Builds model, data and Trainer from a config."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing while the objects are made."""
-
-    @property
-    def strategy(self) -> HeteroPipelineStrategy:
-        """The strategy of the config.
-
-        Raises:
-            ProfileError: If the config names another strategy.
-        """
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, HeteroPipelineStrategy):
-            raise ProfileError(
-                f"The config's strategy is {type(strategy).__name__}, and only "
-                "HeteroPipelineStrategy has workers; name it under trainer.strategy."
-            )
-        return strategy
-
-    def instead_of_training(
-        self, action: Callable[[Site, list[DecoderLayer]], Found], purpose: str
-    ) -> Found:
-        """Attach the model to its Trainer and its data, call ``action``, and train nothing.
-
-        Args:
-            action: Gets the layers where a run would send them to the workers.
-            purpose: What the layers are for, as the end of a sentence.
-
-        Raises:
-            ModelError: If the model has no decoder layers.
-        """
-        found: list[Found] = []
-
-        def act(site: Site, layers: list[DecoderLayer]) -> None:
-            if layers:
-                found.append(action(site, layers))
-            # The Trainer's `fit` ends without a step, a validation, or a callback's own `fit`.
-            self.trainer.limit_train_batches = 0
-            self.trainer.limit_val_batches = 0
-            self.trainer.callbacks = []  # type: ignore[attr-defined]
-
-        self.trainer.loggers = []  # A run that trains nothing needs no folder.
-        with self.strategy.instead_of_training(act):
-            self.trainer.fit(self.model, datamodule=self.datamodule)
-        if not found:
-            raise ModelError(
-                f"{type(self.model).__name__} has no decoder layers that could be found, so "
-                f"{purpose}; name them with `layers=`."
-            )
-        return found[0]
-
-
-def project_of(options: argparse.Namespace) -> Project:
-    """The project that the options name.
-
-    Raises:
-        ProfileError: If a class that the options name does not exist or has another base.
-    """
-    # Projects import their own modules by plain names, like scripts in the working folder.
-    sys.path.insert(0, os.getcwd())
-    # LightningCLI reads the command line, and warns where it is given another.
-    sys.argv = [sys.argv[0], "fit", "--config", options.config]
-    return Project(
-        None if options.model is None else _class_named(options.model, pl.LightningModule),
-        None if options.data is None else _class_named(options.data, pl.LightningDataModule),
-        save_config_callback=None,
-    )
-
-
-def _class_named(name: str, base: type) -> Any:
-    module, _, attribute = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise ProfileError(f"There is no class {name!r}: {error}.") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ProfileError(f"{name!r} is not a {base.__name__}.")
-    return found
-
-
-def add_addresses(command: argparse.ArgumentParser, name: str) -> None:
+def _add_addresses(command: argparse.ArgumentParser, name: str) -> None:
     """Add the addresses of one or more workers as the argument ``name``."""
     command.add_argument(
         name,
         nargs="+",
-        type=Address.parse,
+        type=_checked(Address.parse),
         metavar="HOST:PORT",
         help="addresses of the workers",
     )
 
 
-def add_token_option(command: argparse.ArgumentParser, text: str) -> None:
+def _add_token_option(command: argparse.ArgumentParser, text: str) -> None:
     """Add ``--token-file``; the text says what the token is for."""
     command.add_argument(
         "--token-file",
@@ -143,7 +345,7 @@ def add_token_option(command: argparse.ArgumentParser, text: str) -> None:
     )
 
 
-def add_output_option(command: argparse.ArgumentParser, text: str, default: str) -> None:
+def _add_output_option(command: argparse.ArgumentParser, text: str, default: str) -> None:
     """Add ``-o`` and ``--output`` for a file that may exist; the text says what is in the file."""
     command.add_argument(
         "-o",
@@ -152,6 +354,40 @@ def add_output_option(command: argparse.ArgumentParser, text: str, default: str)
         metavar="FILE",
         help=f"{text}; an existing file is replaced (default: {default})",
     )
+
+
+def _checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+    """The parser of a value, whose error argparse shows as it is."""
+
+    def checked(text: str) -> Value:
+        try:
+            return parse(text)
+        except PlanError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
+
+
+def _module_name(text: str) -> str:
+    if not all(part.isidentifier() for part in text.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a package as in an import")
+    return text
 
 
 def new_file(name: str) -> Path:
@@ -175,5 +411,13 @@ def writing(what: str, path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except FileNotFoundError as error:
+        raise HeteroError(
+            f"The {what} cannot be written to {str(path)!r}: there is no folder "
+            f"{str(path.parent)!r}; make it, or name another file."
+        ) from error
     except OSError as error:
-        raise HeteroError(f"The {what} cannot be written to {str(path)!r}: {error}.") from error
+        raise HeteroError(
+            f"The {what} cannot be written to {str(path)!r}: {error.strerror or error}; name "
+            "another file."
+        ) from error

@@ -12,48 +12,12 @@ from ..errors import PlanError
 from ..planner.profile import Profile
 from ..planner.solver import Wishes, parse_memory, parse_pin, solve
 from ..planner.verdict import judge, render
-from .options import add_output_option, new_file, writing
-
-HELP = "decide from measurements which device holds which layers"
+from .options import new_file, writing
 
 Value = TypeVar("Value")
 
 
-def add_options(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
-    plan.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="WORKER=START:END",
-        help="layers that a worker, or the coordinator, must hold; repeatable",
-    )
-    plan.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="WORKER",
-        help="a worker that gets no layers; repeatable",
-    )
-    plan.add_argument(
-        "--memory",
-        action="append",
-        default=[],
-        metavar="WORKER=10GiB",
-        help="memory to plan with instead of the measured memory; repeatable",
-    )
-    plan.add_argument("--batch-size", type=int, metavar="N", help="samples in a training batch")
-    plan.add_argument(
-        "--micro-batches",
-        type=int,
-        metavar="N",
-        help="micro-batches in a batch (default: the planner chooses)",
-    )
-    add_output_option(plan, "the plan", "a new plan.yaml")
-
-
 def run(options: argparse.Namespace) -> None:
-    path = options.output or new_file("plan.yaml")
     profile = Profile.from_yaml(options.profile)
     wishes = Wishes(
         pins=_each_once(parse_pin(text) for text in options.pin),
@@ -62,6 +26,7 @@ def run(options: argparse.Namespace) -> None:
         batch_size=options.batch_size,
         micro_batches=options.micro_batches,
     )
+    path = options.output or new_file("plan.yaml")
     solution = solve(profile, wishes)
     with writing("plan", path):
         solution.plan.to_yaml(path)

@@ -11,22 +11,15 @@ from ..planner.profile import Profile
 from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
 from ..strategy.deploy import Site, chosen_profiling
-from .options import add_output_option, add_project_options, new_file, project_of, writing
-
-HELP = "measure a model on its devices, and train nothing"
-
-
-def add_options(profile: argparse.ArgumentParser) -> None:
-    add_project_options(profile)
-    profile.add_argument(
-        "--force", action="store_true", help="measure, also what was measured before"
-    )
-    add_output_option(profile, "the profile", "a new profile.yaml")
+from ..strategy.strategy import HeteroPipelineStrategy
+from .options import new_file, writing
+from .project import project_of
 
 
 def run(options: argparse.Namespace) -> None:
     path = options.output or new_file("profile.yaml")
     project = project_of(options)
+    strategy = HeteroPipelineStrategy.of(project.trainer)
 
     def measure(site: Site, layers: list[DecoderLayer]) -> Profile:
         chosen = chosen_profiling(project.trainer) or ProfilingOptions()
@@ -35,7 +28,9 @@ def run(options: argparse.Namespace) -> None:
         except NoSample as reason:
             raise ProfileError(f"The devices cannot be measured: {reason}.") from reason
 
-    profile = project.instead_of_training(measure, "nothing was measured")
+    profile = project.instead_of_training(
+        strategy.instead_of_training, measure, "nothing was measured"
+    )
     with writing("profile", path):
         profile.to_yaml(path)
     print(f"The profile is in {path}.")

@@ -6,28 +6,9 @@ import argparse
 import getpass
 import shlex
 import sys
-from pathlib import Path
 
 from ..errors import TokenError
 from ..transport.token import DEFAULT_FILE, FILE_VARIABLE, Token, write_token_file
-
-HELP = "make the secret that all machines of a run share"
-
-
-def add_options(token: argparse.ArgumentParser) -> None:
-    token.add_argument(
-        "file",
-        nargs="?",
-        type=Path,
-        default=DEFAULT_FILE,
-        metavar="FILE",
-        help="file for the token; an existing file is not overwritten (default: %(default)s)",
-    )
-    token.add_argument(
-        "--paste",
-        action="store_true",
-        help="use the token of another machine: ask for it, or read it from standard input",
-    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -24,9 +24,6 @@ from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
 from ..transport.token import find_token_file
 from ..units import in_bytes
-from .options import add_addresses, add_token_option
-
-HELP = "show live what workers do"
 
 # The name of each column, and its least width, so that columns stay in place from look to look.
 COLUMNS = {
@@ -49,30 +46,6 @@ _COLOURS = {
 }
 _BAR_CELLS = 4
 _MOST_OF_DEVICE = 16
-
-
-def add_options(top: argparse.ArgumentParser) -> None:
-    add_addresses(top, "workers")
-    add_token_option(top, "the token of the workers")
-    top.add_argument(
-        "--interval",
-        type=_seconds,
-        default=2.0,
-        metavar="SECONDS",
-        help="time between two looks (default: %(default)s)",
-    )
-    top.add_argument(
-        "--patience",
-        type=_seconds,
-        default=3.0,
-        metavar="SECONDS",
-        help="show a worker as gone after this time without an answer (default: %(default)s)",
-    )
-    top.add_argument(
-        "--once",
-        action="store_true",
-        help="show one table and exit, with status 1 if a worker did not answer",
-    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -166,13 +139,3 @@ def _bar(share: float) -> str:
 def _traffic(traffic: Traffic) -> str:
     received, sent = (f"{rate / 1e6:.1f}" for rate in (traffic.received, traffic.sent))
     return f"{traffic.peer:11} {f'↓{received}/↑{sent}':>13}"
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
-    return seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group
@@ -17,38 +16,30 @@ from ..pipeline.tolerance import Comparison, Verdict
 from ..plan import Plan
 from ..planner.solver import even_plan
 from ..strategy.deploy import PlanChoice, Site
+from ..strategy.strategy import HeteroPipelineStrategy
 from ..verify.rehearsal import Rehearsal
-from .options import Project, add_project_options, project_of
-
-HELP = "whether the workers compute what one device computes"
+from .project import project_of
 
 _COLUMNS = ("worker", "layers", "loss", "activation", "gradient", "of weights", "allowed", "")
 
 
-def add_options(verify: argparse.ArgumentParser) -> None:
-    add_project_options(verify)
-    verify.add_argument(
-        "--plan",
-        metavar="FILE",
-        type=Path,
-        help="who has which layers (default: the config's; where that is 'auto', 'even')",
-    )
-
-
 def run(options: argparse.Namespace) -> None:
     project = project_of(options)
+    strategy = HeteroPipelineStrategy.of(project.trainer)
+    choice = strategy.plan_choice if options.plan is None else PlanChoice(options.plan, None)
 
     def rehearse(site: Site, layers: list[DecoderLayer]) -> Verdict:
-        plan = _plan(project, options.plan, len(layers), site.find_workers())
+        plan = _plan(choice, len(layers), site.find_workers())
         return Rehearsal(site, layers, plan).verdict()
 
-    verdict = project.instead_of_training(rehearse, "there is nothing to verify")
+    verdict = project.instead_of_training(
+        strategy.instead_of_training, rehearse, "there is nothing to verify"
+    )
     Console().print(_rendered(verdict))
     sys.exit(0 if verdict.is_right else 1)
 
 
-def _plan(project: Project, named: Path | None, num_layers: int, names: list[str]) -> Plan:
-    choice = project.strategy.plan_choice if named is None else PlanChoice(named, None)
+def _plan(choice: PlanChoice, num_layers: int, names: list[str]) -> Plan:
     given = choice.given(num_layers, names)
     return given or replace(even_plan(num_layers, names), micro_batches=2)
 

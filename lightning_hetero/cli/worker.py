@@ -25,88 +25,17 @@ from rich.console import Console
 from rich.text import Text
 
 from ..discovery.mdns import announced_worker
-from ..errors import HeteroError, PlanError
+from ..errors import HeteroError
 from ..launch.manifests import kind_here, unit_text
 from ..model.allowed_imports import Allowed
-from ..transport.address import Address
 from ..transport.handshake import address_of, listen
 from ..transport.tls import credentials_of
 from ..transport.token import FILE_VARIABLE, find_token_file
-from ..units import parse_bytes
 from ..worker.owner import Owner, RunRecord
 from ..worker.worker import Worker
-from .options import add_token_option
-
-HELP = "serve stages to one coordinator after another"
+from .options import add_unit_option
 
 logger = logging.getLogger(__name__)
-
-
-def add_options(worker: argparse.ArgumentParser) -> None:
-    worker.add_argument(
-        "--listen",
-        type=Address.parse,
-        default="127.0.0.1:9999",
-        metavar="HOST:PORT",
-        help="address to listen on; beyond loopback only with a token; port 0 takes a free port "
-        "(default: %(default)s)",
-    )
-    add_token_option(worker, "accept only coordinators and workers with this token")
-    worker.add_argument(
-        "--announce",
-        action=argparse.BooleanOptionalAction,
-        help="answer processes on the local network that search for workers of this token "
-        "(default: if other machines can reach the worker and the extra `discovery` is installed)",
-    )
-    worker.add_argument(
-        "--device", default="auto", help="a torch device such as cuda:0 (default: %(default)s)"
-    )
-    worker.add_argument(
-        "--threads", type=int, metavar="N", help="compute threads on the CPU (default: torch's)"
-    )
-    worker.add_argument(
-        "--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"]
-    )
-    worker.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        type=_module_name,
-        metavar="PACKAGE",
-        help="a package or module whose layer classes and functions a coordinator may have "
-        "imported and run here; repeatable (default: none)",
-    )
-    _add_owner_options(worker)
-    _add_local_options(worker)
-
-
-def _add_owner_options(worker: argparse.ArgumentParser) -> None:
-    worker.add_argument(
-        "--memory",
-        type=_size,
-        metavar="10GiB",
-        help="the most that stages may take of the device's memory (default: all of it)",
-    )
-    _add_unit_option(worker)
-
-
-def _add_unit_option(worker: argparse.ArgumentParser) -> None:
-    worker.add_argument(
-        "--print-unit",
-        nargs="?",
-        const=kind_here(),
-        choices=("systemd", "launchd"),
-        help="print a file with which the system starts this worker with these options, and exit",
-    )
-
-
-def _add_local_options(worker: argparse.ArgumentParser) -> None:
-    """The options with which the strategy starts its own local workers, which use no token."""
-    # An open socket to listen on, the end together with the parent process, and the user's script,
-    # which must come last because its own arguments follow.
-    worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
-    worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
-    worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -144,12 +73,13 @@ def run(options: argparse.Namespace) -> None:
 def _unit(options: argparse.Namespace) -> str:
     """The file with which the system starts the worker of this command line."""
     unit_parser = argparse.ArgumentParser(add_help=False)
-    _add_unit_option(unit_parser)
+    add_unit_option(unit_parser)
     _, others = unit_parser.parse_known_args(sys.argv[1:])
     command = [sys.executable, "-m", "lightning_hetero", *others]
     environment = {key: os.environ[key] for key in (FILE_VARIABLE,) if key in os.environ}
     where = str(options.listen)
-    return unit_text(options.print_unit, command, os.getcwd(), environment, where)
+    kind = options.print_unit or kind_here()
+    return unit_text(kind, command, os.getcwd(), environment, where)
 
 
 @contextmanager
@@ -217,19 +147,6 @@ def line_of(record: RunRecord, ended_at: str) -> Text:
     return text
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except PlanError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _module_name(text: str) -> str:
-    if not all(part.isidentifier() for part in text.split(".")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a package as in an import")
-    return text
-
-
 def _exit_with_stdin() -> None:
     sys.stdin.buffer.read()
     # The coordinator is gone, so nothing is to save or to report. An orderly exit would wait for
@@ -243,12 +160,17 @@ def _torch_device(name: str) -> torch.device:
     Raises:
         HeteroError: If this machine does not have the device.
     """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise HeteroError(f"The device {name!r} cannot be used here: {error}.") from error
+        here = ["cpu"]
+        if accelerator is not None:
+            here += [f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count())]
+        raise HeteroError(
+            f"The device {name!r} cannot be used here; this machine has {', '.join(here)}."
+        ) from error
     return device

@@ -12,13 +12,6 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from ..transport.tls import credentials_of
 from ..transport.token import find_token_file
-from .options import add_token_option
-
-HELP = "list the workers that are announced on the local network"
-
-
-def add_options(workers: argparse.ArgumentParser) -> None:
-    add_token_option(workers, "the token of the workers")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -6,8 +6,8 @@ import torch
 
 from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
+from ..protocol.fields import ClockSample
 from ..transport.channel import observe
-from ..transport.link_probe import ClockSample
 from .connections import ConnectedWorker, Connections
 
 # So many that one of them meets no other traffic.

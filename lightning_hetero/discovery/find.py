@@ -31,8 +31,8 @@ _MOST_CONNECT_SECONDS = 3.0
 _MOST_AT_ONCE = 16
 
 NAME_THEM = (
-    "Multicast does not pass through a VPN, WireGuard or a router; name the addresses of workers "
-    'behind one: workers=["10.88.0.2:9999"].'
+    "Multicast does not pass through a VPN, WireGuard or a router; name the workers behind one "
+    "by their addresses, such as 10.88.0.2:9999."
 )
 
 
@@ -91,8 +91,8 @@ def find_workers(token_file: Path | None, identity: Identity, deadlines: Deadlin
     if token_file is None:
         raise DiscoveryError(
             "A search finds workers by the token that they share with this process, and this "
-            "process has no token; make one with `lightning-hetero token`, copy it to all "
-            "machines, and name its file with `token_file=`."
+            "process has no token; make one with `lightning-hetero token`, and copy it to all "
+            "machines as that command says."
         )
     own = own_interfaces()
     seconds = deadlines.discovery_seconds

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -33,6 +32,7 @@ from ..atomic_file import replacing
 from ..errors import MeshError, PlanError
 from ..transport.address import Address
 from ..transport.token import check_private
+from ..yaml_file import convert
 
 INTERFACE = "lhmesh"
 INSTALLED = f"/etc/wireguard/{INTERFACE}.conf"
@@ -440,10 +440,7 @@ def _mesh_from(content: Any) -> Mesh:
     _check_keys(content, Mesh, "the inventory")
     for number, node in enumerate(nodes if isinstance(nodes, list) else [], start=1):
         _check_keys(node, Node, f"node {number}")
-    try:
-        return msgspec.convert(content, Mesh)
-    except msgspec.ValidationError as error:
-        raise MeshError(f"{error}.") from error
+    return convert(content, Mesh, MeshError, may_show=False)  # A value may be a key.
 
 
 def _check_keys(content: Any, kind: type, what: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import ModelError
+
+# Lists of modules that an error names.
+_MOST_NEAR = 3
 
 LayerChoice = str | list[str] | Callable[[nn.Module], Iterable[nn.Module]] | None
 
@@ -40,8 +44,9 @@ def find_decoder_layers(root: nn.Module, choice: LayerChoice = None) -> list[Dec
     """
     if choice is None:
         name = _find_layer_list(root)
-        return [] if name is None else _layers_of_list(root, name)
-    layers = _layers_chosen(root, choice)
+        layers = [] if name is None else _layers_of_list(root, name)
+    else:
+        layers = _layers_chosen(root, choice)
     _check_are_layers(layers)
     return layers
 
@@ -73,7 +78,9 @@ def _layers_named(
     try:
         found = root.get_submodule(name)
     except AttributeError as error:
-        raise ModelError(f"There is no module {name!r} to take layers from: {error}.") from error
+        raise ModelError(
+            f"There is no module {name!r} to take layers from: {error}. {_near(root, name)}"
+        ) from error
     has_own_forward = type(found).forward not in (nn.Module.forward, nn.Sequential.forward)
     if not isinstance(found, lists) or has_own_forward:
         return [DecoderLayer(name, found)]
@@ -82,11 +89,29 @@ def _layers_named(
     return _layers_of_list(root, name)
 
 
+def _near(root: nn.Module, wanted: str) -> str:
+    """A sentence that names the lists of modules, those with the most similar names first."""
+    lists = (nn.ModuleList, nn.Sequential)
+    names = [name for name, module in root.named_modules() if name and isinstance(module, lists)]
+    if not names:
+        return f"{type(root).__name__} has no ModuleList; name the modules themselves."
+    by_last = {name: name.rpartition(".")[2] for name in names}
+    last = wanted.rpartition(".")[2]
+    likeness = {name: SequenceMatcher(None, last, by_last[name]).ratio() for name in names}
+    best = sorted(names, key=lambda name: (-likeness[name], name.count(".")))[:_MOST_NEAR]
+    return f"Its lists of modules are, the most similar first: {', '.join(best)}."
+
+
 def _check_are_layers(layers: Sequence[DecoderLayer]) -> None:
     """Refuse modules that cannot be called, and modules that would be in two places."""
     names = [layer.name for layer in layers]
     for layer in layers:
         name = layer.name
+        if hasattr(layer.module, "_orig_mod"):
+            raise ModelError(
+                f"{name!r} is compiled by `torch.compile`, which no worker can take over; "
+                "leave the layer uncompiled, and set `compile: true` for its stage in the plan."
+            )
         if not name or type(layer.module).forward is nn.Module.forward:
             raise ModelError(
                 f"{name or 'The LightningModule itself'!r} ({type(layer.module).__name__}) is no "
@@ -159,7 +184,8 @@ def _is_layer_list(model: nn.Module, module: nn.Module) -> bool:
     return (
         isinstance(module, nn.ModuleList)
         and len(module) == count
-        and all(type(layer).__name__ in unsplit for layer in module)
+        # A layer in a wrapper of `torch.compile` is found too, and refused by name.
+        and all(type(getattr(layer, "_orig_mod", layer)).__name__ in unsplit for layer in module)
     )
 
 

@@ -17,6 +17,7 @@ import yaml
 
 from ..errors import ProfileError
 from ..plan import COORDINATOR, Dtype
+from ..yaml_file import check_kind, convert, read_yaml
 
 VERSION = 1
 EMBEDDING = "embedding"
@@ -213,10 +214,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         Raises:
             ProfileError: If the file cannot be read, is not a profile, or contradicts itself.
         """
-        try:
-            content = msgspec.yaml.decode(Path(path).read_bytes())
-        except (OSError, ValueError, yaml.YAMLError, msgspec.DecodeError) as error:
-            raise ProfileError(f"The profile {str(path)!r} cannot be read: {error}.") from error
+        content = read_yaml(path, ProfileError)
         try:
             return cls.from_dict(content)
         except ProfileError as error:
@@ -224,17 +222,19 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @classmethod
     def from_dict(cls, content: Any) -> Profile:
-        """Build a profile from what a YAML or JSON reader returns, and check it."""
+        """Build a profile from what a YAML or JSON reader returns, and check it.
+
+        Raises:
+            ProfileError: If the content is not a profile, or contradicts itself.
+        """
+        check_kind(content, "a profile", ProfileError)
         if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
             raise ProfileError(
                 f"Its version is {content['version']!r} and this planner reads version {VERSION}; "
                 "measure again."
             )
-        try:
-            # YAML reads 1e-3 as a text; without `strict`, msgspec converts it to a number.
-            profile = msgspec.convert(content, cls, strict=False)
-        except msgspec.ValidationError as error:
-            raise ProfileError(f"{error}.") from error
+        # YAML reads 1e-3 as a text; without `strict`, it becomes a number.
+        profile = convert(content, cls, ProfileError, strict=False)
         profile.check()
         return profile
 

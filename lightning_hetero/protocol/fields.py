@@ -175,6 +175,14 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Seconds
 
 
+class ClockSample(NamedTuple):
+    """One question: when we asked, what the peer's clock showed, when we had the answer."""
+
+    asked_seconds: float
+    told_seconds: float
+    heard_seconds: float
+
+
 class Narrowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor that was rounded for sending: its dtype before, and how many of the frame's tensors
     it takes."""

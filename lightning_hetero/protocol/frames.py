@@ -276,7 +276,7 @@ class OpeningReader(FrameReader):
         if self._body_bytes is None and self._part[0] in TLS_RECORD_TYPES:
             raise TrustError(
                 "The peer speaks TLS, so it has a token, and this end has none; give both the same "
-                "token file, to a worker by `--token-file` and to the strategy by `token_file=`.",
+                "token file, as `lightning-hetero token` says.",
                 about="token",
             )
         return super().advance(num_bytes)

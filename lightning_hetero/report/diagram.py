@@ -542,15 +542,23 @@ FORMATS: dict[str, Callable[[Topology], bytes]] = {
 }
 
 
+def check_format(name: str) -> None:
+    """Refuse a file name whose suffix names no format of a picture.
+
+    Raises:
+        PictureError: With the formats.
+    """
+    if PurePath(name).suffix.lower() not in FORMATS:
+        raise PictureError(
+            f"{name!r} names no format of a picture; it must end in {', '.join(FORMATS)}."
+        )
+
+
 def picture_for(name: str, topology: Topology) -> bytes:
     """The picture in the format of a file name's suffix.
 
     Raises:
         PictureError: If the format is unknown, or cannot be made on this machine.
     """
-    suffix = PurePath(name).suffix.lower()
-    if suffix not in FORMATS:
-        raise PictureError(
-            f"{name!r} names no format of a picture; it must end in {', '.join(FORMATS)}."
-        )
-    return FORMATS[suffix](topology)
+    check_format(name)
+    return FORMATS[PurePath(name).suffix.lower()](topology)

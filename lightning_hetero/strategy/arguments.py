@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
@@ -68,8 +70,8 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         'a number of local workers, a list of "host:port", or "auto"',
     ),
     "plan": (
-        lambda value: isinstance(value, (str, PathLike, Plan)),
-        '"auto", "even", the path of a YAML file, or a Plan',
+        lambda value: _is_plan(value),
+        '"auto", "even", the path of a YAML file that exists, or a Plan',
     ),
     "layers": (
         lambda value: (
@@ -104,6 +106,17 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+# By argument: the texts that a misspelt one may have been.
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "workers": ("auto",),
+    "plan": ("auto", "even"),
+    "micro_batching": ("step", "boundary"),
+    "loss_weighting": ("samples", "labels", "sum", "auto"),
+    "check_first_batch": ("stop", "warn", "off"),
+    "checkpoint_weights": ("all", "trainable"),
+}
+
+
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Refuse an invalid argument of the strategy.
 
@@ -116,8 +129,39 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     for name, (is_valid, wanted) in _ARGUMENTS.items():
         if not is_valid(given[name]):
             raise MisconfigurationException(
-                f"`{name}` is {given[name]!r:.80}; it must be {wanted}."
+                f"`{name}` is {given[name]!r:.80}; it must be {wanted}.{_meant(name, given[name])}"
             )
+    _check_some_worker(given["workers"], given["plan"])
+
+
+def _is_plan(value: Any) -> bool:
+    """Whether a value is a plan, names one, or may be the path of a file that comes later."""
+    if not isinstance(value, str) or value in ("auto", "even"):
+        return isinstance(value, (str, PathLike, Plan))
+    path = Path(value)
+    return bool(path.suffix or path.parent.name) or path.exists()
+
+
+def _meant(name: str, value: Any) -> str:
+    """A sentence on what a wrong value was probably meant to be; empty if nobody knows."""
+    if not isinstance(value, str):
+        return ""
+    if name == "workers" and ":" in value:
+        addresses = [address.strip() for address in value.split(",")]
+        return f" Write the addresses in brackets: `workers={addresses}`."
+    near = get_close_matches(value.lower(), _WORDS.get(name, ()), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _check_some_worker(workers: Any, plan: Any) -> None:
+    """Refuse an empty list of workers, unless the plan needs none."""
+    # The content of a plan file is known later.
+    needs_some = plan.remote_stages if isinstance(plan, Plan) else plan in ("auto", "even")
+    if isinstance(workers, (list, tuple)) and not workers and needs_some:
+        raise MisconfigurationException(
+            "`workers` is an empty list, so nothing would be on a worker; it must name at least "
+            'one "host:port". To train on this process alone, set `workers=0`.'
+        )
 
 
 def check_not_compiled(module: pl.LightningModule, layers: Sequence[DecoderLayer]) -> None:

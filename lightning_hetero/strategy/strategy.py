@@ -25,7 +25,7 @@ from ..coordinator.deployment import Deployment, check_is_whole
 from ..coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from ..coordinator.workers import Fleet
 from ..devices.main_memory import share_one_arena
-from ..errors import ModelError
+from ..errors import ModelError, ProfileError
 from ..model.allowed_imports import refuse_training_in_worker
 from ..model.four_bit import accepting_states, keep_layout
 from ..model.half_layers import cut_layers, join_layers
@@ -138,6 +138,27 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         self._run: Run | None = None
         self._notes: RunNotes | None = None
         self._instead: Callable[[Site, list[DecoderLayer]], None] | None = None
+
+    def __repr__(self) -> str:
+        # Fabric and the older package show this when they refuse the strategy.
+        return (
+            f"<{type(self).__name__}, which only lightning.pytorch.Trainer can use: not Fabric, "
+            "and not the Trainer of the package pytorch_lightning>"
+        )
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> HeteroPipelineStrategy:
+        """The strategy of a Trainer.
+
+        Raises:
+            ProfileError: If the Trainer has another strategy.
+        """
+        if not isinstance(trainer.strategy, cls):
+            raise ProfileError(
+                f"The config's strategy is {type(trainer.strategy).__name__}, and only "
+                f"{cls.__name__} has workers; name it under trainer.strategy."
+            )
+        return trainer.strategy
 
     @property
     @override

@@ -37,8 +37,7 @@ from ..planner.simulation import (
     least_bottleneck,
     predict,
 )
-from ..protocol.fields import ACTIONS, Span, SpanKind
-from ..transport.link_probe import ClockSample
+from ..protocol.fields import ACTIONS, ClockSample, Span, SpanKind
 
 WINDOW_SECONDS = 1.0
 """Pings within this time share one offset: even a bad clock drifts by only 0.1 ms in it."""

@@ -5,6 +5,7 @@ The second half are rules without I/O: whether two ends can work together.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from contextlib import ExitStack
@@ -67,7 +68,12 @@ def listen(address: Address, credentials: Credentials | None = None) -> socket.s
         where = (address.host, address.port)
         return socket.create_server(where, family=family, backlog=_MOST_WAITING)
     except OSError as error:
-        raise WorkerError(f"Cannot listen on {address}: {error}.") from error
+        # Python adds the address to the text of the system's error.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise WorkerError(
+            f"Cannot listen on {address}: {reason}. Name an address of this machine and a port "
+            "that no other program uses; port 0 takes a free one."
+        ) from error
 
 
 def address_of(listener: socket.socket) -> Address:
@@ -91,8 +97,7 @@ def dial(
     if identity.credentials is None and not address.is_loopback:
         raise WorkerUnreachable(
             f"The worker at {address} is on another machine, which takes a token: make one with "
-            "`lightning-hetero token`, copy it to all machines, and name its file with "
-            "`token_file=`."
+            "`lightning-hetero token`, and copy it to all machines as that command says."
         )
     session, plain = opening_session(role), _connect(address, deadlines)
     with ExitStack() as on_failure:

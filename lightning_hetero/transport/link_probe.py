@@ -6,11 +6,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 
 from ..protocol import messages as m
+from ..protocol.fields import ClockSample
 
 # From sizes that only measure the latency to sizes that only measure the bandwidth.
 PROBE_BYTES = (2**10, 2**16, 2**20, 2**22, 2**24, 2**26)
@@ -54,14 +54,6 @@ def _samples(
 def payload(num_bytes: int) -> tuple[torch.Tensor, ...]:
     """The tensors of a frame with that many bytes; no tensor for 0 bytes."""
     return (torch.zeros(num_bytes, dtype=torch.uint8),) if num_bytes else ()
-
-
-class ClockSample(NamedTuple):
-    """One question: when we asked, what the peer's clock showed, when we had the answer."""
-
-    asked_seconds: float
-    told_seconds: float
-    heard_seconds: float
 
 
 class PeerClock:

@@ -305,7 +305,7 @@ _SAME_FILE = "copy the same token file to both machines"
 
 NO_TLS = (
     "The peer does not speak TLS, so it has no token, and this end has one; give both the same "
-    "token file, to a worker by `--token-file` and to the strategy by `token_file=`."
+    "token file, as `lightning-hetero token` says."
 )
 _NO_CERTIFICATE = f"The peer showed no certificate, so it has no token; {_SAME_FILE}."
 _OTHER_TOKEN = (

@@ -112,13 +112,18 @@ def write_token_file(path: Path, token: Token) -> None:
             "that uses its token; name another file, or remove this one first."
         ) from None
     except OSError as error:
-        raise TokenError(f"The token file cannot be written: {error}.") from error
+        raise TokenError(
+            f"The token file {str(path)!r} cannot be written: {error.strerror or error}; name "
+            "another file."
+        ) from error
     try:
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(token.to_text() + "\n")
     except OSError as error:
         path.unlink()
-        raise TokenError(f"The token cannot be written to {str(path)!r}: {error}.") from error
+        raise TokenError(
+            f"The token file {str(path)!r} cannot be written: {error.strerror or error}."
+        ) from error
 
 
 def read_token_file(path: Path) -> Token:
@@ -137,7 +142,10 @@ def read_token_file(path: Path) -> Token:
             "copy the one of the other machines to this path."
         ) from None
     except OSError as error:
-        raise TokenError(f"The token file cannot be read: {error}.") from error
+        raise TokenError(
+            f"The token file {str(path)!r} cannot be read: {error.strerror or error}; name a file "
+            "that `lightning-hetero token` wrote."
+        ) from error
     try:
         return Token.from_text(content.decode("ascii", "replace"))
     except ValueError as error:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Profile
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, read_token_file
+from lightning_hetero.version import __version__
 from lightning_hetero.worker.worker import Worker
 
 from ..planner.profiles import device, profile
@@ -28,16 +30,99 @@ def test_help_lists_the_commands(
 
 def test_every_module_with_a_command_is_in_the_list() -> None:
     files = Path(cli.__file__).parent.glob("*.py")
-    assert {file.stem for file in files if "\ndef add_options(" in file.read_text()} == {
-        *cli.COMMANDS
-    }
+    assert {file.stem for file in files if "\ndef run(" in file.read_text()} == {*cli.COMMANDS}
 
 
-def test_without_a_command_the_usage_is_shown(
+def test_without_a_command_the_help_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch) == 2
-    assert "COMMAND" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["lightning-hetero"])
+    cli.main()
+    assert "list the workers" in capsys.readouterr().out
+
+
+def test_the_version_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"lightning-hetero {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["worker", "--threads", "0"],
+            "worker: argument --threads: '0' is not a whole number from 1",
+        ),
+        (
+            ["worker", "--threads", "-3"],
+            "worker: argument --threads: '-3' is not a whole number from 1",
+        ),
+        (
+            ["worker", "--listen", "0.0.0.0:70000"],
+            "worker: argument --listen: '0.0.0.0:70000' is no address; write host:port, such as "
+            "strix.local:9999",
+        ),
+        (
+            ["top", "10.0.0.1"],
+            "top: argument HOST:PORT: '10.0.0.1' is no address; write host:port, such as "
+            "strix.local:9999",
+        ),
+        (["plan"], "plan: the following arguments are required: PROFILE"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_line_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: str,
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    assert capsys.readouterr().err == (
+        f"lightning-hetero {expected}; see `lightning-hetero {arguments[0]} --help`.\n"
+    )
+
+
+# What takes seconds to import.
+HEAVY = {"torch", "lightning", "pytorch_lightning", "transformers"}
+SCRIPT = f"""
+import sys
+from lightning_hetero.cli import main
+try:
+    main()
+finally:
+    print(sorted({HEAVY} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "--help",
+        "--version",
+        "wroker",
+        "worker --help",
+        "doctor --listen",
+        "token my_token",
+        "mesh init",
+        "plan profile.yaml",
+        "plan nothing.yaml",
+        "diagram given.yaml",
+        "report .",
+    ],
+)
+def test_a_light_command_imports_no_torch(profile_path: str, arguments: str) -> None:
+    Plan([StagePlan(["fast:1"], (0, 8))]).to_yaml("given.yaml")
+    Path("metrics.csv").write_text("step,loss\n0,2.5\n1,2.0\n")
+    command = [sys.executable, "-c", SCRIPT, *arguments.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.splitlines()[-1] == "[]"
+    assert ended.returncode == {"wroker": 2, "doctor --listen": 2, "plan nothing.yaml": 1}.get(
+        arguments, 0
+    ), ended.stderr
 
 
 @pytest.mark.parametrize("address", ["9999", "host:", "host:99999", ":1"])
@@ -89,7 +174,7 @@ def test_a_worker_allows_the_named_packages_and_the_script(
     [
         (["--listen", "0.0.0.0:9999"], "loopback only"),
         (["--token-file", "/nowhere/token"], "There is no token file '/nowhere/token'"),
-        (["--device", "nonsense"], "device 'nonsense' cannot be used"),
+        (["--device", "quantum"], "The device 'quantum' cannot be used here; this machine has cpu"),
     ],
 )
 def test_a_worker_that_cannot_start_says_why_in_one_sentence(
@@ -178,8 +263,31 @@ def test_a_file_that_is_no_profile_is_refused(
     monkeypatch: pytest.MonkeyPatch, profile_path: str
 ) -> None:
     Path("other.yaml").write_text("micro_batches: 8\nstages: []\n")
-    assert "'other.yaml' is not a profile" in str(run(monkeypatch, "plan", "other.yaml"))
-    assert "cannot be read" in str(run(monkeypatch, "plan", "none.yaml"))
+    for command, name, expected in (
+        (
+            "plan",
+            "other.yaml",
+            "'other.yaml' is not a profile. It is a plan; name a profile, which",
+        ),
+        ("plan", "none.yaml", "There is no file 'none.yaml'; check the name."),
+        ("diagram", "none.yaml", "There is no file 'none.yaml'; check the name."),
+        ("diagram", profile_path, "'profile.yaml' is not a plan. It is a profile; name a plan"),
+        ("verify", "none.yaml", "There is no file 'none.yaml'; check the name."),
+        ("profile", "other.yaml", "'other.yaml' is not a config. It is a plan; name a config of"),
+    ):
+        said = str(
+            run(monkeypatch, command, name, *(["-o", "a.svg"] if command != "verify" else []))
+        )
+        assert said.startswith("lightning-hetero: ")
+        assert expected in said
+
+
+def test_the_format_of_a_picture_is_checked_first(
+    monkeypatch: pytest.MonkeyPatch, profile_path: str
+) -> None:
+    assert "end in .svg" in str(run(monkeypatch, "diagram", "none.yaml", "-o", "a.pdf"))
+    said = str(run(monkeypatch, "plan", profile_path, "-o", "no/plan.yaml"))
+    assert said.endswith("there is no folder 'no'; make it, or name another file.")
 
 
 PROJECT = """
@@ -275,6 +383,10 @@ def test_profile_measures_and_trains_nothing(
         ("{}", "lightning.pytorch.strategies.SingleDeviceStrategy", [], "SingleDeviceStrategy"),
         ("{workers: 1}", None, ["--model", "my_project.Missing"], "There is no class"),
         ("{workers: 1}", None, ["--model", "my_project.Data"], "is not a LightningModule"),
+        ("{workers: -1}", None, [], "`workers` is -1; it must be a number of local workers"),
+        ("{micro_batching: halves}", None, [], "['step', 'boundary']. Got value: halves."),
+        ("{}\n  wrong: 1", None, [], "There is no option 'trainer.wrong'."),
+        ("{}\n  max_epochs: many", None, [], "trainer.max_epochs: Expected a <class 'int'>"),
     ],
 )
 def test_profile_says_why_it_cannot_measure(
@@ -286,7 +398,9 @@ def test_profile_says_why_it_cannot_measure(
     complaint: str,
 ) -> None:
     write_config(project, options, strategy or "lightning_hetero.HeteroPipelineStrategy")
-    assert complaint in str(run(monkeypatch, "profile", "config.yaml", *arguments))
+    said = str(run(monkeypatch, "profile", "config.yaml", *arguments))
+    assert complaint in said
+    assert "\n" not in said
     assert not (project / "profile.yaml").exists()
 
 

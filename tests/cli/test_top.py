@@ -175,7 +175,7 @@ def test_wrong_arguments_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert run(monkeypatch, "top", *arguments) == 2
-    assert "usage" in capsys.readouterr().err
+    assert "see `lightning-hetero top --help`" in capsys.readouterr().err
 
 
 def test_without_a_token_other_machines_are_not_asked(

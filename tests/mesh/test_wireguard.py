@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from lightning_hetero import cli
 from lightning_hetero.errors import MeshError
 from lightning_hetero.mesh.wireguard import (
+    DEFAULT_MTU,
     DEFAULT_NETWORK,
     Mesh,
     Node,
@@ -162,11 +163,11 @@ def test_an_inventory_that_is_open_to_others_is_refused(inventory: Path) -> None
     ("change", "expected"),
     [
         ({"netwrok": "10.0.0.0/8"}, "no 'netwrok' in the inventory; known are mtu, network"),
-        ({"mtu": "large"}, "Expected `int`, got `str`"),
-        ({"secret": None}, "Expected `str`, got `null`"),
+        ({"mtu": "large"}, "mtu must be a whole number"),
+        ({"secret": None}, "secret must be a text"),
         ({"nodes": [{"name": "a", "ip": "1"}]}, "no 'ip' in node 1"),
-        ({"nodes": ["laptop"]}, "Expected `object`, got `str`"),
-        ({"nodes": {}}, "Expected `array`, got `object`"),
+        ({"nodes": ["laptop"]}, "nodes\\[0\\] must be a mapping"),
+        ({"nodes": {}}, "nodes must be a list"),
     ],
 )
 def test_a_wrong_inventory_is_refused_where_it_is_wrong(
@@ -259,6 +260,11 @@ def test_a_refused_command_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 GPU = ("gpu", "gpu.example.org")
 SERVER = ("server", "[2001:db8::1]:4000")
+
+
+def test_the_options_have_the_defaults_of_a_mesh() -> None:
+    options = cli.command_line().parse_args(["mesh", "init"])
+    assert (options.network, options.mtu) == (DEFAULT_NETWORK, DEFAULT_MTU)
 
 
 def mesh_of(*nodes: tuple[str, str | None], network: str = DEFAULT_NETWORK) -> Mesh:

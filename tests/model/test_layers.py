@@ -357,3 +357,17 @@ def test_layers_outside_of_hugging_face_models_have_no_embedding() -> None:
     block = nn.Linear(4, 4)
     with pytest.raises(ModelError, match="not inside one Hugging Face model.*`embedding: true`"):
         find_embedding(nn.Sequential(block), [DecoderLayer("0", block)])
+
+
+@pytest.mark.parametrize("choice", [None, "model.model.layers"])
+def test_a_compiled_layer_is_refused_by_name(choice: str | None) -> None:
+    module = TinyModule()
+    layers = module.model.model.layers
+    layers[1] = torch.compile(layers[1])
+    with pytest.raises(ModelError, match=r"'model.model.layers.1' is compiled by `torch.compile`"):
+        find_decoder_layers(module, choice)
+
+
+def test_a_wrong_path_of_layers_is_answered_with_the_paths_that_exist() -> None:
+    with pytest.raises(ModelError, match=r"the most similar first: model\.model\.layers\."):
+        find_decoder_layers(TinyModule(), "model.layer")

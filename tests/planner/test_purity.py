@@ -9,13 +9,9 @@ from pathlib import Path
 import lightning_hetero
 
 SCRIPT = """
-import sys, types
+import sys
 from importlib import import_module
-# The package without its __init__, which registers the strategy with Lightning.
-bare = types.ModuleType("lightning_hetero")
-bare.__path__ = [sys.argv[1]]
-sys.modules["lightning_hetero"] = bare
-for name in sys.argv[2:]:
+for name in sys.argv[1:]:
     import_module(f"lightning_hetero.planner.{name}")
 print(*sorted({"torch", "lightning", "transformers"} & set(sys.modules)))
 print(*sorted(name for name in sys.modules if name.startswith("lightning_hetero.")))
@@ -27,7 +23,7 @@ def test_the_planner_imports_no_torch() -> None:
     names = sorted(path.stem for path in (package / "planner").glob("*.py"))
     names.remove("__init__")
     assert "solver" in names
-    command = [sys.executable, "-c", SCRIPT, str(package), *names]
+    command = [sys.executable, "-c", SCRIPT, *names]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     foreign, own = ran.stdout.splitlines()
     assert foreign == ""
@@ -37,6 +33,7 @@ def test_the_planner_imports_no_torch() -> None:
         "errors",
         "plan",
         "units",
+        "version",
         "pipeline",
         "pipeline.rule",
         "protocol",

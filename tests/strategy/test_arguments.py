@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -18,7 +20,7 @@ from ..models import TinyModule
 
 WRONG: dict[str, list[Any]] = {
     "workers": [-1, True, 2.5, None, "127.0.0.1:9999", "Auto", [9999], {"127.0.0.1:9999"}],
-    "plan": [None, 3, {"stages": []}, [StagePlan(["coordinator"], (0, 1))]],
+    "plan": [None, 3, "fast", "Auto", {"stages": []}, [StagePlan(["coordinator"], (0, 1))]],
     "layers": [3, [3], nn.ModuleList(), {"blocks": 1}],
     "micro_batches": [0, -2, 1.5, "4", True],
     "micro_batching": [None, "steps", True],
@@ -26,8 +28,14 @@ WRONG: dict[str, list[Any]] = {
     "loss_weighting": [None, "sample", 3],
 }
 RIGHT: dict[str, list[Any]] = {
-    "workers": [0, 3, [], ["127.0.0.1:9999"], "auto", ("127.0.0.1:9999",)],
-    "plan": ["auto", "plan.yaml", Plan([StagePlan(["coordinator"], (0, 1))])],
+    "workers": [0, 3, ["127.0.0.1:9999"], "auto", ("127.0.0.1:9999",)],
+    "plan": [
+        "auto",
+        "plan.yaml",
+        "plans/mine",
+        Path("mine"),
+        Plan([StagePlan(["coordinator"], (0, 1))]),
+    ],
     "layers": [None, "blocks", ["a", "b"], lambda module: module.blocks],
     "micro_batches": [None, 1],
     "micro_batching": ["step", "boundary"],
@@ -42,8 +50,47 @@ def cases(values: dict[str, list[Any]]) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "value"), cases(WRONG))
 def test_a_wrong_argument_is_refused_with_its_name(name: str, value: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=f"^`{name}` is .*; it must be .*\\.$"):
+    with pytest.raises(MisconfigurationException, match=f"^`{name}` is .*; it must be .*[.?]$"):
         HeteroPipelineStrategy(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        (
+            "workers",
+            "10.0.0.1:9999",
+            "Write the addresses in brackets: `workers=['10.0.0.1:9999']`.",
+        ),
+        ("workers", "a:1, b:2", "Write the addresses in brackets: `workers=['a:1', 'b:2']`."),
+        ("workers", "Auto", "Did you mean 'auto'?"),
+        ("plan", "evn", "Did you mean 'even'?"),
+        ("micro_batching", "steps", "Did you mean 'step'?"),
+        (
+            "plan",
+            "fast",
+            'it must be "auto", "even", the path of a YAML file that exists, or a Plan.',
+        ),
+    ],
+)
+def test_what_was_probably_meant_is_named(name: str, value: str, meant: str) -> None:
+    with pytest.raises(MisconfigurationException) as refused:
+        HeteroPipelineStrategy(**{name: value})
+    assert str(refused.value).endswith(meant)
+
+
+def test_an_empty_list_of_workers_needs_a_plan_without_workers() -> None:
+    HeteroPipelineStrategy([], Plan([StagePlan(["coordinator"], (0, 1))]))
+    for plan in ("auto", "even", Plan([StagePlan(["a:1"], (0, 1))])):
+        with pytest.raises(
+            MisconfigurationException, match="`workers` is an empty list.*workers=0"
+        ):
+            HeteroPipelineStrategy([], plan)
+
+
+def test_a_host_that_cannot_use_the_strategy_shows_which_one_can() -> None:
+    with pytest.raises(ValueError, match="only lightning.pytorch.Trainer can use: not Fabric"):
+        Fabric(strategy=HeteroPipelineStrategy(0), accelerator="cpu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "value"), cases(RIGHT))

@@ -11,9 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from lightning_hetero.errors import ChannelError
-from lightning_hetero.protocol.fields import Span
+from lightning_hetero.protocol.fields import ClockSample, Span
 from lightning_hetero.telemetry.step import align, recorded_step
-from lightning_hetero.transport.link_probe import ClockSample
 
 from .made_up import COORDINATOR, PLAN, WORKER, made_up_step
 

@@ -1,0 +1,129 @@
+"""The project of a LightningCLI config: model, data and Trainer, to look at and not to train."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningCLI
+
+from ..errors import ModelError, ProfileError
+from ..model.layers import DecoderLayer
+from ..strategy.deploy import Site
+from ..yaml_file import check_kind, read_yaml
+
+Found = TypeVar("Found")
+Action = Callable[[Site, list[DecoderLayer]], None]
+
+
+class Project(LightningCLI):
+    """Builds model, data and Trainer from a config."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run nothing while the objects are made."""
+
+    def instead_of_training(
+        self,
+        calling: Callable[[Action], AbstractContextManager[None]],
+        action: Callable[[Site, list[DecoderLayer]], Found],
+        purpose: str,
+    ) -> Found:
+        """Attach the model to its Trainer and its data, call ``action``, and train nothing.
+
+        Args:
+            calling: The context of the strategy in which its run calls a function in place of
+                sending the layers to the workers.
+            action: Gets the layers where a run would send them.
+            purpose: What the layers are for, as the end of a sentence.
+
+        Raises:
+            ModelError: If the model has no decoder layers.
+        """
+        found: list[Found] = []
+
+        def act(site: Site, layers: list[DecoderLayer]) -> None:
+            if layers:
+                found.append(action(site, layers))
+            # The Trainer's `fit` ends without a step, a validation, or a callback's own `fit`.
+            self.trainer.limit_train_batches = 0
+            self.trainer.limit_val_batches = 0
+            self.trainer.callbacks = []  # type: ignore[attr-defined]
+
+        self.trainer.loggers = []  # A run that trains nothing needs no folder.
+        with calling(act):
+            self.trainer.fit(self.model, datamodule=self.datamodule)
+        if not found:
+            raise ModelError(
+                f"{type(self.model).__name__} has no decoder layers that could be found, so "
+                f"{purpose}; name them with `layers` of the strategy in the config."
+            )
+        return found[0]
+
+
+def project_of(options: argparse.Namespace) -> Project:
+    """The project that the options name.
+
+    Raises:
+        ProfileError: If the file is not a config of LightningCLI, if a value in it cannot be used,
+            or if a class that the options name does not exist or has another base.
+    """
+    content = read_yaml(options.config, ProfileError)
+    try:
+        check_kind(content, "a config of LightningCLI", ProfileError)
+    except ProfileError as error:
+        raise ProfileError(f"The file {options.config!r} is not a config. {error}") from error
+    # Projects import their own modules by plain names, like scripts in the working folder.
+    sys.path.insert(0, os.getcwd())
+    # LightningCLI reads the command line, and warns where it is given another.
+    sys.argv = [sys.argv[0], "fit", "--config", options.config]
+    model = None if options.model is None else _class_named(options.model, pl.LightningModule)
+    data = None if options.data is None else _class_named(options.data, pl.LightningDataModule)
+    raising = {"exit_on_error": False}
+    try:
+        return Project(
+            model, data, save_config_callback=None, parser_kwargs={**raising, "fit": raising}
+        )
+    except (argparse.ArgumentError, ValueError, MisconfigurationException) as error:
+        fault = _fault(error)
+        if fault is None:
+            raise
+        raise ProfileError(f"The config {options.config!r} cannot be used. {fault}") from error
+
+
+def _class_named(name: str, base: type) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ProfileError(f"There is no class {name!r}: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ProfileError(f"{name!r} is not a {base.__name__}.")
+    return found
+
+
+# Lines of an error of jsonargparse that do not say what is wrong.
+_NOISE = re.compile(r"Does not validate|Subtypes:|Errors:|Given value|- Expected a <class")
+
+
+def _fault(error: Exception) -> str | None:
+    """What is wrong with a config, in one line; None for an error of the project's own code."""
+    if isinstance(error, MisconfigurationException):
+        return str(error)
+    if not isinstance(error, argparse.ArgumentError) and "Does not validate" not in str(error):
+        return None
+    lines = [line.strip() for line in str(error).splitlines()]
+    telling = [line for line in lines if not _NOISE.match(line)]
+    if len(telling) < 2 and len(lines) > 1:  # no more than the key
+        telling += [line for line in lines if re.match(r"- Expected|Given value:", line)]
+    text = " ".join(line.removeprefix("- ") for line in telling)
+    text = re.sub(r'Parser key "([^"]*)"', r"\1", text)
+    text = text.replace("Subcommand 'fit' does not accept option", "There is no option")
+    return f"{text.rstrip('.')}."

@@ -1,0 +1,166 @@
+"""YAML files that people write and edit: read them, and say in a sentence what is wrong with one.
+
+Every error is of the class that the caller names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import yaml
+
+Kind = Literal["a plan", "a profile", "a config of LightningCLI"]
+Value = TypeVar("Value")
+
+# By a key that no other kind of file has.
+_KINDS: dict[str, Kind] = {
+    "stages": "a plan",
+    "devices": "a profile",
+    "trainer": "a config of LightningCLI",
+}
+_SOURCES: dict[Kind, str] = {
+    "a plan": "which `lightning-hetero plan` writes",
+    "a profile": "which `lightning-hetero profile` writes",
+    "a config of LightningCLI": "which has the strategy under trainer.strategy",
+}
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MOST_SHOWN = 80
+
+
+def read_yaml(path: str | Path, error_class: type[Exception]) -> Any:
+    """The content of a YAML or JSON file.
+
+    Raises:
+        error_class: If the file is missing, cannot be read, or is not YAML; with line and column.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise error_class(f"There is no file {str(path)!r}; check the name.") from None
+    except OSError as error:
+        raise error_class(
+            f"The file {str(path)!r} cannot be read: {error.strerror or error}."
+        ) from error
+    except ValueError as error:
+        raise error_class(f"The file {str(path)!r} is not text in UTF-8: {error}.") from error
+    try:
+        return yaml.load(text, _LOADER)  # noqa: S506 - a safe loader
+    except (ValueError, yaml.YAMLError) as error:
+        raise error_class(
+            f"The file {str(path)!r} is not YAML. {_place_of(error, text)}"
+        ) from error
+
+
+def _place_of(error: Exception, text: str) -> str:
+    """Line, column and text of what a YAML reader does not understand."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if mark is None:
+        return f"{error}."
+    lines = text.splitlines()
+    problem = getattr(error, "problem", None) or "the text is not understood"
+    if mark.line < len(lines):
+        shown = lines[mark.line].strip()[:_MOST_SHOWN]
+        return f"Line {mark.line + 1}, column {mark.column + 1}, {shown!r}: {problem}."
+    shown = lines[-1].strip()[:_MOST_SHOWN] if lines else ""
+    return f"The file ends too early, after line {len(lines)}, {shown!r}: {problem}."
+
+
+def check_kind(content: object, wanted: Kind, error_class: type[Exception]) -> None:
+    """Refuse the content of another kind of file.
+
+    Raises:
+        error_class: With what the content is, and with what is wanted.
+    """
+    keys = content if isinstance(content, Mapping) else ()
+    found = next((kind for key, kind in _KINDS.items() if key in keys), wanted)
+    if found != wanted:
+        raise error_class(f"It is {found}; name {wanted}, {_SOURCES[wanted]}.")
+
+
+def convert(
+    content: object,
+    kind: type[Value],
+    error_class: type[Exception],
+    strict: bool = True,
+    may_show: bool = True,
+) -> Value:
+    """Build an object from the content of a file.
+
+    Args:
+        content: What `read_yaml` returned.
+        kind: The class of the object.
+        error_class: The class of the error.
+        strict: Whether a number that is written as a text is refused.
+        may_show: Whether errors may contain values, which may be secrets.
+
+    Raises:
+        error_class: With the place of a wrong value, and with what it must be.
+    """
+    try:
+        return msgspec.convert(content, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise error_class(_sentence(str(error), content, may_show)) from None
+
+
+# The words for the types in msgspec's sentences.
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping of keys to values",
+    "null": "left out",
+}
+_BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+_FAULT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?")
+_EXPECTED = re.compile(
+    r"Expected `([^`]+)`((?: of length)?)(?: ([<>]=?))?(?: ([\d.e+]+))?(?:, .*)?"
+)
+_FIELD = re.compile(r"Object (missing required|contains unknown) field `([^`]*)`")
+_STEP = re.compile(r"([^.\[\]]+)|\[([^\]]+)\]")
+_UNKNOWN = object()
+
+
+def _sentence(fault: str, content: object, may_show: bool) -> str:
+    """What msgspec says, such as "Expected `int`, got `str` - at `$.a`", as a plain sentence."""
+    parts = _FAULT.fullmatch(fault)
+    what, path = (fault, "") if parts is None else (parts["what"], parts["path"] or "")
+    field = _FIELD.fullmatch(what)
+    if field is not None:
+        where = f" in {path}" if path else ""
+        if field[1] == "missing required":
+            return f"The key {field[2]!r} is missing{where}; add it."
+        return f"The key {field[2]!r}{where} is unknown; remove it, or correct its name."
+    expected = _EXPECTED.fullmatch(what)
+    if expected is None:
+        return f"{path or 'The content'} cannot be used: {what}."
+    name, value = path or "The content", _value_at(content, path)
+    wanted = _wanted(*expected.groups())
+    if value is _UNKNOWN or not may_show:
+        return f"{name} must be {wanted}."
+    shown = repr(value)
+    shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
+    return f"{name} is {shown}; it must be {wanted}."
+
+
+def _wanted(kinds: str, of_length: str, comparison: str | None, number: str | None) -> str:
+    words = " or ".join(_WORDS.get(kind, kind) for kind in kinds.split(" | "))
+    bound = [_BOUNDS[comparison]] if comparison else []
+    if of_length:
+        return " ".join([words, "of length", *bound, number or ""])
+    return f"{words} of {bound[0]} {number}" if bound else words
+
+
+def _value_at(content: Any, path: str) -> object:
+    """The value at a path such as ``stages[0].layers``."""
+    for key, index in _STEP.findall(path):
+        try:
+            content = content[key] if key else content[int(index)]
+        except (LookupError, ValueError, TypeError):
+            return _UNKNOWN
+    return content
