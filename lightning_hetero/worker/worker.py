@@ -39,7 +39,6 @@ _HEARING_SECONDS = 0.5
 
 # Connections that may be in their handshake at the same time.
 _MOST_GREETINGS = 16
-# Reasons of refusals that a worker remembers, to log each once.
 # Time for a refused peer to read the reason.
 _LAST_WORD_SECONDS = 1.0
 
