@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    ViTConfig,
+    ViTModel,
 )
 
 from lightning_hetero.errors import ModelError
@@ -219,6 +221,17 @@ def test_the_decoder_inside_a_model_of_several_models_is_built() -> None:
     assert written.model_class == "LlamaModel"
     built = build_layers(Recipe.from_json(written.to_json()))
     assert tensors(built["0"]) == tensors(layers[0][1].module)
+
+
+def test_layers_of_another_model_are_described_like_the_users_own() -> None:
+    model = ViTModel(ViTConfig(**{**SMALL, "num_hidden_layers": 2}, image_size=8, patch_size=4))
+    layers = list(enumerate(find_decoder_layers(model)))
+    written = write_recipe(model, layers)
+    assert isinstance(written, BlocksRecipe)
+    built = build_layers(written, Allowed(tuple(written.imports)))
+    assert tensors(built["1"]) == tensors(layers[1][1].module)
+    with pytest.raises(ModelError, match="start the worker with --allow transformers"):
+        build_layers(written)
 
 
 def test_an_endless_float_in_a_config_arrives() -> None:
