@@ -150,6 +150,23 @@ def find_class(allowed: Allowed, path: ImportPath, base: type, what: str = "laye
     return found
 
 
+def find_function(allowed: Allowed, path: ImportPath) -> Any:
+    """Import a function: of torch one that computes, or any of an allowed module.
+
+    Raises:
+        ModelError: If it is not allowed, cannot be imported, or is no function.
+    """
+    if _is_within(path.module, _LAYERS_OF_TORCH):
+        raise ModelError(
+            f"{path} is not a function of torch that workers call: they call those of "
+            f"{' and '.join(sorted(_TORCH_FUNCTIONS))}."
+        )
+    found = allowed.find(path, "function")
+    if not isinstance(found, (types.FunctionType, types.BuiltinFunctionType)):
+        raise ModelError(f"{path} is not a function.")
+    return found
+
+
 def refuse_training_in_worker() -> None:
     """Refuse to train in a worker that is importing a script without a main guard.
 
@@ -188,6 +205,11 @@ def path_of(thing: Any, what: str) -> ImportPath:
         raise ModelError(
             f"The {what} {path} is one of torch's that workers do not build. Of torch they build "
             "the layers in torch.nn that are not parametrized, compiled or quantized."
+        )
+    if inspect.isfunction(thing) and _is_within(path.module, _LAYERS_OF_TORCH):
+        raise ModelError(
+            f"The {what} {path} is not a function of torch that workers call; call it in a "
+            "function at the top level of a module of your own, and use that."
         )
     defining = sys.modules.get(thing.__module__)
     if defining is None or _walk(defining, path) is not thing:

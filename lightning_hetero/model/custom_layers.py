@@ -6,7 +6,6 @@ children. A module or parameter that a stage has in two places is described once
 constructor.
 
     Value, write_value, read_value    a plain attribute as data
-    plain_config, read_config         a Hugging Face config as data
     describe_blocks, build_blocks     the layers of a stage
 """
 
@@ -14,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, Literal, Union
@@ -30,7 +27,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PretrainedConfig
 
 from ..errors import ModelError
-from .allowed_imports import Allowed, ImportPath, find_class, path_of
+from .allowed_imports import (
+    Allowed,
+    ImportPath,
+    find_class,
+    find_function,
+    path_of,
+)
+from .hf_config import plain_config, read_config
 from .layers import DecoderLayer
 
 # Deeper than any real setting, and far below Python's recursion limit.
@@ -204,7 +208,7 @@ def read_value(value: Value, allowed: Allowed, depth: int = 0) -> Any:
         case Text(kind, text):
             return dtype_named(text) if kind == "dtype" else _special_float(text)
         case Function(path):
-            return _function(path, allowed)
+            return find_function(allowed, path)
         case Member(path, name):
             return _member(find_class(allowed, path, Enum, "enumeration"), name)
         case Record(path, fields):
@@ -246,13 +250,6 @@ def _special_float(text: str) -> float:
     return float(text)
 
 
-def _function(path: ImportPath, allowed: Allowed) -> Any:
-    found = allowed.find(path, "function")
-    if not isinstance(found, (types.FunctionType, types.BuiltinFunctionType)):
-        raise ModelError(f"{path} is not a function.")
-    return found
-
-
 def _member(enumeration: Any, name: str) -> Any:
     members = enumeration.__members__
     if name not in members:
@@ -283,77 +280,6 @@ def _config_class(path: ImportPath, allowed: Allowed) -> Any:
     if is_config and known.__module__ == path.module:
         return known
     return find_class(allowed, path, PretrainedConfig, "config class")
-
-
-# With other names transformers downloads kernels from the hub and runs them; so it does for flash
-# attention if the package is missing.
-ATTENTION_KINDS = ("eager", "sdpa", "flex_attention")
-EXPERTS_KINDS = ("eager", "batched_mm", "grouped_mm")
-
-# These travel apart from the config, or with their layers. A backbone is another model, which
-# transformers would download by its name.
-_NOT_FROM_CONFIG = (
-    "attn_implementation",
-    "backbone",
-    "experts_implementation",
-    "quantization_config",
-)
-
-# The bound on each count in a config (layers, heads, experts): all are built, if only on `meta`.
-MOST_COUNTED = 8192
-
-
-def plain_config(config: PretrainedConfig) -> dict[str, Any]:
-    """A config as in its ``config.json``."""
-    plain: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return plain
-
-
-def experts_kind(config: PretrainedConfig) -> str | None:
-    """The implementation of a mixture's experts; None for the default of transformers."""
-    kind: str | None = config._experts_implementation
-    return None if kind == "grouped_mm" else kind
-
-
-def read_config(
-    config_class: type[PretrainedConfig],
-    plain: dict[str, Any],
-    attention: str,
-    experts: str | None = None,
-) -> PretrainedConfig:
-    """Build a config of a class from data; implementations in the data are ignored.
-
-    Raises:
-        ModelError: If an implementation could download code, or a count is too large.
-    """
-    for what, kind, known in (
-        ("attention", attention, ATTENTION_KINDS),
-        ("experts", experts, EXPERTS_KINDS),
-    ):
-        if kind is not None and kind not in known:
-            raise ModelError(
-                f"The {what} implementation {kind!r} is not allowed on a worker; use one of "
-                f"{', '.join(known)}."
-            )
-    _check_counts(plain)
-    content = {
-        key: value
-        for key, value in plain.items()
-        if not any(part in key for part in _NOT_FROM_CONFIG)
-    }
-    config: PretrainedConfig = config_class.from_dict(content)
-    config._attn_implementation = attention
-    config._experts_implementation = experts
-    return config
-
-
-def _check_counts(plain: dict[str, Any]) -> None:
-    for key, value in plain.items():
-        if isinstance(value, dict):
-            _check_counts(value)
-        is_count = key.startswith("num_") or key.endswith(("_layers", "n_layer", "n_head"))
-        if is_count and isinstance(value, int) and value > MOST_COUNTED:
-            raise ModelError(f"The config's {key} is {value}; at most {MOST_COUNTED} are built.")
 
 
 # A shared module counts in each place: otherwise a few of them could unfold into a huge tree.
@@ -478,11 +404,14 @@ class _Description:
 
     def _attributes(self, module: nn.Module, name: str) -> dict[str, Value]:
         own = vars(module).keys() - BOOKKEEPING - CHECKPOINTING
-        for key in own & NAMES_OF_TORCH:
-            raise ModelError(
-                f"{name}.{key} stands in for torch's own nn.Module.{key}, which a worker refuses; "
-                f"rename it, or override the method in the class {type(module).__name__}."
-            )
+        for key in sorted(own):
+            is_torchs = key in NAMES_OF_TORCH
+            owner = "torch's own nn.Module" if is_torchs else type(module).__name__
+            if is_torchs or _hides_method(type(module), key):
+                raise ModelError(
+                    f"{name}.{key} stands in for {owner}.{key}, which a worker refuses; rename it, "
+                    f"or override the method in the class {type(module).__name__}."
+                )
         return {
             key: write_value(value, f"The attribute {name}.{key}", self.paths)
             for key, value in vars(module).items()
@@ -537,7 +466,7 @@ def build_blocks(recipe: BlocksRecipe, allowed: Allowed) -> nn.ModuleDict:
     classes = {path: find_class(allowed, path, nn.Module) for path in paths}
     built: list[nn.Module] = []
     for node in recipe.modules:
-        _check_names(node)
+        _check_names(node, classes[node.layer_class])
         attributes = {name: read_value(value, allowed) for name, value in node.attributes.items()}
         built.append(_module(classes[node.layer_class], attributes, node, parameters, built))
     return nn.ModuleDict({str(number): built[index] for number, index in recipe.layers.items()})
@@ -590,13 +519,22 @@ def _module(
     return module
 
 
-def _check_names(node: ModuleNode) -> None:
-    """Refuse names that would hide attributes of torch or Python, or each other."""
+def _hides_method(layer_class: type[nn.Module], name: str) -> bool:
+    """Whether a plain attribute of that name would be called instead of a method of the class."""
+    return callable(getattr(layer_class, name, None))
+
+
+def _check_names(node: ModuleNode, layer_class: type[nn.Module]) -> None:
+    """Refuse names that would hide methods of the class, attributes of torch, or each other."""
     names = [*node.attributes, *node.parameters, *node.buffers, *node.children]
     for name in names:
         is_dunder = name.startswith("__") and name.endswith("__")
-        if not name or "." in name or is_dunder or name in NAMES_OF_TORCH:
-            raise ModelError(f"The recipe gives a {node.layer_class} the attribute {name!r}.")
+        is_method = name in node.attributes and _hides_method(layer_class, name)
+        if not name or "." in name or is_dunder or name in NAMES_OF_TORCH or is_method:
+            raise ModelError(
+                f"The recipe gives a {node.layer_class} the attribute {name!r}, which would hide "
+                "a method or is no ordinary name; rename it."
+            )
     if len(set(names)) != len(names):
         raise ModelError(f"The recipe gives a {node.layer_class} one name twice.")
 

@@ -12,6 +12,8 @@ parametrization, for the experts of a mixture:
 
 from __future__ import annotations
 
+import math
+import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -219,19 +221,32 @@ def apply_four_bit(model: nn.Module, described: Mapping[str, FourBit]) -> None:
     """Turn linear layers and parameters of a model on ``meta`` into 4-bit ones without content.
 
     Raises:
-        ModelError: If bitsandbytes is missing, or the model has no such layer.
+        ModelError: If bitsandbytes is missing, the model has no such layer or parameter, or a shape
+            is impossible.
     """
     for path, four_bit in described.items():
         parent_path, _, name = path.rpartition(".")
         try:
             parent = model.get_submodule(parent_path)
-            target = getattr(parent, name)
         except AttributeError as error:
             raise ModelError(f"The model has no {path!r} to be stored in 4 bits.") from error
-        if isinstance(target, nn.Module):
+        # Not `getattr`: the path comes from the network and could name any attribute.
+        is_module = parent._modules.get(name) is not None
+        if not is_module and parent._parameters.get(name) is None:
+            raise ModelError(f"The model has no {path!r} to be stored in 4 bits.")
+        _check_shape(path, four_bit.shape, is_module)
+        if is_module:
             parent.add_module(name, _empty_linear(four_bit))
         else:
             _parametrize(parent, name, four_bit)
+
+
+def _check_shape(path: str, shape: list[int], is_linear: bool) -> None:
+    is_possible = all(0 < size <= 2**40 for size in shape) and math.prod(shape) <= 2**48
+    if not is_possible or (is_linear and len(shape) != 2):
+        raise ModelError(
+            f"The tensor {path!r} in 4 bits has the impossible shape {reprlib.repr(shape)}."
+        )
 
 
 def is_cache_hook(hook: object) -> bool:

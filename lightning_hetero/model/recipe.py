@@ -8,34 +8,47 @@ modules that the worker's owner allowed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from ..errors import ModelError
 from .adapters import Adapters, describe_adapters, inject_adapters, without_wrappers
 from .allowed_imports import Allowed
 from .captured_outputs import install_hooks
-from .custom_layers import (
-    BlocksRecipe,
-    build_blocks,
-    describe_blocks,
+from .custom_layers import BlocksRecipe, build_blocks, describe_blocks
+from .four_bit import FourBit, apply_four_bit, describe_four_bit
+from .half_layers import absent_in, half_of
+from .hf_config import (
     experts_kind,
+    hubs_shut_off,
+    in_one_line,
+    is_count_of_experts,
     plain_config,
     read_config,
 )
-from .four_bit import FourBit, apply_four_bit, describe_four_bit
-from .half_layers import absent_in, half_of
 from .layers import EMBEDDING_LAYER, DecoderLayer, EmbeddingOptions, models_around, name_of
 
 # Layers are built on `meta`, which takes time but no memory. The deepest published decoders have
 # fewer than 200 layers.
 MOST_LAYERS = 1024
+# The experts of all layers together.
+MOST_EXPERTS = 2**20
+# The calls of torch that building takes, a few seconds of them. The decoders of transformers in
+# their default sizes take fewer than 10,000.
+MOST_CALLS = 2**17
 
 NOTHING_ALLOWED = Allowed()
 
@@ -138,7 +151,50 @@ def build_layers(
             f"transformers {transformers.__version__} has no model class {recipe.model_class!r}; "
             "install the coordinator's version on this worker."
         )
-    model = _build_model(model_class, recipe)
+    if not _is_decoder(model_class):
+        raise ModelError(
+            f"{recipe.model_class} is no decoder, so workers do not build it; cut the decoder "
+            "inside it, or keep its layers with the coordinator."
+        )
+    config = _read_config(model_class, recipe)
+    try:
+        with hubs_shut_off(), _Budget():
+            return _build_parts(model_class, config, recipe)
+    except ModelError:
+        raise
+    except Exception as error:  # the code of transformers and peft, with data from the network
+        raise ModelError(
+            f"{recipe.model_class} cannot be built from the recipe ({in_one_line(error)}); install "
+            "the coordinator's versions of torch and transformers on this worker."
+        ) from error
+
+
+class _Budget(TorchFunctionMode):
+    """Ends a building that takes too many calls of torch in this thread.
+
+    What a config costs is known only to the code of its model: counts multiply.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_calls = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self._num_calls += 1
+        if self._num_calls > MOST_CALLS:
+            raise ModelError(
+                f"The layers take more than {MOST_CALLS} calls of torch to build, so a worker does "
+                "not build them; the recipe's config has too many parts."
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def _build_parts(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, recipe: Recipe
+) -> nn.ModuleDict:
+    model = _build_model(model_class, config, recipe)
     install_hooks(model, list(recipe.layers.values()))
     try:
         found = {str(n): model.get_submodule(path) for n, path in recipe.layers.items()}
@@ -153,8 +209,9 @@ def build_layers(
     return nn.ModuleDict(found)
 
 
-def _build_model(model_class: type[PreTrainedModel], recipe: Recipe) -> PreTrainedModel:
-    config = _read_config(model_class, recipe)
+def _build_model(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, recipe: Recipe
+) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = model_class._from_config(config)
     apply_four_bit(model, recipe.four_bit)
@@ -168,16 +225,40 @@ def _build_model(model_class: type[PreTrainedModel], recipe: Recipe) -> PreTrain
 def _owner_of(
     root: nn.Module, layers: Sequence[DecoderLayer]
 ) -> tuple[str, PreTrainedModel] | None:
-    """The name and module of the outermost Hugging Face model with all the layers.
+    """The name and module of the outermost decoder of Hugging Face with all the layers.
 
-    None if its class or theirs are not those of transformers.
+    None if the layers, or the models around them down to the decoder, are of other classes.
     """
     if not all(_is_of_transformers(layer.module) for layer in layers):
         return None
-    for model in models_around(root, [layer.name for layer in layers])[:1]:
-        if getattr(transformers, type(model).__name__, None) is type(model):
+    for model in models_around(root, [layer.name for layer in layers]):
+        if getattr(transformers, type(model).__name__, None) is not type(model):
+            return None
+        if _is_decoder(type(model)):
             return name_of(root, model), model
     return None
+
+
+def _is_decoder(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a class is a language model with layers of its own.
+
+    Models of several models (vision and language, retrieval) are not: their parts are of any class
+    that their config names. The language model inside one is.
+    """
+    config_class = model_class.config_class
+    if config_class is None:
+        return False
+    if _layers_key(config_class) not in inspect.signature(config_class).parameters:
+        return False
+    return config_class.base_config_key == "text_config" or any(
+        config_class in auto_class._model_mapping
+        for auto_class in (AutoModelForCausalLM, AutoModelForSeq2SeqLM)
+    )
+
+
+def _layers_key(config_class: type[PretrainedConfig]) -> str:
+    """The name of the number of layers; some families have their own, such as GPT-2's n_layer."""
+    return config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -187,12 +268,28 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _read_config(model_class: type[PreTrainedModel], recipe: Recipe) -> PretrainedConfig:
-    config_class = model_class.config_class
-    if config_class is None:
-        raise ModelError(f"{recipe.model_class} cannot be built from a config.")
-    # Some families have another name for it, such as GPT-2's n_layer.
-    key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    config_class: Any = model_class.config_class
+    key = _layers_key(config_class)
     num_layers = recipe.config.get(key)
     if not isinstance(num_layers, int) or not 0 < num_layers <= MOST_LAYERS:
         raise ModelError(f"The config's {key} is {num_layers!r}; it must be 1 to {MOST_LAYERS}.")
-    return read_config(config_class, recipe.config, recipe.attention, recipe.experts)
+    config = read_config(config_class, recipe.config, recipe.attention, recipe.experts)
+    num_experts = max(_counts_of_experts(recipe.config), default=0)
+    if num_layers * num_experts > MOST_EXPERTS:
+        raise ModelError(
+            f"The config has {num_layers} layers of {num_experts} experts; at most {MOST_EXPERTS} "
+            "experts are built for all layers together."
+        )
+    return config
+
+
+def _counts_of_experts(content: Any) -> Iterator[int]:
+    """Every number of experts in a config's data, at any depth."""
+    if isinstance(content, Mapping):
+        for key, item in content.items():
+            if isinstance(item, int) and is_count_of_experts(key):
+                yield item
+            yield from _counts_of_experts(item)
+    elif isinstance(content, list):
+        for item in content:
+            yield from _counts_of_experts(item)

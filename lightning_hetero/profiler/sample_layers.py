@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from ..model.allowed_imports import ImportedHere
 from ..model.captured_outputs import SilencedHooks
-from ..model.custom_layers import BlocksRecipe, experts_kind
+from ..model.custom_layers import BlocksRecipe
 from ..model.four_bit import describe_four_bit
 from ..model.half_layers import absent_in, is_second_half
+from ..model.hf_config import experts_kind
 from ..model.layer_call import LayerCall
 from ..model.layers import DecoderLayer
 from ..model.recipe import Recipe, write_recipe

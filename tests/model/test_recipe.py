@@ -14,11 +14,18 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    ViTConfig,
+    ViTModel,
 )
 
 from lightning_hetero.errors import ModelError
@@ -180,9 +187,61 @@ def test_an_attention_that_would_fetch_a_kernel_is_refused(attention: str) -> No
 
 
 @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
-def test_an_attention_hidden_in_the_config_is_ignored(key: str) -> None:
-    built = build_layers(with_config(**{key: "someone/evil"}))
-    assert built["1"].self_attn.config._attn_implementation == recipe().attention
+def test_an_attention_hidden_in_the_config_is_refused(key: str) -> None:
+    with pytest.raises(ModelError, match=f"'{key}' with the value 'someone/evil'"):
+        build_layers(with_config(**{key: "someone/evil"}))
+
+
+def test_a_hub_that_the_users_config_names_stays_at_home() -> None:
+    model = tiny_llama(3)
+    model.config._name_or_path = "meta-llama/Llama"
+    model.config.auto_map = {"AutoModel": "somewhere/else--modeling.Own"}
+    model.config.sub = {"vision": [{"backbone": "resnet50", "width": 3}]}
+    config = write_recipe(model, numbered(model)).config
+    assert config["sub"] == {"vision": [{"width": 3}]}
+    assert not {"_name_or_path", "auto_map"} & config.keys()
+
+
+def test_labels_are_the_users_own_words() -> None:
+    labels = {0: "backbone", 1: "num_1"}
+    model = LlamaForSequenceClassification(
+        LlamaConfig(**SMALL, id2label=labels, label2id={"backbone": 99_999, "num_1": -1})
+    )
+    built = build_layers(write_recipe(model, numbered(model)))
+    assert built["1"].self_attn.config.label2id == {"backbone": 99_999, "num_1": -1}
+
+
+def test_the_decoder_inside_a_model_of_several_models_is_built() -> None:
+    vision = {"model_type": "clip_vision_model", **SMALL, "image_size": 8, "patch_size": 4}
+    text = {"model_type": "llama", **SMALL}
+    config = LlavaConfig(text_config=text, vision_config=vision)
+    model = LlavaForConditionalGeneration(config)
+    layers = list(enumerate(find_decoder_layers(model, "model.language_model.layers")))
+    written = write_recipe(model, layers)
+    assert written.model_class == "LlamaModel"
+    built = build_layers(Recipe.from_json(written.to_json()))
+    assert tensors(built["0"]) == tensors(layers[0][1].module)
+
+
+def test_layers_of_another_model_are_described_like_the_users_own() -> None:
+    model = ViTModel(ViTConfig(**{**SMALL, "num_hidden_layers": 2}, image_size=8, patch_size=4))
+    layers = list(enumerate(find_decoder_layers(model)))
+    written = write_recipe(model, layers)
+    assert isinstance(written, BlocksRecipe)
+    built = build_layers(written, Allowed(tuple(written.imports)))
+    assert tensors(built["1"]) == tensors(layers[1][1].module)
+    with pytest.raises(ModelError, match="start the worker with --allow transformers"):
+        build_layers(written)
+
+
+def test_an_endless_float_in_a_config_arrives() -> None:
+    config = Mamba2Config(
+        hidden_size=16, num_heads=4, head_dim=8, n_groups=1, num_hidden_layers=3, vocab_size=31
+    )
+    assert config.time_step_limit[1] == float("inf")
+    model = Mamba2ForCausalLM(config)
+    built = build_layers(Recipe.from_json(write_recipe(model, numbered(model)).to_json()))
+    assert tuple(built["1"].mixer.time_step_limit) == config.time_step_limit
 
 
 @pytest.mark.parametrize("number", [0, -1, 1025, 10**9, "3", None, 2.0])
@@ -192,7 +251,7 @@ def test_an_absurd_number_of_layers_is_refused(number: Any) -> None:
 
 
 def test_an_absurd_number_inside_the_config_is_refused() -> None:
-    with pytest.raises(ModelError, match="num_experts is 100000; at most 8192"):
+    with pytest.raises(ModelError, match="num_experts is 100000; a count must be .* 0 to 16384"):
         build_layers(with_config(text_config={"num_experts": 100_000}))
 
 
