@@ -64,7 +64,7 @@ KEYS_OF_PROFILES: dict[type, str] = {
     ),
     profile.Timing: (
         "part micro_batch_size forward_seconds backward_seconds saved_bytes peak_bytes dtype "
-        "recompute"
+        "recompute spread"
     ),
     profile.Link: "source target latency_seconds bytes_per_second shared",
     profile.LinkSpeed: "latency_seconds bytes_per_second",

@@ -33,6 +33,7 @@ _FASTEST_BYTES_PER_SECOND = 1e12
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
+Share = Annotated[float, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 BytesPerSecond = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
 
@@ -116,6 +117,8 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             included.
         dtype: The dtype of the multiplications.
         recompute: Whether the forward kept only its input and ran again in the backward.
+        spread: The share by which the median of the repeated runs took longer than the fastest run;
+            above 0.25 something else used the device.
     """
 
     part: Name
@@ -126,6 +129,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     peak_bytes: Count = 0
     dtype: Dtype = "float32"
     recompute: bool = False
+    spread: Share = 0.0
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

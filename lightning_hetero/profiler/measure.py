@@ -97,6 +97,7 @@ def _share_of(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
         whole.backward_seconds * share,
         round(whole.saved_bytes * share),
         round(whole.peak_bytes * share),
+        whole.spread,
     )
 
 

@@ -232,12 +232,9 @@ def job_of(timing: Timing) -> LayerJob:
 
 def timing_of(job: LayerJob, found: m.LayerMeasured) -> Timing:
     """The timing of a job in the profile."""
+    measured = {**structs.asdict(found), "spread": round(found.spread, 2)}
     return Timing(
-        job.kind,
-        job.micro_batch_size,
-        dtype=job.dtype,
-        recompute=job.recompute,
-        **structs.asdict(found),
+        job.kind, job.micro_batch_size, dtype=job.dtype, recompute=job.recompute, **measured
     )
 
 
