@@ -60,7 +60,8 @@ KEYS_OF_PROFILES: dict[type, str] = {
         "parameter_bytes_in"
     ),
     profile.DeviceProfile: (
-        "name device memory_bytes base_bytes timings optimizer_seconds largest_micro_batch versions"
+        "name device memory_bytes base_bytes timings optimizer_seconds largest_micro_batch "
+        "versions stale confirmed"
     ),
     profile.Timing: (
         "part micro_batch_size forward_seconds backward_seconds saved_bytes peak_bytes dtype "

@@ -144,6 +144,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         optimizer_seconds: The optimizer step of one layer of a kind, or of an end, by its name.
         largest_micro_batch: The largest micro-batch that fits, if a larger one ran out of memory.
         versions: Libraries and drivers for which the times hold.
+        stale: Why the next start measures the device again; empty if it need not.
+        confirmed: Whether a second measurement agreed with the first one that real steps
+            contradicted. Then steps that contradict it again cause no third one.
     """
 
     name: Name
@@ -154,6 +157,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     optimizer_seconds: dict[str, Seconds] = {}
     largest_micro_batch: Count | None = None
     versions: dict[str, str] = {}
+    stale: str = ""
+    confirmed: bool = False
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
