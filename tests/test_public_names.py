@@ -61,7 +61,7 @@ KEYS_OF_PROFILES: dict[type, str] = {
     ),
     profile.DeviceProfile: (
         "name device memory_bytes base_bytes timings optimizer_seconds largest_micro_batch "
-        "versions stale confirmed"
+        "versions stale confirmed price_per_hour watts"
     ),
     profile.Timing: (
         "part micro_batch_size forward_seconds backward_seconds saved_bytes peak_bytes dtype "
@@ -86,7 +86,10 @@ COMMANDS = {
     "mesh show": "--file name",
     "doctor": "--json --plan --profile --seconds --timeout --token-file addresses",
     "profile": "--data --force --model --output -o config",
-    "plan": "--batch-size --exclude --memory --micro-batches --output --pin -o profile",
+    "plan": (
+        "--batch-size --exclude --given --memory --micro-batches --output --pin --what-if -o "
+        "profile"
+    ),
     "diagram": "--output --profile --title -o plan",
     "verify": "--data --model --plan config",
     "top": "--interval --once --patience --token-file workers",

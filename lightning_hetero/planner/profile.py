@@ -33,6 +33,7 @@ _FASTEST_BYTES_PER_SECOND = 1e12
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Share = Annotated[float, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 BytesPerSecond = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
@@ -147,6 +148,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         stale: Why the next start measures the device again; empty if it need not.
         confirmed: Whether a second measurement agreed with the first one that real steps
             contradicted. Then steps that contradict it again cause no third one.
+        price_per_hour: What it costs, in any currency; written by hand.
+        watts: What it draws while it computes; written by hand.
     """
 
     name: Name
@@ -159,6 +162,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     versions: dict[str, str] = {}
     stale: str = ""
     confirmed: bool = False
+    price_per_hour: Amount | None = None
+    watts: Amount | None = None
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

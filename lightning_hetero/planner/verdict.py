@@ -17,6 +17,7 @@ from ..units import in_bytes, in_percent
 from .candidates import Candidate
 from .costs import Option
 from .feasibility import shortages
+from .prediction import running_costs
 from .profile import HEAD, DeviceProfile
 from .search import LEAST_GAIN, Search, speeds_of
 from .simulation import Speed, least_bottleneck
@@ -294,7 +295,7 @@ def sentences(verdict: Verdict) -> list[str]:
         lines.append(
             f"{verdict.assumed_links} of the links were not measured; their speed is assumed."
         )
-    return [*lines, *(advice.text for advice in verdict.advice)]
+    return [*lines, *running_costs(candidate), *(advice.text for advice in verdict.advice)]
 
 
 def _single(verdict: Verdict) -> str:

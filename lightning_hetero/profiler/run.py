@@ -161,8 +161,13 @@ def compared(new: Profile, old: Profile) -> Profile:
     """The new measurements; a device that was stale tells whether its old ones agree with them."""
     stale = {device.name: device for device in old.devices if device.stale}
     devices = [
-        structs.replace(device, confirmed=_agree(device, stale[device.name]))
-        if device.name in stale
+        structs.replace(
+            device,
+            confirmed=_agree(device, old_one),
+            price_per_hour=old_one.price_per_hour,
+            watts=old_one.watts,
+        )
+        if (old_one := stale.get(device.name))
         else device
         for device in new.devices
     ]
