@@ -44,8 +44,8 @@ _MOST_TEXT = 2**16
 _STAGE_INDEX = 1
 _NUM_BLOCKS = 3
 # Blocks that differ are followed by others, up to this number and this multiple of the patience.
-_MOST_BLOCKS = 9
-_MOST_PATIENCE = 3.0
+_MOST_BLOCKS = 6
+_MOST_PATIENCE = 2.0
 _MOST_RUNS_OF_BLOCK = 100
 _KEY = Key(0)
 
@@ -94,12 +94,12 @@ def spread_of(blocks: Sequence[float]) -> float:
 
 
 def median_of_blocks(run: Callable[[], Sequence[float]], patience_seconds: float) -> Repeats:
-    """Measure in three blocks of runs, and in up to six more while the blocks differ.
+    """Measure in three blocks of runs, and in up to three more while the blocks differ.
 
     Args:
         run: Returns the seconds of its parts.
-        patience_seconds: The time for the three blocks. All blocks take at most three times as
-            long, and at least three runs take place.
+        patience_seconds: The time for the three blocks. While all blocks together have taken
+            less than twice as long, another may follow. At least three runs take place.
     """
     blocks = [_block(run, patience_seconds / _NUM_BLOCKS) for _ in range(_NUM_BLOCKS)]
     while _is_worth_repeating(blocks, patience_seconds):

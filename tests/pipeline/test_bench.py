@@ -135,7 +135,7 @@ class Device:
         # Busy at the beginning: more blocks follow until most of them agree.
         (lambda now: 20.0 if now < 1.5 else 1.0, 0.01, 0.0, 5.0),
         # Busy now and then: the limit ends the repeats, and the spread tells it.
-        (lambda now: 1.0 + 2.0 * (now % 3 > 0.99), 0.03, 2.0, 9.0),
+        (lambda now: 1.0 + 2.0 * (now % 3 > 0.99), 0.03, 2.0, 6.0),
     ],
 )
 def test_blocks_that_differ_are_repeated(
