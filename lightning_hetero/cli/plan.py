@@ -59,6 +59,11 @@ def add_options(plan: argparse.ArgumentParser) -> None:
         metavar="N",
         help="micro-batches in a batch (default: the planner chooses)",
     )
+    _add_questions(plan)
+    add_output_option(plan, "the plan", "a new plan.yaml")
+
+
+def _add_questions(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--given",
         metavar="PLAN",
@@ -72,7 +77,6 @@ def add_options(plan: argparse.ArgumentParser) -> None:
         help="guess a worker more with this card, such as 'RTX 4090', or another card in a worker, "
         "from published peak figures; writes no plan; repeatable",
     )
-    add_output_option(plan, "the plan", "a new plan.yaml")
 
 
 def run(options: argparse.Namespace) -> None:
