@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Dtype
-from .profile import DeviceProfile, Link, Profile, Timing
+from .profile import ENDS, DeviceProfile, Link, Profile, Timing
 
 FASTEST, MIDDLE, SLOWEST = 0.0, 0.5, 1.0
 """Where between the two bounds a guess lies."""
@@ -166,19 +166,8 @@ def with_card(profile: Profile, wish: str, lean: float = MIDDLE) -> Guess:
         )
     like, like_card = _most_alike(profile, card, place)
     factors = _factors(like, like_card, card, profile.model.dtype)
-    timings = [
-        scaled
-        for timing in like.timings
-        if (scaled := _scaled(timing, like_card, card, lean)) is not None
-        and (place == COORDINATOR or timing.part in profile.model.kinds)
-    ]
-    if not timings:
-        dtypes = sorted({timing.dtype for timing in like.timings})
-        raise PlanError(
-            f"{card.name} computes in {', '.join(card.operations_per_second)}, and {like.name} was "
-            f"measured in {', '.join(dtypes)} alone. Measure it in another dtype too, by "
-            "`PipelineProfiler(dtypes=['float32'])`."
-        )
+    kept = set(profile.model.kinds) | (set(ENDS) if place == COORDINATOR else set())
+    timings = _timings(like, like_card, card, kept, lean)
     by_memory = like_card.bytes_per_second / card.bytes_per_second
     device = replace(
         like,
@@ -189,7 +178,7 @@ def with_card(profile: Profile, wish: str, lean: float = MIDDLE) -> Guess:
         optimizer_seconds={
             part: seconds * by_memory
             for part, seconds in like.optimizer_seconds.items()
-            if place == COORDINATOR or part in profile.model.kinds
+            if part in kept
         },
         largest_micro_batch=None,
         versions={},
@@ -239,6 +228,25 @@ def _factors(like: DeviceProfile, like_card: Card, card: Card, dtype: Dtype) -> 
     used = dtype if dtype in dtypes else "float32"
     least, most = sorted(_both(like_card, card, used))
     return least, most
+
+
+def _timings(
+    like: DeviceProfile, like_card: Card, card: Card, kept: set[str], lean: float
+) -> list[Timing]:
+    """The timings of the kept parts, scaled."""
+    timings = [
+        scaled
+        for timing in like.timings
+        if (scaled := _scaled(timing, like_card, card, lean)) is not None and timing.part in kept
+    ]
+    if not timings:
+        dtypes = sorted({timing.dtype for timing in like.timings})
+        raise PlanError(
+            f"{card.name} computes in {', '.join(card.operations_per_second)}, and {like.name} was "
+            f"measured in {', '.join(dtypes)} alone. Measure it in another dtype too, by "
+            "`PipelineProfiler(dtypes=['float32'])`."
+        )
+    return timings
 
 
 def _scaled(timing: Timing, like: Card, card: Card, lean: float) -> Timing | None:
