@@ -60,11 +60,12 @@ KEYS_OF_PROFILES: dict[type, str] = {
         "parameter_bytes_in"
     ),
     profile.DeviceProfile: (
-        "name device memory_bytes base_bytes timings optimizer_seconds largest_micro_batch versions"
+        "name device memory_bytes base_bytes timings optimizer_seconds largest_micro_batch "
+        "versions stale confirmed price_per_hour watts"
     ),
     profile.Timing: (
         "part micro_batch_size forward_seconds backward_seconds saved_bytes peak_bytes dtype "
-        "recompute"
+        "recompute spread"
     ),
     profile.Link: "source target latency_seconds bytes_per_second shared",
     profile.LinkSpeed: "latency_seconds bytes_per_second",
@@ -85,7 +86,10 @@ COMMANDS = {
     "mesh show": "--file name",
     "doctor": "--json --plan --profile --seconds --timeout --token-file addresses",
     "profile": "--data --force --model --output -o config",
-    "plan": "--batch-size --exclude --memory --micro-batches --output --pin -o profile",
+    "plan": (
+        "--batch-size --exclude --given --memory --micro-batches --output --pin --what-if -o "
+        "profile"
+    ),
     "diagram": "--output --profile --title -o plan",
     "verify": "--data --model --plan config",
     "top": "--interval --once --patience --token-file workers",

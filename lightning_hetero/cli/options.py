@@ -205,7 +205,12 @@ def _add_profile_options(profile: argparse.ArgumentParser) -> None:
 
 
 def _add_plan_options(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("profile", metavar="PROFILE", help="file with the measurements")
+    plan.add_argument(
+        "profile",
+        nargs="+",
+        metavar="PROFILE",
+        help="file with the measurements; of two files the plans are compared, and none is written",
+    )
     plan.add_argument(
         "--pin",
         action="append",
@@ -233,6 +238,19 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="micro-batches in a batch (default: the planner chooses)",
+    )
+    plan.add_argument(
+        "--given",
+        metavar="PLAN",
+        help="predict this plan instead of choosing one; writes no plan",
+    )
+    plan.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="[WORKER=]CARD",
+        help="guess a worker more with this card, such as 'RTX 4090', or another card in a worker, "
+        "from published peak figures; writes no plan; repeatable",
     )
     _add_output_option(plan, "the plan", "a new plan.yaml")
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
 from ..errors import PlanError
+from ..plan import Plan
+from ..planner.cards import FASTEST, SLOWEST, with_card
+from ..planner.prediction import Side, bottleneck, compare, predict_given, running_costs
 from ..planner.profile import Profile
-from ..planner.solver import Wishes, parse_memory, parse_pin, solve
+from ..planner.solver import Solution, Wishes, parse_memory, parse_pin, solve
 from ..planner.verdict import judge, render
 from .options import new_file, writing
 
@@ -18,7 +23,7 @@ Value = TypeVar("Value")
 
 
 def run(options: argparse.Namespace) -> None:
-    profile = Profile.from_yaml(options.profile)
+    profiles = [Profile.from_yaml(path) for path in options.profile]
     wishes = Wishes(
         pins=_each_once(parse_pin(text) for text in options.pin),
         exclude=options.exclude,
@@ -26,8 +31,13 @@ def run(options: argparse.Namespace) -> None:
         batch_size=options.batch_size,
         micro_batches=options.micro_batches,
     )
+    if options.given or options.what_if or len(profiles) > 1:
+        _check_question(options)
+        given = Plan.from_yaml(options.given) if options.given else None
+        Console().print(_answer(options, profiles, Planner(given, wishes)))
+        return
     path = options.output or new_file("plan.yaml")
-    solution = solve(profile, wishes)
+    solution = solve(profiles[0], wishes)
     with writing("plan", path):
         solution.plan.to_yaml(path)
     Console().print(render(judge(solution)))
@@ -41,3 +51,103 @@ def _each_once(pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
             raise PlanError(f"{name!r} is given twice, as {values[name]} and {value}; keep one.")
         values[name] = value
     return values
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Answers for one profile after the other.
+
+    Args:
+        given: The plan to predict; None for the solver's choice.
+        wishes: The user's conditions.
+    """
+
+    given: Plan | None
+    wishes: Wishes
+
+    def decide(self, profile: Profile) -> Solution:
+        """The given plan or the solver's, under the wishes that concern this profile's devices.
+
+        Raises:
+            PlanError: If there is no plan, or the given one does not fit.
+        """
+        if self.given is not None:
+            return predict_given(self.given, profile, self.wishes)
+        return solve(profile, self.wishes)
+
+    def without(self, guessed: set[str]) -> Planner:
+        """The planner for a profile that lacks the guessed devices."""
+        wishes = self.wishes
+        pins = {name: layers for name, layers in wishes.pins.items() if name not in guessed}
+        memory = {n: size for n, size in wishes.memory_bytes.items() if n not in guessed}
+        exclude = [name for name in wishes.exclude if name not in guessed]
+        fewer = replace(wishes, pins=pins, memory_bytes=memory, exclude=exclude)
+        return replace(self, wishes=fewer)
+
+
+def _check_question(options: argparse.Namespace) -> None:
+    """Refuse options that contradict a question.
+
+    Raises:
+        PlanError: With the option to leave out.
+    """
+    if options.output is not None:
+        raise PlanError(
+            f"--output {options.output} has nothing to write: --given, --what-if and two profiles "
+            "write no plan. Leave it out."
+        )
+    if options.given and (options.pin or options.micro_batches):
+        raise PlanError(
+            f"--given {options.given} has its own layers and micro-batches; leave out --pin and "
+            "--micro-batches."
+        )
+    if len(options.profile) > 2 or (options.what_if and len(options.profile) > 1):
+        most = "--what-if takes one profile" if options.what_if else "two profiles are compared"
+        raise PlanError(f"There are {len(options.profile)} profiles, and {most}.")
+
+
+def _answer(
+    options: argparse.Namespace, profiles: Sequence[Profile], planner: Planner
+) -> RenderableType:
+    if options.what_if:
+        return _with_cards(options.profile[0], profiles[0], options.what_if, planner)
+    solutions = [planner.decide(profile) for profile in profiles]
+    if len(solutions) == 1:
+        shown = judge(solutions[0])
+        return Group(render(shown), Text(bottleneck(solutions[0].chosen)))
+    sides = [Side(path, s.chosen) for path, s in zip(options.profile, solutions, strict=True)]
+    costs = [
+        Text(f"{side.title}: {line}") for side in sides for line in running_costs(side.candidate)
+    ]
+    return Group(compare(*sides), *costs)
+
+
+def _with_cards(
+    title: str, profile: Profile, cards: Iterable[str], planner: Planner
+) -> RenderableType:
+    """The plan with guessed cards, its range, and the comparison with the measured devices."""
+    middle = fastest = slowest = profile
+    guesses = []
+    for card in cards:
+        fastest = with_card(fastest, card, FASTEST).profile
+        slowest = with_card(slowest, card, SLOWEST).profile
+        guesses.append(with_card(middle, card))
+        middle = guesses[-1].profile
+    solution = planner.decide(middle)
+    cards_text = " and ".join(guess.card.name for guess in guesses)
+    side = Side(f"{title} with {cards_text}", solution.chosen)
+    ends = [Side("", planner.decide(each).chosen) for each in (slowest, fastest)]
+    said = [
+        *map(str, guesses),
+        f"The plan above is for the middle of the guess; at its ends a plan makes "
+        f"{ends[0].tokens_per_second:,.0f} to {ends[1].tokens_per_second:,.0f} tokens/s.",
+    ]
+    measured = {device.name for device in profile.devices}
+    added = {guess.name for guess in guesses} - measured
+    try:
+        before = planner.without(added).decide(profile)
+    except PlanError as error:
+        compared: RenderableType = Text(f"Without the guess: {error}")
+    else:
+        compared = compare(Side(title, before.chosen), side)
+    return Group(render(judge(solution)), *map(Text, said), compared)

@@ -2,7 +2,7 @@
 
 It runs the code of `Stage` and measures seconds, saved bytes and peak bytes of one forward and one
 backward. Seconds are medians over blocks of runs. A block is long enough to contain several time
-slices of a processor that a quota or a scheduler interrupts.
+slices of a processor that a quota or a scheduler interrupts. Blocks that differ are repeated.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ _MOST_TEXT = 2**16
 # Any number of a remote stage; the coordinator's is 0.
 _STAGE_INDEX = 1
 _NUM_BLOCKS = 3
+# Blocks that differ are followed by others, up to this number and this multiple of the patience.
+_MOST_BLOCKS = 6
+_MOST_PATIENCE = 2.0
 _MOST_RUNS_OF_BLOCK = 100
 _KEY = Key(0)
 
@@ -62,22 +65,67 @@ def measure_stage(
     run = partial(_run, stage, hidden, surroundings, clock)
     run()
     saved_bytes, peak_bytes = _memory(stage, hidden, surroundings)
-    forward_seconds, backward_seconds = median_of_blocks(run, patience_seconds)
-    return m.LayerMeasured(forward_seconds, backward_seconds, saved_bytes, peak_bytes)
+    found = median_of_blocks(run, patience_seconds)
+    forward_seconds, backward_seconds = found.seconds
+    return m.LayerMeasured(forward_seconds, backward_seconds, saved_bytes, peak_bytes, found.spread)
 
 
-def median_of_blocks(run: Callable[[], Sequence[float]], patience_seconds: float) -> list[float]:
-    """The median over blocks of runs, for each of the seconds that a run returns."""
+MOST_SPREAD = 0.25
+"""The share by which equal runs may differ on a device that nothing else uses."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """What repeated runs took.
+
+    Args:
+        seconds: The median of each of the seconds that a run returns.
+        spread: The share by which the median block took longer than the fastest block.
+    """
+
+    seconds: list[float]
+    spread: float
+
+
+def spread_of(blocks: Sequence[float]) -> float:
+    """The share by which the median of these seconds is longer than the least of them."""
+    least = min(blocks)
+    return statistics.median(blocks) / least - 1 if least > 0 else 0.0
+
+
+def median_of_blocks(run: Callable[[], Sequence[float]], patience_seconds: float) -> Repeats:
+    """Measure in three blocks of runs, and in up to three more while the blocks differ.
+
+    Args:
+        run: Returns the seconds of its parts.
+        patience_seconds: The time for the three blocks. While all blocks together have taken
+            less than twice as long, another may follow. At least three runs take place.
+    """
     blocks = [_block(run, patience_seconds / _NUM_BLOCKS) for _ in range(_NUM_BLOCKS)]
-    return [statistics.median(column) for column in zip(*blocks, strict=True)]
+    while _is_worth_repeating(blocks, patience_seconds):
+        blocks.append(_block(run, patience_seconds / _NUM_BLOCKS))
+    means = [[statistics.fmean(part) for part in zip(*runs, strict=True)] for runs in blocks]
+    seconds = [statistics.median(part) for part in zip(*means, strict=True)]
+    return Repeats(seconds, spread_of([sum(parts) for parts in means]))
 
 
-def _block(run: Callable[[], Sequence[float]], block_seconds: float) -> list[float]:
-    """The means over as many runs as fit into the block, at least one."""
+Block = list[Sequence[float]]
+
+
+def _block(run: Callable[[], Sequence[float]], block_seconds: float) -> Block:
+    """As many runs as fit into the block, at least one."""
     runs = [run()]
     while sum(map(sum, runs)) < block_seconds and len(runs) < _MOST_RUNS_OF_BLOCK:
         runs.append(run())
-    return [statistics.fmean(column) for column in zip(*runs, strict=True)]
+    return runs
+
+
+def _is_worth_repeating(blocks: Sequence[Block], patience_seconds: float) -> bool:
+    taken = [sum(map(sum, runs)) for runs in blocks]
+    if len(blocks) >= _MOST_BLOCKS or sum(taken) >= _MOST_PATIENCE * patience_seconds:
+        return False
+    each = [seconds / len(runs) for seconds, runs in zip(taken, blocks, strict=True)]
+    return spread_of(each) > MOST_SPREAD
 
 
 def _run(
@@ -299,7 +347,7 @@ class Bench:
             return [self.clock() - start]
 
         step()
-        [seconds] = median_of_blocks(step, trial.patience_seconds)
+        [seconds] = median_of_blocks(step, trial.patience_seconds).seconds
         return m.OptimizerMeasured(seconds, state_bytes(optimizer.state().values()))
 
     def forget(self) -> None:

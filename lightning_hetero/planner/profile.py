@@ -34,6 +34,8 @@ _FASTEST_BYTES_PER_SECOND = 1e12
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Share = Annotated[float, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 BytesPerSecond = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
 
@@ -117,6 +119,8 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             included.
         dtype: The dtype of the multiplications.
         recompute: Whether the forward kept only its input and ran again in the backward.
+        spread: The share by which the median of the repeated runs took longer than the fastest run;
+            above 0.25 something else used the device.
     """
 
     part: Name
@@ -127,6 +131,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     peak_bytes: Count = 0
     dtype: Dtype = "float32"
     recompute: bool = False
+    spread: Share = 0.0
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -141,6 +146,11 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         optimizer_seconds: The optimizer step of one layer of a kind, or of an end, by its name.
         largest_micro_batch: The largest micro-batch that fits, if a larger one ran out of memory.
         versions: Libraries and drivers for which the times hold.
+        stale: Why the next start measures the device again; empty if it need not.
+        confirmed: Whether a second measurement agreed with the first one that real steps
+            contradicted. Then steps that contradict it again cause no third one.
+        price_per_hour: What it costs, in any currency; written by hand.
+        watts: What it draws while it computes; written by hand.
     """
 
     name: Name
@@ -151,6 +161,10 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     optimizer_seconds: dict[str, Seconds] = {}
     largest_micro_batch: Count | None = None
     versions: dict[str, str] = {}
+    stale: str = ""
+    confirmed: bool = False
+    price_per_hour: Amount | None = None
+    watts: Amount | None = None
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

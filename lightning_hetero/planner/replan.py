@@ -1,5 +1,7 @@
 """Replanning: whether a run's stages have drifted from the plan, and which layers suit them now.
 
+`misjudged` compares the first steps with the measurements on which the plan is based.
+
 A `Watcher` looks at the slowest stage, because that one limits the step. It takes medians over some
 steps, because one slow step means nothing. It ignores changes common to all stages, because longer
 sequences slow all of them alike. `replan` keeps the devices and their order and moves only layers.
@@ -35,6 +37,9 @@ WINDOW = 5
 
 SUSTAINED = 8
 """Steps for which a drift must last; with the window, the tenth slow step reports it."""
+
+MISJUDGED = 1.5
+"""Factor by which a device must differ from its measurements for these to be doubted."""
 
 LEAST_GAIN = 0.05
 """Share of the step that a move must save."""
@@ -80,8 +85,8 @@ class Drift:
         ratio = self.seconds / self.expected_seconds
         return (
             f"{self.stage} has become {'slower' if is_slower else 'faster'}: a micro-batch takes "
-            f"it {1e3 * self.seconds:.3g} ms, {ratio:.2g} times the expected "
-            f"{1e3 * self.expected_seconds:.3g} ms. The slowest stage is {self.slowest}."
+            f"it {_milliseconds(self.seconds)}, {ratio:.2g} times the expected "
+            f"{_milliseconds(self.expected_seconds)}. The slowest stage is {self.slowest}."
         )
 
 
@@ -129,6 +134,11 @@ class Watcher:
         self._expected, self._num_off = now, 0
         return drift
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether the medians are over as many steps as they should be."""
+        return len(self._recent) == WINDOW
+
     def slowest(self) -> str | None:
         """The slowest stage at present; None before the first steady step."""
         if not self._recent:
@@ -163,6 +173,62 @@ def _describe(now: Mapping[str, float], expected: Mapping[str, float]) -> Drift:
     most_changed = max if _drift(now, expected) > 0 else min
     stage = most_changed(now, key=lambda name: now[name] / expected[name])
     return Drift(stage, now[stage], expected[stage], max(now, key=lambda name: now[name]))
+
+
+@dataclass(frozen=True)
+class Misjudged:
+    """Devices that real steps contradict.
+
+    Args:
+        seconds: The real seconds of every device for a micro-batch.
+        expected_seconds: The seconds that the measurements promised.
+        names: The devices whose measurements are wrong.
+    """
+
+    seconds: Mapping[str, float]
+    expected_seconds: Mapping[str, float]
+    names: Sequence[str]
+
+    def __str__(self) -> str:
+        each = ", ".join(
+            f"{name} {_milliseconds(self.seconds[name])} (measured: "
+            f"{_milliseconds(self.expected_seconds[name])})"
+            for name in self.seconds
+        )
+        return (
+            "The plan is based on wrong measurements. Real steps take, for a micro-batch: "
+            f"{each}. The measurements of {' and '.join(self.names)} do not hold."
+        )
+
+    def reason(self, name: str) -> str:
+        """Why the measurements of a device do not hold."""
+        return (
+            f"real steps took {_milliseconds(self.seconds[name])} for a micro-batch, and the "
+            f"measurements promised {_milliseconds(self.expected_seconds[name])}"
+        )
+
+
+def misjudged(now: Mapping[str, float], expected: Mapping[str, float]) -> Misjudged | None:
+    """Compare the seconds of the first steady steps with those of the measurements.
+
+    Only differences that change the slowest stage's time by a fifth count, and what has changed
+    alike everywhere does not: the batches may be longer than the measured one.
+
+    Returns:
+        None if the measurements hold.
+    """
+    common, slowest = _common(now, expected), max(now.values())
+    wrong = []
+    for name, seconds in now.items():
+        promised = common * expected[name]
+        least, most = sorted((seconds, promised))
+        if most > MISJUDGED * least and most - least > THRESHOLD * slowest:
+            wrong.append(name)
+    return Misjudged(now, expected, wrong) if wrong else None
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ..units import in_bytes, in_duration, in_micro_batches, in_percent, in_perc
 from .candidates import Candidate
 from .costs import Option
 from .feasibility import shortages
+from .prediction import running_costs
 from .profile import HEAD, DeviceProfile
 from .search import LEAST_GAIN, Search, speeds_of
 from .simulation import Speed, least_bottleneck
@@ -350,7 +351,8 @@ def sentences(verdict: Verdict) -> list[str]:
     if verdict.assumed_links:
         are = "link was" if verdict.assumed_links == 1 else "links were"
         lines.append(f"{verdict.assumed_links} {are} not measured; the speed is assumed.")
-    return [*lines, *(advice.text for advice in verdict.advice)]
+    advice = (advice.text for advice in verdict.advice)
+    return [*lines, *running_costs(verdict.candidate), *advice]
 
 
 def _step(verdict: Verdict) -> str:

@@ -358,7 +358,7 @@ def _step_like_one(
         return [time.perf_counter() - start]
 
     step()
-    [seconds] = median_of_blocks(step, 0.0)
+    [seconds] = median_of_blocks(step, 0.0).seconds
     scale = parameter.numel() / max(twin.numel(), 1)
     num_bytes = round(state_bytes(optimizer.state().values()) * scale)
     return m.OptimizerMeasured(seconds * scale, num_bytes)

@@ -331,16 +331,20 @@ class EndsRunner:
         run()
         with device_for(self.device).metering() as meter:
             metered = self._run(batch, meter)
-        times = median_of_blocks(run, patience_seconds)
-        embedding_forward, _, head_forward, head_backward, embedding_backward = times
+        found = median_of_blocks(run, patience_seconds)
+        embedding_forward, _, head_forward, head_backward, embedding_backward = found.seconds
         _, kept, _, with_loss, _, _ = metered.taken_bytes
         _, embedding_peak, _, head_peak, loss_peak, last_peak = metered.peak_bytes
         saved_bytes = max(0, with_loss - kept)
         peak_bytes = max(0, max(head_peak, loss_peak) - kept)
         first_peak = max(embedding_peak, last_peak)
         return {
-            EMBEDDING: m.LayerMeasured(embedding_forward, embedding_backward, kept, first_peak),
-            HEAD: m.LayerMeasured(head_forward, head_backward, saved_bytes, peak_bytes),
+            EMBEDDING: m.LayerMeasured(
+                embedding_forward, embedding_backward, kept, first_peak, found.spread
+            ),
+            HEAD: m.LayerMeasured(
+                head_forward, head_backward, saved_bytes, peak_bytes, found.spread
+            ),
         }
 
     def _run(self, batch: Any, meter: MemoryMeter | None) -> _Pass:

@@ -19,7 +19,16 @@ from ..errors import RemoteProtocolError, StageFailed
 from ..model.layers import DecoderLayer
 from ..pipeline.bench import attempt
 from ..plan import COORDINATOR, Dtype
-from ..planner.profile import VERSION, DeviceProfile, Link, Profile, Timing, fit_link
+from ..planner.profile import (
+    ENDS,
+    VERSION,
+    DeviceProfile,
+    Link,
+    ModelProfile,
+    Profile,
+    Timing,
+    fit_link,
+)
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..transport.link_probe import measure_link, payload
@@ -31,16 +40,24 @@ from .trials import (
     LayerSchedule,
     Tick,
     Trials,
+    affordable,
+    again,
     change_of_speed,
+    corrections,
+    doubtful,
     dtypes_to_measure,
     failure,
-    first_again,
+    is_calmer,
+    is_telling,
     is_worth_repeating,
+    job_of,
     layer_jobs,
     lead_here,
     lead_on_workers,
+    still_varying,
     timing_of,
     trials,
+    with_shorter,
 )
 from .trials import patience_seconds as patience_for
 
@@ -97,6 +114,7 @@ def _share_of(whole: m.LayerMeasured, share: float) -> m.LayerMeasured:
         whole.backward_seconds * share,
         round(whole.saved_bytes * share),
         round(whole.peak_bytes * share),
+        whole.spread,
     )
 
 
@@ -316,17 +334,18 @@ class Measuring:
             results |= lead_on_workers(self.connections, trials_of, tick)
             seconds = self._seconds(_SHARE_OF_LINKS)
             links = list(measure_links(self.connections, pairs, seconds, tick))
-            self._warn_of_changes(results, jobs)
+            # The optimizer's step for each part, on the first device that measured it.
+            optimizers = ChainMap(*(result.optimizers for result in [*results.values(), ends]))
+            identity = self.identity
+            model = model_profile(
+                self.module, self.layers, self._subject, optimizers, identity.fingerprint
+            )
+            self._settle(model, results, ends)
         if COORDINATOR in names:
             results[COORDINATOR] = _with_ends(results[COORDINATOR], ends)
-        # The optimizer's step for each part, on the first device that measured it.
-        optimizers = ChainMap(*(result.optimizers for result in results.values()))
-        identity = self.identity
         return Profile(
             version=VERSION,
-            model=model_profile(
-                self.module, self.layers, self._subject, optimizers, identity.fingerprint
-            ),
+            model=model,
             devices=[self._device(name, results[name]) for name in names],
             links=links,
             batch_size=self.sighting.batch_size,
@@ -354,33 +373,70 @@ class Measuring:
             dtypes = dtypes_to_measure(subject.dtype, self.described[name].dtypes)
         return layer_jobs(subject.kinds, sizes, dtypes)
 
-    def _warn_of_changes(
-        self, results: Mapping[str, DeviceResult], jobs: Mapping[str, list[LayerJob]]
+    def _settle(
+        self, model: ModelProfile, results: Mapping[str, DeviceResult], ends: DeviceResult
     ) -> None:
-        """Warn of devices whose speed has changed since they were measured."""
-        repeated: dict[str, Trials] = {}
+        """Measure again what is doubtful, and everything on a device that something else has used;
+        name the devices whose speed has changed or varies."""
+        firsts = {name: self._first(name, result) for name, result in results.items()}
+        wanted: dict[str, list[Timing]] = {}
         for name, result in results.items():
-            seconds, first = self._seconds_for_layers(name), result.timings[:1]
-            patience = patience_for(seconds, len(jobs[name]))
-            if first and is_worth_repeating(first[0], patience, seconds):
-                repeated[name] = first_again(self._subject, first[0], patience)
-        found = {}
+            own_ends = ends.timings if name == COORDINATOR else []
+            doubted = doubtful(model, [*own_ends, *result.timings])
+            if any(timing.part in ENDS for timing in doubted):
+                seconds = self._seconds(_SHARE_OF_ENDS)
+                _keep_shorter(name, ends, measure_ends(self.sighting, seconds, _no_tick).timings)
+            layers = [t for t in doubted if t.part not in ENDS and t not in firsts[name]]
+            wanted[name] = [*firsts[name], *self._affordable(name, layers)]
+        busy = []
+        for name, found in self._again(wanted).items():
+            for first in firsts[name]:
+                repeated = next((t for t in found if job_of(t) == job_of(first)), first)
+                if told := change_of_speed(name, first, repeated):
+                    rank_zero_warn(told)
+                if is_calmer(first, repeated):
+                    busy.append(name)
+            _keep_shorter(name, results[name], found)
+        everything = {name: self._affordable(name, results[name].timings) for name in busy}
+        for name, found in self._again(everything).items():
+            _keep_shorter(name, results[name], found)
+        for name, result in results.items():
+            own_ends = ends.timings if name == COORDINATOR else []
+            told = still_varying(name, [*own_ends, *result.timings])
+            if told and is_telling(self._patience(name)):
+                rank_zero_info(told)
+
+    def _first(self, name: str, result: DeviceResult) -> list[Timing]:
+        """A device's first timing, if it can be measured again to see whether its speed changed."""
+        first, seconds = result.timings[:1], self._seconds_for_layers(name)
+        return [t for t in first if is_worth_repeating(t, self._patience(name), seconds)]
+
+    def _affordable(self, name: str, timings: Sequence[Timing]) -> list[Timing]:
+        return affordable(timings, self._patience(name), self._seconds_for_layers(name))
+
+    def _again(self, wanted: Mapping[str, Sequence[Timing]]) -> dict[str, list[Timing]]:
+        """Measure some timings of layers again, on each of some devices."""
+        repeated = {
+            name: again(self._subject, timings, self._patience(name))
+            for name, timings in wanted.items()
+            if timings
+        }
+        found: dict[str, DeviceResult] = {}
         if (here := repeated.pop(COORDINATOR, None)) is not None:
             found[COORDINATOR] = lead_here(self.sighting.bench, here, _no_tick)
             self.sighting.bench.forget()
-        found.update(lead_on_workers(self.connections, repeated, _no_tick))
-        for name, result in found.items():
-            for timing in result.timings:
-                if told := change_of_speed(name, results[name].timings[0], timing):
-                    rank_zero_warn(told)
+        found |= lead_on_workers(self.connections, repeated, _no_tick)
+        return {name: result.timings for name, result in found.items()}
+
+    def _patience(self, name: str) -> float:
+        return patience_for(self._seconds_for_layers(name), len(self._jobs(name)))
 
     def _trials(self, name: str, jobs: Mapping[str, list[LayerJob]]) -> Trials:
         """The trials of one device, starting now."""
         seconds, clock = self._seconds_for_layers(name), self.sighting.bench.clock
         free_bytes = shares_of_free_memory(self.described)[name]
         schedule = LayerSchedule(jobs[name], clock() + seconds, free_bytes)
-        patience = patience_for(seconds, len(jobs[name]))
-        return trials(self._subject, schedule, patience, clock, name)
+        return trials(self._subject, schedule, self._patience(name), clock, name)
 
     def _optimizers_of_ends(self) -> dict[str, m.OptimizerMeasured]:
         optimizer, device = self._subject.optimizer, self.sighting.bench.device
@@ -420,6 +476,13 @@ def _with_ends(layers: DeviceResult, ends: DeviceResult) -> DeviceResult:
         {**layers.optimizers, **ends.optimizers},
         min((limit for limit in limits if limit is not None), default=None),
     )
+
+
+def _keep_shorter(name: str, result: DeviceResult, again: Sequence[Timing]) -> None:
+    """Replace the timings of a device that a second measurement has shortened."""
+    for told in corrections(name, result.timings, again):
+        rank_zero_info(told)
+    result.timings = with_shorter(result.timings, again)
 
 
 def _no_tick() -> None:

@@ -1,7 +1,8 @@
 """A profiling run: read the cached profile, measure the missing devices and links, write it back.
 
 The cache holds one file per model and per setting that the measured times depend on. A device
-that has changed since, or that has other libraries now, is measured again.
+that has changed since, that has other libraries now, or that real steps have contradicted, is
+measured again.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -29,7 +31,7 @@ from ..model.hollow import hold_in_place, let_move
 from ..model.layers import DecoderLayer
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..plan import COORDINATOR
-from ..planner.profile import Link, Profile
+from ..planner.profile import DeviceProfile, Link, Profile
 from ..protocol import messages as m
 from .dry_run import (
     OptimizerSettings,
@@ -50,10 +52,13 @@ from .measure import (
 )
 from .model_view import Cutting, sight
 from .sample_layers import fingerprint
+from .trials import job_of, seconds_of
 
 logger = logging.getLogger(__name__)
 
 _NUM_DIGITS = 12
+
+_TO_MEASURE_AGAIN = "to measure again, use `PipelineProfiler(force=True)` or delete the file"
 
 
 def cache_folder() -> Path:
@@ -100,14 +105,20 @@ def write_known(path: Path, profile: Profile) -> None:
 
     The profile is valid without its file, so a file that cannot be written is only logged.
     """
+    if _write(path, profile):
+        rank_zero_info(f"what was measured is kept in {path}; {_TO_MEASURE_AGAIN}")
+
+
+def _write(path: Path, profile: Profile) -> bool:
+    """Whether the file could be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, mode=0o600) as file:
             file.write(profile.as_yaml().encode())
     except OSError as error:
         rank_zero_info(f"The profile cannot be written to {path}: {error}.")
-    else:
-        rank_zero_info(f"what was measured is kept in {path}")
+        return False
+    return True
 
 
 def with_present_memory(profile: Profile, described: Described, held_bytes: int) -> Profile:
@@ -133,12 +144,82 @@ def with_present_memory(profile: Profile, described: Described, held_bytes: int)
 def still_true(profile: Profile, described: Described) -> Profile:
     """The profile without devices that have changed, or that have other libraries now."""
     present = {name: (found.device, found.versions) for name, found in described.items()}
-    names = [
-        known.name
-        for known in profile.devices
-        if present.get(known.name) in (None, (known.device, known.versions))
-    ]
+    names = []
+    for known in profile.devices:
+        if known.stale and known.name in present:
+            rank_zero_info(f"{known.name} is measured again: {known.stale}")
+        elif present.get(known.name) in (None, (known.device, known.versions)):
+            names.append(known.name)
     return restricted(profile, names)
+
+
+# Timings of equal work by two measurements that agree.
+_MOST_TIMES = 1.5
+
+
+def compared(new: Profile, old: Profile) -> Profile:
+    """The new measurements; a device that was stale tells whether its old ones agree with them."""
+    stale = {device.name: device for device in old.devices if device.stale}
+    devices = [
+        structs.replace(
+            device,
+            confirmed=_agree(device, old_one),
+            price_per_hour=old_one.price_per_hour,
+            watts=old_one.watts,
+        )
+        if (old_one := stale.get(device.name))
+        else device
+        for device in new.devices
+    ]
+    return structs.replace(new, devices=devices)
+
+
+def _agree(new: DeviceProfile, old: DeviceProfile) -> bool:
+    before = {job_of(timing): seconds_of(timing) for timing in old.timings}
+    pairs = [
+        sorted((seconds_of(timing), before[job_of(timing)]))
+        for timing in new.timings
+        if job_of(timing) in before
+    ]
+    return all(most <= _MOST_TIMES * least for least, most in pairs)
+
+
+class Measured(NamedTuple):
+    """A profile, and the file that keeps it; None if no file is to be changed."""
+
+    profile: Profile
+    path: Path | None
+
+
+def distrust(measured: Measured, reasons: Mapping[str, str]) -> list[str]:
+    """Mark devices in the file of a profile, so that the next start measures them again.
+
+    Args:
+        measured: The profile, as this run read or measured it.
+        reasons: Why the devices with these names are to be measured again.
+
+    Returns:
+        The marked devices. A device that the file describes by other times, or whose second
+        measurement agreed with its first, is not marked.
+    """
+    path = measured.path
+    if path is None:
+        return []
+    try:
+        kept = Profile.from_yaml(path)
+    except ProfileError as error:
+        logger.warning("The measurements cannot be marked as wrong. %s", error)
+        return []
+    used = {device.name: device.timings for device in measured.profile.devices}
+    marked = {
+        device.name: structs.replace(device, stale=reasons[device.name])
+        for device in kept.devices
+        if device.name in reasons and not device.confirmed and used[device.name] == device.timings
+    }
+    if marked:
+        devices = [marked.get(device.name, device) for device in kept.devices]
+        _write(path, structs.replace(kept, devices=devices))
+    return list(marked)
 
 
 def merged(new: Profile, old: Profile | None) -> Profile:
@@ -201,7 +282,7 @@ class ProfilingRun:
     options: ProfilingOptions
     cuts_boundary: bool
 
-    def profile(self) -> Profile:
+    def measured(self) -> Measured:
         """Read the cache, measure the missing devices and links, and write the cache.
 
         The module and its Trainer stay as before, except that all modules but decoder layers are
@@ -215,30 +296,35 @@ class ProfilingRun:
             with no_trace(self.module, [layer.module for layer in self.layers]):
                 sample = sample_batch(self.module.trainer)
                 with with_optimizers(self.module) as optimizer:
-                    return self._profile(sample, optimizer)
+                    return self._measured(sample, optimizer)
         finally:
             # The optimizers of the dry run may hold state for all parameters.
             gc.collect()
             give_back_free_memory()
 
-    def _profile(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Profile:
+    def _measured(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Measured:
         identity = self._identity(sample, optimizer)
         path = self.options.path or cache_file(identity)
         described, held_bytes = self._describe(), self._held_bytes()
         names = list(described)
-        known = None if self.options.force else read_known(path, identity)
-        known = None if known is None else still_true(known, described)
+        kept = None if self.options.force else read_known(path, identity)
+        known = None if kept is None else still_true(kept, described)
         measured = [] if known is None else [device.name for device in known.devices]
         missing = [name for name in names if name not in measured]
         pairs = pairs_without_link(names, [] if known is None else known.links)
         if known is None or missing or pairs:
             with _ends_here(self.module, self.layers):
                 measuring = self._measuring(sample, optimizer, described, identity)
-                known = merged(measuring.measure(missing, pairs), known)
+                found = measuring.measure(missing, pairs)
+                known = merged(found if kept is None else compared(found, kept), known)
             write_known(path, known)
         else:
-            rank_zero_info(f"nothing is measured: {path} has the profile of this model here")
-        return with_present_memory(restricted(known, names), described, held_bytes)
+            rank_zero_info(
+                f"nothing is measured: {path} has the profile of this model here; "
+                f"{_TO_MEASURE_AGAIN}"
+            )
+        present = with_present_memory(restricted(known, names), described, held_bytes)
+        return Measured(present, path)
 
     def _identity(self, sample: SampleBatch, optimizer: OptimizerSettings | None) -> Identity:
         could_leave = embedding_to_leave(self.module, self.layers) is not None

@@ -5,24 +5,27 @@ coordinator's own device and of a worker:
 
     trials(…) ── Trial ───▶ the bench here, or a message to a worker
               ◀── Outcome ──
+
+`doubtful` is a rule too: it finds the timings that other timings of the same device contradict, as
+those of a device that was busy do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product, starmap
+from itertools import pairwise, permutations, product, starmap
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
 from ..coordinator.connections import Connections
 from ..errors import RemoteProtocolError, StageFailed
-from ..pipeline.bench import Bench, Clock, LayerTrial, OptimizerTrial, attempt
+from ..pipeline.bench import MOST_SPREAD, Bench, Clock, LayerTrial, OptimizerTrial, attempt
 from ..plan import Dtype
-from ..planner.profile import Timing
+from ..planner.profile import ENDS, ModelProfile, Timing
 from ..protocol import messages as m
 from .model_view import LayerJob, Subject
 
@@ -41,6 +44,17 @@ _LEAST_PATIENCE_SECONDS = 0.1
 _MOST_SHARE_OF_REPEAT = 0.1
 # The least number of runs of a trial, timed and untimed.
 _RUNS_OF_TRIAL = 5
+# A device's time that doubtful timings may take when they are measured again.
+_MOST_SHARE_OF_DOUBT = 0.5
+# Equal work may take so many times as long before one of two timings is doubtful. The factor allows
+# for caches, for attention that grows with its mask, and for kernels that suit one size better.
+_MOST_TIMES = 3.0
+# Work that takes less time is of no importance for a plan, and always varies.
+_LEAST_SECONDS = 0.001
+# A larger micro-batch of which a device computes more in less time.
+_MOST_TIMES_OF_LARGER = 2.0
+# An end has no attention, but its loss reads all logits several times.
+_MOST_TIMES_OF_END = 4.0
 
 
 def dtypes_to_measure(wanted: Dtype, offered: Sequence[Dtype]) -> list[Dtype]:
@@ -59,27 +73,184 @@ def patience_seconds(budget_seconds: float, num_jobs: int) -> float:
     return min(_MOST_PATIENCE_SECONDS, share)
 
 
+def seconds_of(timing: Timing) -> float:
+    """Forward and backward of a timing."""
+    return timing.forward_seconds + timing.backward_seconds
+
+
+def is_telling(patience_seconds: float) -> bool:
+    """Whether a change within so short a time means anything."""
+    return patience_seconds >= _LEAST_PATIENCE_SECONDS
+
+
 def is_worth_repeating(first: Timing, patience_seconds: float, budget_seconds: float) -> bool:
     """Whether a device's first trial may run again after all others."""
-    run_seconds = _RUNS_OF_TRIAL * (first.forward_seconds + first.backward_seconds)
-    is_telling = patience_seconds >= _LEAST_PATIENCE_SECONDS
-    return is_telling and run_seconds <= _MOST_SHARE_OF_REPEAT * budget_seconds
+    run_seconds = _RUNS_OF_TRIAL * seconds_of(first)
+    return is_telling(patience_seconds) and run_seconds <= _MOST_SHARE_OF_REPEAT * budget_seconds
 
 
 def change_of_speed(name: str, first: Timing, again: Timing) -> str | None:
     """The warning for a device whose first trial takes another time at the end; None if the times
     are about the same."""
-    before, after = (one.forward_seconds + one.backward_seconds for one in (first, again))
-    least, most = sorted((before, after))
-    if most <= (1 + _MOST_CHANGE) * least:
+    before, after = seconds_of(first), seconds_of(again)
+    if _agree(before, after):
         return None
-    samples = "1 sample" if first.micro_batch_size == 1 else f"{first.micro_batch_size} samples"
     return (
-        f"{name} took {1000 * before:.3g} ms for a {first.part} on {samples} when its measuring "
+        f"{name} took {1000 * before:.3g} ms for a {_job_text(first)} when its measuring "
         f"began, and {1000 * after:.3g} ms at its end: its speed changed meanwhile, because of "
         "another program, a quota or heat, so a plan by these figures may be far from the best. "
-        "Measure again on idle machines, by `PipelineProfiler(force=True)` or `lightning-hetero "
-        "profile CONFIG --force`."
+        f"{MEASURE_AGAIN}"
+    )
+
+
+MEASURE_AGAIN = (
+    "Measure again on idle machines, by `PipelineProfiler(force=True)` or `lightning-hetero "
+    "profile CONFIG --force`."
+)
+"""The remedy for figures of a busy machine."""
+
+
+def _agree(one: float, other: float) -> bool:
+    least, most = sorted((one, other))
+    return most <= (1 + _MOST_CHANGE) * least
+
+
+def _job_text(timing: Timing) -> str:
+    size = timing.micro_batch_size
+    return f"{timing.part} on {'1 sample' if size == 1 else f'{size} samples'}"
+
+
+def is_calmer(first: Timing, again: Timing) -> bool:
+    """Whether a device computes faster at the end of its measuring than at the beginning, so that
+    something else used it before."""
+    return seconds_of(again) < seconds_of(first) and not _agree(
+        seconds_of(first), seconds_of(again)
+    )
+
+
+def doubtful(model: ModelProfile, timings: Sequence[Timing]) -> list[Timing]:
+    """The timings of one device that should be measured again.
+
+    Their repeated runs differ, or other timings of the device contradict them: a smaller
+    micro-batch takes longer, a larger one far longer than in proportion, recomputation far longer
+    than a second forward, a layer far longer than a layer of another kind with equal parameters,
+    or an end far longer than the layers in proportion to its parameters.
+
+    Args:
+        model: Has the parts that the timings are for.
+        timings: All timings of the device; the ends of the coordinator are among them.
+    """
+    rules = (_unsteady, _against_sizes, _against_recomputation, _against_alike, _against_layers)
+    doubted = {job_of(timing) for rule in rules for timing in rule(model, timings)}
+    return [timing for timing in timings if job_of(timing) in doubted]
+
+
+def _unsteady(_model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
+    return iter(_varying(timings))
+
+
+def _varying(timings: Sequence[Timing]) -> list[Timing]:
+    return [
+        timing
+        for timing in timings
+        if timing.spread > MOST_SPREAD and seconds_of(timing) >= _LEAST_SECONDS
+    ]
+
+
+def _against_sizes(_model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
+    in_order = sorted(timings, key=lambda t: (t.dtype, t.part, t.recompute, t.micro_batch_size))
+    for small, large in pairwise(in_order):
+        if job_of(small)._replace(micro_batch_size=large.micro_batch_size) != job_of(large):
+            continue
+        growth = large.micro_batch_size / small.micro_batch_size
+        if seconds_of(small) > _MOST_TIMES_OF_LARGER * seconds_of(large):
+            yield small
+        if seconds_of(large) > _MOST_TIMES * growth * seconds_of(small):
+            yield large
+
+
+def _against_recomputation(_model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
+    plain_of = {job_of(timing): timing for timing in timings if not timing.recompute}
+    for again in timings:
+        plain = plain_of.get(job_of(again)._replace(recompute=False))
+        if not again.recompute or plain is None:
+            continue
+        if seconds_of(plain) > _MOST_TIMES_OF_LARGER * seconds_of(again):
+            yield plain
+        if seconds_of(again) > _MOST_TIMES * (seconds_of(plain) + plain.forward_seconds):
+            yield again
+
+
+def _against_alike(model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
+    for kind, other in permutations(model.kinds, 2):
+        part, like = model.part(kind), model.part(other)
+        if part.parameter_bytes == 0 or structs.replace(part, name=other) != like:
+            continue
+        seconds = {job_of(t): seconds_of(t) for t in timings if t.part == other}
+        for timing in timings:
+            alike = seconds.get(job_of(timing)._replace(kind=other), math.inf)
+            if timing.part == kind and seconds_of(timing) > _MOST_TIMES * alike:
+                yield timing
+
+
+def _against_layers(model: ModelProfile, timings: Sequence[Timing]) -> Iterator[Timing]:
+    # A head that is tied to the embedding has no parameters of its own.
+    most_bytes = max(model.part(end).parameter_bytes for end in ENDS)
+    for timing in timings:
+        layers = [
+            (seconds_of(other), max(1, model.part(other.part).parameter_bytes))
+            for other in timings
+            if other.part not in ENDS and job_of(other) == job_of(timing)._replace(kind=other.part)
+        ]
+        if timing.part not in ENDS or not layers:
+            continue
+        seconds, layer_bytes = max(layers)
+        work = max(1.0, most_bytes / layer_bytes)
+        if seconds_of(timing) > _MOST_TIMES_OF_END * work * seconds:
+            yield timing
+
+
+def affordable(
+    timings: Sequence[Timing], patience_seconds: float, budget_seconds: float
+) -> list[Timing]:
+    """The first of some timings, as many as can be measured again in half of a device's time."""
+    found, left = [], _MOST_SHARE_OF_DOUBT * budget_seconds
+    for timing in timings:
+        left -= patience_seconds + _RUNS_OF_TRIAL * seconds_of(timing)
+        if left >= 0:
+            found.append(timing)
+    return found
+
+
+def with_shorter(first: Sequence[Timing], again: Sequence[Timing]) -> list[Timing]:
+    """Timings, each replaced by the second one of its job where that one is shorter: other programs
+    make work slower, never faster."""
+    second = {job_of(timing): timing for timing in again}
+    return [min(timing, second.get(job_of(timing), timing), key=seconds_of) for timing in first]
+
+
+def corrections(name: str, first: Sequence[Timing], again: Sequence[Timing]) -> Iterator[str]:
+    """A sentence on each timing that a second measurement has shortened by more than a quarter."""
+    for before, after in zip(first, with_shorter(first, again), strict=True):
+        if not _agree(seconds_of(before), seconds_of(after)):
+            yield (
+                f"{name} took {1000 * seconds_of(before):.3g} ms for a {_job_text(before)}, which "
+                f"was doubtful, and {1000 * seconds_of(after):.3g} ms when it was measured again; "
+                "the shorter time is kept"
+            )
+
+
+def still_varying(name: str, timings: Sequence[Timing]) -> str | None:
+    """A sentence on a device whose repeated runs differ in the end too; None if none do."""
+    varying = _varying(timings)
+    if not varying:
+        return None
+    most = max(varying, key=lambda timing: timing.spread)
+    return (
+        f"{name} took very different times for equal runs: for a {_job_text(most)} the median is "
+        f"{most.spread:.0%} above the fastest, and {len(varying)} of its {len(timings)} timings "
+        "differ by more than a quarter. Something else uses the device, so a plan by these figures "
+        f"may be far from the best. {MEASURE_AGAIN}"
     )
 
 
@@ -218,11 +389,14 @@ def trials(
     return result
 
 
-def first_again(subject: Subject, first: Timing, patience_seconds: float) -> Trials:
-    """Yield a device's first trial again; the result has no timing if it fails."""
-    job = job_of(first)
-    outcome = yield subject.layer_trial(job, patience_seconds)
-    return DeviceResult([timing_of(job, outcome)] if isinstance(outcome, m.LayerMeasured) else [])
+def again(subject: Subject, timings: Sequence[Timing], patience_seconds: float) -> Trials:
+    """Yield the trials of some timings again; the result lacks those that fail."""
+    result = DeviceResult()
+    for job in map(job_of, timings):
+        outcome = yield subject.layer_trial(job, patience_seconds)
+        if isinstance(outcome, m.LayerMeasured):
+            result.timings.append(timing_of(job, outcome))
+    return result
 
 
 def job_of(timing: Timing) -> LayerJob:
@@ -232,12 +406,9 @@ def job_of(timing: Timing) -> LayerJob:
 
 def timing_of(job: LayerJob, found: m.LayerMeasured) -> Timing:
     """The timing of a job in the profile."""
+    measured = {**structs.asdict(found), "spread": round(found.spread, 2)}
     return Timing(
-        job.kind,
-        job.micro_batch_size,
-        dtype=job.dtype,
-        recompute=job.recompute,
-        **structs.asdict(found),
+        job.kind, job.micro_batch_size, dtype=job.dtype, recompute=job.recompute, **measured
     )
 
 

@@ -17,6 +17,8 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Text = Annotated[str, msgspec.Meta(max_length=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 LongSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+# May be above 1.
+Share = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 ProbeBytes = Annotated[int, msgspec.Meta(ge=0, le=2**27)]
 # Bounds short lists and dictionaries.

@@ -26,6 +26,7 @@ from .fields import (
     Name,
     ProbeBytes,
     Seconds,
+    Share,
     Span,
     Text,
     Totals,
@@ -452,12 +453,17 @@ class MeasureLayer(IdleRequest, frozen=True):
 
 
 class LayerMeasured(IdleAnswer, frozen=True):
-    """What one forward and one backward of the layer took."""
+    """What one forward and one backward of the layer took.
+
+    Args:
+        spread: The share by which the median of the repeated runs took longer than the fastest.
+    """
 
     forward_seconds: Seconds
     backward_seconds: Seconds
     saved_bytes: Count
     peak_bytes: Count
+    spread: Share
 
 
 class MeasureOptimizer(IdleRequest, frozen=True):

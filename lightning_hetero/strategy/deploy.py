@@ -34,7 +34,7 @@ from ..planner.solver import Solution, Wishes, even_plan, solve
 from ..planner.verdict import judge, render
 from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
-from ..profiler.run import ProfilingRun
+from ..profiler.run import Measured, ProfilingRun
 from ..transport.deadlines import Deadlines
 from .arguments import (
     StepOptions,
@@ -57,14 +57,19 @@ class PlanChoice:
 
     Attributes:
         plan: As the user gave it.
-        profile: The latest profile that was measured or read; None before there is one.
+        measured: The latest profile that was measured or read; None before there is one.
     """
 
     def __init__(self, plan: str | Path | Plan, micro_batches: int | None) -> None:
         self.plan = plan
-        self.profile: Profile | None = None
+        self.measured: Measured | None = None
         self._micro_batches = micro_batches
         self._solved: dict[tuple[int, tuple[str, ...]], Plan] = {}
+
+    @property
+    def profile(self) -> Profile | None:
+        """The latest profile that was measured or read; None before there is one."""
+        return None if self.measured is None else self.measured.profile
 
     def profiling_options(self, trainer: pl.Trainer) -> ProfilingOptions | None:
         """How this run measures its devices before it deploys; None if it does not measure."""
@@ -181,7 +186,7 @@ class Site:
         """
         coordinator, run = self._connected(layers, self.find_workers(), options)
         with closing(coordinator):
-            return run.profile()
+            return run.measured().profile
 
     def find_workers(self) -> list[str]:
         """The names of all workers.
@@ -239,13 +244,13 @@ class Site:
         coordinator, run = self._connected(layers, workers, options)
         with _closing_on_error(coordinator):
             try:
-                choice.profile = run.profile()
+                choice.measured = run.measured()
             except NoSample as reason:
                 plan = given or choice.even(len(layers), workers, str(reason))
             else:
-                plan = given or choice.solve(choice.profile, workers)
+                plan = given or choice.solve(choice.measured.profile, workers)
                 if given is not None:
-                    _warn_of_faults(plan, choice.profile)
+                    _warn_of_faults(plan, choice.measured.profile)
             if plan.remote_stages:
                 return self.carry_out(plan, layers, coordinator)
             rank_zero_info("no worker would make it faster, so the model runs here alone")

@@ -1,6 +1,7 @@
 """Moving layers: when to move them, how they come home, and how a failed move is undone.
 
-`Watch` follows the stages of a run, reports when their speed drifts, and finds a faster plan.
+`Watch` follows the stages of a run, reports when their first steps contradict the measurements and
+when their speed drifts, and finds a faster plan.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ from ..model.tensors import flatten, named_contents
 from ..pipeline.optimizer import beside
 from ..pipeline.recorder import Recorder
 from ..plan import COORDINATOR, Plan
-from ..planner.profile import Profile
 from ..planner.replan import (
     LEAST_GAIN,
     Drift,
+    Misjudged,
     Replanned,
     StageSeconds,
     Watcher,
     expected_seconds,
+    misjudged,
     replan,
 )
+from ..profiler.run import Measured, distrust
+from ..profiler.trials import MEASURE_AGAIN
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +159,7 @@ class Watch:
 
     Args:
         deployment: Its stages report their times.
-        profile: What was measured before the run; without one, the first steady steps are the
+        measured: What was measured before the run; without it, the first steady steps are the
             reference.
         recorder: Sums up this process's own work; None if that work cannot be told from waiting.
         moves: Whether layers are to move.
@@ -168,19 +172,25 @@ class Watch:
     def __init__(
         self,
         deployment: Deployment,
-        profile: Profile | None,
+        measured: Measured | None,
         recorder: Recorder | None,
         moves: bool,
         least_steps: int = 0,
     ) -> None:
         self._deployment = deployment
-        self.profile = profile
+        self.profile = None if measured is None else measured.profile
         self._recorder = recorder
         self._moves = moves
         self._least_steps = least_steps
-        expected = None if profile is None else expected_seconds(deployment.plan, profile)
+        expected = None
+        if self.profile is not None:
+            expected = expected_seconds(deployment.plan, self.profile)
         if expected is not None and recorder is None:
             del expected[COORDINATOR]
+        # What the first steady steps are compared with; None afterwards.
+        self._promised: tuple[Measured, dict[str, float]] | None = None
+        if measured is not None and measured.path is not None and expected is not None:
+            self._promised = measured, expected
         self._watcher = Watcher(expected)
         self._workers = deployment.plan.workers
         # Layers behind the workers run in one action with the head and the loss.
@@ -191,7 +201,9 @@ class Watch:
 
     def after_move(self, deployment: Deployment, recorder: Recorder | None) -> Watch:
         """The watch over the deployment that follows this one."""
-        return Watch(deployment, self.profile, recorder, self._moves, STEPS_BETWEEN_MOVES)
+        # Its profile is scaled to real steps, so they cannot contradict it, nor its file.
+        scaled = None if self.profile is None else Measured(self.profile, None)
+        return Watch(deployment, scaled, recorder, self._moves, STEPS_BETWEEN_MOVES)
 
     def note_own(self) -> None:
         """Note this process's own times after an optimizer step."""
@@ -209,7 +221,9 @@ class Watch:
 
     def next_plan(self) -> Plan | None:
         """The plan to move to before the next step; None to stay."""
-        for drift in self._look():
+        drifts = self._look()
+        self._compare()
+        for drift in drifts:
             self._has_drifted = True
             logger.warning("%s %s", drift, self._advice())
         may_move = self._moves and self._watcher.num_steps >= self._least_steps
@@ -243,6 +257,16 @@ class Watch:
             del self._steps[step]
         return [drift for drift in drifts if drift is not None]
 
+    def _compare(self) -> None:
+        """Compare the first steady steps with the measurements, once."""
+        if self._promised is None or not self._watcher.is_steady:
+            return
+        (measured, expected), self._promised = self._promised, None
+        now = {name: stage.total for name, stage in self._watcher.present().items()}
+        found = misjudged(now, expected)
+        if found is not None:
+            logger.warning("%s %s", found, _consequence(measured, found))
+
     def _note(self, step: int, name: str, seconds: StageSeconds) -> None:
         if seconds.total > 0:
             self._steps.setdefault(step, {})[name] = seconds
@@ -271,3 +295,22 @@ class Watch:
         if self._moves:
             return f"Moving layers should save {saved}."
         return f"With `replan=True`, moving layers would save {saved}."
+
+
+def _consequence(measured: Measured, found: Misjudged) -> str:
+    """Mark wrong measurements in their file, and tell what follows from that."""
+    marked = distrust(measured, {name: found.reason(name) for name in found.names})
+    said = []
+    if marked:
+        said.append(
+            f"The next start measures {' and '.join(marked)} again and plans anew; "
+            f"{measured.path} has the mark."
+        )
+    left = [name for name in found.names if name not in marked]
+    if left:
+        said.append(
+            f"{' and '.join(left)} will not be measured again by itself: its file has other "
+            "figures by now, or a second measurement agreed with the first, so that training "
+            f"itself disturbs the device, or another program does. {MEASURE_AGAIN}"
+        )
+    return " ".join(said)

@@ -247,7 +247,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
                 self._run.deployment,
                 self._options,
                 self.optimizers,
-                self.plan_choice.profile,
+                self.plan_choice.measured,
                 moves=self._replan and moves_layers(self._module()),
             )
 

@@ -41,6 +41,7 @@ from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..planner.feasibility import as_measured
 from ..planner.profile import EMBEDDING, HEAD, Profile
+from ..profiler.run import Measured
 from ..protocol.messages import Equipment
 from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
 from ..report.run_record import FACTS, Process, RunFacts
@@ -114,7 +115,7 @@ class TrainingRun(Run):
         deployment: Where its layers are.
         options: How batches are cut.
         optimizers: All of them.
-        profile: What was measured before the run.
+        measured: What was measured before the run.
         moves: Whether layers move when a stage's speed changes.
 
     Attributes:
@@ -129,12 +130,12 @@ class TrainingRun(Run):
         deployment: Deployment,
         options: StepOptions,
         optimizers: Sequence[Optimizer],
-        profile: Profile | None,
+        measured: Measured | None,
         moves: bool,
     ) -> None:
         super().__init__(module, deployment, options)
         self._remote_steps, self._step = self._attached(deployment, options, optimizers)
-        self._watch = Watch(deployment, profile, self._step.recorder, moves)
+        self._watch = Watch(deployment, measured, self._step.recorder, moves)
         self._put_back = let_callbacks_be_copied(module.trainer)
         stages = deployment.coordinator.stages
         figures = TrainingFigures(

@@ -259,6 +259,61 @@ def test_an_impossible_plan_is_refused_in_one_sentence(
     assert not Path("plan.yaml").exists()
 
 
+def test_a_given_plan_is_predicted_and_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], profile_path: str
+) -> None:
+    plan(monkeypatch, profile_path, "--exclude", "slow:1", "-o", "given.yaml")
+    capsys.readouterr()
+    plan(monkeypatch, profile_path, "--given", "given.yaml")
+    shown = capsys.readouterr().out
+    assert "bottleneck: fast:1" in shown
+    assert "tokens/s" in shown
+    assert not Path("plan.yaml").exists()
+
+
+def test_a_card_that_was_not_measured_is_guessed_and_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], profile_path: str
+) -> None:
+    content = Path(profile_path).read_text().replace("device: test", "device: NVIDIA L4")
+    Path(profile_path).write_text(content)
+    plan(monkeypatch, profile_path, "--what-if", "RTX 4090", "--pin", "RTX 4090=0:4")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "RTX 4090 is a guess and was not measured" in shown
+    assert "at its ends a plan makes" in shown
+    assert "profile.yaml with RTX 4090 is" in shown
+    assert "x as fast as profile.yaml" in shown
+    assert not Path("plan.yaml").exists()
+
+
+def test_two_profiles_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], profile_path: str
+) -> None:
+    workers = [device("fast:1", 1, 2), device("slow:1", 1, 2, price_per_hour=2)]
+    profile(8, workers, batch_size=16).to_yaml("b.yaml")
+    plan(monkeypatch, profile_path, "b.yaml")
+    shown = capsys.readouterr().out
+    assert "b.yaml is 1.5" in shown
+    assert "b.yaml: a million tokens cost" in shown
+    assert not Path("plan.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--given", "none.yaml"], "cannot be read"),
+        (["--given", "x.yaml", "--micro-batches", "4"], "leave out --pin and --micro-batches"),
+        (["--what-if", "RTX 4090", "-o", "x.yaml"], "write no plan. Leave it out."),
+        (["--what-if", "RTX 4090"], "the profile has none that fits"),
+        (["--what-if", "a toaster"], "no figures of a card 'a toaster'"),
+        (["profile.yaml", "profile.yaml"], "There are 3 profiles, and two profiles are compared."),
+    ],
+)
+def test_a_question_without_an_answer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, profile_path: str, arguments: list[str], expected: str
+) -> None:
+    assert expected in str(run(monkeypatch, "plan", profile_path, *arguments))
+
+
 def test_a_file_that_is_no_profile_is_refused(
     monkeypatch: pytest.MonkeyPatch, profile_path: str
 ) -> None:

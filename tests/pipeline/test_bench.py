@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -16,6 +16,7 @@ from lightning_hetero.pipeline.bench import (
     Bench,
     LayerTrial,
     OptimizerTrial,
+    Repeats,
     attempt,
     measure_stage,
     median_of_blocks,
@@ -105,9 +106,52 @@ def test_a_frozen_layer_without_a_gradient_behind_it_has_no_backward() -> None:
 
 def test_the_median_of_blocks_is_of_their_means() -> None:
     runs = itertools.cycle([[1.0], [9.0]])
-    assert median_of_blocks(lambda: next(runs), 30.0) == [5.0]
+    assert median_of_blocks(lambda: next(runs), 30.0) == Repeats([5.0], 0.0)
     once = iter([[1.0, 4.0], [7.0, 5.0], [2.0, 6.0]])
-    assert median_of_blocks(lambda: next(once), 0.0) == [2.0, 5.0]
+    assert median_of_blocks(lambda: next(once), 0.0).seconds == [2.0, 5.0]
+
+
+class Device:
+    """Takes 10 ms for a run, times a factor that changes with its clock."""
+
+    def __init__(self, factor_at: Callable[[float], float]) -> None:
+        self.seconds = 0.0
+        self.factor_at = factor_at
+
+    def run(self) -> list[float]:
+        taken = 0.01 * self.factor_at(self.seconds)
+        self.seconds += taken
+        return [taken]
+
+
+@pytest.mark.parametrize(
+    ("factor_at", "seconds", "spread", "taken_seconds"),
+    [
+        # A calm device: three blocks of a second, and nothing more.
+        (lambda now: 1.0, 0.01, 0.0, 3.0),
+        (lambda now: 1.0 + 0.2 * (now > 2), 0.01, 0.0, 3.0),
+        # One slow block of three changes no median, so nothing is repeated.
+        (lambda now: 20.0 if now < 0.9 else 1.0, 0.01, 0.0, 3.0),
+        # Busy at the beginning: more blocks follow until most of them agree.
+        (lambda now: 20.0 if now < 1.5 else 1.0, 0.01, 0.0, 5.0),
+        # Busy now and then: the limit ends the repeats, and the spread tells it.
+        (lambda now: 1.0 + 2.0 * (now % 3 > 0.99), 0.03, 2.0, 6.0),
+    ],
+)
+def test_blocks_that_differ_are_repeated(
+    factor_at: Callable[[float], float], seconds: float, spread: float, taken_seconds: float
+) -> None:
+    device = Device(factor_at)
+    found = median_of_blocks(device.run, 3.0)
+    assert found.seconds == [pytest.approx(seconds, rel=0.3)]
+    assert found.spread == pytest.approx(spread, abs=0.45)
+    assert device.seconds == pytest.approx(taken_seconds, abs=0.5)
+
+
+def test_runs_longer_than_the_patience_are_not_repeated() -> None:
+    once = iter([1.0, 9.0, 20.0])
+    found = median_of_blocks(lambda: [next(once)], 2.0)
+    assert (found.seconds, found.spread) == ([9.0], 8.0)
 
 
 def test_tensors_are_counted_while_they_live() -> None:

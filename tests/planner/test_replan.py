@@ -21,6 +21,7 @@ from lightning_hetero.planner.replan import (
     StageSeconds,
     Watcher,
     expected_seconds,
+    misjudged,
     replan,
 )
 from lightning_hetero.planner.replan import StageSeconds as S
@@ -263,3 +264,34 @@ def test_the_present_times_are_medians() -> None:
         watcher.note(scaled(a=factor))
     assert watcher.present()["a"] == S(pytest.approx(0.12))
     assert watcher.present()["coordinator"] == STEADY["coordinator"]
+
+
+@pytest.mark.parametrize(
+    ("now", "expected", "wrong"),
+    [
+        # The head of the report: measured while the machine was busy.
+        ({"coordinator": 0.019, "a": 0.06}, {"coordinator": 0.417, "a": 0.06}, ["coordinator"]),
+        ({"coordinator": 0.05, "a": 0.2}, {"coordinator": 0.05, "a": 0.06}, ["a"]),
+        ({"coordinator": 0.05, "a": 0.08}, {"coordinator": 0.05, "a": 0.06}, []),
+        # Longer sequences than the measured ones: all take longer alike, and no plan changes.
+        ({"coordinator": 0.10, "a": 0.12}, {"coordinator": 0.05, "a": 0.06}, []),
+        # A coordinator without layers takes little, so its error changes no plan.
+        ({"coordinator": 0.004, "a": 0.06}, {"coordinator": 0.001, "a": 0.06}, []),
+        ({"a": 0.03, "b": 0.2}, {"a": 0.06, "b": 0.06}, ["b"]),
+        ({"a": 0.03, "b": 0.1}, {"a": 0.06, "b": 0.06}, ["a", "b"]),
+    ],
+)
+def test_measurements_that_real_steps_contradict(
+    now: dict[str, float], expected: dict[str, float], wrong: list[str]
+) -> None:
+    found = misjudged(now, expected)
+    assert list(found.names if found else []) == wrong
+
+
+def test_both_times_of_every_device_are_named() -> None:
+    found = misjudged({"coordinator": 0.019, "a": 0.06}, {"coordinator": 0.417, "a": 0.061})
+    assert str(found) == (
+        "The plan is based on wrong measurements. Real steps take, for a micro-batch: coordinator "
+        "19 ms (measured: 417 ms), a 60 ms (measured: 61 ms). The measurements of coordinator do "
+        "not hold."
+    )

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from msgspec.structs import replace as replace_fields
 
 from lightning_hetero import PipelineProfiler
 from lightning_hetero.profiler.measure import Identity
 from lightning_hetero.profiler.run import (
     cache_file,
     cache_folder,
+    compared,
     read_known,
     write_known,
 )
@@ -88,3 +90,15 @@ def test_a_profile_of_another_model_or_setting_is_ignored(
 def test_impossible_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(MisconfigurationException, match="time budget|micro-batch sizes"):
         PipelineProfiler(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("factor", "confirmed"), [(1.0, True), (1.4, True), (0.05, False)])
+def test_a_second_measurement_that_agrees_confirms_the_first(
+    factor: float, confirmed: bool
+) -> None:
+    stale = replace_fields(device("one", 1.0, 2.0), stale="real steps took 1 ms")
+    old = profile(2, [stale, device("two", 1.0, 2.0)])
+    new = profile(2, [device("one", factor, 2 * factor), device("two", 1.0, 2.0)])
+    found = compared(new, old)
+    assert (found.device("one").confirmed, found.device("two").confirmed) == (confirmed, False)
+    assert found.device("one").stale == ""

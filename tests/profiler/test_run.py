@@ -186,6 +186,37 @@ def test_the_second_start_measures_nothing(
     assert strategy.plan_choice.profile is not None
 
 
+def test_a_measurement_that_real_steps_contradict_is_made_anew_at_the_next_start(
+    workers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.yaml"
+
+    def start() -> Profile:
+        strategy = HeteroPipelineStrategy(workers[:1], "even", micro_batches=2)
+        profiled(TinyModule(), strategy, path, loader(40, 4))
+        return Profile.from_yaml(path)
+
+    found = start()
+    # As on a machine that was busy while it was measured.
+    slow = [
+        msgspec.structs.replace(timing, forward_seconds=10.0, backward_seconds=20.0)
+        for timing in found.device(workers[0]).timings
+    ]
+    own, other = found.devices
+    other = msgspec.structs.replace(other, timings=slow)
+    msgspec.structs.replace(found, devices=[own, other]).to_yaml(path)
+    contradicted = start()
+    assert "The plan is based on wrong measurements" in caplog.text
+    assert "real steps took" in contradicted.device(workers[0]).stale
+    assert contradicted.device(workers[0]).timings == slow
+    with caplog.at_level(logging.INFO):
+        again = start()
+    assert f"{workers[0]} is measured again: real steps took" in caplog.text
+    assert max(timing.forward_seconds for timing in again.device(workers[0]).timings) < 10
+    assert not again.device(workers[0]).confirmed
+    assert again.device("coordinator").timings == contradicted.device("coordinator").timings
+
+
 def test_a_new_worker_is_measured_alone(workers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     profiled(TinyModule(), HeteroPipelineStrategy(workers[:1], "even"), path)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_hetero.errors import ModelError
 from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.planner.profile import Profile
+from lightning_hetero.profiler.run import Measured
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.strategy.replan import STEPS_BETWEEN_MOVES, Watch
+
+from ..planner.profiles import coordinator, device, ends, profile
 
 PLAN = Plan([StagePlan(["a"], (0, 3)), StagePlan(["b"], (3, 6))], micro_batches=2)
 
@@ -111,3 +117,72 @@ def test_a_step_that_a_stage_does_not_report_is_ignored() -> None:
     pass_steps(told, watch, 20, 0.03, 0.03)
     assert pass_steps(told, watch, 20, 0.12) == []
     assert len(pass_steps(told, watch, 20, 0.03, 0.12)) == 1
+
+
+def measured_on(tmp_path: Path, **seconds: float) -> Measured:
+    """A profile of six layers on two workers, and its file."""
+    workers = [device(name, each / 3, 2 * each / 3) for name, each in seconds.items()]
+    own = coordinator(ends(0.001, 0.001))
+    found = Measured(profile(6, workers, own, batch_size=2), tmp_path / "profile.yaml")
+    found.profile.to_yaml(tmp_path / "profile.yaml")
+    return found
+
+
+def watch_measured(told: Told, measured: Measured) -> Watch:
+    deployment: Any = told
+    return Watch(deployment, measured, None, moves=False)
+
+
+def stale(measured: Measured) -> list[str]:
+    assert measured.path is not None
+    return [each.name for each in Profile.from_yaml(measured.path).devices if each.stale]
+
+
+def test_the_first_steps_confirm_the_measurements(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, measured = Told(), measured_on(tmp_path, a=0.01, b=0.01)
+    pass_steps(told, watch_measured(told, measured), 30, 0.03, 0.03)
+    assert (stale(measured), caplog.text) == ([], "")
+
+
+def test_a_measurement_that_the_first_steps_contradict_is_marked_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, measured = Told(), measured_on(tmp_path, a=0.01, b=0.2)
+    pass_steps(told, watch_measured(told, measured), 8, 0.03, 0.03)
+    assert stale(measured) == ["b"]
+    (record,) = caplog.records
+    assert "a 30 ms (measured: 30 ms), b 30 ms (measured: 600 ms)" in record.message
+    assert f"next start measures b again and plans anew; {measured.path}" in record.message
+
+
+def test_a_measurement_that_was_confirmed_is_not_marked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = measured_on(tmp_path, a=0.01, b=0.2)
+    devices = [replace(each, confirmed=True) for each in found.profile.devices]
+    measured = Measured(replace(found.profile, devices=devices), found.path)
+    assert measured.path is not None
+    measured.profile.to_yaml(measured.path)
+    told = Told()
+    pass_steps(told, watch_measured(told, measured), 8, 0.03, 0.03)
+    assert stale(measured) == []
+    assert "b will not be measured again by itself" in caplog.text
+    assert "PipelineProfiler(force=True)" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, "devices: ["])
+def test_a_file_that_cannot_be_marked_stops_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    measured = measured_on(tmp_path, a=0.01, b=0.2)
+    assert measured.path is not None
+    if content is None:
+        measured.path.unlink()
+    else:
+        measured.path.write_text(content)
+    told = Told()
+    pass_steps(told, watch_measured(told, measured), 8, 0.03, 0.03)
+    assert "The measurements cannot be marked as wrong" in caplog.text
+    assert "The plan is based on wrong measurements" in caplog.text

@@ -1,0 +1,172 @@
+"""Questions to the planner that deploy nothing: a given plan, two profiles, money and energy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import PlanError
+from ..plan import Plan
+from .candidates import Candidate
+from .costs import allowed_dtypes, layer_seconds
+from .feasibility import candidate_of, shortages
+from .profile import DeviceProfile, Profile
+from .search import Search
+from .solver import Solution, Wishes, apply, micro_batch_counts
+
+_A_MILLION = 1_000_000
+
+
+def predict_given(plan: Plan, profile: Profile, wishes: Wishes) -> Solution:
+    """A given plan in the place of the solver's choice.
+
+    Raises:
+        PlanError: If the plan does not fit the profile, or a stage of it was not measured.
+    """
+    candidate = candidate_of(plan, apply(wishes, profile))
+    unknown = [short.text for short in shortages(candidate) if math.isinf(short.short_bytes)]
+    if unknown:
+        raise PlanError(f"The plan cannot be predicted: {' '.join(unknown)}")
+    costs = candidate.costs
+    return Solution(candidate, Search(costs, micro_batch_counts(costs.batch_size, None)))
+
+
+def bottleneck(candidate: Candidate) -> str:
+    """The slowest stage or link of a plan, as a sentence."""
+    seconds = dict(zip(candidate.names, candidate.stage_seconds, strict=True))
+    seconds |= {f"the link {name}": s for name, s in candidate.busy_seconds_of_media.items()}
+    slowest = max(seconds, key=lambda name: seconds[name])
+    return (
+        f"bottleneck: {slowest}, which each micro-batch occupies for {_duration(seconds[slowest])}"
+    )
+
+
+def running_costs(candidate: Candidate) -> list[str]:
+    """Money and energy for a million tokens, for devices whose price or watts the profile has."""
+    devices = [candidate.costs.profile.device(name) for name in candidate.names]
+    hours = _A_MILLION * candidate.step_seconds / 3600 / _tokens(candidate)
+    lines = []
+    price, missing = _sum_of(devices, lambda device: device.price_per_hour)
+    if price is not None:
+        lines.append(f"a million tokens cost {price * hours:.3g}, at {price:.4g} an hour{missing}")
+    watts, missing = _sum_of(devices, lambda device: device.watts)
+    if watts is not None:
+        lines.append(
+            f"a million tokens take {watts * hours / 1000:.3g} kWh at most, at {watts:.0f} W"
+            f"{missing}"
+        )
+    return lines
+
+
+def _sum_of(
+    devices: Sequence[DeviceProfile], amount_of: Callable[[DeviceProfile], float | None]
+) -> tuple[float | None, str]:
+    """The sum over the devices that have an amount, and a clause that names the others."""
+    known = [amount for device in devices if (amount := amount_of(device)) is not None]
+    if not known:
+        return None, ""
+    others = [device.name for device in devices if amount_of(device) is None]
+    return sum(known), f", without {', '.join(others)}, which the profile does not tell" * bool(
+        others
+    )
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two plans that are compared.
+
+    Args:
+        title: The name of its profile.
+        candidate: The plan.
+    """
+
+    title: str
+    candidate: Candidate
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a batch over the seconds of its step."""
+        return _tokens(self.candidate) / self.candidate.step_seconds
+
+    def held(self, name: str) -> str:
+        """The layers that a device holds."""
+        if name not in self.candidate.names:
+            return "–"
+        first, end = self.candidate.ranges[self.candidate.names.index(name)]
+        return f"{first}:{end} ({end - first})"
+
+    def layer_seconds(self, name: str) -> float:
+        """One layer for one sample, forward and backward; infinite if it was not measured."""
+        profile, size = self.candidate.costs.profile, self.candidate.size
+        if name not in (device.name for device in profile.devices):
+            return math.inf
+        device, model = profile.device(name), profile.model
+        dtype = next(iter(allowed_dtypes(device, model, size)), model.dtype)
+        return layer_seconds(device, model, dtype, size) / len(model.kinds) / size
+
+
+def compare(before: Side, after: Side) -> RenderableType:
+    """Two plans side by side: which is faster, by how much, and each device.
+
+    Raises:
+        PlanError: If they are for different models.
+    """
+    models = [side.candidate.costs.profile.model.fingerprint for side in (before, after)]
+    if models[0] != models[1]:
+        raise PlanError(
+            f"{before.title} and {after.title} are profiles of different models ({models[0]} and "
+            f"{models[1]}); compare profiles of one model."
+        )
+    table = Table("device", box=box.SIMPLE_HEAD)
+    for side in (before, after):
+        table.add_column(f"layers, {side.title}")
+    for side in (before, after):
+        table.add_column(f"a layer, {side.title}")
+    table.add_column("speed")
+    names = [
+        device.name for side in (before, after) for device in side.candidate.costs.profile.devices
+    ]
+    for name in dict.fromkeys(names):
+        was, is_now = before.layer_seconds(name), after.layer_seconds(name)
+        cells = [
+            name,
+            before.held(name),
+            after.held(name),
+            _duration(was),
+            _duration(is_now),
+        ]
+        table.add_row(*map(Text, [*cells, _times(was, is_now)]))
+    return Group(table, Text(difference(before, after)))
+
+
+def difference(before: Side, after: Side) -> str:
+    """Which of two plans is faster, and by how much, as a sentence."""
+    times = after.tokens_per_second / before.tokens_per_second
+    rates = f"{after.tokens_per_second:,.0f} instead of {before.tokens_per_second:,.0f} tokens/s"
+    steps = (
+        f"a step of {_duration(after.candidate.step_seconds)} instead of "
+        f"{_duration(before.candidate.step_seconds)}"
+    )
+    return f"{after.title} is {times:.2f} x as fast as {before.title}: {rates}, {steps}"
+
+
+def _tokens(candidate: Candidate) -> int:
+    return candidate.costs.batch_size * candidate.costs.profile.model.tokens_per_sample
+
+
+def _duration(seconds: float) -> str:
+    if math.isinf(seconds):
+        return "–"
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _times(was: float, is_now: float) -> str:
+    if math.isinf(was) or math.isinf(is_now) or is_now == 0:
+        return "–"
+    return f"{was / is_now:.2f} x"
