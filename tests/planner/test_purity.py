@@ -34,6 +34,7 @@ def test_the_planner_imports_no_torch() -> None:
         "plan",
         "units",
         "version",
+        "yaml_file",
         "pipeline",
         "pipeline.rule",
         "protocol",
