@@ -14,7 +14,7 @@ starts each micro-batch, with masks, positions and the user's own code, and send
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -299,6 +299,11 @@ class Candidate:
         """The predicted step."""
         return self.simulation.step_seconds
 
+    @property
+    def identity(self) -> Hashable:
+        """Equal for candidates of one search that are the same plan."""
+        return self.workers, tuple(self.ranges), self.micro_batches, self.in_flight, self.form
+
     def need(self, index: int) -> Need:
         """The memory that a stage needs."""
         return self.holder(index).need(self.options[index], *self.ranges[index], self.in_flight)
@@ -336,10 +341,7 @@ class Candidate:
         forward, backward = (0.0, 0.0) if is_behind else self.layer_seconds(index)
         before = holder.before_layers
         forward, backward = forward + before.forward_seconds, backward + before.backward_seconds
-        layers = self.costs.profile.model.layers[first:end]
-        step = sum(holder.device.optimizer_seconds.get(kind, 0.0) for kind in layers)
-        step += sum(each.optimizer_seconds for each in holder.ends.values())
-        return StageTimes(forward, backward, step)
+        return StageTimes(forward, backward, holder.optimizer_seconds(first, end))
 
 
 def hops_between(

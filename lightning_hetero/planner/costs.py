@@ -282,6 +282,16 @@ class Holder:
         """The seconds of one micro-batch here, ends included."""
         return option.seconds(first, end) + sum(each.seconds for each in self.ends.values())
 
+    def optimizer_seconds(self, first: int, end: int) -> float:
+        """The optimizer step of the layers and the ends."""
+        layers = float(_over(self._optimizer_sums, first, end))
+        return layers + sum(each.optimizer_seconds for each in self.ends.values())
+
+    @cached_property
+    def _optimizer_sums(self) -> npt.NDArray[np.float64]:
+        seconds = self.device.optimizer_seconds
+        return _sums(seconds.get(kind, 0.0) for kind in self._model.layers)
+
     def need(self, option: Option, first: Index, end: Index, in_flight: int) -> Need:
         """The memory that a stage needs with this many micro-batches in flight."""
         kept, working = self._kept(option, first, end), self._working(option, first, end)

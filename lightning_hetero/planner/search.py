@@ -9,37 +9,55 @@ micro-batch is least, and simulates the splits with the lowest bounds. With up t
 then exchanges two workers, removes or adds one, or changes the number of micro-batches, while that
 helps.
 
-The search tries the coordinator first and last (see `Form`), and keeps it first on a tie. At the
-end it takes as few micro-batches in flight as are nearly as fast.
+The search tries the coordinator first and last (see `Form`), and keeps it first on a tie. For one
+order of devices it takes the split with the fastest slowest stage (`Arrangement`).
 
-For one order of devices the split of the layers is exact (`Arrangement`).
+Where few micro-batches fill the pipeline, other splits and orders are faster. So with up to ten
+workers the search then makes small changes to the best candidates, while the simulated step gets
+shorter: it moves layers to a neighbor, exchanges, removes or adds a worker, or changes the form,
+the number of micro-batches or of those in flight.
+
+At the end it takes as few micro-batches in flight as are nearly as fast.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import combinations, permutations, product
+from itertools import combinations, pairwise, permutations, product
 
 from ..plan import COORDINATOR
 from .candidates import Candidate, Costs, Form, forms_for, hops_between, lightest_form
 from .costs import Holder
-from .simulation import Speed, busy_seconds_of_media, least_bottleneck
-from .split import Matrix, best_split, bottleneck
+from .profile import HEAD
+from .simulation import Hop, Speed, busy_seconds_of_media, least_bottleneck
+from .split import Matrix, Split, best_split, bottleneck
 
 ALL_ORDERS_UP_TO = 5
 """Workers up to which all subsets in all orders are tried: 325 arrangements."""
 
 EXCHANGES_UP_TO = 10
-"""Workers up to which the search exchanges, removes or adds single ones."""
+"""Workers up to which the search makes small changes."""
 
 MOST_PLAYED = 24
 """Candidates of one choice of devices that an exhaustive search simulates."""
 
 MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
 """With more workers: choices that are split, and candidates that are simulated at a time."""
+
+NUM_STARTS = 4
+"""The best candidates with unlike devices or forms, from which the search makes small changes."""
+
+MOST_NEAR_PLAYED = 12
+"""Small changes of one candidate that are simulated, those with the lowest bounds first."""
+
+LAYERS_MOVED = (1, 2, 4, 8)
+"""Numbers of layers that a small change moves to a neighbor."""
+
+LEAST_GAIN_OF_CHANGE = 1e-9
+"""Share of the step that a small change must save; less is rounding of sums."""
 
 LEAST_GAIN = 0.02
 """Share of the step that a device must save, because each additional device can drift or fail."""
@@ -73,6 +91,7 @@ class Search:
         self._costs = costs
         self.micro_batches = micro_batches
         self._classes = interchangeable(costs)
+        self._starts: list[Candidate] = []
         self._orders = Orders(costs, costs.size(max(micro_batches)))
 
     def best(self) -> Candidate | None:
@@ -84,19 +103,21 @@ class Search:
         subsets = list(self._subsets())
         if self._looks_at_all:
             best = self._best_among(subsets, math.inf)
-            return None if best is None else self._without_idlers(best)
+            return None if best is None else self._without_idlers(self._descend(self._starts))
         placed = self._place_likely(self._choices(subsets))
-        best = _best_played(placed, math.inf, MOST_OF_MANY_PLAYED)
+        best = self._best_played(placed, math.inf, MOST_OF_MANY_PLAYED)
         if best is None:
             return None
         if len(best.workers) > EXCHANGES_UP_TO:
             return _fewest(placed, best)
-        return self._without_idlers(self._improve(best))
+        return self._without_idlers(self._descend([self._improve(best)]))
 
     def best_with(self, workers: Iterable[str], below: float = math.inf) -> Candidate | None:
         """The best candidate with exactly these workers, if its step is shorter than ``below``."""
         best = self._best_among([tuple(workers)], below)
-        return None if best is None else self._with_enough_in_flight(best)
+        if best is None:
+            return None
+        return self._with_enough_in_flight(self._descend([best], keeps_devices=True))
 
     def best_alone(self, name: str) -> Candidate | None:
         """The best candidate with all layers on one device; None if they do not fit."""
@@ -112,7 +133,7 @@ class Search:
                 for in_flight in ((1,) if alone else (4, 2, 1))
                 if way.fits(ranges, in_flight)
             ]
-        return _best_played(placed, math.inf, MOST_PLAYED)
+        return self._best_played(placed, math.inf, MOST_PLAYED)
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
         """One worker of each class of interchangeable ones, among these or all workers."""
@@ -132,7 +153,7 @@ class Search:
     def _best_among(self, subsets: Sequence[tuple[str, ...]], below: float) -> Candidate | None:
         choices = [choice for choice in self._choices(subsets) if choice.least_seconds < below]
         if not self._looks_at_all:
-            return _best_played(self._place_likely(choices), below, MOST_OF_MANY_PLAYED)
+            return self._best_played(self._place_likely(choices), below, MOST_OF_MANY_PLAYED)
         best: Candidate | None = None
         for choice in sorted(choices, key=lambda c: (c.least_seconds, len(c.workers))):
             if choice.least_seconds >= below:
@@ -141,6 +162,26 @@ class Search:
             if found is not None:
                 best, below = found, found.step_seconds
         return best
+
+    def _best_played(
+        self, placed: Iterable[Candidate], below: float, most: int
+    ) -> Candidate | None:
+        """Simulate the candidates with the lowest bounds; the shortest step below ``below``."""
+        best: Candidate | None = None
+        for candidate in sorted(placed, key=lambda candidate: candidate.least_seconds)[:most]:
+            if candidate.least_seconds >= below:
+                break
+            self._note_start(candidate)
+            if candidate.step_seconds < below:
+                best, below = candidate, candidate.step_seconds
+        return best
+
+    def _note_start(self, candidate: Candidate) -> None:
+        """Keep the candidate if it is among the best ones with unlike devices or forms."""
+        alike = [start for start in self._starts if _is_akin(start, candidate)]
+        others = [start for start in self._starts if start not in alike]
+        ranked = sorted([*others, min([*alike, candidate], key=_step_of)], key=_step_of)
+        self._starts = ranked[:NUM_STARTS]
 
     def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
         """Split the choices with the shortest estimated steps, until enough of them have fit."""
@@ -174,10 +215,10 @@ class Search:
         placed = [
             c for order in orders for c in Arrangement(self._costs, order, pieces).place(below)
         ]
-        first = _best_played(placed, below, MOST_PLAYED)
+        first = self._best_played(placed, below, MOST_PLAYED)
         below = (below if first is None else first.step_seconds) * (1 - LEAST_GAIN_OF_FORM)
         placed = [c for order in orders for c in place_last(self._costs, order, pieces, below)]
-        return _best_played(placed, below, MOST_PLAYED) or first
+        return self._best_played(placed, below, MOST_PLAYED) or first
 
     def _subsets(self) -> Iterator[tuple[str, ...]]:
         """Subsets of the workers; each has all pinned workers."""
@@ -206,10 +247,64 @@ class Search:
             placed = [climbed, *self._changed(climbed)]
             for pieces in self.micro_batches:
                 placed += place_both(self._costs, climbed.workers, pieces)
-            found = _best_played(placed, best.step_seconds, MOST_OF_MANY_PLAYED)
+            found = self._best_played(placed, best.step_seconds, MOST_OF_MANY_PLAYED)
             if found is None:
                 return best
             best = found
+
+    def _descend(self, starts: Sequence[Candidate], keeps_devices: bool = False) -> Candidate:
+        """The best candidate to which small changes lead from the given ones.
+
+        The simulator is the judge of each change. So this finds splits that are faster than the
+        ones with the fastest slowest stage, as where few micro-batches have to fill the pipeline.
+        With more than `EXCHANGES_UP_TO` workers it changes nothing, because simulations take long.
+        """
+        if len(starts[0].workers) > EXCHANGES_UP_TO:
+            return min(starts, key=_step_of)
+        played: set[Hashable] = set()
+        return min((self._descended(each, keeps_devices, played) for each in starts), key=_step_of)
+
+    def _descended(self, best: Candidate, keeps_devices: bool, played: set[Hashable]) -> Candidate:
+        while True:
+            before = best
+            near = [*_with_moved_layers(best), *_with_other_in_flight(best)]
+            near += self._rearranged(best, keeps_devices)
+            for candidate in sorted(near, key=lambda near: near.least_seconds)[:MOST_NEAR_PLAYED]:
+                limit = best.step_seconds * (1 - LEAST_GAIN_OF_CHANGE)
+                if candidate.least_seconds >= limit:
+                    break
+                if candidate.identity not in played and candidate.step_seconds < limit:
+                    best = candidate
+                played.add(candidate.identity)
+            if best is before:
+                return best
+
+    def _rearranged(self, best: Candidate, keeps_devices: bool) -> Iterator[Candidate]:
+        """Candidates with another order, form or number of micro-batches, or a worker more or less;
+        their layers are split anew."""
+        costs, pieces, below = self._costs, best.micro_batches, best.step_seconds
+        orders = [*self._exchanged(best.workers)]
+        if not keeps_devices:
+            orders += [*self._one_less(best.workers), *self._one_more_anywhere(best.workers)]
+        ways = [
+            Arrangement(costs, order, pieces, best.form if order else Form.FIRST)
+            for order in orders
+        ]
+        forms = forms_for(costs.profile.model) if best.workers else ()
+        ways += [Arrangement(costs, best.workers, pieces, form) for form in forms]
+        ways += [Arrangement(costs, best.workers, n, best.form) for n in self.micro_batches]
+        for way in ways:
+            levels = {best.in_flight, 2 * len(way.names)} if way.workers else {1}
+            for in_flight in sorted({min(level, way.micro_batches) for level in levels}):
+                placed = way.place_at(in_flight, below)
+                if placed is not None:
+                    yield placed
+
+    def _one_more_anywhere(self, workers: Sequence[str]) -> Iterator[list[str]]:
+        """The workers with another one, in each place."""
+        spare = [name for name in self._orders.by_speed if name not in workers]
+        for name, place in product(self.one_of_each(spare), range(len(workers) + 1)):
+            yield [*workers[:place], name, *workers[place:]]
 
     def _climb(self, best: Candidate) -> Candidate:
         """Exchange, remove or add a worker while the bound falls, without a simulation."""
@@ -256,7 +351,7 @@ class Search:
             found = [trial for trial in trials if trial is not None]
             if not found:
                 return best
-            best = min(found, key=lambda trial: trial.step_seconds)
+            best = self._descend([min(found, key=_step_of)], keeps_devices=True)
 
     def _with_enough_in_flight(self, best: Candidate) -> Candidate:
         """Take the fewest micro-batches in flight that are nearly as fast as the best number.
@@ -273,8 +368,8 @@ class Search:
             Arrangement(self._costs, best.workers, best.micro_batches, form).place_at(count)
             for form in forms
             for count in counts
-            if (form, count) != (best.form, best.in_flight)
         ]
+        trials += [_with_in_flight(best, count) for count in counts]
         found = [best, *(trial for trial in trials if trial is not None)]
         limit = min(c.step_seconds for c in found) * (1 + LEAST_GAIN_IN_FLIGHT)
         fast = [candidate for candidate in found if candidate.step_seconds <= limit]
@@ -290,15 +385,54 @@ def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[
     return [own, *(costs.holder(name, size).speed for name in workers)]
 
 
-def _best_played(placed: Iterable[Candidate], below: float, most: int) -> Candidate | None:
-    """Simulate the candidates with the lowest bounds; the shortest step below ``below``."""
-    best: Candidate | None = None
-    for candidate in sorted(placed, key=lambda candidate: candidate.least_seconds)[:most]:
-        if candidate.least_seconds >= below:
-            break
-        if candidate.step_seconds < below:
-            best, below = candidate, candidate.step_seconds
-    return best
+def _step_of(candidate: Candidate) -> float:
+    return candidate.step_seconds
+
+
+def _is_akin(one: Candidate, other: Candidate) -> bool:
+    """Whether candidates differ at most in their splits and in flight."""
+    return (one.workers, one.micro_batches, one.form) == (
+        other.workers,
+        other.micro_batches,
+        other.form,
+    )
+
+
+def _with_moved_layers(candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates in which a stage gives layers to a neighbor; pinned stages keep theirs."""
+    way, form, pins = _way_of(candidate), candidate.form, candidate.costs.pins
+    names, spans = form.in_layer_order(candidate.names), form.in_layer_order(candidate.ranges)
+    for left, right in pairwise(range(len(spans))):
+        if names[left] in pins or names[right] in pins:
+            continue
+        (first, middle), (_, end) = spans[left], spans[right]
+        cuts = (middle + sign * by for by in LAYERS_MOVED for sign in (1, -1))
+        for cut in (cut for cut in cuts if first <= cut <= end):
+            moved = [*spans[:left], (first, cut), (cut, end), *spans[right + 1 :]]
+            ranges = form.coordinator_first(moved)
+            if way.fits(ranges, candidate.in_flight):
+                yield way.with_ranges(ranges, candidate.in_flight)
+
+
+def _with_other_in_flight(candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates with the same layers and other numbers of micro-batches in flight."""
+    if candidate.workers:
+        num, present = len(candidate.names), candidate.in_flight
+        counts = {1, present - 1, present + 1, num, 2 * num, 3 * num}
+        for count in sorted({min(max(count, 1), candidate.micro_batches) for count in counts}):
+            other = _with_in_flight(candidate, count)
+            if other is not None:
+                yield other
+
+
+def _with_in_flight(candidate: Candidate, in_flight: int) -> Candidate | None:
+    """The same layers with this number in flight; None if they do not fit."""
+    way, ranges = _way_of(candidate), candidate.ranges
+    return way.with_ranges(ranges, in_flight) if way.fits(ranges, in_flight) else None
+
+
+def _way_of(candidate: Candidate) -> Arrangement:
+    return Arrangement(candidate.costs, candidate.workers, candidate.micro_batches, candidate.form)
 
 
 def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
@@ -449,10 +583,8 @@ class Arrangement:
     @cached_property
     def busiest_seconds(self) -> float:
         """The seconds of a micro-batch on the link or shared medium that it occupies longest."""
-        if not self.workers:
-            return 0.0
-        there, back = hops_between(self.costs, self.names, self.size, form=self.form)
-        return max(busy_seconds_of_media([*there, *back]).values())
+        there, back = self._hops
+        return max(busy_seconds_of_media([*there, *back]).values(), default=0.0)
 
     def place(self, below: float = math.inf) -> list[Candidate]:
         """Split the layers exactly, for several numbers of micro-batches in flight.
@@ -467,7 +599,7 @@ class Arrangement:
         if self.micro_batches * self.least_bottleneck_seconds >= below:
             return found
         for in_flight in sorted({min(level, self.micro_batches) for level in levels}, reverse=True):
-            candidate = self.place_at(in_flight)
+            candidate = self.place_at(in_flight, below)
             if candidate is not None:
                 found.append(candidate)
                 # The two sum in different orders, so their last digits may differ.
@@ -475,12 +607,39 @@ class Arrangement:
                     break
         return found
 
-    def place_at(self, in_flight: int) -> Candidate | None:
-        """Split the layers exactly for this number in flight; None if they do not fit."""
+    def place_at(self, in_flight: int, below: float = math.inf) -> Candidate | None:
+        """Split the layers exactly for this number in flight; None if they do not fit, or if the
+        step cannot be shorter than ``below``."""
         split = best_split(self._matrices(in_flight), self.busiest_seconds)
-        if split is None:
+        if split is None or self._least_seconds(split) >= below:
             return None
         return self.with_ranges(self.form.coordinator_first(split.ranges), in_flight)
+
+    def _least_seconds(self, split: Split) -> float:
+        """The bounds of `least_seconds` by each stage's work, without making a candidate."""
+        own = self.form.coordinator_first(split.stage_seconds)
+        holder, (there, back) = self.holders[0], self._hops
+        start = holder.before_layers
+        loss = own[0] - start.forward_seconds - start.backward_seconds
+        if self.form is Form.FIRST:
+            loss = holder.end_seconds(HEAD)
+        most, own[0] = self.micro_batches * own[0], own[0] - loss
+        before, more = 0.0, self.micro_batches - 1
+        for index, seconds in enumerate(own):
+            most = max(most, before + self.micro_batches * seconds)
+            before += seconds
+            if there:
+                before += there[index].busy_seconds + there[index].latency_seconds
+                after = back[(index + 1) % len(back)]
+                before += after.busy_seconds + after.latency_seconds
+        return max(most, before + loss + more * loss)
+
+    @cached_property
+    def _hops(self) -> tuple[Sequence[Hop], Sequence[Hop]]:
+        """The forward and the backward hop that leaves each stage; none without workers."""
+        if not self.workers:
+            return (), ()
+        return hops_between(self.costs, self.names, self.size, form=self.form)
 
     def with_ranges(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> Candidate:
         """The candidate with these layers, where each device uses its fastest option that fits."""
