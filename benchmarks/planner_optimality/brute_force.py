@@ -12,10 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.plan import most_started
-from lightning_hetero.planner.candidates import Candidate, Costs, Form, forms_for, hops_between
+from lightning_hetero.planner.candidates import (
+    Arrangement,
+    Candidate,
+    Costs,
+    Form,
+    forms_for,
+    hops_between,
+)
 from lightning_hetero.planner.costs import Holder
 from lightning_hetero.planner.profile import HEAD, Profile
-from lightning_hetero.planner.search import Arrangement, speeds_of
+from lightning_hetero.planner.search import speeds_of
 from lightning_hetero.planner.simulation import busy_seconds_of_media, least_bottleneck
 
 Numbers = npt.NDArray[np.float64]

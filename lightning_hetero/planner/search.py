@@ -14,7 +14,7 @@ order of devices it takes the split with the fastest slowest stage (`Arrangement
 
 Where few micro-batches fill the pipeline, other splits and orders are faster. So with up to ten
 workers the search then makes small changes to the best candidates, while the simulated step gets
-shorter: it moves layers to a neighbor, exchanges, removes or adds a worker, or changes the form,
+shorter: it moves layers between stages, exchanges, removes or adds a worker, or changes the form,
 the number of micro-batches or of those in flight.
 
 At the end it takes as few micro-batches in flight as are nearly as fast.
@@ -23,17 +23,24 @@ At the end it takes as few micro-batches in flight as are nearly as fast.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import combinations, pairwise, permutations, product
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, combinations, pairwise, permutations, product
 
 from ..plan import COORDINATOR
-from .candidates import Candidate, Costs, Form, forms_for, hops_between, lightest_form
-from .costs import Holder
-from .profile import HEAD
-from .simulation import Hop, Speed, busy_seconds_of_media, least_bottleneck
-from .split import Matrix, Split, best_split, bottleneck
+from .candidates import (
+    Arrangement,
+    Candidate,
+    Costs,
+    Form,
+    forms_for,
+    hops_between,
+    lightest_form,
+    place_both,
+    place_last,
+)
+from .simulation import Speed, least_bottleneck
 
 ALL_ORDERS_UP_TO = 5
 """Workers up to which all subsets in all orders are tried: 325 arrangements."""
@@ -54,7 +61,7 @@ MOST_NEAR_PLAYED = 12
 """Small changes of one candidate that are simulated, those with the lowest bounds first."""
 
 LAYERS_MOVED = (1, 2, 4, 8)
-"""Numbers of layers that a small change moves to a neighbor."""
+"""Numbers of layers that a small change moves from one stage to another."""
 
 LEAST_GAIN_OF_CHANGE = 1e-9
 """Share of the step that a small change must save; less is rounding of sums."""
@@ -280,19 +287,26 @@ class Search:
                 return best
 
     def _rearranged(self, best: Candidate, keeps_devices: bool) -> Iterator[Candidate]:
-        """Candidates with another order, form or number of micro-batches, or a worker more or less;
-        their layers are split anew."""
+        """Candidates with another order, form or number of micro-batches, or a worker more or less.
+
+        Each device keeps its number of layers if the devices stay; the layers are also split anew.
+        """
         costs, pieces, below = self._costs, best.micro_batches, best.step_seconds
+        counts = _counts_of(best)
         orders = [*self._exchanged(best.workers)]
-        if not keeps_devices:
-            orders += [*self._one_less(best.workers), *self._one_more_anywhere(best.workers)]
-        ways = [
-            Arrangement(costs, order, pieces, best.form if order else Form.FIRST)
-            for order in orders
-        ]
         forms = forms_for(costs.profile.model) if best.workers else ()
+        ways = [Arrangement(costs, order, pieces, best.form) for order in orders]
         ways += [Arrangement(costs, best.workers, pieces, form) for form in forms]
         ways += [Arrangement(costs, best.workers, n, best.form) for n in self.micro_batches]
+        for way in ways:
+            yield from _with_counts(way, counts, best.in_flight)
+        if not keeps_devices:
+            fewer, more = self._one_less(best.workers), self._one_more_anywhere(best.workers)
+            longer = [Arrangement(costs, order, pieces, best.form) for order in more]
+            for way in longer:
+                yield from _with_one_more(way, counts, best.in_flight)
+            forms_of_fewer = ((order, best.form if order else Form.FIRST) for order in fewer)
+            ways += [*longer, *(Arrangement(costs, o, pieces, form) for o, form in forms_of_fewer)]
         for way in ways:
             levels = {best.in_flight, 2 * len(way.names)} if way.workers else {1}
             for in_flight in sorted({min(level, way.micro_batches) for level in levels}):
@@ -399,19 +413,42 @@ def _is_akin(one: Candidate, other: Candidate) -> bool:
 
 
 def _with_moved_layers(candidate: Candidate) -> Iterator[Candidate]:
-    """Candidates in which a stage gives layers to a neighbor; pinned stages keep theirs."""
-    way, form, pins = _way_of(candidate), candidate.form, candidate.costs.pins
-    names, spans = form.in_layer_order(candidate.names), form.in_layer_order(candidate.ranges)
-    for left, right in pairwise(range(len(spans))):
-        if names[left] in pins or names[right] in pins:
-            continue
-        (first, middle), (_, end) = spans[left], spans[right]
-        cuts = (middle + sign * by for by in LAYERS_MOVED for sign in (1, -1))
-        for cut in (cut for cut in cuts if first <= cut <= end):
-            moved = [*spans[:left], (first, cut), (cut, end), *spans[right + 1 :]]
-            ranges = form.coordinator_first(moved)
-            if way.fits(ranges, candidate.in_flight):
-                yield way.with_ranges(ranges, candidate.in_flight)
+    """Candidates in which one stage has some layers less and another one more; the stages between
+    them keep their number."""
+    way, counts = _way_of(candidate), _counts_of(candidate)
+    for (giver, taker), by in product(permutations(counts, 2), LAYERS_MOVED):
+        moved = {**counts, giver: counts[giver] - by, taker: counts[taker] + by}
+        yield from _with_counts(way, moved, candidate.in_flight)
+
+
+def _counts_of(candidate: Candidate) -> dict[str, int]:
+    """The number of layers of each device."""
+    spans = zip(candidate.names, candidate.ranges, strict=True)
+    return {name: end - first for name, (first, end) in spans}
+
+
+def _with_counts(
+    way: Arrangement, counts: Mapping[str, int], in_flight: int
+) -> Iterator[Candidate]:
+    """The candidate with these numbers of layers, if they fit the devices and the pins."""
+    if any(counts[name] < (name != COORDINATOR) for name in way.names):
+        return
+    in_layer_order = [counts[name] for name in way.form.in_layer_order(way.names)]
+    spans = list(pairwise(accumulate(in_layer_order, initial=0)))
+    ranges = way.form.coordinator_first(spans)
+    in_flight = min(in_flight, way.micro_batches)
+    if way.keeps_pins(ranges) and way.fits(ranges, in_flight):
+        yield way.with_ranges(ranges, in_flight)
+
+
+def _with_one_more(
+    way: Arrangement, counts: Mapping[str, int], in_flight: int
+) -> Iterator[Candidate]:
+    """Candidates in which a new worker takes layers from one other stage."""
+    new = next(name for name in way.workers if name not in counts)
+    for giver, by in product(counts, LAYERS_MOVED):
+        taken = {**counts, giver: counts[giver] - by, new: by}
+        yield from _with_counts(way, taken, in_flight)
 
 
 def _with_other_in_flight(candidate: Candidate) -> Iterator[Candidate]:
@@ -541,154 +578,3 @@ def _are_alike(costs: Costs, one: str, other: str) -> bool:
 def _speed(costs: Costs, source: str, target: str) -> tuple[float, float, str | None]:
     link = costs.link(source, target)
     return link.latency_seconds, link.bytes_per_second, link.shared
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """A candidate whose layers are not chosen yet.
-
-    Args:
-        costs: The costs of devices and links.
-        workers: The workers in the order of the layers.
-        micro_batches: Pieces of the batch.
-        form: Where the coordinator's layers and the embedding are.
-    """
-
-    costs: Costs
-    workers: Sequence[str]
-    micro_batches: int
-    form: Form = Form.FIRST
-
-    @property
-    def names(self) -> list[str]:
-        """The coordinator and the workers."""
-        return [COORDINATOR, *self.workers]
-
-    @property
-    def size(self) -> int:
-        """Samples in a micro-batch."""
-        return self.costs.size(self.micro_batches)
-
-    @cached_property
-    def holders(self) -> list[Holder]:
-        """The devices in their roles, the coordinator first."""
-        names = enumerate(self.names)
-        return [self.costs.holder(name, self.size, self.form.role(index)) for index, name in names]
-
-    @cached_property
-    def least_bottleneck_seconds(self) -> float:
-        """The bottleneck with one micro-batch in flight, which leaves the most memory."""
-        return bottleneck(self._matrices(1))
-
-    @cached_property
-    def busiest_seconds(self) -> float:
-        """The seconds of a micro-batch on the link or shared medium that it occupies longest."""
-        there, back = self._hops
-        return max(busy_seconds_of_media([*there, *back]).values(), default=0.0)
-
-    def place(self, below: float = math.inf) -> list[Candidate]:
-        """Split the layers exactly, for several numbers of micro-batches in flight.
-
-        Twice as many micro-batches in flight as processes hide the transfers. Fewer are tried if
-        they leave memory for a better split. The list is empty if no step can be shorter than
-        ``below``.
-        """
-        processes = len(self.names)
-        levels = {2 * processes, processes, math.ceil(processes / 2), 1} if self.workers else {1}
-        found: list[Candidate] = []
-        if self.micro_batches * self.least_bottleneck_seconds >= below:
-            return found
-        for in_flight in sorted({min(level, self.micro_batches) for level in levels}, reverse=True):
-            candidate = self.place_at(in_flight, below)
-            if candidate is not None:
-                found.append(candidate)
-                # The two sum in different orders, so their last digits may differ.
-                if candidate.bottleneck_seconds <= self.least_bottleneck_seconds * (1 + 1e-9):
-                    break
-        return found
-
-    def place_at(self, in_flight: int, below: float = math.inf) -> Candidate | None:
-        """Split the layers exactly for this number in flight; None if they do not fit, or if the
-        step cannot be shorter than ``below``."""
-        split = best_split(self._matrices(in_flight), self.busiest_seconds)
-        if split is None or self._least_seconds(split) >= below:
-            return None
-        return self.with_ranges(self.form.coordinator_first(split.ranges), in_flight)
-
-    def _least_seconds(self, split: Split) -> float:
-        """The bounds of `least_seconds` by each stage's work, without making a candidate."""
-        own = self.form.coordinator_first(split.stage_seconds)
-        holder, (there, back) = self.holders[0], self._hops
-        start = holder.before_layers
-        loss = own[0] - start.forward_seconds - start.backward_seconds
-        if self.form is Form.FIRST:
-            loss = holder.end_seconds(HEAD)
-        most, own[0] = self.micro_batches * own[0], own[0] - loss
-        before, more = 0.0, self.micro_batches - 1
-        for index, seconds in enumerate(own):
-            most = max(most, before + self.micro_batches * seconds)
-            before += seconds
-            if there:
-                before += there[index].busy_seconds + there[index].latency_seconds
-                after = back[(index + 1) % len(back)]
-                before += after.busy_seconds + after.latency_seconds
-        return max(most, before + loss + more * loss)
-
-    @cached_property
-    def _hops(self) -> tuple[Sequence[Hop], Sequence[Hop]]:
-        """The forward and the backward hop that leaves each stage; none without workers."""
-        if not self.workers:
-            return (), ()
-        return hops_between(self.costs, self.names, self.size, form=self.form)
-
-    def with_ranges(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> Candidate:
-        """The candidate with these layers, where each device uses its fastest option that fits."""
-        options = [
-            holder.option_for(*span, in_flight)
-            for holder, span in zip(self.holders, ranges, strict=True)
-        ]
-        count = self.micro_batches
-        return Candidate(self.costs, self.names, ranges, options, count, in_flight, form=self.form)
-
-    def fits(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> bool:
-        """Whether each device can hold its layers."""
-        return all(
-            math.isfinite(holder.matrix(in_flight)[span])
-            for holder, span in zip(self.holders, ranges, strict=True)
-        )
-
-    def _matrices(self, in_flight: int) -> list[Matrix]:
-        """The matrix of seconds of each stage, in the order of the layers."""
-        pairs = zip(self.names, self.holders, strict=True)
-        return self.form.in_layer_order(
-            [self.costs.matrix(name, holder, in_flight) for name, holder in pairs]
-        )
-
-
-def place_both(
-    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
-) -> list[Candidate]:
-    """Split the layers with the coordinator first and, if there are workers, also last."""
-    found = Arrangement(costs, workers, micro_batches).place(below)
-    return found + place_last(costs, workers, micro_batches, below)
-
-
-def place_last(
-    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
-) -> list[Candidate]:
-    """Split the layers with the coordinator's layers behind those of the workers.
-
-    A line is tried if the embedding may leave, because its links carry less. The embedding stays
-    with the coordinator where a line would have a slower stage or link.
-    """
-    if not workers:
-        return []
-    last = Arrangement(costs, workers, micro_batches, Form.LAST)
-    if not costs.profile.model.embedding_may_leave:
-        return last.place(below)
-    line = replace(last, form=Form.LINE)
-    slowest_last, slowest_in_line = (
-        max(each.least_bottleneck_seconds, each.busiest_seconds) for each in (last, line)
-    )
-    found = line.place(below)
-    return found + last.place(below) if slowest_last < slowest_in_line else found

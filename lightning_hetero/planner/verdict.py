@@ -253,11 +253,14 @@ def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:
 def _slow_links(candidate: Candidate) -> Iterator[Advice]:
     busy = candidate.busy_seconds_of_media
     for medium, seconds in busy.items():
-        if seconds > candidate.bottleneck_seconds:
-            more = in_percent(seconds / candidate.bottleneck_seconds - 1)
+        slowest = candidate.bottleneck_seconds
+        if seconds > slowest:
+            longer = (
+                f"{in_percent(seconds / slowest - 1)} longer than" if slowest else "longer than"
+            )
             text = (
-                f"the link {medium} is the bottleneck: a micro-batch occupies it {more} longer "
-                "than the slowest stage; a faster link would help, other layers would not."
+                f"the link {medium} is the bottleneck: a micro-batch occupies it {longer} the "
+                "slowest stage; a faster link would help, other layers would not."
             )
             yield Advice("slow link", COORDINATOR, text)
 

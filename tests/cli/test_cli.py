@@ -154,7 +154,7 @@ def test_wishes_are_granted(monkeypatch: pytest.MonkeyPatch, profile_path: str) 
         (["--pin", "fast:1=0:2", "--pin", "slow:1=1:3"], "overlap"),
         (["--pin", "fast:1=0:2", "--pin", "fast:1=1:3"], "'fast:1' is given twice"),
         (["--pin", "fast:1=0:7", "--memory", "fast:1=1MB"], "cannot be honoured"),
-        (["--memory", "fast:1=10 GB"], "one of MB, GB, MiB, GiB, without a space"),
+        (["--memory", "fast:1=10 gigabytes"], "one of MB, GB, MiB, GiB."),
         (["--memory", "fast:1=10e9"], "such as 10GiB"),
         (["--exclude", "x"], "The exclusion of 'x' names no device"),
         (["--micro-batches", "17"], "cannot be cut into 17 micro-batches"),

@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.plan import COORDINATOR, most_started
-from lightning_hetero.planner.candidates import Candidate, Costs, Form
+from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs, Form
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
 from lightning_hetero.planner.search import (
     LEAST_GAIN,
     LEAST_GAIN_IN_FLIGHT,
-    Arrangement,
     Orders,
     Search,
     interchangeable,
