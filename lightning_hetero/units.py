@@ -7,11 +7,11 @@ import re
 from .errors import PlanError
 
 _BYTES_IN = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
-_AMOUNT = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_BYTES_IN)})")
+_AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_BYTES_IN)})")
 
 
 def parse_bytes(text: str) -> int:
-    """Read an amount of memory such as ``10GiB``.
+    """Read an amount of memory such as ``10GiB`` or ``10 GiB``.
 
     Raises:
         PlanError: If the text is no number above 0 followed by a unit.
@@ -20,7 +20,7 @@ def parse_bytes(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise PlanError(
             f"The memory {text!r} is not a size such as 10GiB: a number above 0 and one of "
-            f"{', '.join(_BYTES_IN)}, without a space between."
+            f"{', '.join(_BYTES_IN)}."
         )
     return int(float(match[1]) * _BYTES_IN[match[2]])
 

@@ -130,16 +130,17 @@ def _sentence(fault: str, content: object, may_show: bool) -> str:
     """What msgspec says, such as "Expected `int`, got `str` - at `$.a`", as a plain sentence."""
     parts = _FAULT.fullmatch(fault)
     what, path = (fault, "") if parts is None else (parts["what"], parts["path"] or "")
+    place = _with_names(path, content) if may_show else path
     field = _FIELD.fullmatch(what)
     if field is not None:
-        where = f" in {path}" if path else ""
+        where = f" in {place}" if path else ""
         if field[1] == "missing required":
             return f"The key {field[2]!r} is missing{where}; add it."
         return f"The key {field[2]!r}{where} is unknown; remove it, or correct its name."
     expected = _EXPECTED.fullmatch(what)
     if expected is None:
-        return f"{path or 'The content'} cannot be used: {what}."
-    name, value = path or "The content", _value_at(content, path)
+        return f"{place or 'The content'} cannot be used: {what}."
+    name, value = place or "The content", _value_at(content, path)
     wanted = _wanted(*expected.groups())
     if value is _UNKNOWN or not may_show:
         return f"{name} must be {wanted}."
@@ -154,6 +155,20 @@ def _wanted(kinds: str, of_length: str, comparison: str | None, number: str | No
     if of_length:
         return " ".join([words, "of length", *bound, number or ""])
     return f"{words} of {bound[0]} {number}" if bound else words
+
+
+def _with_names(path: str, content: object) -> str:
+    """The path with the names of the entries of lists: ``devices[1] (fast:9999).memory_bytes``."""
+    named = ""
+    for step in re.finditer(r"\.?[^.\[\]]+|\[[^\]]+\]", path):
+        named += step[0]
+        entry = _value_at(content, path[: step.end()])
+        if step[0].startswith("[") and isinstance(entry, Mapping):
+            name = entry.get("name") or entry.get("part")
+            if name is None and "source" in entry and "target" in entry:
+                name = f"{entry['source']} to {entry['target']}"
+            named += "" if name is None else f" ({name})"
+    return named
 
 
 def _value_at(content: Any, path: str) -> object:

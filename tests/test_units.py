@@ -12,13 +12,19 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("10GiB", 10 * GIB), ("1.5GiB", GIB + GIB // 2), ("512MiB", GIB // 2), ("10GB", 10**10)],
+    [
+        ("10GiB", 10 * GIB),
+        ("1.5GiB", GIB + GIB // 2),
+        ("512MiB", GIB // 2),
+        ("10GB", 10**10),
+        ("16 GiB", 16 * GIB),
+    ],
 )
 def test_bytes_are_read_with_their_unit(text: str, expected: int) -> None:
     assert units.parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["10 GB", "10e9", "10", "10gib", "-1GiB", "0GiB", "GiB", ""])
+@pytest.mark.parametrize("text", ["10  GB", "10e9", "10", "10gib", "-1GiB", "0GiB", "GiB", ""])
 def test_bytes_without_a_clear_unit_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match="such as 10GiB.*one of MB, GB, MiB, GiB") as refused:
         units.parse_bytes(text)

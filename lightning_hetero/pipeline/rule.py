@@ -60,6 +60,15 @@ def choose(
             This is right where the coordinator has no layers before the workers' layers: to start
             and to end a micro-batch is little work for it then, and feeds the workers.
     """
+    may_run = [
+        action
+        for action in ready
+        if action.kind == "B"
+        or action.key.microbatch in in_flight
+        or len(in_flight) < max_in_flight
+    ]
+    if len(may_run) < 2:
+        return may_run[0] if may_run else None
     here = {action.key.microbatch for action in ready}
     feeds_first = here.issuperset(in_flight)
     start, end, go_on = (0, 1, 2) if starts_first else (1, 2, 0)
@@ -78,11 +87,4 @@ def choose(
         visit = action.key.visit if action.kind == "F" else -action.key.visit
         return rank(action), action.key.microbatch, visit
 
-    may_run = [
-        action
-        for action in ready
-        if action.kind == "B"
-        or action.key.microbatch in in_flight
-        or len(in_flight) < max_in_flight
-    ]
-    return min(may_run, key=urgency, default=None)
+    return min(may_run, key=urgency)

@@ -14,8 +14,8 @@ starts each micro-batch, with masks, positions and the user's own code, and send
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import TypeVar
@@ -42,7 +42,7 @@ from .simulation import (
     least_seconds,
     predict,
 )
-from .split import Matrix, only
+from .split import Matrix, Split, best_split, bottleneck, only
 
 OfStage = TypeVar("OfStage")
 
@@ -299,6 +299,11 @@ class Candidate:
         """The predicted step."""
         return self.simulation.step_seconds
 
+    @property
+    def identity(self) -> Hashable:
+        """Equal for candidates of one search that are the same plan."""
+        return self.workers, tuple(self.ranges), self.micro_batches, self.in_flight, self.form
+
     def need(self, index: int) -> Need:
         """The memory that a stage needs."""
         return self.holder(index).need(self.options[index], *self.ranges[index], self.in_flight)
@@ -336,10 +341,7 @@ class Candidate:
         forward, backward = (0.0, 0.0) if is_behind else self.layer_seconds(index)
         before = holder.before_layers
         forward, backward = forward + before.forward_seconds, backward + before.backward_seconds
-        layers = self.costs.profile.model.layers[first:end]
-        step = sum(holder.device.optimizer_seconds.get(kind, 0.0) for kind in layers)
-        step += sum(each.optimizer_seconds for each in holder.ends.values())
-        return StageTimes(forward, backward, step)
+        return StageTimes(forward, backward, holder.optimizer_seconds(first, end))
 
 
 def hops_between(
@@ -368,3 +370,160 @@ def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
     if wire_dtype is None:
         return 1.0
     return min(1.0, BYTES_PER_NUMBER[wire_dtype] / BYTES_PER_NUMBER[model.dtype])
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A candidate whose layers are not chosen yet.
+
+    Args:
+        costs: The costs of devices and links.
+        workers: The workers in the order of the layers.
+        micro_batches: Pieces of the batch.
+        form: Where the coordinator's layers and the embedding are.
+    """
+
+    costs: Costs
+    workers: Sequence[str]
+    micro_batches: int
+    form: Form = Form.FIRST
+
+    @property
+    def names(self) -> list[str]:
+        """The coordinator and the workers."""
+        return [COORDINATOR, *self.workers]
+
+    @property
+    def size(self) -> int:
+        """Samples in a micro-batch."""
+        return self.costs.size(self.micro_batches)
+
+    @cached_property
+    def holders(self) -> list[Holder]:
+        """The devices in their roles, the coordinator first."""
+        names = enumerate(self.names)
+        return [self.costs.holder(name, self.size, self.form.role(index)) for index, name in names]
+
+    @cached_property
+    def least_bottleneck_seconds(self) -> float:
+        """The bottleneck with one micro-batch in flight, which leaves the most memory."""
+        return bottleneck(self._matrices(1))
+
+    @cached_property
+    def busiest_seconds(self) -> float:
+        """The seconds of a micro-batch on the link or shared medium that it occupies longest."""
+        there, back = self._hops
+        return max(busy_seconds_of_media([*there, *back]).values(), default=0.0)
+
+    def place(self, below: float = math.inf) -> list[Candidate]:
+        """Split the layers exactly, for several numbers of micro-batches in flight.
+
+        Twice as many micro-batches in flight as processes hide the transfers. Fewer are tried if
+        they leave memory for a better split. The list is empty if no step can be shorter than
+        ``below``.
+        """
+        processes = len(self.names)
+        levels = {2 * processes, processes, math.ceil(processes / 2), 1} if self.workers else {1}
+        found: list[Candidate] = []
+        if self.micro_batches * self.least_bottleneck_seconds >= below:
+            return found
+        for in_flight in sorted({min(level, self.micro_batches) for level in levels}, reverse=True):
+            candidate = self.place_at(in_flight, below)
+            if candidate is not None:
+                found.append(candidate)
+                # The two sum in different orders, so their last digits may differ.
+                if candidate.bottleneck_seconds <= self.least_bottleneck_seconds * (1 + 1e-9):
+                    break
+        return found
+
+    def place_at(self, in_flight: int, below: float = math.inf) -> Candidate | None:
+        """Split the layers exactly for this number in flight; None if they do not fit, or if the
+        step cannot be shorter than ``below``."""
+        split = best_split(self._matrices(in_flight), self.busiest_seconds)
+        if split is None or self._least_seconds(split) >= below:
+            return None
+        return self.with_ranges(self.form.coordinator_first(split.ranges), in_flight)
+
+    def _least_seconds(self, split: Split) -> float:
+        """The bounds of `least_seconds` by each stage's work, without making a candidate."""
+        own = self.form.coordinator_first(split.stage_seconds)
+        holder, (there, back) = self.holders[0], self._hops
+        start = holder.before_layers
+        loss = own[0] - start.forward_seconds - start.backward_seconds
+        if self.form is Form.FIRST:
+            loss = holder.end_seconds(HEAD)
+        most, own[0] = self.micro_batches * own[0], own[0] - loss
+        before, more = 0.0, self.micro_batches - 1
+        for index, seconds in enumerate(own):
+            most = max(most, before + self.micro_batches * seconds)
+            before += seconds
+            if there:
+                before += there[index].busy_seconds + there[index].latency_seconds
+                after = back[(index + 1) % len(back)]
+                before += after.busy_seconds + after.latency_seconds
+        return max(most, before + loss + more * loss)
+
+    @cached_property
+    def _hops(self) -> tuple[Sequence[Hop], Sequence[Hop]]:
+        """The forward and the backward hop that leaves each stage; none without workers."""
+        if not self.workers:
+            return (), ()
+        return hops_between(self.costs, self.names, self.size, form=self.form)
+
+    def with_ranges(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> Candidate:
+        """The candidate with these layers, where each device uses its fastest option that fits."""
+        options = [
+            holder.option_for(*span, in_flight)
+            for holder, span in zip(self.holders, ranges, strict=True)
+        ]
+        count = self.micro_batches
+        return Candidate(self.costs, self.names, ranges, options, count, in_flight, form=self.form)
+
+    def fits(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> bool:
+        """Whether each device can hold its layers."""
+        return all(
+            math.isfinite(holder.matrix(in_flight)[span])
+            for holder, span in zip(self.holders, ranges, strict=True)
+        )
+
+    def keeps_pins(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether each pinned device has its layers; all ranges without layers are alike."""
+        spans = dict(zip(self.names, ranges, strict=True))
+        pinned = [(spans[name], pin) for name, pin in self.costs.pins.items() if name in spans]
+        return all(span == pin or span[0] == span[1] and pin[0] == pin[1] for span, pin in pinned)
+
+    def _matrices(self, in_flight: int) -> list[Matrix]:
+        """The matrix of seconds of each stage, in the order of the layers."""
+        pairs = zip(self.names, self.holders, strict=True)
+        return self.form.in_layer_order(
+            [self.costs.matrix(name, holder, in_flight) for name, holder in pairs]
+        )
+
+
+def place_both(
+    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
+) -> list[Candidate]:
+    """Split the layers with the coordinator first and, if there are workers, also last."""
+    found = Arrangement(costs, workers, micro_batches).place(below)
+    return found + place_last(costs, workers, micro_batches, below)
+
+
+def place_last(
+    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
+) -> list[Candidate]:
+    """Split the layers with the coordinator's layers behind those of the workers.
+
+    A line is tried if the embedding may leave, because its links carry less. The embedding stays
+    with the coordinator where a line would have a slower stage or link.
+    """
+    if not workers:
+        return []
+    last = Arrangement(costs, workers, micro_batches, Form.LAST)
+    if not costs.profile.model.embedding_may_leave:
+        return last.place(below)
+    line = replace(last, form=Form.LINE)
+    slowest_last, slowest_in_line = (
+        max(each.least_bottleneck_seconds, each.busiest_seconds) for each in (last, line)
+    )
+    found = line.place(below)
+    return found + last.place(below) if slowest_last < slowest_in_line else found

@@ -245,7 +245,7 @@ class Holder:
         self.ends = {end.name: end for end in ends}
         self._model = model
         self._size = size
-        self._matrices: dict[int, tuple[Matrix, npt.NDArray[np.intp]]] = {}
+        self._matrices: dict[int, tuple[Matrix, npt.NDArray[np.int8]]] = {}
         self._options: dict[tuple[Dtype, bool], Option] = {}
 
     @cached_property
@@ -282,6 +282,16 @@ class Holder:
         """The seconds of one micro-batch here, ends included."""
         return option.seconds(first, end) + sum(each.seconds for each in self.ends.values())
 
+    def optimizer_seconds(self, first: int, end: int) -> float:
+        """The optimizer step of the layers and the ends."""
+        layers = float(_over(self._optimizer_sums, first, end))
+        return layers + sum(each.optimizer_seconds for each in self.ends.values())
+
+    @cached_property
+    def _optimizer_sums(self) -> npt.NDArray[np.float64]:
+        seconds = self.device.optimizer_seconds
+        return _sums(seconds.get(kind, 0.0) for kind in self._model.layers)
+
     def need(self, option: Option, first: Index, end: Index, in_flight: int) -> Need:
         """The memory that a stage needs with this many micro-batches in flight."""
         kept, working = self._kept(option, first, end), self._working(option, first, end)
@@ -305,14 +315,17 @@ class Holder:
 
     def matrix_of(self, option: Option, in_flight: int) -> Matrix:
         """The seconds of every possible stage with this option; infinite if it does not fit."""
-        first, end = np.ogrid[: len(self._model.layers) + 1, : len(self._model.layers) + 1]
+        num = len(self._model.layers) + 1
+        # Only these rows and columns have stages, and thousands of layers make large matrices.
+        rows = slice(0, 1 if self.role.has_first else num)
+        columns = slice(num - 1 if self.role.has_last else 0, num)
+        first, end = np.ogrid[rows, columns]
         is_stage = (first <= end) if self.role.is_coordinator else (first < end)
-        if self.role.has_first:
-            is_stage = is_stage & (first == 0)
-        if self.role.has_last:
-            is_stage = is_stage & (end == len(self._model.layers))
         is_fitting = self.short_bytes(option, first, end, in_flight) <= 0
-        return np.where(is_stage & is_fitting, self.seconds(option, first, end), np.inf)
+        matrix = np.full((num, num), np.inf)
+        possible = np.where(is_stage & is_fitting, self.seconds(option, first, end), np.inf)
+        matrix[rows, columns] = possible
+        return matrix
 
     def option_for(self, first: int, end: int, in_flight: int) -> Option:
         """The fastest option that fits."""
@@ -329,11 +342,12 @@ class Holder:
         each = np.min([np.asarray(o.seconds(layers, layers + 1)) for o in self.options])
         return Speed(float(each), fixed, most)
 
-    def _fastest(self, in_flight: int) -> tuple[Matrix, npt.NDArray[np.intp]]:
+    def _fastest(self, in_flight: int) -> tuple[Matrix, npt.NDArray[np.int8]]:
         """For every possible stage the seconds of the fastest option that fits, and its index."""
         if in_flight not in self._matrices:
             ways = np.stack([self.matrix_of(option, in_flight) for option in self.options])
-            self._matrices[in_flight] = np.min(ways, axis=0), np.argmin(ways, axis=0)
+            fastest = np.argmin(ways, axis=0).astype(np.int8)
+            self._matrices[in_flight] = np.min(ways, axis=0), fastest
         return self._matrices[in_flight]
 
     def _kept(self, option: Option, first: Index, end: Index) -> Numbers:

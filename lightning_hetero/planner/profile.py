@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import yaml
 
-from ..errors import ProfileError
+from ..errors import PlanError, ProfileError
 from ..plan import COORDINATOR, Dtype
+from ..units import parse_bytes
 from ..yaml_file import check_kind, convert, read_yaml
 
 VERSION = 1
@@ -55,8 +56,9 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     name: Name
     parameter_bytes: Count
     trainable_parameters: Count = 0
-    gradient_bytes: Count = 0
-    optimizer_bytes: Count = 0
+    # These are always written, because a profile without them is refused.
+    gradient_bytes: Count = msgspec.field(default_factory=int)
+    optimizer_bytes: Count = msgspec.field(default_factory=int)
     parameter_bytes_in: dict[Dtype, Count] = {}
 
 
@@ -127,7 +129,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     micro_batch_size: PositiveCount
     forward_seconds: Seconds
     backward_seconds: Seconds
-    saved_bytes: Count = 0
+    saved_bytes: Count = msgspec.field(default_factory=int)  # always written, as above
     peak_bytes: Count = 0
     dtype: Dtype = "float32"
     recompute: bool = False
@@ -238,8 +240,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     def from_dict(cls, content: Any) -> Profile:
         """Build a profile from what a YAML or JSON reader returns, and check it.
 
+        Sizes are numbers of bytes or texts such as ``16 GiB``.
+
         Raises:
-            ProfileError: If the content is not a profile, or contradicts itself.
+            ProfileError: With the names of the device or part and the remedy.
         """
         check_kind(content, "a profile", ProfileError)
         if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
@@ -248,7 +252,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
                 "measure again."
             )
         # YAML reads 1e-3 as a text; without `strict`, it becomes a number.
-        profile = convert(content, cls, ProfileError, strict=False)
+        profile = convert(_with_sizes_in_bytes(content), cls, ProfileError, strict=False)
+        _refuse_unsaid_bytes(content)
         profile.check()
         return profile
 
@@ -324,6 +329,52 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
                     raise ProfileError(f"A link ends at {end!r}, which is not a device: {names}.")
             if link.source == link.target:
                 raise ProfileError(f"A link goes from {link.source!r} to itself; leave it out.")
+
+
+def _with_sizes_in_bytes(content: Any, key: str = "") -> Any:
+    """The content with texts such as ``16 GiB`` as numbers, in all fields that count bytes."""
+    if isinstance(content, Mapping):
+        # The keys of this mapping are dtypes.
+        inherited = key if key == "parameter_bytes_in" else ""
+        return {
+            name: _with_sizes_in_bytes(value, inherited or str(name))
+            for name, value in content.items()
+        }
+    if isinstance(content, list):
+        return [_with_sizes_in_bytes(value, key) for value in content]
+    if "_bytes" in key and isinstance(content, str) and not content.strip().isdecimal():
+        try:
+            return parse_bytes(content.strip())
+        except PlanError as error:
+            raise ProfileError(
+                f"The {key} {content!r} is neither a number of bytes nor a size such as 16 GiB. "
+                f"{error}"
+            ) from error
+    return content
+
+
+def _refuse_unsaid_bytes(content: Any) -> None:
+    """Refuse a profile that leaves out bytes. Taken for 0, they would make plans that do not fit.
+
+    Raises:
+        ProfileError: With the part or the device and what to write.
+    """
+    for part in content["model"]["parts"]:
+        for key in ("gradient_bytes", "optimizer_bytes"):
+            if key not in part:
+                raise ProfileError(
+                    f"The part {part['name']!r} of the model has no {key}; add them, or write "
+                    f"`{key}: 0` if it has none, as a frozen part."
+                )
+    for device in content["devices"]:
+        for timing in device.get("timings", []):
+            is_needed = timing["part"] not in ENDS and not timing.get("recompute")
+            if is_needed and "saved_bytes" not in timing:
+                raise ProfileError(
+                    f"The timing of {timing['part']!r} on {device['name']!r} at micro-batch size "
+                    f"{timing['micro_batch_size']} has no saved_bytes, which the layer keeps for "
+                    "its backward; add them, or write `saved_bytes: 0` if it keeps nothing."
+                )
 
 
 def _refuse_twice(keys: Iterable[Any], what: str) -> None:

@@ -9,37 +9,62 @@ micro-batch is least, and simulates the splits with the lowest bounds. With up t
 then exchanges two workers, removes or adds one, or changes the number of micro-batches, while that
 helps.
 
-The search tries the coordinator first and last (see `Form`), and keeps it first on a tie. At the
-end it takes as few micro-batches in flight as are nearly as fast.
+The search tries the coordinator first and last (see `Form`), and keeps it first on a tie. For one
+order of devices it takes the split with the fastest slowest stage (`Arrangement`).
 
-For one order of devices the split of the layers is exact (`Arrangement`).
+Where few micro-batches fill the pipeline, other splits and orders are faster. So with up to ten
+workers the search then makes small changes to the best candidates, while the simulated step gets
+shorter: it moves layers between stages, exchanges, removes or adds a worker, or changes the form,
+the number of micro-batches or of those in flight.
+
+At the end it takes as few micro-batches in flight as are nearly as fast.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import combinations, permutations, product
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, combinations, pairwise, permutations, product
 
 from ..plan import COORDINATOR
-from .candidates import Candidate, Costs, Form, forms_for, hops_between, lightest_form
-from .costs import Holder
-from .simulation import Speed, busy_seconds_of_media, least_bottleneck
-from .split import Matrix, best_split, bottleneck
+from .candidates import (
+    Arrangement,
+    Candidate,
+    Costs,
+    Form,
+    forms_for,
+    hops_between,
+    lightest_form,
+    place_both,
+    place_last,
+)
+from .simulation import Speed, least_bottleneck
 
 ALL_ORDERS_UP_TO = 5
 """Workers up to which all subsets in all orders are tried: 325 arrangements."""
 
 EXCHANGES_UP_TO = 10
-"""Workers up to which the search exchanges, removes or adds single ones."""
+"""Workers up to which the search makes small changes."""
 
 MOST_PLAYED = 24
 """Candidates of one choice of devices that an exhaustive search simulates."""
 
 MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
 """With more workers: choices that are split, and candidates that are simulated at a time."""
+
+NUM_STARTS = 4
+"""The best candidates with unlike devices or forms, from which the search makes small changes."""
+
+MOST_NEAR_PLAYED = 12
+"""Small changes of one candidate that are simulated, those with the lowest bounds first."""
+
+LAYERS_MOVED = (1, 2, 4, 8)
+"""Numbers of layers that a small change moves from one stage to another."""
+
+LEAST_GAIN_OF_CHANGE = 1e-9
+"""Share of the step that a small change must save; less is rounding of sums."""
 
 LEAST_GAIN = 0.02
 """Share of the step that a device must save, because each additional device can drift or fail."""
@@ -73,6 +98,7 @@ class Search:
         self._costs = costs
         self.micro_batches = micro_batches
         self._classes = interchangeable(costs)
+        self._starts: list[Candidate] = []
         self._orders = Orders(costs, costs.size(max(micro_batches)))
 
     def best(self) -> Candidate | None:
@@ -84,19 +110,21 @@ class Search:
         subsets = list(self._subsets())
         if self._looks_at_all:
             best = self._best_among(subsets, math.inf)
-            return None if best is None else self._without_idlers(best)
+            return None if best is None else self._without_idlers(self._descend(self._starts))
         placed = self._place_likely(self._choices(subsets))
-        best = _best_played(placed, math.inf, MOST_OF_MANY_PLAYED)
+        best = self._best_played(placed, math.inf, MOST_OF_MANY_PLAYED)
         if best is None:
             return None
         if len(best.workers) > EXCHANGES_UP_TO:
             return _fewest(placed, best)
-        return self._without_idlers(self._improve(best))
+        return self._without_idlers(self._descend([self._improve(best)]))
 
     def best_with(self, workers: Iterable[str], below: float = math.inf) -> Candidate | None:
         """The best candidate with exactly these workers, if its step is shorter than ``below``."""
         best = self._best_among([tuple(workers)], below)
-        return None if best is None else self._with_enough_in_flight(best)
+        if best is None:
+            return None
+        return self._with_enough_in_flight(self._descend([best], keeps_devices=True))
 
     def best_alone(self, name: str) -> Candidate | None:
         """The best candidate with all layers on one device; None if they do not fit."""
@@ -112,7 +140,7 @@ class Search:
                 for in_flight in ((1,) if alone else (4, 2, 1))
                 if way.fits(ranges, in_flight)
             ]
-        return _best_played(placed, math.inf, MOST_PLAYED)
+        return self._best_played(placed, math.inf, MOST_PLAYED)
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
         """One worker of each class of interchangeable ones, among these or all workers."""
@@ -132,7 +160,7 @@ class Search:
     def _best_among(self, subsets: Sequence[tuple[str, ...]], below: float) -> Candidate | None:
         choices = [choice for choice in self._choices(subsets) if choice.least_seconds < below]
         if not self._looks_at_all:
-            return _best_played(self._place_likely(choices), below, MOST_OF_MANY_PLAYED)
+            return self._best_played(self._place_likely(choices), below, MOST_OF_MANY_PLAYED)
         best: Candidate | None = None
         for choice in sorted(choices, key=lambda c: (c.least_seconds, len(c.workers))):
             if choice.least_seconds >= below:
@@ -141,6 +169,26 @@ class Search:
             if found is not None:
                 best, below = found, found.step_seconds
         return best
+
+    def _best_played(
+        self, placed: Iterable[Candidate], below: float, most: int
+    ) -> Candidate | None:
+        """Simulate the candidates with the lowest bounds; the shortest step below ``below``."""
+        best: Candidate | None = None
+        for candidate in sorted(placed, key=lambda candidate: candidate.least_seconds)[:most]:
+            if candidate.least_seconds >= below:
+                break
+            self._note_start(candidate)
+            if candidate.step_seconds < below:
+                best, below = candidate, candidate.step_seconds
+        return best
+
+    def _note_start(self, candidate: Candidate) -> None:
+        """Keep the candidate if it is among the best ones with unlike devices or forms."""
+        alike = [start for start in self._starts if _is_akin(start, candidate)]
+        others = [start for start in self._starts if start not in alike]
+        ranked = sorted([*others, min([*alike, candidate], key=_step_of)], key=_step_of)
+        self._starts = ranked[:NUM_STARTS]
 
     def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
         """Split the choices with the shortest estimated steps, until enough of them have fit."""
@@ -174,10 +222,10 @@ class Search:
         placed = [
             c for order in orders for c in Arrangement(self._costs, order, pieces).place(below)
         ]
-        first = _best_played(placed, below, MOST_PLAYED)
+        first = self._best_played(placed, below, MOST_PLAYED)
         below = (below if first is None else first.step_seconds) * (1 - LEAST_GAIN_OF_FORM)
         placed = [c for order in orders for c in place_last(self._costs, order, pieces, below)]
-        return _best_played(placed, below, MOST_PLAYED) or first
+        return self._best_played(placed, below, MOST_PLAYED) or first
 
     def _subsets(self) -> Iterator[tuple[str, ...]]:
         """Subsets of the workers; each has all pinned workers."""
@@ -206,10 +254,71 @@ class Search:
             placed = [climbed, *self._changed(climbed)]
             for pieces in self.micro_batches:
                 placed += place_both(self._costs, climbed.workers, pieces)
-            found = _best_played(placed, best.step_seconds, MOST_OF_MANY_PLAYED)
+            found = self._best_played(placed, best.step_seconds, MOST_OF_MANY_PLAYED)
             if found is None:
                 return best
             best = found
+
+    def _descend(self, starts: Sequence[Candidate], keeps_devices: bool = False) -> Candidate:
+        """The best candidate to which small changes lead from the given ones.
+
+        The simulator is the judge of each change. So this finds splits that are faster than the
+        ones with the fastest slowest stage, as where few micro-batches have to fill the pipeline.
+        With more than `EXCHANGES_UP_TO` workers it changes nothing, because simulations take long.
+        """
+        if len(starts[0].workers) > EXCHANGES_UP_TO:
+            return min(starts, key=_step_of)
+        played: set[Hashable] = set()
+        return min((self._descended(each, keeps_devices, played) for each in starts), key=_step_of)
+
+    def _descended(self, best: Candidate, keeps_devices: bool, played: set[Hashable]) -> Candidate:
+        while True:
+            before = best
+            near = [*_with_moved_layers(best), *_with_other_in_flight(best)]
+            near += self._rearranged(best, keeps_devices)
+            for candidate in sorted(near, key=lambda near: near.least_seconds)[:MOST_NEAR_PLAYED]:
+                limit = best.step_seconds * (1 - LEAST_GAIN_OF_CHANGE)
+                if candidate.least_seconds >= limit:
+                    break
+                if candidate.identity not in played and candidate.step_seconds < limit:
+                    best = candidate
+                played.add(candidate.identity)
+            if best is before:
+                return best
+
+    def _rearranged(self, best: Candidate, keeps_devices: bool) -> Iterator[Candidate]:
+        """Candidates with another order, form or number of micro-batches, or a worker more or less.
+
+        Each device keeps its number of layers if the devices stay; the layers are also split anew.
+        """
+        costs, pieces, below = self._costs, best.micro_batches, best.step_seconds
+        counts = _counts_of(best)
+        orders = [*self._exchanged(best.workers)]
+        forms = forms_for(costs.profile.model) if best.workers else ()
+        ways = [Arrangement(costs, order, pieces, best.form) for order in orders]
+        ways += [Arrangement(costs, best.workers, pieces, form) for form in forms]
+        ways += [Arrangement(costs, best.workers, n, best.form) for n in self.micro_batches]
+        for way in ways:
+            yield from _with_counts(way, counts, best.in_flight)
+        if not keeps_devices:
+            fewer, more = self._one_less(best.workers), self._one_more_anywhere(best.workers)
+            longer = [Arrangement(costs, order, pieces, best.form) for order in more]
+            for way in longer:
+                yield from _with_one_more(way, counts, best.in_flight)
+            forms_of_fewer = ((order, best.form if order else Form.FIRST) for order in fewer)
+            ways += [*longer, *(Arrangement(costs, o, pieces, form) for o, form in forms_of_fewer)]
+        for way in ways:
+            levels = {best.in_flight, 2 * len(way.names)} if way.workers else {1}
+            for in_flight in sorted({min(level, way.micro_batches) for level in levels}):
+                placed = way.place_at(in_flight, below)
+                if placed is not None:
+                    yield placed
+
+    def _one_more_anywhere(self, workers: Sequence[str]) -> Iterator[list[str]]:
+        """The workers with another one, in each place."""
+        spare = [name for name in self._orders.by_speed if name not in workers]
+        for name, place in product(self.one_of_each(spare), range(len(workers) + 1)):
+            yield [*workers[:place], name, *workers[place:]]
 
     def _climb(self, best: Candidate) -> Candidate:
         """Exchange, remove or add a worker while the bound falls, without a simulation."""
@@ -256,7 +365,7 @@ class Search:
             found = [trial for trial in trials if trial is not None]
             if not found:
                 return best
-            best = min(found, key=lambda trial: trial.step_seconds)
+            best = self._descend([min(found, key=_step_of)], keeps_devices=True)
 
     def _with_enough_in_flight(self, best: Candidate) -> Candidate:
         """Take the fewest micro-batches in flight that are nearly as fast as the best number.
@@ -273,8 +382,8 @@ class Search:
             Arrangement(self._costs, best.workers, best.micro_batches, form).place_at(count)
             for form in forms
             for count in counts
-            if (form, count) != (best.form, best.in_flight)
         ]
+        trials += [_with_in_flight(best, count) for count in counts]
         found = [best, *(trial for trial in trials if trial is not None)]
         limit = min(c.step_seconds for c in found) * (1 + LEAST_GAIN_IN_FLIGHT)
         fast = [candidate for candidate in found if candidate.step_seconds <= limit]
@@ -290,15 +399,77 @@ def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[
     return [own, *(costs.holder(name, size).speed for name in workers)]
 
 
-def _best_played(placed: Iterable[Candidate], below: float, most: int) -> Candidate | None:
-    """Simulate the candidates with the lowest bounds; the shortest step below ``below``."""
-    best: Candidate | None = None
-    for candidate in sorted(placed, key=lambda candidate: candidate.least_seconds)[:most]:
-        if candidate.least_seconds >= below:
-            break
-        if candidate.step_seconds < below:
-            best, below = candidate, candidate.step_seconds
-    return best
+def _step_of(candidate: Candidate) -> float:
+    return candidate.step_seconds
+
+
+def _is_akin(one: Candidate, other: Candidate) -> bool:
+    """Whether candidates differ at most in their splits and in flight."""
+    return (one.workers, one.micro_batches, one.form) == (
+        other.workers,
+        other.micro_batches,
+        other.form,
+    )
+
+
+def _with_moved_layers(candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates in which one stage has some layers less and another one more; the stages between
+    them keep their number."""
+    way, counts = _way_of(candidate), _counts_of(candidate)
+    for (giver, taker), by in product(permutations(counts, 2), LAYERS_MOVED):
+        moved = {**counts, giver: counts[giver] - by, taker: counts[taker] + by}
+        yield from _with_counts(way, moved, candidate.in_flight)
+
+
+def _counts_of(candidate: Candidate) -> dict[str, int]:
+    """The number of layers of each device."""
+    spans = zip(candidate.names, candidate.ranges, strict=True)
+    return {name: end - first for name, (first, end) in spans}
+
+
+def _with_counts(
+    way: Arrangement, counts: Mapping[str, int], in_flight: int
+) -> Iterator[Candidate]:
+    """The candidate with these numbers of layers, if they fit the devices and the pins."""
+    if any(counts[name] < (name != COORDINATOR) for name in way.names):
+        return
+    in_layer_order = [counts[name] for name in way.form.in_layer_order(way.names)]
+    spans = list(pairwise(accumulate(in_layer_order, initial=0)))
+    ranges = way.form.coordinator_first(spans)
+    in_flight = min(in_flight, way.micro_batches)
+    if way.keeps_pins(ranges) and way.fits(ranges, in_flight):
+        yield way.with_ranges(ranges, in_flight)
+
+
+def _with_one_more(
+    way: Arrangement, counts: Mapping[str, int], in_flight: int
+) -> Iterator[Candidate]:
+    """Candidates in which a new worker takes layers from one other stage."""
+    new = next(name for name in way.workers if name not in counts)
+    for giver, by in product(counts, LAYERS_MOVED):
+        taken = {**counts, giver: counts[giver] - by, new: by}
+        yield from _with_counts(way, taken, in_flight)
+
+
+def _with_other_in_flight(candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates with the same layers and other numbers of micro-batches in flight."""
+    if candidate.workers:
+        num, present = len(candidate.names), candidate.in_flight
+        counts = {1, present - 1, present + 1, num, 2 * num, 3 * num}
+        for count in sorted({min(max(count, 1), candidate.micro_batches) for count in counts}):
+            other = _with_in_flight(candidate, count)
+            if other is not None:
+                yield other
+
+
+def _with_in_flight(candidate: Candidate, in_flight: int) -> Candidate | None:
+    """The same layers with this number in flight; None if they do not fit."""
+    way, ranges = _way_of(candidate), candidate.ranges
+    return way.with_ranges(ranges, in_flight) if way.fits(ranges, in_flight) else None
+
+
+def _way_of(candidate: Candidate) -> Arrangement:
+    return Arrangement(candidate.costs, candidate.workers, candidate.micro_batches, candidate.form)
 
 
 def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
@@ -407,129 +578,3 @@ def _are_alike(costs: Costs, one: str, other: str) -> bool:
 def _speed(costs: Costs, source: str, target: str) -> tuple[float, float, str | None]:
     link = costs.link(source, target)
     return link.latency_seconds, link.bytes_per_second, link.shared
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """A candidate whose layers are not chosen yet.
-
-    Args:
-        costs: The costs of devices and links.
-        workers: The workers in the order of the layers.
-        micro_batches: Pieces of the batch.
-        form: Where the coordinator's layers and the embedding are.
-    """
-
-    costs: Costs
-    workers: Sequence[str]
-    micro_batches: int
-    form: Form = Form.FIRST
-
-    @property
-    def names(self) -> list[str]:
-        """The coordinator and the workers."""
-        return [COORDINATOR, *self.workers]
-
-    @property
-    def size(self) -> int:
-        """Samples in a micro-batch."""
-        return self.costs.size(self.micro_batches)
-
-    @cached_property
-    def holders(self) -> list[Holder]:
-        """The devices in their roles, the coordinator first."""
-        names = enumerate(self.names)
-        return [self.costs.holder(name, self.size, self.form.role(index)) for index, name in names]
-
-    @cached_property
-    def least_bottleneck_seconds(self) -> float:
-        """The bottleneck with one micro-batch in flight, which leaves the most memory."""
-        return bottleneck(self._matrices(1))
-
-    @cached_property
-    def busiest_seconds(self) -> float:
-        """The seconds of a micro-batch on the link or shared medium that it occupies longest."""
-        if not self.workers:
-            return 0.0
-        there, back = hops_between(self.costs, self.names, self.size, form=self.form)
-        return max(busy_seconds_of_media([*there, *back]).values())
-
-    def place(self, below: float = math.inf) -> list[Candidate]:
-        """Split the layers exactly, for several numbers of micro-batches in flight.
-
-        Twice as many micro-batches in flight as processes hide the transfers. Fewer are tried if
-        they leave memory for a better split. The list is empty if no step can be shorter than
-        ``below``.
-        """
-        processes = len(self.names)
-        levels = {2 * processes, processes, math.ceil(processes / 2), 1} if self.workers else {1}
-        found: list[Candidate] = []
-        if self.micro_batches * self.least_bottleneck_seconds >= below:
-            return found
-        for in_flight in sorted({min(level, self.micro_batches) for level in levels}, reverse=True):
-            candidate = self.place_at(in_flight)
-            if candidate is not None:
-                found.append(candidate)
-                # The two sum in different orders, so their last digits may differ.
-                if candidate.bottleneck_seconds <= self.least_bottleneck_seconds * (1 + 1e-9):
-                    break
-        return found
-
-    def place_at(self, in_flight: int) -> Candidate | None:
-        """Split the layers exactly for this number in flight; None if they do not fit."""
-        split = best_split(self._matrices(in_flight), self.busiest_seconds)
-        if split is None:
-            return None
-        return self.with_ranges(self.form.coordinator_first(split.ranges), in_flight)
-
-    def with_ranges(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> Candidate:
-        """The candidate with these layers, where each device uses its fastest option that fits."""
-        options = [
-            holder.option_for(*span, in_flight)
-            for holder, span in zip(self.holders, ranges, strict=True)
-        ]
-        count = self.micro_batches
-        return Candidate(self.costs, self.names, ranges, options, count, in_flight, form=self.form)
-
-    def fits(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> bool:
-        """Whether each device can hold its layers."""
-        return all(
-            math.isfinite(holder.matrix(in_flight)[span])
-            for holder, span in zip(self.holders, ranges, strict=True)
-        )
-
-    def _matrices(self, in_flight: int) -> list[Matrix]:
-        """The matrix of seconds of each stage, in the order of the layers."""
-        pairs = zip(self.names, self.holders, strict=True)
-        return self.form.in_layer_order(
-            [self.costs.matrix(name, holder, in_flight) for name, holder in pairs]
-        )
-
-
-def place_both(
-    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
-) -> list[Candidate]:
-    """Split the layers with the coordinator first and, if there are workers, also last."""
-    found = Arrangement(costs, workers, micro_batches).place(below)
-    return found + place_last(costs, workers, micro_batches, below)
-
-
-def place_last(
-    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
-) -> list[Candidate]:
-    """Split the layers with the coordinator's layers behind those of the workers.
-
-    A line is tried if the embedding may leave, because its links carry less. The embedding stays
-    with the coordinator where a line would have a slower stage or link.
-    """
-    if not workers:
-        return []
-    last = Arrangement(costs, workers, micro_batches, Form.LAST)
-    if not costs.profile.model.embedding_may_leave:
-        return last.place(below)
-    line = replace(last, form=Form.LINE)
-    slowest_last, slowest_in_line = (
-        max(each.least_bottleneck_seconds, each.busiest_seconds) for each in (last, line)
-    )
-    found = line.place(below)
-    return found + last.place(below) if slowest_last < slowest_in_line else found

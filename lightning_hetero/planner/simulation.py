@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -162,16 +163,24 @@ class _Stage:
     """The state of a stage: ready actions, micro-batches in flight, and sums."""
 
     def __init__(self, index: int, num_microbatches: int) -> None:
-        keys = [Key(microbatch) for microbatch in range(num_microbatches)]
-        self.forwards = [Action(index, "F", key) for key in keys]
-        self.backwards = [Action(index, "B", key) for key in keys]
-        # Only for the coordinator, because a search makes thousands of stages.
-        self.losses = [Action(index, "F", Key(key.microbatch, LOSS)) for key in keys if index == 0]
+        self.forwards, self.backwards, self.losses = _actions(index, num_microbatches)
         self.ready: list[Action] = []
         self.in_flight: set[int] = set()
         self.peak_in_flight = 0
         self.busy_seconds = 0.0
         self.is_busy = False
+
+
+# A search simulates thousands of steps with the same actions.
+@lru_cache(maxsize=128)
+def _actions(index: int, num_microbatches: int) -> tuple[list[Action], list[Action], list[Action]]:
+    """The forwards and backwards of a stage, and the coordinator's losses, by micro-batch."""
+    keys = [Key(microbatch) for microbatch in range(num_microbatches)]
+    return (
+        [Action(index, "F", key) for key in keys],
+        [Action(index, "B", key) for key in keys],
+        [Action(index, "F", Key(key.microbatch, LOSS)) for key in keys if index == 0],
+    )
 
 
 class _Run:

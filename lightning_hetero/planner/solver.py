@@ -141,6 +141,10 @@ MOST_COUNTS = 12
 """The most numbers of micro-batches that the solver tries."""
 
 
+MOST_STAGES = 10**7
+"""Different devices times layers squared, which planning takes; more takes over a minute."""
+
+
 @dataclass(frozen=True)
 class Solution:
     """The result of the solver.
@@ -163,16 +167,35 @@ def solve(profile: Profile, wishes: Wishes | None = None) -> Solution:
     """Choose devices, their order and layers, micro-batches, recomputation and dtypes.
 
     Raises:
-        PlanError: If the model does not fit, with the shortage and the remedies; or if a wish
-            cannot be granted.
+        PlanError: If the model does not fit, with the shortage and the remedies; if a wish cannot
+            be granted; if the devices and layers are too many; or if a step takes 0 seconds.
     """
     wishes = wishes or Wishes()
     costs = Costs(apply(wishes, profile), wishes.pins)
+    _check_amount(costs)
     search = Search(costs, micro_batch_counts(costs.batch_size, wishes.micro_batches))
     chosen = search.best()
     if chosen is None:
         raise explain_shortage(costs, search.micro_batches)
+    if chosen.step_seconds == 0:
+        raise PlanError(
+            "By this profile a step takes 0 seconds, so no plan is faster than another: every "
+            "forward_seconds and backward_seconds that counts is 0. Measure the layers again, or "
+            "write their seconds into the profile."
+        )
     return Solution(chosen, search)
+
+
+def _check_amount(costs: Costs) -> None:
+    """Refuse a profile whose matrices of all stages would take minutes and gigabytes."""
+    kinds, layers = len(set(costs.kinds.values())), len(costs.profile.model.layers)
+    if kinds * layers**2 > MOST_STAGES:
+        most = int(MOST_STAGES / layers**2)
+        raise PlanError(
+            f"Planning {layers} layers on {kinds} devices with unlike measurements would take many "
+            f"minutes; for {layers} layers the planner takes at most {most} unlike devices. "
+            "Exclude the slowest ones, or give equal devices equal measurements."
+        )
 
 
 def micro_batch_counts(batch_size: int, wished: int | None) -> list[int]:

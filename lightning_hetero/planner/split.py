@@ -24,13 +24,21 @@ class Split:
 
     Args:
         ranges: Half-open ranges of layers, in the order of the stages.
-        bottleneck_seconds: The seconds of the slowest stage.
-        total_seconds: The sum over all stages.
+        stage_seconds: The seconds of each stage.
     """
 
     ranges: list[tuple[int, int]]
-    bottleneck_seconds: float
-    total_seconds: float
+    stage_seconds: list[float]
+
+    @property
+    def bottleneck_seconds(self) -> float:
+        """The seconds of the slowest stage."""
+        return max(self.stage_seconds)
+
+    @property
+    def total_seconds(self) -> float:
+        """The sum over all stages."""
+        return sum(self.stage_seconds)
 
 
 def only(seconds: Matrix, layers: tuple[int, int]) -> Matrix:
@@ -61,30 +69,24 @@ def best_split(stages: Sequence[Matrix], floor_seconds: float = 0.0) -> Split | 
     slowest = max(bottleneck(stages), floor_seconds)
     if not np.isfinite(slowest):
         return None
+    capped = np.stack(stages)
+    capped[capped > slowest * _TOLERANCE] = np.inf
     totals = [_nothing_placed(stages)]
-    for seconds in stages:
-        sums = totals[-1][:, None] + _capped(seconds, slowest)
-        totals.append(sums.min(axis=0))
-    ranges = _trace_back(stages, totals, slowest)
+    for seconds in capped:
+        totals.append((totals[-1][:, None] + seconds).min(axis=0))
+    ranges = _trace_back(capped, totals)
     times = [float(seconds[span]) for seconds, span in zip(stages, ranges, strict=True)]
-    return Split(ranges, max(times), sum(times))
+    return Split(ranges, times)
 
 
-def _trace_back(
-    stages: Sequence[Matrix], totals: Sequence[Matrix], limit_seconds: float
-) -> list[tuple[int, int]]:
+def _trace_back(capped: Matrix, totals: Sequence[Matrix]) -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     end = len(totals[0]) - 1
-    for index in reversed(range(len(stages))):
-        column = totals[index] + _capped(stages[index], limit_seconds)[:, end]
-        first = int(np.argmin(column))
+    for index in reversed(range(len(capped))):
+        first = int(np.argmin(totals[index] + capped[index][:, end]))
         ranges.append((first, end))
         end = first
     return ranges[::-1]
-
-
-def _capped(seconds: Matrix, limit_seconds: float) -> Matrix:
-    return np.where(seconds <= limit_seconds * _TOLERANCE, seconds, np.inf)
 
 
 def _nothing_placed(stages: Sequence[Matrix]) -> Matrix:

@@ -314,11 +314,12 @@ def _why_left_out(candidate: Candidate, search: Search, name: str) -> str:
 def _slow_links(candidate: Candidate) -> Iterator[Advice]:
     """Advice on the slowest link, if it is slower than every stage."""
     medium, seconds = _slowest_medium(candidate)
-    if seconds > candidate.bottleneck_seconds > 0:
-        more = in_percent(seconds / candidate.bottleneck_seconds - 1)
+    slowest = candidate.bottleneck_seconds
+    if seconds > slowest:
+        longer = f"{in_percent(seconds / slowest - 1)} longer" if slowest > 0 else "longer"
         text = (
-            f"the link {medium} is the bottleneck: a micro-batch occupies it {more} longer "
-            "than the slowest stage; a faster link would help, other layers would not."
+            f"the link {medium} is the bottleneck: a micro-batch occupies it {longer} than the "
+            "slowest stage; a faster link would help, other layers would not."
         )
         yield Advice("slow link", COORDINATOR, text)
 

@@ -239,7 +239,7 @@ def test_wishes_are_granted(monkeypatch: pytest.MonkeyPatch, profile_path: str) 
         (["--pin", "fast:1=0:2", "--pin", "slow:1=1:3"], "overlap"),
         (["--pin", "fast:1=0:2", "--pin", "fast:1=1:3"], "'fast:1' is given twice"),
         (["--pin", "fast:1=0:7", "--memory", "fast:1=1MB"], "cannot be honoured"),
-        (["--memory", "fast:1=10 GB"], "one of MB, GB, MiB, GiB, without a space"),
+        (["--memory", "fast:1=10 gigabytes"], "one of MB, GB, MiB, GiB."),
         (["--memory", "fast:1=10e9"], "such as 10GiB"),
         (["--exclude", "x"], "The exclusion of 'x' names no device"),
         (["--micro-batches", "17"], "cannot be cut into 17 micro-batches"),
@@ -300,7 +300,7 @@ def test_two_profiles_are_compared(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--given", "none.yaml"], "cannot be read"),
+        (["--given", "none.yaml"], "There is no file"),
         (["--given", "x.yaml", "--micro-batches", "4"], "leave out --pin and --micro-batches"),
         (["--what-if", "RTX 4090", "-o", "x.yaml"], "write no plan. Leave it out."),
         (["--what-if", "RTX 4090"], "the profile has none that fits"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetero.plan import COORDINATOR, StagePlan
-from lightning_hetero.planner.candidates import Costs, Form
+from lightning_hetero.planner.candidates import Arrangement, Costs, Form, place_last
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, Part, Profile
-from lightning_hetero.planner.search import Arrangement, place_last
 from lightning_hetero.planner.simulation import Hop, StageTimes
 
 from .profiles import GIB, coordinator, device, ends, profile, timing

@@ -147,15 +147,15 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "a negative time": (
         lambda raw: raw["devices"][1]["timings"][1].update(forward_seconds=-1),
-        "devices[1].timings[1].forward_seconds is -1; it must be a number of at least 0.0.",
+        "devices[1] (fast:1).timings[1] (layer).forward_seconds is -1; it must be",
     ),
     "no number": (
         lambda raw: raw["devices"][1]["timings"][0].update(backward_seconds=float("nan")),
-        "devices[1].timings[0].backward_seconds",
+        "devices[1] (fast:1).timings[0] (layer).backward_seconds",
     ),
     "an endless link": (
         lambda raw: raw["links"][0].update(bytes_per_second=float("inf")),
-        "links[0].bytes_per_second",
+        "links[0] (fast:1 to slow:1).bytes_per_second",
     ),
     "a micro-batch of nothing": (
         lambda raw: raw["devices"][1]["timings"][0].update(micro_batch_size=0),
@@ -206,6 +206,22 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda raw: raw["links"][0].update(target="fast:1"),
         "A link goes from 'fast:1' to itself",
     ),
+    "no saved bytes": (
+        lambda raw: raw["devices"][1]["timings"][0].pop("saved_bytes"),
+        "'layer' on 'fast:1' at micro-batch size 1 has no saved_bytes",
+    ),
+    "no gradient bytes": (
+        lambda raw: raw["model"]["parts"][2].pop("gradient_bytes"),
+        "The part 'layer' of the model has no gradient_bytes",
+    ),
+    "no optimizer bytes": (
+        lambda raw: raw["model"]["parts"][0].pop("optimizer_bytes"),
+        "write `optimizer_bytes: 0` if it has none",
+    ),
+    "a size without a unit that we know": (
+        lambda raw: raw["devices"][1].update(memory_bytes="16 gigs"),
+        "The memory_bytes '16 gigs' is neither a number of bytes nor a size such as 16 GiB",
+    ),
     "two links": (
         lambda raw: raw["links"].append(raw["links"][0]),
         "two entries of the link ('fast:1', 'slow:1')",
@@ -231,3 +247,27 @@ def test_a_timing_with_recomputation_stands_beside_the_one_without() -> None:
     again = content(timing("layer", 1e-5, 3e-5, size=1, recompute=True))
     raw = changed(lambda raw: raw["devices"][1]["timings"].append(again))
     assert Profile.from_dict(raw).device("fast:1").timings[-1].recompute
+
+
+def test_sizes_have_units_where_a_person_writes_them() -> None:
+    raw = content(rich_profile())
+    raw["devices"][1].update(memory_bytes="16 GiB", base_bytes="512MiB")
+    raw["devices"][1]["timings"][0].update(saved_bytes="1.5 MiB")
+    raw["model"]["parts"][2]["parameter_bytes_in"] = {"float16": "1 MB"}
+    raw["model"].update(activation_bytes_per_sample="4 MiB", gradient_bytes_per_sample="77")
+    found = Profile.from_dict(raw)
+    fast = found.device("fast:1")
+    assert (fast.memory_bytes, fast.base_bytes) == (16 * 2**30, 2**29)
+    assert fast.timings[0].saved_bytes == 3 * 2**19
+    assert found.model.part("layer").parameter_bytes_in == {"float16": 10**6}
+    assert found.model.activation_bytes_per_sample == 2**22
+    assert found.model.gradient_bytes_per_sample == 77
+
+
+def test_timings_that_keep_no_bytes_of_their_own_may_leave_them_out() -> None:
+    raw = content(rich_profile())
+    again = content(timing("layer", 1e-5, 3e-5, size=1, recompute=True))
+    for each in (again, raw["devices"][0]["timings"][0]):
+        del each["saved_bytes"]
+    raw["devices"][1]["timings"].append(again)
+    assert Profile.from_dict(raw).device("fast:1").timings[-1].saved_bytes == 0

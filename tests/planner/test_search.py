@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.plan import COORDINATOR, most_started
-from lightning_hetero.planner.candidates import Candidate, Costs, Form
+from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs, Form
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
 from lightning_hetero.planner.search import (
     LEAST_GAIN,
     LEAST_GAIN_IN_FLIGHT,
-    Arrangement,
     Orders,
     Search,
     interchangeable,
@@ -271,7 +270,9 @@ def check_against_brute_force(case: Case) -> None:
     solved = solve(given_profile, Wishes(micro_batches=case.micro_batches)).chosen
     slack = (1 + LEAST_GAIN) * (1 + LEAST_GAIN_IN_FLIGHT) * (1 + 1e-9)
     assert solved.step_seconds <= expected * slack
-    assert len(solved.workers) <= len(best.workers)
+    # Only a shorter step, of a split with a slower slowest stage, is worth more workers.
+    is_shorter = solved.step_seconds < best.step_seconds * (1 + LEAST_GAIN_IN_FLIGHT)
+    assert len(solved.workers) <= len(best.workers) or is_shorter
 
 
 def assert_possible(case: Case, candidate: Candidate) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.planner.profile import Part, Profile
 from lightning_hetero.planner.solver import Wishes, micro_batch_counts, solve
+from lightning_hetero.planner.verdict import judge
 
 from .profiles import GIB, coordinator, device, ends, model, profile, timing
 from .tables import TABLES, Row
@@ -114,3 +116,21 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_is_short() -> None:
     workers = [device("small", 1, 1, memory_bytes=int(2.5 * GIB))]
     with pytest.raises(PlanError, match=r"hold 2 of 8 layers .*6 layers or about 6.0 GiB"):
         solve(profile(8, workers, model_options={"parts": weights}, batch_size=4))
+
+
+def test_a_profile_in_which_nothing_takes_time_is_refused() -> None:
+    nothing = profile(4, [device("w", 0, 0)], coordinator([*device("", 0, 0).timings, *ends()]))
+    with pytest.raises(PlanError, match="a step takes 0 seconds.*Measure the layers again"):
+        solve(replace(nothing, batch_size=2))
+
+
+def test_layers_that_take_no_time_beside_ends_that_do_are_planned_and_judged() -> None:
+    own = coordinator([*device("", 0, 0).timings, *ends(1, 1)])
+    given_profile = replace(profile(4, [device("w", 0, 0)], own), batch_size=2)
+    assert judge(solve(given_profile)).tokens_per_second > 0
+
+
+def test_too_many_layers_on_too_many_unlike_devices_are_refused_at_once() -> None:
+    workers = [device(f"w{number}", 1 + number, 2) for number in range(500)]
+    with pytest.raises(PlanError, match="at most 10 unlike devices. Exclude the slowest ones"):
+        solve(profile(1000, workers, batch_size=4))

@@ -34,13 +34,21 @@ def test_what_is_no_pin_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [("10GiB", 10 * GIB), ("1.5GiB", GIB + GIB // 2), ("512MiB", GIB // 2), ("10GB", 10**10)],
+    [
+        ("10GiB", 10 * GIB),
+        ("1.5GiB", GIB + GIB // 2),
+        ("512MiB", GIB // 2),
+        ("10GB", 10**10),
+        ("10 GB", 10**10),
+    ],
 )
 def test_memory_has_a_unit(size: str, expected: int) -> None:
     assert parse_memory(f"fast:1={size}") == ("fast:1", expected)
 
 
-@pytest.mark.parametrize("size", ["10 GB", "10e9", "10", "10gib", "-1GiB", "0GiB", "GiB", "1,5GiB"])
+@pytest.mark.parametrize(
+    "size", ["10  GB", "10e9", "10", "10gib", "-1GiB", "0GiB", "GiB", "1,5GiB"]
+)
 def test_memory_without_a_clear_unit_is_refused_with_those_that_there_are(size: str) -> None:
     with pytest.raises(PlanError, match="one of MB, GB, MiB, GiB") as refused:
         parse_memory(f"fast:1={size}")

@@ -1,0 +1,111 @@
+"""Random clusters of two to six devices, small enough for a brute force."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from lightning_hetero.plan import COORDINATOR
+from lightning_hetero.planner.profile import (
+    EMBEDDING,
+    ENDS,
+    HEAD,
+    VERSION,
+    DeviceProfile,
+    Link,
+    LinkSpeed,
+    ModelProfile,
+    Part,
+    Profile,
+    Timing,
+)
+
+GIB = 2**30
+LAYERS = {2: (6, 24), 3: (6, 16), 4: (6, 12), 5: (6, 10), 6: (6, 9)}
+"""The fewest and the most layers, by the number of devices."""
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+def draw_cluster(seed: int) -> Profile:
+    """A made-up model on made-up devices.
+
+    Devices differ by up to 16 times in speed, 12 times in memory and 40 times in the cost of a
+    start. Links differ by up to 100 times. Some links share a medium, some models have two kinds of
+    layers, some embeddings may leave, and some workers lack the user's precision.
+    """
+    draw = random.Random(seed)
+    num_devices = draw.randint(2, 6)
+    kinds = ["layer"] if draw.random() < 0.7 else ["dense", "mixture"]
+    layers = [draw.choice(kinds) for _ in range(draw.randint(*LAYERS[num_devices]))]
+    names = [COORDINATOR, *(f"worker-{number}" for number in range(1, num_devices))]
+    model = ModelProfile(
+        "made up",
+        layers,
+        [_part(name, draw) for name in [*ENDS, *dict.fromkeys(layers)]],
+        tokens_per_sample=512,
+        activation_bytes_per_sample=2**22,
+        gradient_bytes_per_sample=2**22,
+        embedding_may_leave=draw.random() < 0.5,
+    )
+    return Profile(
+        VERSION,
+        model,
+        [_device(name, model, draw) for name in names],
+        list(_links(names, draw)),
+        LinkSpeed(draw.uniform(0.0001, 0.002), _log_uniform(draw, 5e7, 2e9)),
+        draw.choice([2, 4, 4, 8, 16, 32]),
+    )
+
+
+def _part(name: str, draw: random.Random) -> Part:
+    size = int(draw.uniform(0.2, 1) * GIB)
+    return Part(name, size, size // 4, gradient_bytes=size, optimizer_bytes=2 * size)
+
+
+def _device(name: str, model: ModelProfile, draw: random.Random) -> DeviceProfile:
+    seconds, memory_bytes = _log_uniform(draw, 0.002, 0.032), _log_uniform(draw, 8, 96) * GIB
+    start, dtype = _log_uniform(draw, 0.1, 4), model.dtype
+    if name != COORDINATOR and draw.random() < 0.1:
+        dtype = "bfloat16"
+    timings = []
+    for kind in model.kinds:
+        timings += _timings(kind, seconds * draw.uniform(0.7, 1.4), start, dtype)
+    if name == COORDINATOR:
+        timings += _timings(EMBEDDING, seconds * draw.uniform(0.05, 0.3), start, dtype)
+        timings += _timings(HEAD, seconds * draw.uniform(0.3, 2), start, dtype)
+    optimizer_seconds = {kind: seconds * draw.uniform(0.1, 1) for kind in model.kinds}
+    return DeviceProfile(name, "made up", int(memory_bytes), GIB, timings, optimizer_seconds)
+
+
+def _timings(part: str, seconds: float, start: float, dtype: str) -> list[Timing]:
+    """A third forward; ``start`` is the cost of an action in samples."""
+    return [
+        Timing(
+            part,
+            size,
+            seconds / 3 * (size + start),
+            seconds * 2 / 3 * (size + start),
+            saved_bytes=size * 2**27,
+            peak_bytes=size * 2**28,
+            dtype=dtype,
+        )
+        for size in SIZES
+    ]
+
+
+def _links(names: list[str], draw: random.Random) -> Iterator[Link]:
+    """Half of the clusters have measured links; in a third of these, some share a medium."""
+    if draw.random() < 0.5:
+        return
+    shares = draw.random() < 1 / 3
+    for source in names:
+        for target in names:
+            if source != target:
+                speed = _log_uniform(draw, 2e7, 2e9)
+                shared = f"card of {source}" if shares and draw.random() < 0.5 else None
+                yield Link(source, target, draw.uniform(0.0001, 0.003), speed, shared)
+
+
+def _log_uniform(draw: random.Random, low: float, high: float) -> float:
+    return float(low * (high / low) ** draw.random())
