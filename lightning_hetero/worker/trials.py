@@ -55,7 +55,8 @@ class MeasuredSide:
         device_for(self._host.device).free_cache()
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
-        found = describe_device(self._host.device, self._host.kept.num_bytes)
+        kept_bytes = self._host.kept.num_bytes_on(self._host.device.type)
+        found = describe_device(self._host.device, kept_bytes)
         self._coordinator.send(self._host.owner.description(found))
 
     def _answer(
