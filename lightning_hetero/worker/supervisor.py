@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import selectors
@@ -171,6 +172,9 @@ class Supervisor:
             self._events.register(signals, selectors.EVENT_READ)
             if self._stops_with_stdin:
                 self._events.register(sys.stdin.fileno(), selectors.EVENT_READ)
+            # Garbage collectors of forked processes would write to every object, and so copy the
+            # memory that the processes share.
+            gc.freeze()
             try:
                 self._start()
                 while self._members:
