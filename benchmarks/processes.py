@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from rich.console import Console
 
@@ -27,7 +28,13 @@ class WorkerProcess:
     """A worker that listens."""
 
     address: str
-    pid: int
+    worker_pid: int
+
+    @property
+    def pid(self) -> int:
+        """The process that serves the present session, or will serve the next one."""
+        children = psutil.Process(self.worker_pid).children()
+        return max(children, key=lambda child: child.create_time()).pid
 
 
 def be_quiet() -> None:

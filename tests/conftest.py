@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import IO
 
 import hypothesis
+import psutil
 import pytest
 import torch
 
@@ -33,6 +34,12 @@ class WorkerProcess:
 
     address: str
     process: Process
+
+    @property
+    def session(self) -> psutil.Process:
+        """The process that serves the present session, or will serve the next one."""
+        children = psutil.Process(self.process.pid).children()
+        return max(children, key=lambda child: float(child.create_time()))
 
 
 @contextmanager

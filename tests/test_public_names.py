@@ -75,7 +75,7 @@ COMMANDS = {
     "": "--version",
     "worker": (
         "--allow --announce --device --listen --listen-fd --log-level --memory --no-announce "
-        "--print-unit --script --stop-with-stdin --threads --token-file"
+        "--place --print-unit --script --sessions --stop-with-stdin --threads --token-file"
     ),
     "workers": "--token-file",
     "token": "--paste file",

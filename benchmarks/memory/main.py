@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
@@ -168,7 +169,9 @@ def worker() -> Iterator[tuple[str, str]]:
     try:
         for line in process.stderr:
             if "listening on" in line:
-                yield line.split("listening on ")[1].split(",")[0], str(process.pid)
+                # The process of the next session.
+                [session] = psutil.Process(process.pid).children()
+                yield line.split("listening on ")[1].split(",")[0], str(session.pid)
                 break
     finally:
         process.terminate()

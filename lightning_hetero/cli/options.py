@@ -7,6 +7,7 @@ in the module of its name.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +105,13 @@ def _add_local_options(worker: argparse.ArgumentParser) -> None:
     # which must come last because its own arguments follow.
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
+    # How the process of a session starts, and what it inherits if it is not forked. On macOS the
+    # frameworks of the system do not survive a fork.
+    how = "fork" if sys.platform.startswith("linux") else "spawn"
+    worker.add_argument(
+        "--sessions", choices=("fork", "spawn"), default=how, help=argparse.SUPPRESS
+    )
+    worker.add_argument("--place", help=argparse.SUPPRESS)
     worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
 
 

@@ -12,13 +12,9 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from queue import SimpleQueue
-from types import FrameType
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -28,10 +24,13 @@ from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
 from ..launch.manifests import kind_here, unit_text
 from ..model.allowed_imports import Allowed
+from ..pipeline.stage_layers import KeptTensors
+from ..transport.address import Address
 from ..transport.handshake import address_of, listen
-from ..transport.tls import credentials_of
+from ..transport.tls import Credentials, credentials_of
 from ..transport.token import FILE_VARIABLE, find_token_file
 from ..worker.owner import Owner, RunRecord
+from ..worker.supervisor import Place, Supervisor, serve_one_session, serve_one_session_anew
 from ..worker.worker import Worker
 from .options import add_unit_option
 
@@ -45,29 +44,51 @@ def run(options: argparse.Namespace) -> None:
     logging.basicConfig(
         level=options.log_level, format="%(asctime)s worker %(levelname)s %(message)s"
     )
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    device = _torch_device(options.device)
     is_own = options.listen_fd is None
     token_file = find_token_file(options.token_file) if is_own else None
     credentials = credentials_of(token_file)
+    make_worker = partial(_worker, options, credentials)
+    if options.place is not None:
+        serve_one_session_anew(make_worker, _say_when_it_ends, Place.parse(options.place))
     if is_own:
         listener = listen(options.listen, credentials)
     else:
         listener = socket.socket(fileno=options.listen_fd)
-    if options.stop_with_stdin:
-        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+    supervisor = Supervisor(
+        listener,
+        partial(serve_one_session, make_worker, _say_when_it_ends),
+        _command_at,
+        forks=options.sessions == "fork",
+        stops_with_stdin=options.stop_with_stdin,
+    )
     peers = "processes on this machine" if token_file is None else f"holders of {token_file}"
+    saying = _Saying(supervisor, address_of(listener), peers)
+    with announced_worker(options.announce, address_of(listener), token_file):
+        supervisor.serve_forever(saying.on_ready, saying.on_signal)
+
+
+def _worker(
+    options: argparse.Namespace, credentials: Credentials | None, place: Place, kept: KeptTensors
+) -> Worker:
+    """The worker of these options, in the process of a session."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     allowed = Allowed(tuple(options.allow), tuple(options.script))
-    owner = Owner(options.memory, _show) if is_own else Owner(options.memory)
-    worker = Worker(listener, device, allowed=allowed, credentials=credentials, owner=owner)
-    with (
-        _obeying_signals(worker) if is_own else nullcontext(),
-        announced_worker(options.announce, address_of(listener), token_file),
-    ):
-        # Programs that read this line may send a signal at once.
-        logger.info("listening on %s, computing on %s, for %s", address_of(listener), device, peers)
-        worker.serve_forever()
+    owner = Owner(options.memory, _show) if options.listen_fd is None else Owner(options.memory)
+    return Worker(
+        place.listener,
+        _torch_device(options.device),
+        allowed=allowed,
+        credentials=credentials,
+        owner=owner,
+        kept=kept,
+    )
+
+
+def _command_at(place: Place) -> list[str]:
+    """The command of this worker, for a process that serves one session at a place."""
+    options = sys.argv[sys.argv.index("worker") + 1 :]
+    return [sys.executable, "-m", "lightning_hetero", "worker", "--place", str(place), *options]
 
 
 def _unit(options: argparse.Namespace) -> str:
@@ -82,47 +103,42 @@ def _unit(options: argparse.Namespace) -> str:
     return unit_text(kind, command, os.getcwd(), environment, where)
 
 
-@contextmanager
-def _obeying_signals(worker: Worker) -> Iterator[None]:
-    """Inside the block SIGUSR1 pauses the worker, SIGUSR2 resumes it, SIGTERM drains it, and a
-    second SIGTERM ends it."""
-    wishes: SimpleQueue[int | None] = SimpleQueue()
+class _Saying:
+    """Tells the owner what the worker does, and passes the owner's signals on."""
 
-    def note(number: int, _frame: FrameType | None) -> None:
-        # The handler only notes the signal: it may interrupt another signal's action, a print, or
-        # a block that holds a lock.
-        wishes.put(number)
-        if number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)
+    def __init__(self, supervisor: Supervisor, where: Address, peers: str) -> None:
+        self._supervisor = supervisor
+        self._where = where
+        self._peers = peers
+        self._is_first = True
 
-    signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-    before = {number: signal.signal(number, note) for number in signals}
-    obeying = threading.Thread(target=_obey, args=(worker, wishes), daemon=True)
-    obeying.start()
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        wishes.put(None)
-        obeying.join()
+    def on_ready(self, device: str) -> None:
+        """Say once where the worker listens."""
+        if self._is_first:
+            # Programs that read this line may send a signal at once.
+            logger.info(
+                "listening on %s, computing on %s, for %s", self._where, device, self._peers
+            )
+        self._is_first = False
 
-
-def _obey(worker: Worker, wishes: SimpleQueue[int | None]) -> None:
-    console = Console(stderr=True, soft_wrap=True)
-    while (number := wishes.get()) is not None:
+    def on_signal(self, number: int) -> None:
+        """Carry out a signal of the owner."""
+        console = Console(stderr=True, soft_wrap=True)
         if number == signal.SIGUSR1:
             console.print("paused; SIGUSR2 resumes the worker")
-            worker.pause()
+            self._supervisor.pause()
         elif number == signal.SIGUSR2:
             console.print("resumed")
-            worker.resume()
+            self._supervisor.resume()
         else:
-            console.print(_ENDS_LATER if worker.drain() else _ENDS_NOW)
+            self._supervisor.drain()
 
 
-_ENDS_NOW = "ends now; no run was under way"
-_ENDS_LATER = "ends after the current run; a second SIGTERM, or Ctrl-C, ends the worker at once"
+def _say_when_it_ends(has_run: bool) -> None:
+    text = "ends now; no run was under way"
+    if has_run:
+        text = "ends after the current run; a second SIGTERM, or Ctrl-C, ends the worker at once"
+    Console(stderr=True, soft_wrap=True).print(text)
 
 
 def _show(record: RunRecord) -> None:
@@ -145,13 +161,6 @@ def line_of(record: RunRecord, ended_at: str) -> Text:
         style="green" if is_good else "yellow",
     )
     return text
-
-
-def _exit_with_stdin() -> None:
-    sys.stdin.buffer.read()
-    # The coordinator is gone, so nothing is to save or to report. An orderly exit would wait for
-    # compute threads that may be deep inside torch.
-    os._exit(0)
 
 
 def _torch_device(name: str) -> torch.device:

@@ -240,9 +240,13 @@ class Accelerator(Device):
         return getattr(torch, cls.device_type)
 
     @classmethod
+    def is_initialized(cls) -> bool:
+        """Whether this process has used such a device."""
+        return bool(cls._module().is_initialized())
+
+    @classmethod
     def generator_states(cls) -> list[Tensor]:
-        library = cls._module()
-        return list(library.get_rng_state_all()) if library.is_initialized() else []
+        return list(cls._module().get_rng_state_all()) if cls.is_initialized() else []
 
     @classmethod
     def restore_generators(cls, states: list[Tensor]) -> None:
@@ -250,9 +254,8 @@ class Accelerator(Device):
 
     @classmethod
     def seed_generators(cls, seed: int) -> None:
-        library = cls._module()
-        if library.is_initialized():
-            library.manual_seed_all(seed)
+        if cls.is_initialized():
+            cls._module().manual_seed_all(seed)
 
 
 def device_for(torch_device: torch.device) -> Device:
@@ -274,6 +277,12 @@ def check_has_backend(torch_device: torch.device) -> None:
             f"cannot compute layers; use one of {', '.join(BACKENDS)}, or add a backend as "
             "`lightning_hetero/devices/device.py` describes."
         )
+
+
+def is_any_in_use() -> bool:
+    """Whether this process has initialized an accelerator, which a forked process could not use."""
+    accelerators = (kind for kind in BACKENDS.values() if issubclass(kind, Accelerator))
+    return any(kind.is_initialized() for kind in accelerators)
 
 
 def needs_triton(device_name: str) -> bool:

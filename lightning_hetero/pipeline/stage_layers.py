@@ -10,8 +10,9 @@ are left alone.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,16 +108,52 @@ class Content(NamedTuple):
         return self.tensor.nbytes + sum(part.nbytes for part in self.state.values())
 
 
-class KeptTensors:
-    """Tensors of a worker's former layers, by name; no layer uses them any more."""
+class Shelf(Protocol):
+    """Holds the tensors that one process leaves to the next one."""
 
-    def __init__(self) -> None:
-        self._contents: dict[str, Content] = {}
+    def take_all(self) -> dict[str, Content]:
+        """Remove the tensors and return them, in memory of this process.
+
+        It waits until the process that leaves them has ended.
+        """
+
+    def put(self, contents: dict[str, Content]) -> None:
+        """Replace the tensors; the dictionary is empty afterwards."""
+
+    def release(self) -> None:
+        """Let the next process take the tensors."""
+
+
+class KeptTensors:
+    """Tensors of a worker's former layers, by name; no layer uses them any more.
+
+    Args:
+        shelf: Where a former process has left tensors, and this one leaves its own.
+    """
+
+    def __init__(self, shelf: Shelf | None = None) -> None:
+        self._unread = self._shelf = shelf
+        self._reading = threading.Lock()
+        self._mine: dict[str, Content] = {}
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of memory that the tensors take."""
-        return sum(content.num_bytes for content in list(self._contents.values()))
+    def _contents(self) -> dict[str, Content]:
+        with self._reading:
+            shelf, self._unread = self._unread, None
+            if shelf is not None:
+                self._mine = shelf.take_all()
+            return self._mine
+
+    def num_bytes_on(self, device_type: str) -> int:
+        """Bytes that the tensors take in the memory of such devices."""
+        contents = list(self._contents.values())
+        return sum(c.num_bytes for c in contents if c.tensor.device.type == device_type)
+
+    def leave_to_next(self) -> None:
+        """Leave the tensors to the next process; this one has none afterwards."""
+        if self._shelf is not None and self._unread is None:
+            self._shelf.put(self._mine)
+            self._shelf.release()
 
     def keep(self, layers: Mapping[int, nn.Module]) -> None:
         """Keep the tensors of layers that are no more in use, and drop those kept before."""
@@ -131,12 +168,11 @@ class KeptTensors:
     def restrict_to(self, specs: Sequence[m.ParameterSpec]) -> list[str]:
         """Drop tensors that cannot be one of these, and return the names of the others."""
         wanted = {spec.name: spec.tensor for spec in specs}
-        self._contents = {
-            name: content
-            for name, content in self._contents.items()
-            if name in wanted and TensorSpec.of(content.tensor) == wanted[name]
-        }
-        return list(self._contents)
+        contents = self._contents
+        for name, content in list(contents.items()):
+            if name not in wanted or TensorSpec.of(content.tensor) != wanted[name]:
+                del contents[name]
+        return list(contents)
 
     def take(self, name: str, fingerprint: bytes) -> Content | None:
         """Remove a tensor, and return it if it has this fingerprint."""
@@ -150,8 +186,12 @@ class KeptTensors:
         self._contents.pop(name, None)
 
     def forget(self) -> None:
-        """Drop all tensors."""
-        self._contents.clear()
+        """Drop all tensors, also those of a former process."""
+        with self._reading:
+            shelf, self._unread = self._unread, None
+            if shelf is not None:
+                shelf.put({})
+            self._mine.clear()
 
 
 def fingerprint_of(content: Content) -> bytes:

@@ -34,7 +34,6 @@ from .tensors import (
     BufferPool,
     TensorSpec,
     body_layout,
-    new_buffer,
     tensor_bytes,
     tensor_from_bytes,
 )
@@ -232,7 +231,7 @@ class FrameReader:
         if message.is_probe:
             return self._probes.take(body_bytes)
         self._probes.forget()
-        return new_buffer(body_bytes) if message.is_kept else self._pool.take(body_bytes)
+        return (self._pool.new if message.is_kept else self._pool.take)(body_bytes)
 
     def _finish_frame(self, header: Header[Message]) -> Frame:
         offsets, _ = body_layout(header.tensors)

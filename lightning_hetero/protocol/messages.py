@@ -137,13 +137,15 @@ class Goodbye(Message, frozen=True):
 class Failure(Message, Words, frozen=True, forbid_unknown_fields=False):
     """Something went wrong on the sender's side, or the receiver broke a rule.
 
-    It ends the conversation, except while a stage is loaded or served.
+    It ends the conversation, except while a stage is loaded or served. With ``is_replaced`` the
+    process that answers ends with its session, and another process takes its place: dial again.
     """
 
     said = by_anyone(then=State.CLOSED) | by_anyone(State.LOADING, State.SERVING)
     reason: Text
     traceback: Text = ""
     in_optimizer_step: bool = False
+    is_replaced: bool = False
 
 
 class NeighborLost(StageReport, Words, frozen=True):

@@ -136,6 +136,9 @@ MOST_KEPT = 64
 # A bytearray, or a numpy array of bytes over memory of another kind.
 Buffer = Any
 
+# Allocates so many bytes with a function, and counts them until the buffer is gone.
+Counted = Callable[[Callable[[int], Buffer], int], Buffer]
+
 
 def _references_of_unused() -> int:
     """What `getrefcount` reports for a buffer that only a list holds; Pythons differ."""
@@ -186,6 +189,7 @@ class BufferPool:
 
     def __init__(self, allocate: Callable[[int], Buffer] = empty_memory) -> None:
         self._allocate = allocate
+        self._count: Counted | None = None
         self._most_kept = MOST_KEPT
         self._buffers: list[Buffer] = []
 
@@ -193,6 +197,21 @@ class BufferPool:
         """Keep at most ``count`` buffers; drop the oldest, which live on while in use."""
         self._most_kept = min(max(count, 1), MOST_KEPT)
         del self._buffers[: -self._most_kept]
+
+    def count_with(self, count: Counted) -> None:
+        """Let every new buffer be counted, also the small ones."""
+        self._count = count
+
+    def new(self, num_bytes: int) -> Buffer:
+        """A buffer for tensors that stay, which is never used again.
+
+        Raises:
+            RemoteProtocolError: If there is not enough memory.
+        """
+        return self._counted(new_buffer, num_bytes)
+
+    def _counted(self, allocate: Callable[[int], Buffer], num_bytes: int) -> Buffer:
+        return allocate(num_bytes) if self._count is None else self._count(allocate, num_bytes)
 
     def forget(self) -> None:
         """Drop all buffers; they stay alive while they are in use."""
@@ -205,14 +224,18 @@ class BufferPool:
             RemoteProtocolError: If there is not enough memory.
         """
         if num_bytes < SMALLEST_KEPT_BYTES:
-            return bytearray(num_bytes)
+            # Only a counted buffer needs an object that tells when it is gone.
+            return bytearray(num_bytes) if self._count is None else self._small(num_bytes)
         size = _rounded(num_bytes)
         for index in range(len(self._buffers)):
             if len(self._buffers[index]) == size and self._is_unused(index):
                 return self._buffers[index]
         self._forget_one()
-        self._buffers.append(self._allocate(size))
+        self._buffers.append(self._counted(self._allocate, size))
         return self._buffers[-1]
+
+    def _small(self, num_bytes: int) -> Buffer:
+        return self._counted(empty_memory, num_bytes) if num_bytes else bytearray()
 
     def _is_unused(self, index: int) -> bool:
         return sys.getrefcount(self._buffers[index]) <= _UNUSED_REFERENCES

@@ -91,7 +91,17 @@ class KeptConstants:
         self._slots: dict[int, tuple[Tensor, int]] = {}
 
     def keep(self, slot: int, tensor: Tensor) -> None:
-        """Put a tensor into a slot."""
+        """Put a tensor into a slot.
+
+        Raises:
+            RemoteProtocolError: If the tensor is larger than the sender may want to be kept.
+        """
+        num_bytes = TensorSpec.of(tensor).num_bytes
+        if num_bytes > MOST_BYTES:
+            raise RemoteProtocolError(
+                f"A tensor of {num_bytes} bytes is to be kept in slot {slot}, which takes at most "
+                f"{MOST_BYTES} bytes."
+            )
         self._slots[slot] = tensor, tensor._version
 
     def get(self, slot: int) -> Tensor:

@@ -110,19 +110,41 @@ class Channel:
         self._is_closing = False
         self._num_heard = 0
         self._num_silent_waits = 0
+        # The writing thread, then the reading one; fewer if the system gives none.
         self._threads: list[threading.Thread] = []
 
     def start(self, inbox: Inbox, pool: BufferPool | None = None) -> None:
-        """Begin to read and write; arrivals go to ``inbox``, tensors in buffers of ``pool``."""
+        """Begin to read and write; arrivals go to ``inbox``, tensors in buffers of ``pool``.
+
+        Raises:
+            ChannelError: If the system gives this process no more threads; the peer is told so.
+        """
         self._connection.set_timeout(self._deadlines.heartbeat_seconds)
         reader = FrameReader(pool=pool)
-        self._threads = [
-            threading.Thread(target=self._read, args=(inbox, reader), name=f"read {self.peer}"),
+        for thread in (
             threading.Thread(target=self._write, name=f"write {self.peer}"),
-        ]
-        for thread in self._threads:
+            threading.Thread(target=self._read, args=(inbox, reader), name=f"read {self.peer}"),
+        ):
             thread.daemon = True
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise self._without_threads(error) from error
+            self._threads.append(thread)
+
+    def _without_threads(self, cause: RuntimeError) -> ChannelError:
+        """Tell the peer why this end cannot talk, and end the channel."""
+        reason = (
+            f"This process can start no thread for the connection with {self.peer} ({cause}): "
+            "raise the number of processes and threads that the system allows it (`ulimit -u`, or "
+            "`pids.max` of its control group), or its memory."
+        )
+        with contextlib.suppress(OSError, HeteroError):
+            last_word = encode_frame(Frame(m.Failure(reason)))
+            with self._sending:
+                send_buffers(self._connection, last_word, self._deadlines.stop_seconds)
+        self.close()
+        return ChannelError(reason)
 
     def send(self, message: m.Message, *tensors: Tensor) -> None:
         """Queue a frame; its tensors must not change until it is sent.
@@ -175,14 +197,16 @@ class Channel:
                 self.send(last_word)
         self._is_closing = True
         self._outgoing.put(None)
-        reading, writing = self._threads
-        writing.join(self._deadlines.stop_seconds)
+        for thread in self._threads[:1]:  # the writing one
+            thread.join(self._deadlines.stop_seconds)
         self._connection.shut_down()
         self._note_over()
-        if reading is not threading.current_thread():
-            reading.join()
+        for thread in self._threads[1:]:  # the reading one
+            if thread is not threading.current_thread():
+                thread.join()
         # A writing thread whose device hangs is left alone; it finds the connection closed later.
-        writing.join(self._deadlines.stop_seconds)
+        for thread in self._threads[:1]:
+            thread.join(self._deadlines.stop_seconds)
         self._connection.close()
 
     def _read(self, inbox: Inbox, reader: FrameReader) -> None:

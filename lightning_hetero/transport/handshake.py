@@ -99,13 +99,34 @@ def dial(
             f"The worker at {address} is on another machine, which takes a token: make one with "
             "`lightning-hetero token`, and copy it to all machines as that command says."
         )
+    hello = m.Hello(m.PROTOCOL_VERSION, role, session_name, identity.equipment)
+    end = time.monotonic() + deadlines.connect_seconds
+    while True:
+        try:
+            return _open(address, role, hello, deadlines, identity.credentials)
+        except _Replaced:
+            # The next process listens at the same address already, or will in a moment.
+            if time.monotonic() > end:
+                raise
+
+
+class _Replaced(WorkerUnreachable):
+    """The process that answered ends with its session; another one takes its place."""
+
+
+def _open(
+    address: Address,
+    role: Role,
+    hello: m.Hello,
+    deadlines: Deadlines,
+    credentials: Credentials | None,
+) -> tuple[Channel, m.Welcome]:
     session, plain = opening_session(role), _connect(address, deadlines)
     with ExitStack() as on_failure:
         on_failure.callback(plain.close)
         try:
             seconds = deadlines.connect_seconds
-            connection = secured(plain, identity.credentials, False, seconds)
-            hello = m.Hello(m.PROTOCOL_VERSION, role, session_name, identity.equipment)
+            connection = secured(plain, credentials, False, seconds)
             welcome = _ask_to_talk(connection, session, hello, address, seconds)
         except TrustError as error:
             raise WorkerUnreachable(
@@ -179,7 +200,9 @@ def _ask_to_talk(
     answer = greet(connection, session, hello, seconds)
     if not isinstance(answer, m.Welcome):
         reason = answer.reason if isinstance(answer, m.Failure) else str(answer)
-        raise WorkerUnreachable(f"The worker at {address} refused: {reason}")
+        is_replaced = isinstance(answer, m.Failure) and answer.is_replaced
+        refusal = _Replaced if is_replaced else WorkerUnreachable
+        raise refusal(f"The worker at {address} refused: {reason}")
     here = Party(ROLES[hello.role], hello.protocol, hello.equipment)
     there = Party(f"the worker at {address}", answer.protocol, answer.equipment)
     if found := obstacles(here, there):

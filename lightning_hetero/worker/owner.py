@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -10,10 +12,11 @@ import msgspec
 import torch
 
 from ..devices.device import device_for
-from ..errors import ModelError
+from ..errors import ModelError, RemoteProtocolError
 from ..model.allowed_imports import Allowed
 from ..pipeline.stage_layers import KeptTensors
 from ..protocol import messages as m
+from ..protocol.tensors import Buffer
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 
@@ -60,6 +63,10 @@ class Owner:
         if self.memory_bytes is not None:
             device_for(device).limit_memory(self.memory_bytes)
 
+    def budget(self) -> Budget | None:
+        """Counts what one session takes; None if the owner sets no limit."""
+        return None if self.memory_bytes is None else Budget(self.memory_bytes)
+
     def equipment(self, found: m.Equipment) -> m.Equipment:
         """The device's equipment as others are told: with no more memory than is allowed."""
         if self.memory_bytes is None:
@@ -87,10 +94,57 @@ class Owner:
         needed_bytes = sum((1 + spec.requires_grad) * spec.tensor.num_bytes for spec in parameters)
         if needed_bytes > self.memory_bytes:
             raise ModelError(
-                f"These layers need {_in_gib(needed_bytes)} for their weights and gradients, and "
-                f"the owner of this worker allows {_in_gib(self.memory_bytes)} (`--memory`); give "
+                f"These layers need {_sized(needed_bytes)} for their weights and gradients, and "
+                f"the owner of this worker allows {_sized(self.memory_bytes)} (`--memory`); give "
                 "it fewer layers in the plan, or let `plan='auto'` do so."
             )
+
+
+class Budget:
+    """Counts what a session takes of the memory that the owner allows.
+
+    It counts the buffers of all frames that have arrived, as long as anything in them is in use:
+    in a queue, as a weight, as a constant that is kept. Any thread may call it.
+
+    Args:
+        most_bytes: The most that the session may take.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        # A buffer may be freed inside a call: by the garbage collector, in the same thread.
+        self._changing = threading.RLock()
+        self._taken_bytes = self._reserved_bytes = 0
+
+    def reserve(self, parameters: Iterable[m.ParameterSpec]) -> None:
+        """Set memory apart for the gradients of a stage; its weights come in frames."""
+        gradients = (spec.tensor.num_bytes for spec in parameters if spec.requires_grad)
+        with self._changing:
+            self._reserved_bytes = sum(gradients)
+
+    def allocate(self, allocate: Callable[[int], Buffer], num_bytes: int) -> Buffer:
+        """A buffer of ``allocate``, which is counted until it is gone.
+
+        Raises:
+            RemoteProtocolError: If the session would take more than the owner allows.
+        """
+        with self._changing:
+            taken_bytes = self._taken_bytes + self._reserved_bytes + num_bytes
+            if taken_bytes > self._most_bytes:
+                raise RemoteProtocolError(
+                    f"With a message of {_sized(num_bytes)} this session would take "
+                    f"{_sized(taken_bytes)}, and the owner of this worker allows "
+                    f"{_sized(self._most_bytes)} (`--memory`); give it fewer layers, or use "
+                    "smaller micro-batches."
+                )
+            self._taken_bytes += num_bytes
+        buffer = allocate(num_bytes)
+        weakref.finalize(buffer, self._release, num_bytes).atexit = False
+        return buffer
+
+    def _release(self, num_bytes: int) -> None:
+        with self._changing:
+            self._taken_bytes -= num_bytes
 
 
 @dataclass(frozen=True)
@@ -114,5 +168,9 @@ class Host:
     kept: KeptTensors
 
 
-def _in_gib(amount: int) -> str:
-    return f"{amount / 2**30:.3g} GiB" if amount >= 2**20 else f"{amount / 2**10:.3g} KiB"
+def _sized(amount: int) -> str:
+    """An amount of memory with three digits: two amounts that nearly agree are still told apart."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if amount >= size:
+            return f"{amount / size:.3g} {unit}"
+    return f"{amount / 2**10:.3g} KiB"

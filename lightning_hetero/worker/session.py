@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..devices.copies import Copies
 from ..devices.device import device_for
-from ..errors import HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
+from ..errors import ChannelError, HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
 from ..model.four_bit import multiply_in
 from ..model.layers import EMBEDDING_LAYER, check_token_ids, describe_layers
 from ..pipeline.boundary import Activation, Gradients
@@ -144,18 +144,29 @@ class Neighbors:
                 found[name] = channel.traffic
         return found
 
-    def close(self) -> None:
-        """Say goodbye to the neighbors and the coordinator."""
-        for channel in {self.upstream, self.downstream, self._coordinator}:
+    def close(self, last_word: m.Message) -> None:
+        """Say the last word to the coordinator, and goodbye to the neighbors."""
+        for channel in {self.upstream, self.downstream} - {self._coordinator}:
             channel.close(m.Goodbye())
+        self._coordinator.close(last_word)
 
 
 # A paused worker takes these messages at once; it holds all others until it is resumed.
 _NEVER_HELD = (m.Failure, m.Goodbye, m.Paused, m.Resumed)
 
 
+_LAST_WORDS = (m.Failure, m.Goodbye)
+
+
 class SessionOver(Exception):
     """Ends a session's loop."""
+
+
+def _failure(error: BaseException, in_optimizer_step: bool = False) -> m.Failure:
+    """What the coordinator is told of an error."""
+    reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+    trace = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
+    return m.Failure(reason, trace, in_optimizer_step)
 
 
 class StageSession:
@@ -170,6 +181,7 @@ class StageSession:
     def __init__(self, name: str, coordinator: Channel, host: Host) -> None:
         self.name = name
         self._host = host
+        self._budget = host.owner.budget()
         # The arrivals that wait while the owner pauses the worker; None while it is not paused.
         self._held: deque[Arrival] | None = None
         self._began_seconds = time.monotonic()
@@ -210,9 +222,18 @@ class StageSession:
         }
 
     def attach_upstream(self, channel: Channel) -> None:
-        """Take the channel that the upstream neighbor opened."""
+        """Take the channel that the upstream neighbor opened.
+
+        Raises:
+            ChannelError: If this process cannot serve the channel; the coordinator is told so too.
+        """
+        try:
+            self._start(channel)
+        except ChannelError as error:
+            with contextlib.suppress(HeteroError):
+                self._coordinator.send(m.Failure(str(error)))
+            raise
         self._neighbors.upstream = channel
-        self._start(channel)
 
     def wish(self, message: m.Paused | m.Resumed) -> None:
         """Tell the session that its owner pauses or resumes it, after the present micro-batch."""
@@ -244,8 +265,9 @@ class StageSession:
 
     def run(self) -> None:
         """Serve until the coordinator says goodbye or is gone."""
-        self._start(self._coordinator)
+        last_word: m.Message = m.Goodbye()
         try:
+            self._start(self._coordinator)
             while True:
                 while not self._inbox.empty():
                     self._take(self._inbox.get())
@@ -259,13 +281,23 @@ class StageSession:
         except SessionOver as end:
             self._ended = str(end)
             logger.info("session with %s is over: %s", self._coordinator.peer, end)
+        except BaseException as error:
+            self._ended = f"{type(error).__name__}: {error}"
+            last_word = _failure(error)
+            raise
         finally:
-            self._neighbors.close()
-            self._layers.retire()
-            self._trials.forget()
+            with contextlib.ExitStack() as last_steps:  # each one, whatever another one raises
+                last_steps.callback(self._trials.forget)
+                last_steps.callback(self._layers.retire)
+                last_steps.callback(self._neighbors.close, last_word)
 
     def _take(self, arrival: Arrival) -> None:
-        """Carry out what has arrived, or hold it while the owner pauses the worker."""
+        """Carry out what has arrived, or hold it while the owner pauses the worker.
+
+        The end of the conversation comes first, whatever stands before it in the queue.
+        """
+        while self._coordinator.has_ended and not self._is_end(arrival):
+            arrival = self._inbox.get()
         content = arrival.content
         if isinstance(content, HeteroError):
             self._on_end(arrival.channel, str(content))
@@ -284,6 +316,12 @@ class StageSession:
         else:
             self._on_goodbye_of_neighbor(arrival.channel)
 
+    def _is_end(self, arrival: Arrival) -> bool:
+        """Whether this is how the coordinator has ended the conversation."""
+        content = arrival.content
+        ends = isinstance(content, HeteroError) or isinstance(content.message, _LAST_WORDS)
+        return ends and arrival.channel is self._coordinator
+
     def _carry_out(self, handler: Handler, arrival: Arrival, frame: Frame) -> None:
         message = frame.message
         self._coordinator.activity = message.requested_activity or self._coordinator.activity
@@ -292,7 +330,8 @@ class StageSession:
                 handler(message, frame.tensors)
         except SessionOver:
             raise
-        except Exception as error:
+        # Also SystemExit: a layer's code must not end the session without a word.
+        except BaseException as error:
             self._report(error, in_optimizer_step=isinstance(message, m.ApplyOptimizer))
 
     def _perform(self, action: Action) -> None:
@@ -305,16 +344,14 @@ class StageSession:
                 content = self._runner.run(action)
             self._tell_of_buffers()
             self._route(action.key, content)
-        except Exception as error:
+        except BaseException as error:
             self._report(error)
 
-    def _report(self, error: Exception, in_optimizer_step: bool = False) -> None:
+    def _report(self, error: BaseException, in_optimizer_step: bool = False) -> None:
         """Tell the coordinator that a piece of work has raised, and forget the step."""
         logger.warning("stage %d failed: %s", self._stage_index, error)
         self._runner.abort()
-        reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
-        trace = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
-        self._coordinator.send(m.Failure(reason, trace, in_optimizer_step))
+        self._coordinator.send(_failure(error, in_optimizer_step))
 
     def _on_end(self, channel: Channel, reason: str) -> None:
         """End the session with its coordinator; report a lost neighbor."""
@@ -354,6 +391,8 @@ class StageSession:
         self._trials.forget()
         self._neighbors.check_same(message.downstream_address, self._stage_index)
         self._host.owner.check_stage(message.parameters)
+        if self._budget is not None:
+            self._budget.reserve(message.parameters)
         layers, held = self._layers.build(message)
         self._neighbors.downstream_address = message.downstream_address
         dtype = None if message.dtype is None else DTYPES[message.dtype]
@@ -389,7 +428,10 @@ class StageSession:
         self._coordinator.send(m.Done())
 
     def _start(self, channel: Channel) -> None:
-        channel.start(self._inbox, self._copies.receive_pool())
+        pool = self._copies.receive_pool()
+        if self._budget is not None:
+            pool.count_with(self._budget.allocate)
+        channel.start(self._inbox, pool)
 
     def _dial_neighbor(self, text: str) -> Channel:
         address, host = Address.parse(text), self._host

@@ -59,7 +59,8 @@ class MeasuredSide:
 
     def _on_describe_device(self, _message: m.DescribeDevice, _tensors: Any) -> None:
         self.is_measuring = True
-        found = describe_device(self._host.device, self._host.kept.num_bytes)
+        kept_bytes = self._host.kept.num_bytes_on(self._host.device.type)
+        found = describe_device(self._host.device, kept_bytes)
         self._coordinator.send(self._host.owner.description(found))
 
     def _answer(

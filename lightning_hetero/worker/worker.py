@@ -1,12 +1,18 @@
 """The worker: listens, greets whatever connects, and serves one coordinator at a time.
 
 A connection that breaks a rule is told which rule and is ended; the worker lives on.
+
+A `Worker` in a process of its own serves a single session (`serve_session`), and the process ends
+with it: see `supervisor.py`. A `Worker` in a thread serves one session after the other
+(`serve_forever`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import selectors
 import socket
 import threading
 import time
@@ -33,14 +39,17 @@ from .session import StageSession
 
 logger = logging.getLogger(__name__)
 
-# Python handles a signal between two calls of its main thread. A signal that comes just before a
-# blocking call is handled after it, so no call may block for longer.
-_HEARING_SECONDS = 0.5
-
 # Connections that may be in their handshake at the same time.
 _MOST_GREETINGS = 16
 # Time for a refused peer to read the reason.
 _LAST_WORD_SECONDS = 1.0
+# Time for those who are in their handshake when the only session ends.
+_FAREWELL_SECONDS = 3.0
+
+
+class _Replaced(WorkerError):
+    """This process takes no session any more; the next one does."""
+
 
 # Refused connections get at most one line in the log for an address in this time.
 _SECONDS_OF_A_LINE = 60.0
@@ -80,6 +89,11 @@ class Lobby:
         with self._changed:
             del self._is_stranger[connection]
             self._changed.notify_all()
+
+    def wait_until_empty(self, patience_seconds: float) -> None:
+        """Wait until all handshakes have ended, but not for longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_stranger, patience_seconds)
 
     def _send_one_away(self) -> None:
         oldest = next((c for c, is_stranger in self._is_stranger.items() if is_stranger), None)
@@ -156,6 +170,7 @@ class Worker:
         allowed: The classes of layers that are allowed besides those of torch and transformers.
         credentials: If given, only peers that have the same are served.
         owner: The owner's wishes.
+        kept: Tensors that may be left from a former process.
 
     Raises:
         ModelError: If the kind of device has no backend.
@@ -169,6 +184,7 @@ class Worker:
         allowed: Allowed | None = None,
         credentials: Credentials | None = None,
         owner: Owner | None = None,
+        kept: KeptTensors | None = None,
     ) -> None:
         check_has_backend(device)
         owner = owner or Owner()
@@ -179,13 +195,18 @@ class Worker:
             allowed or Allowed(),
             Identity(owner.equipment(equipment_here(device)), credentials),
             owner,
-            KeptTensors(),
+            kept or KeptTensors(),
         )
         self._is_paused = False
         self._is_draining = False
-        # Here and not in `serve_forever`: `drain` may have closed it by then.
-        listener.settimeout(_HEARING_SECONDS)
+        self._is_stopped = False
+        # Whether the only session of this process is over.
+        self._is_replaced = False
+        self._serves_one = False
+        # Several processes may wait for the same listener, and one of them is the first.
+        listener.setblocking(False)
         self._listener = listener
+        self._stopping, self._waiting = socket.socketpair()
         self._lobby = Lobby(_MOST_GREETINGS)
         self._refusals = RefusalLog()
         self._session: StageSession | None = None
@@ -195,29 +216,63 @@ class Worker:
 
     def serve_forever(self) -> None:
         """Take connections until `stop` is called."""
-        while True:
-            self._refusals.tell_left_out()
-            try:
-                connected, peer = self._listener.accept()
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                continue  # the peer has gone before it was accepted
-            except OSError:
-                break
-            connection = SocketConnection(connected)
-            self._lobby.enter(connection)
-            thread = threading.Thread(target=self._greet, args=(connection, *peer[:2]), daemon=True)
-            thread.start()
+        with self._listener, self._waiting, selectors.DefaultSelector() as arrivals:
+            arrivals.register(self._listener, selectors.EVENT_READ)
+            arrivals.register(self._waiting, selectors.EVENT_READ)
+            while not self._is_stopped:
+                arrivals.select(_SECONDS_OF_A_LINE)
+                self._refusals.tell_left_out()
+                # The peer may have gone, or another process may have accepted it.
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    self._accept()
         self._refusals.tell_left_out(at_once=True)
+
+    def serve_session(self, began_seconds: float, on_over: Callable[[], None]) -> None:
+        """Take connections until the first session is over.
+
+        Args:
+            began_seconds: When the first process of the worker began, by the monotonic clock.
+            on_over: Called as soon as another process may take connections in place of this one.
+        """
+        self._began_seconds, self._serves_one = began_seconds, True
+        self._forget_later()
+        self.serve_forever()
+        on_over()
+        self._leave_tensors()
+        # Whoever is in the handshake is told to dial again.
+        self._lobby.wait_until_empty(_FAREWELL_SECONDS)
+
+    def _leave_tensors(self) -> None:
+        """Leave the tensors of the only session to the next process, and free the device."""
+        gc.collect()  # the session's own objects would keep the tensors alive
+        self._host.kept.leave_to_next()
+        device_for(self._host.device).free_cache()
+
+    def _accept(self) -> None:
+        if self._is_stopped:
+            return
+        connected, peer = self._listener.accept()
+        connection, place = SocketConnection(connected), peer[:2]
+        self._lobby.enter(connection)
+        thread = threading.Thread(target=self._greet, args=(connection, *place), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # The machine has no thread left. The handshake needs none, and a session that needs one
+            # tells its peer so.
+            self._greet(connection, *place)
 
     def stop(self) -> None:
         """Take no more connections."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._is_stopped = True
+        self._stopping.close()  # wakes `serve_forever`
         with self._session_changed:
             self._forgetting.cancel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where stages compute."""
+        return self._host.device
 
     @property
     def is_draining(self) -> bool:
@@ -262,6 +317,10 @@ class Worker:
         except (OSError, HeteroError) as error:
             self._refusals.note(host, port, str(error))
             plain.close_after_last_word(_LAST_WORD_SECONDS)
+        except Exception:
+            # Without an end of the connection its peer would wait for an answer, and blame others.
+            logger.exception("connection from %s:%d failed", host, port)
+            plain.close()
         finally:
             self._lobby.leave(plain)
         if session is not None:
@@ -281,7 +340,8 @@ class Worker:
             return self._welcome(connection, hello, peer)
         except (ProtocolError, TrustError, WorkerError) as error:
             with contextlib.suppress(OSError, ChannelError):
-                refusal = encode_frame(Frame(m.Failure(str(error))))
+                failure = m.Failure(str(error), is_replaced=isinstance(error, _Replaced))
+                refusal = encode_frame(Frame(failure))
                 send_buffers(connection, refusal, _LAST_WORD_SECONDS)
             raise
 
@@ -335,6 +395,8 @@ class Worker:
                 "this worker is busy with another coordinator; wait for its run to end, or use "
                 "another worker."
             )
+        if self._is_replaced:
+            raise _Replaced("the process that answered ends with its session; dial again.")
 
     def _session_named(self, name: str) -> StageSession:
         if self._session is None or self._session.name != name:
@@ -350,21 +412,23 @@ class Worker:
         logger.info("session %s begins", session.name)
         try:
             session.run()
-        except Exception:
+        except BaseException:  # the coordinator has been told, and the thread ends here
             logger.exception("session %s failed", session.name)
         finally:
             self._host.owner.on_run_end(session.record)
             with self._session_changed:
                 self._session = None
-                self._forget_later()
+                self._is_replaced = self._serves_one
                 self._session_changed.notify_all()
-                if self._is_draining:
+                if self._is_draining or self._is_replaced:
                     self.stop()
+                self._forget_later()
 
     def _forget_later(self) -> None:
         """Free the last session's tensors after a while, unless another session begins."""
-        if self._listener.fileno() < 0:
+        if self._is_draining or (self._is_stopped and not self._serves_one):
             self._host.kept.forget()  # no session can begin any more
+        if self._is_stopped:
             return
         self._forgetting = threading.Timer(KEPT_SECONDS, self._host.kept.forget)
         self._forgetting.daemon = True

@@ -124,7 +124,8 @@ def try_frozen_local(report: Report) -> None:
 
         def freeze() -> None:
             processes.extend(local_workers())
-            FAULTS["SIGSTOP"].strike(Victim(WorkerProcess("", processes[0]), None))  # type: ignore[arg-type]
+            processes.extend(processes[0].children())
+            processes[-1].suspend()
 
         outcome = scene.run_with_fault(scene.strategy(2), Watcher(freeze, PLACES["backward"]))
         seconds = outcome.seconds

@@ -74,7 +74,7 @@ class Fault:
 
 
 def _signal(number: signal.Signals) -> Callable[[Victim], None]:
-    return lambda victim: os.kill(victim.worker.process.pid, number)
+    return lambda victim: os.kill(victim.worker.session.pid, number)
 
 
 def _nothing(victim: Victim) -> None:

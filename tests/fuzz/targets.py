@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from lightning_hetero.errors import HeteroError, RemoteProtocolError
 from lightning_hetero.pipeline.codec import decode_activation, decode_arguments, decode_gradients
 from lightning_hetero.protocol import messages as m
@@ -97,8 +99,11 @@ class LiveWorker:
             self.answers[last] = self.answers.get(last, 0) + 1
 
     def memory_bytes(self, what: str = "VmRSS") -> int:
-        """VmRSS is what the process has now, and VmHWM the most that it ever had."""
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        """VmRSS is what the newest process of the worker has now, and VmHWM the most that it ever
+        had."""
+        children = psutil.Process(self.pid).children()
+        newest = max(children, key=lambda child: float(child.create_time()))
+        lines = Path(f"/proc/{newest.pid}/status").read_text().splitlines()
         [found] = [line.split()[1] for line in lines if line.startswith(what + ":")]
         return int(found) * 1024
 

@@ -270,7 +270,7 @@ def test_a_worker_that_falls_silent_is_given_up() -> None:
         class Module(TinyModule):
             def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
                 if batch_idx == 1:
-                    os.kill(worker.process.pid, signal.SIGSTOP)
+                    worker.session.suspend()
                 return super().training_step(batch, batch_idx)
 
         strategy = even([worker.address])

@@ -133,7 +133,8 @@ def test_a_frozen_local_worker_is_named_and_ended(scene: Scene) -> None:
 
     def freeze() -> None:
         frozen.extend(local_workers())
-        frozen[1].suspend()
+        frozen.extend(frozen[1].children())
+        frozen[-1].suspend()
 
     outcome = scene.run_with_fault(patient.strategy(2), Watcher(freeze, PLACES["forward"]))
     assert outcome.sentence.startswith("stage 2 on local-2 (127.0.0.1:")

@@ -192,3 +192,10 @@ def test_a_tensor_that_the_frame_does_not_carry_is_refused_with_both_numbers(ind
     value = ListNode([TensorNode(0), TensorNode(index)])
     with pytest.raises(RemoteProtocolError, match=f"tensor {index} and the frame carries 2"):
         unpack(value, TENSORS[:2])
+
+
+def test_a_receiver_keeps_no_tensor_that_a_sender_may_not_want_to_be_kept() -> None:
+    kept = KeptConstants()
+    kept.keep(0, torch.zeros(MOST_BYTES // 4))
+    with pytest.raises(RemoteProtocolError, match="4194308 bytes is to be kept in slot 1, .* most"):
+        kept.keep(1, torch.zeros(MOST_BYTES // 4 + 1))

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_hetero.coordinator.layers import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
-from lightning_hetero.errors import StageFailed, WorkerLost, WorkerUnreachable
+from lightning_hetero.errors import RemoteProtocolError, StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents
@@ -22,10 +22,11 @@ from lightning_hetero.pipeline.boundary import Activation
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
+from lightning_hetero.protocol.tensors import TensorSpec, empty_memory
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
-from lightning_hetero.transport.handshake import Identity, dial, listen
-from lightning_hetero.worker.owner import Owner, RunRecord
+from lightning_hetero.transport.handshake import Identity, dial, listen, receive_opening
+from lightning_hetero.worker.owner import Budget, Owner, RunRecord
 from lightning_hetero.worker.worker import Worker
 
 from ..coordinator.decoder import NUM_LAYERS, run_here, surroundings
@@ -184,3 +185,104 @@ def test_a_worker_that_is_drained_before_it_serves_ends() -> None:
     worker = Worker(listen(Address("127.0.0.1", 0)), torch.device("cpu"))
     worker.drain()
     worker.serve_forever()
+
+
+def test_messages_that_wait_count_as_memory() -> None:
+    """A paused worker holds what it gets; a lot of it is more than the owner allows."""
+    records: Queue[RunRecord] = Queue()
+    with deployed(Owner(2**20, records.put)) as (worker, coordinator, _):
+        worker.pause()
+        channel = coordinator.connections.workers[0].channel
+        for _ in range(16):
+            channel.send(m.LoadTensor("0.nobody"), torch.ones(2**14))
+        reason = records.get(timeout=PATIENCE_SECONDS).reason
+    assert reason.startswith("With a message of 64 KiB this session would take 1 MiB")
+    assert "the owner of this worker allows 1 MiB (`--memory`)" in reason
+
+
+def test_memory_is_free_again_when_nothing_is_in_use() -> None:
+    budget = Budget(1000)
+    held = [budget.allocate(empty_memory, 400) for _ in range(2)]
+    with pytest.raises(RemoteProtocolError, match="With a message of 0.391 KiB .* take 1.17 KiB"):
+        budget.allocate(empty_memory, 400)
+    tensor = torch.frombuffer(held.pop(), dtype=torch.uint8)
+    with pytest.raises(RemoteProtocolError):
+        budget.allocate(empty_memory, 400)
+    del tensor
+    budget.allocate(empty_memory, 400)
+    spec = TensorSpec("float32", [250])
+    budget.reserve([m.ParameterSpec("a", spec, True), m.ParameterSpec("b", spec, False)])
+    with pytest.raises(RemoteProtocolError):
+        budget.allocate(empty_memory, 1)
+
+
+def test_a_goodbye_comes_before_the_requests_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    records: Queue[RunRecord] = Queue()
+    begun, go_on, described = threading.Event(), threading.Event(), []
+
+    def describe(*_: object) -> m.DeviceDescribed:
+        described.append(1)
+        begun.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        return m.DeviceDescribed("cpu", "main", 0, 0, [], {})
+
+    monkeypatch.setattr("lightning_hetero.worker.trials.describe_device", describe)
+    with serving_worker(owner=Owner(on_run_end=records.put)) as (worker, address):
+        channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
+        channel.start(SimpleQueue())
+        for _ in range(1000):
+            channel.send(m.DescribeDevice())
+        assert begun.wait(PATIENCE_SECONDS)
+        channel.close(m.Goodbye())
+        session = worker._session
+        assert session is not None
+        with session._coordinator._progress:
+            session._coordinator._progress.wait_for(
+                lambda: session._coordinator.has_ended, PATIENCE_SECONDS
+            )
+        go_on.set()
+        assert records.get(timeout=PATIENCE_SECONDS).reason == "goodbye"
+    assert len(described) == 1
+
+
+class NoThreads(threading.Thread):
+    """A thread that the system refuses, if it belongs to a channel."""
+
+    def start(self) -> None:
+        if self.name.startswith(("read ", "write ")):
+            raise RuntimeError("can't start new thread")
+        super().start()
+
+
+def test_a_worker_without_threads_says_so_to_its_coordinator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records: Queue[RunRecord] = Queue()
+    with deployed(Owner(on_run_end=records.put)) as (worker, coordinator, _):
+        assert worker._session is not None
+        address = coordinator.connections.named("strix").address
+        with monkeypatch.context() as patch:
+            patch.setattr(threading, "Thread", NoThreads)
+            neighbor, _ = dial(address, "neighbor", worker._session.name, QUICK, Identity())
+            told = receive_opening(neighbor._connection, PATIENCE_SECONDS)
+        neighbor.close()
+        assert isinstance(told, m.Failure)
+        assert "can start no thread for the connection with 127.0.0.1" in told.reason
+        with pytest.raises(StageFailed, match="can start no thread .*`ulimit -u`"):
+            coordinator.stages.receive()
+        coordinator.close()
+        assert records.get(timeout=PATIENCE_SECONDS).reason == "goodbye"
+
+
+def test_a_worker_without_threads_says_so_to_a_new_coordinator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records: Queue[RunRecord] = Queue()
+    with serving_worker(owner=Owner(on_run_end=records.put)) as (_, address):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading, "Thread", NoThreads)
+            channel, _ = dial(address, "coordinator", "a", QUICK, Identity())
+            told = receive_opening(channel._connection, PATIENCE_SECONDS)
+        channel.close()
+        assert isinstance(told, m.Failure)
+        assert "can start no thread" in records.get(timeout=PATIENCE_SECONDS).reason

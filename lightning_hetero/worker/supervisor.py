@@ -1,0 +1,441 @@
+"""The warm process of a worker: it has imported everything, and starts a process for each session.
+
+    warm process ──fork──▶ process of session 1: accepts, greets, serves, ends
+         │  listens, announces, obeys its owner            │ "over"
+         └───fork──▶ process of session 2 ◀── tensors ─────┘
+
+Whatever a session leaves behind in its process (memory, hooks, threads) ends with the process. Each
+process accepts connections itself, so that TLS and everything that a peer says stay in the process
+that answers. The warm process hears nobody and computes nothing: it has no threads of torch and no
+accelerator, so a fork costs milliseconds and is safe. On systems whose libraries do not survive a
+fork, the process of a session starts anew and imports everything again, which takes seconds. So it
+starts one turn early, and waits: the worker takes the memory of one more process, about 400 MiB.
+
+The two processes talk through a pipe, in words:
+
+    warm process   go (to a process that was not forked), pause, resume, drain
+    session        "ready DEVICE", "failed REASON", "over"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from types import FrameType
+from typing import NoReturn
+
+from ..devices.device import is_any_in_use
+from ..errors import HeteroError, WorkerError
+from ..pipeline.stage_layers import KeptTensors
+from .shelf import SharedShelf, open_shelf
+from .worker import Worker
+
+logger = logging.getLogger(__name__)
+
+# For a process to leave its tensors and to end, after its session is over.
+_ENDING_SECONDS = 120.0
+# Between two looks at processes that should have ended.
+_LOOKING_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+OWNERS_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a session's process has from the warm process.
+
+    Args:
+        listener: The worker's listening socket.
+        pipe: Leads to the warm process.
+        shelf: Tensors that the process before has left; None where nothing can be left.
+        began_seconds: When the worker began, by the monotonic clock.
+    """
+
+    listener: socket.socket
+    pipe: Connection
+    shelf: SharedShelf | None
+    began_seconds: float
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The files that the process must inherit."""
+        shelf = () if self.shelf is None else (self.shelf.descriptor,)
+        return (self.listener.fileno(), self.pipe.fileno(), *shelf)
+
+    def __str__(self) -> str:
+        shelf = -1 if self.shelf is None else self.shelf.descriptor
+        return f"{self.listener.fileno()},{self.pipe.fileno()},{shelf},{self.began_seconds}"
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """The place that another process has written as text."""
+        listener, pipe, shelf, began_seconds = text.split(",")
+        return cls(
+            socket.socket(fileno=int(listener)),
+            Connection(int(pipe)),
+            None if shelf == "-1" else SharedShelf(int(shelf)),
+            float(began_seconds),
+        )
+
+
+class _Member:
+    """A session's process, as the warm process sees it."""
+
+    def __init__(self, pid: int, pipe: Connection) -> None:
+        self.pid = pid
+        self.pipe = pipe
+        self.is_ready = False
+        # The moment by which it has to be gone; None until its session is over.
+        self.end_seconds: float | None = None
+
+    def tell(self, wish: str) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self.pipe.send_bytes(wish.encode())
+
+
+class Supervisor:
+    """Starts a process for each session, and passes the owner's wishes on.
+
+    Args:
+        listener: The listening socket; the supervisor closes it.
+        serve: Serves one session in the process that calls it.
+        command: The command of a process that serves one session at a place.
+        forks: Whether to fork instead, as long as this process has not used an accelerator.
+        stops_with_stdin: Whether the end of standard input ends the worker.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        serve: Callable[[Place], None],
+        command: Callable[[Place], list[str]],
+        forks: bool,
+        stops_with_stdin: bool = False,
+    ) -> None:
+        self._listener = listener
+        self._serve = serve
+        self._command = command
+        self._forks = forks
+        self._stops_with_stdin = stops_with_stdin
+        self._began_seconds = time.monotonic()
+        self._shelf = open_shelf()
+        self._members: list[_Member] = []
+        # A process that has imported everything and waits for its turn; None where it is forked.
+        self._spare: _Member | None = None
+        self._is_paused = False
+        self._is_draining = False
+        self._events = selectors.DefaultSelector()
+
+    def pause(self) -> None:
+        """Finish the present micro-batch, then compute nothing until `resume`."""
+        self._is_paused = True
+        self._tell_all("pause")
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._is_paused = False
+        self._tell_all("resume")
+
+    def drain(self) -> None:
+        """Finish the present run, and take no other one."""
+        self._is_draining = True
+        self._tell_all("drain")
+
+    def serve_forever(
+        self, on_ready: Callable[[str], None], on_signal: Callable[[int], None]
+    ) -> None:
+        """Start one process after the other, until the worker is drained.
+
+        Only the main thread may call it.
+
+        Args:
+            on_ready: Called with the device when a process takes connections.
+            on_signal: Called with the number of each signal of the owner.
+
+        Raises:
+            HeteroError: If a process cannot serve, with its reason.
+        """
+        with self._listener, self._events, _noted_signals() as signals:
+            self._events.register(signals, selectors.EVENT_READ)
+            if self._stops_with_stdin:
+                self._events.register(sys.stdin.fileno(), selectors.EVENT_READ)
+            # Garbage collectors of forked processes would write to every object, and so copy the
+            # memory that the processes share.
+            gc.freeze()
+            try:
+                self._start()
+                while self._members:
+                    self._wait(on_ready, on_signal)
+            finally:
+                self._end_all()
+
+    def _wait(self, on_ready: Callable[[str], None], on_signal: Callable[[int], None]) -> None:
+        for key, _ in self._events.select(_LOOKING_SECONDS):
+            if isinstance(key.fileobj, socket.socket):
+                for number in key.fileobj.recv(64):
+                    if number in OWNERS_SIGNALS:
+                        on_signal(number)
+            elif isinstance(key.data, _Member):
+                self._hear(key.data, on_ready)
+            elif not os.read(key.fd, 2**16):
+                self._end_at_once()
+        self._bury()
+
+    def _hear(self, member: _Member, on_ready: Callable[[str], None]) -> None:
+        """Take the next words of a session's process."""
+        try:
+            word, _, rest = member.pipe.recv_bytes().decode().partition(" ")
+        except (EOFError, OSError):
+            self._hang_up(member)
+            return
+        if word == "ready":
+            member.is_ready = True
+            on_ready(rest)
+        elif word == "over":
+            member.end_seconds = time.monotonic() + _ENDING_SECONDS
+            self._start()
+        else:
+            raise HeteroError(rest)
+
+    def _bury(self) -> None:
+        """Take leave of processes that have ended, and end those that are late."""
+        for member in [*self._members]:
+            if member.end_seconds is not None and time.monotonic() > member.end_seconds:
+                logger.warning("a session's process did not end in time; killing it")
+                os.kill(member.pid, signal.SIGKILL)
+            # Its last words come first.
+            if member.pipe.closed or not member.pipe.poll():
+                pid, status = os.waitpid(member.pid, os.WNOHANG)
+                if pid:
+                    self._members.remove(member)
+                    self._note_end(member, os.waitstatus_to_exitcode(status))
+
+    def _note_end(self, member: _Member, code: int) -> None:
+        self._hang_up(member)
+        how = f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+        if not member.is_ready and not self._is_draining:
+            raise WorkerError(
+                f"The process of a session ended {how} before it could serve; start the worker "
+                "with `--log-level DEBUG` to see more."
+            )
+        if member.end_seconds is None:
+            logger.warning("the process that serves sessions ended %s; another one serves", how)
+            self._start()
+
+    def _start(self) -> None:
+        """Start the process of the next session, unless the owner drains the worker."""
+        if self._is_draining:
+            return
+        # A forked process could not use an accelerator that this one has used.
+        if self._forks and not is_any_in_use():
+            member = self._fork()
+        else:
+            member = self._take_spare() or self._spawn()
+            member.tell("go")
+            self._spare = self._spawn()
+        self._members.append(member)
+        self._events.register(member.pipe, selectors.EVENT_READ, member)
+        if self._is_paused:
+            member.tell("pause")
+
+    def _place(self, pipe: Connection) -> Place:
+        return Place(self._listener, pipe, self._shelf, self._began_seconds)
+
+    def _take_spare(self) -> _Member | None:
+        """The process that waits for its turn, if there is one and it has not ended."""
+        spare, self._spare = self._spare, None
+        if spare is None or os.waitpid(spare.pid, os.WNOHANG)[0] != 0:
+            return None
+        return spare
+
+    def _spawn(self) -> _Member:
+        """Start a process anew, which imports everything and then waits for its turn."""
+        ours, theirs = Pipe()
+        with theirs:
+            place = self._place(theirs)
+            return _Member(_spawn(place.descriptors, self._command(place)), ours)
+
+    def _fork(self) -> _Member:
+        """Start a process that has everything which this one has imported."""
+        ours, theirs = Pipe()
+        # A signal for both processes must not reach the new one as the owner's wish.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        pid = os.fork()
+        if pid == 0:
+            self._serve_and_exit(self._place(theirs), ours, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        return _Member(pid, ours)
+
+    def _serve_and_exit(
+        self, place: Place, ours: Connection, signals: set[int | signal.Signals]
+    ) -> NoReturn:
+        """The whole life of a forked process."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            _ignore_signals()
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+            # The pipes have to end when the warm process ends.
+            self._events.close()
+            for pipe in (ours, *(member.pipe for member in self._members)):
+                pipe.close()
+            self._serve(place)
+            code = 0
+        except BaseException:
+            logger.exception("the process of a session failed")
+        finally:
+            exit_at_once(code)
+
+    def _hang_up(self, member: _Member) -> None:
+        if not member.pipe.closed:
+            self._events.unregister(member.pipe)
+            member.pipe.close()
+
+    def _tell_all(self, wish: str) -> None:
+        for member in self._members:
+            member.tell(wish)
+
+    def _end_all(self) -> None:
+        """End all processes at once, and wait for their ends."""
+        spare = self._take_spare()
+        members = [*self._members] if spare is None else [*self._members, spare]
+        for member in members:
+            os.kill(member.pid, signal.SIGKILL)
+        for member in members:
+            os.waitpid(member.pid, 0)
+            member.pipe.close()
+        self._members.clear()
+
+    def _end_at_once(self) -> NoReturn:
+        """End because the coordinator is gone, so nothing is to save or to report."""
+        self._end_all()
+        exit_at_once(0)
+
+
+def serve_one_session(
+    make_worker: Callable[[Place, KeptTensors], Worker],
+    on_drain: Callable[[bool], None],
+    place: Place,
+) -> None:
+    """Serve one session in this process, which has to end afterwards.
+
+    Args:
+        make_worker: Makes the worker, which owns the place's listener.
+        on_drain: Called when the owner ends the worker, with whether a run has to end first.
+        place: What this process has from the warm process.
+    """
+    _end_with_parent()
+    pipe = place.pipe
+    try:
+        worker = make_worker(place, KeptTensors(place.shelf))
+    except HeteroError as error:
+        pipe.send_bytes(f"failed {error}".encode())
+        return
+    threading.Thread(target=_obey, args=(worker, on_drain, pipe), daemon=True).start()
+    pipe.send_bytes(f"ready {worker.device}".encode())
+    worker.serve_session(place.began_seconds, lambda: pipe.send_bytes(b"over"))
+
+
+def serve_one_session_anew(
+    make_worker: Callable[[Place, KeptTensors], Worker],
+    on_drain: Callable[[bool], None],
+    place: Place,
+) -> NoReturn:
+    """Serve one session in a process that has not been forked, and end the process."""
+    _ignore_signals()
+    _end_with_parent()
+    try:
+        place.pipe.recv_bytes()
+    except (EOFError, OSError):
+        exit_at_once(0)  # the warm process has ended
+    serve_one_session(make_worker, on_drain, place)
+    exit_at_once(0)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End this process without waiting for threads, which may be deep inside torch."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) -> None:
+    """Carry out the owner's wishes, until the warm process ends and this one with it."""
+    wishes: dict[bytes, Callable[[], None]] = {
+        b"pause": worker.pause,
+        b"resume": worker.resume,
+        b"drain": lambda: on_drain(worker.drain()),
+    }
+    while True:
+        try:
+            wish = pipe.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
+        wishes[wish]()
+
+
+def _ignore_signals() -> None:
+    """Leave signals to the warm process, which passes the owner's wishes on."""
+    for number in (*OWNERS_SIGNALS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _end_with_parent() -> None:
+    """Let the system kill this process when its parent ends, where the system can do that.
+
+    Elsewhere the end of the pipe shows the end of the parent.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _spawn(descriptors: tuple[int, ...], command: list[str]) -> int:
+    """Start a process that inherits open files; returns its number."""
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, True)
+    try:
+        return os.posix_spawn(command[0], command, os.environ)
+    finally:
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+
+
+@contextmanager
+def _noted_signals() -> Iterator[socket.socket]:
+    """Inside, the numbers of the owner's signals and of ended children come out of a socket.
+
+    A second SIGTERM ends this process.
+    """
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+
+    out, noted = socket.socketpair()
+    with out, noted:
+        noted.setblocking(False)
+        numbers = (*OWNERS_SIGNALS, signal.SIGCHLD)
+        before = {number: signal.signal(number, note) for number in numbers}
+        descriptor_before = signal.set_wakeup_fd(noted.fileno())
+        try:
+            yield out
+        finally:
+            signal.set_wakeup_fd(descriptor_before)
+            for number, handler in before.items():
+                signal.signal(number, handler)

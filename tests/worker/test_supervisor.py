@@ -1,0 +1,221 @@
+"""Each session has a process of its own, which takes everything along when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.coordinator.layers import RemoteStage
+from lightning_hetero.coordinator.session import Coordinator
+from lightning_hetero.discovery.status import ask_status
+from lightning_hetero.errors import ChannelError, StageFailed, WorkerUnreachable
+from lightning_hetero.model.layers import find_decoder_layers
+from lightning_hetero.model.recipe import write_recipe
+from lightning_hetero.model.tensors import named_contents
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.transport.address import Address
+from lightning_hetero.transport.channel import Inbox
+from lightning_hetero.transport.deadlines import Deadlines
+from lightning_hetero.transport.handshake import Identity, dial
+
+from ..conftest import WorkerProcess, worker_process
+from ..models import TinyModule, fit, loader, tiny_llama
+from ..transport.pairs import PATIENCE_SECONDS
+
+LEAKED_BYTES = 256 * 2**20
+# What a session may leave, measured beside what it took: less than a tenth of that.
+NOISE_BYTES = 20 * 2**20
+# A variable of workers' processes: the coordinator calls a layer's forward too, to look at it.
+ON_WORKER = "A_WORKER_OF_THESE_TESTS"
+LEAK: list[Tensor] = []
+
+
+class Block(nn.Module):
+    """An honest layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed: Tensor = self.line(hidden)
+        return mixed
+
+
+class Poisoner(Block):
+    """Breaks every layer that its process calls from now on, and keeps memory."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if ON_WORKER in os.environ:
+            LEAK.append(torch.ones(LEAKED_BYTES // 4))
+            nn.modules.module.register_module_forward_pre_hook(refuse)
+        return super().forward(hidden)
+
+
+def refuse(*_: Any) -> None:
+    raise RuntimeError("this process is poisoned")
+
+
+class Quitter(Block):
+    """Ends the process, or means to."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if ON_WORKER in os.environ:
+            sys.exit(3)
+        return super().forward(hidden)
+
+
+class OwnModule(TinyModule):
+    """Two layers of a class of this file."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__(1)
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict(  # type: ignore[assignment]
+            {
+                "embed": nn.Embedding(48, 16),
+                "blocks": nn.ModuleList([kind(), kind()]),
+                "head": nn.Linear(16, 48),
+            }
+        )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        parts: Any = self.model
+        hidden = parts["embed"](batch["input_ids"])
+        for block in parts["blocks"]:
+            hidden = block(hidden)
+        loss: Tensor = parts["head"](hidden).square().mean()
+        return loss
+
+
+def run(worker: WorkerProcess, kind: type[Block]) -> OwnModule:
+    plan = Plan([StagePlan([worker.address], (0, 2))], micro_batches=2)
+    strategy = HeteroPipelineStrategy(
+        [worker.address], plan, layers="model.blocks", check_first_batch="off"
+    )
+    return fit(OwnModule(kind), strategy, loader(24, 12))
+
+
+@pytest.fixture(scope="module")
+def allowing() -> Iterator[WorkerProcess]:
+    with worker_process("--allow", __name__, **{ON_WORKER: "yes"}) as worker:
+        yield worker
+
+
+def settle(worker: WorkerProcess) -> int:
+    """Wait until only one session's process is left; the bytes of the worker's processes then."""
+    warm = psutil.Process(worker.process.pid)
+    with session(worker, "settle"):
+        psutil.wait_procs([c for c in warm.children() if c != worker.session], PATIENCE_SECONDS)
+        assert warm.children() == [worker.session]
+        return sum(int(each.memory_info().rss) for each in (warm, worker.session))
+
+
+def await_end(process: psutil.Process) -> None:
+    _, alive = psutil.wait_procs([process], PATIENCE_SECONDS)
+    assert not alive
+
+
+@contextmanager
+def session(worker: WorkerProcess, name: str = "a") -> Iterator[tuple[Any, Inbox]]:
+    address, inbox = Address.parse(worker.address), Inbox()
+    channel, _ = dial(address, "coordinator", name, Deadlines(), Identity())
+    channel.start(inbox)
+    try:
+        yield channel, inbox
+    finally:
+        channel.close(m.Goodbye())
+
+
+def test_a_session_that_poisons_its_process_harms_no_later_one(allowing: WorkerProcess) -> None:
+    run(allowing, Block)
+    before = settle(allowing)
+    with pytest.raises(StageFailed, match="this process is poisoned"):
+        run(allowing, Poisoner)
+    assert settle(allowing) < before + NOISE_BYTES
+    found, expected = run(allowing, Block), fit(OwnModule(Block), "auto", loader(24, 12))
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=0)
+
+
+def test_a_layer_that_exits_is_an_error_that_names_it(allowing: WorkerProcess) -> None:
+    with pytest.raises(StageFailed, match="SystemExit: 3"):
+        run(allowing, Quitter)
+    run(allowing, Block)
+
+
+def test_sessions_follow_each_other_at_once_and_leave_no_process(allowing: WorkerProcess) -> None:
+    numbers: set[int] = set()
+    for number in range(12):
+        with session(allowing, str(number)):
+            numbers.add(allowing.session.pid)
+    assert len(numbers) == 12
+    settle(allowing)
+
+
+def test_a_session_that_is_killed_is_a_lost_worker_and_the_next_one_is_served(
+    allowing: WorkerProcess,
+) -> None:
+    with session(allowing) as (_, inbox):
+        allowing.session.kill()
+        assert isinstance(inbox.get(timeout=PATIENCE_SECONDS).content, ChannelError)
+    run(allowing, Block)
+
+
+def test_a_running_session_is_seen_and_keeps_others_out(allowing: WorkerProcess) -> None:
+    address = Address.parse(allowing.address)
+    with session(allowing, "0123456789"):
+        with pytest.raises(WorkerUnreachable, match="busy with another coordinator"):
+            dial(address, "coordinator", "b", Deadlines(), Identity())
+        stage = ask_status(address, Deadlines(), Identity()).status.stage
+    assert stage is not None
+    assert stage.run == "01234567"
+
+
+def test_the_session_ends_with_a_worker_that_is_killed() -> None:
+    with worker_process() as worker, session(worker) as (_, inbox):
+        process = worker.session
+        os.kill(worker.process.pid, signal.SIGKILL)
+        assert isinstance(inbox.get(timeout=PATIENCE_SECONDS).content, ChannelError)
+        await_end(process)
+
+
+def test_weights_that_stay_are_not_sent_again(allowing: WorkerProcess) -> None:
+    assert sent_bytes(allowing) > 400_000
+    assert sent_bytes(allowing) < 100_000
+
+
+def sent_bytes(worker: WorkerProcess) -> int:
+    """Bytes that a worker is sent for layers of half a megabyte."""
+    model = tiny_llama(4, head_dim=256)
+    found = list(enumerate(find_decoder_layers(model)))
+    modules: dict[int, nn.Module] = {i: layer.module for i, layer in found}
+    stage = RemoteStage(
+        write_recipe(model, found), modules, partial(named_contents, modules), False, 0
+    )
+    where = [("one", Address.parse(worker.address))]
+    coordinator = Coordinator(where, Deadlines(), Identity())
+    try:
+        list(coordinator.layers.deploy([stage]))
+        return coordinator.connections.workers[0].channel.traffic.sent_bytes
+    finally:
+        coordinator.close()
+
+
+def test_a_process_that_is_not_forked_serves_alike() -> None:
+    with worker_process("--sessions", "spawn", "--allow", __name__) as worker:
+        first, spare = psutil.Process(worker.process.pid).children()
+        run(worker, Block)
+        await_end(first)
+        run(worker, Block)
+        await_end(spare)
