@@ -376,10 +376,16 @@ def exit_at_once(code: int) -> NoReturn:
 
 def _obey(worker: Worker, on_drain: Callable[[bool], None], pipe: Connection) -> None:
     """Carry out the owner's wishes, until the warm process ends and this one with it."""
+
+    def drain() -> None:
+        # An idle worker, and this process with it, ends at once.
+        on_drain(worker.has_run)
+        worker.drain()
+
     wishes: dict[bytes, Callable[[], None]] = {
         b"pause": worker.pause,
         b"resume": worker.resume,
-        b"drain": lambda: on_drain(worker.drain()),
+        b"drain": drain,
     }
     while True:
         try:

@@ -287,18 +287,17 @@ class Worker:
         """Go on after `pause`."""
         self._wish(m.Resumed())
 
-    def drain(self) -> bool:
-        """Finish the present run, take no other one, and `stop`.
+    @property
+    def has_run(self) -> bool:
+        """Whether a run is under way."""
+        return self._session is not None
 
-        Returns:
-            Whether there is a run to finish; without one the worker has stopped.
-        """
+    def drain(self) -> None:
+        """Finish the present run, take no other one, and `stop`."""
         with self._session_changed:
             self._is_draining = True
-            is_idle = self._session is None
-            if is_idle:
+            if self._session is None:
                 self.stop()
-            return not is_idle
 
     def _wish(self, message: m.Paused | m.Resumed) -> None:
         with self._session_changed:
