@@ -43,7 +43,7 @@ from .values import LayerArguments as LayerArguments
 from .values import Slot, Value
 
 # Every frame carries it. It grows when a message changes that conversations need after Hello.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -151,6 +151,14 @@ class NeighborLost(StageReport, frozen=True):
     reason: Text
 
 
+class NeighborUnreachable(Message, frozen=True):
+    """The stage cannot reach its downstream neighbor: the coordinator must forward what passes
+    between the two."""
+
+    said = by(Speaker.WORKER, State.SERVING)
+    reason: Text
+
+
 class Paused(Message, frozen=True):
     """The worker's owner wants the device: the worker computes nothing until `Resumed`."""
 
@@ -206,10 +214,15 @@ class PrepareLayers(IdleRequest, frozen=True):
 
 
 class MeasureLink(IdleRequest, frozen=True):
-    """Measure the link to another worker of the session, in both directions."""
+    """Measure the link to another worker of the run, in both directions.
+
+    ``address`` and ``session`` mean what ``downstream_address`` and ``downstream_session`` mean in
+    `Deploy`.
+    """
 
     requests = "measuring a link"
     address: Name
+    session: Name
     patience_seconds: Seconds
 
 
@@ -236,11 +249,15 @@ class ProbeAnswer(Message, frozen=True):
 
 
 class NotMeasured(IdleAnswer, frozen=True):
-    """Measuring the layer, the optimizer or the link raised an error."""
+    """Measuring the layer, the optimizer or the link raised an error.
+
+    With ``is_unreachable`` no link was measured because the other worker cannot be reached.
+    """
 
     reason: Text
     traceback: Text
     is_out_of_memory: bool
+    is_unreachable: bool = False
 
 
 class Deploy(Message, frozen=True):
@@ -250,6 +267,9 @@ class Deploy(Message, frozen=True):
 
     Args:
         recipe: What the layers are built from, as JSON.
+        downstream_address: Where the coordinator reaches the downstream neighbor; the worker may
+            reach another process there, or none. Empty for the last stage.
+        downstream_session: The name of the neighbor's session, which only the right one knows.
         dtype: The dtype in which the stage computes; None for its input's.
         activation_dtype: The dtype to which the stage rounds the activations that it sends.
         gradient_dtype: The dtype to which the stage rounds the gradients that it sends.
@@ -264,6 +284,7 @@ class Deploy(Message, frozen=True):
     recompute: bool
     seed: int
     downstream_address: Name
+    downstream_session: Name
     dtype: Dtype | None = None
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None

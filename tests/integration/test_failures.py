@@ -323,6 +323,52 @@ def test_no_local_worker_is_left_behind(how: signal.Signals | None) -> None:
     wait_for_end(pid)
 
 
+WAITING_COORDINATOR = """
+import sys
+from lightning_hetero import HeteroPipelineStrategy
+from tests.models import TinyModule, loader, trainer
+
+class Module(TinyModule):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            print("waits", flush=True)
+        return super().training_step(batch, batch_idx)
+
+strategy = HeteroPipelineStrategy([sys.argv[1]], "even")
+trainer(strategy, max_steps=3).fit(Module(), loader(36, 12))
+"""
+STOPS_IN_STEP_2 = """
+import threading
+from lightning_hetero.pipeline.runner import StageRunner
+run = StageRunner.run
+StageRunner.run = lambda self, action: (
+    threading.Event().wait() if self.step == 2 else run(self, action)
+)
+"""
+
+
+def test_sigterm_ends_a_coordinator_whose_worker_never_answers() -> None:
+    """The worker's heartbeats go on, so nobody counts as lost."""
+    with worker_process(before=STOPS_IN_STEP_2) as worker:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WAITING_COORDINATOR, worker.address],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "waits\n"
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert "SIGTERM asks this process to end, and no stage returned a result for 5 s" in said
+    assert "in step 2" in said
+    assert process.returncode not in (0, -signal.SIGKILL)
+
+
 def wait_for_end(pid: int) -> None:
     """Wait until a process that is not our child has ended."""
     try:
