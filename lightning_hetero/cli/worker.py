@@ -7,6 +7,7 @@ can print a file with which the system starts it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -30,8 +31,8 @@ from ..launch.manifests import kind_here, unit_text
 from ..model.allowed_imports import Allowed
 from ..transport.address import Address
 from ..transport.handshake import address_of, listen
-from ..transport.tls import credentials_of
-from ..transport.token import FILE_VARIABLE, find_token_file
+from ..transport.tls import Credentials, credentials_of
+from ..transport.token import FILE_VARIABLE, Token, find_token_file
 from ..units import parse_bytes
 from ..worker.owner import Owner, RunRecord
 from ..worker.worker import Worker
@@ -101,9 +102,9 @@ def _add_unit_option(worker: argparse.ArgumentParser) -> None:
 
 
 def _add_local_options(worker: argparse.ArgumentParser) -> None:
-    """The options with which the strategy starts its own local workers, which use no token."""
-    # An open socket to listen on, the end together with the parent process, and the user's script,
-    # which must come last because its own arguments follow.
+    """The options with which the strategy starts its own local workers."""
+    # An open socket to listen on, the standard input with the run's token and the parent's end, and
+    # the user's script, which must come last because its own arguments follow.
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     worker.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
     worker.add_argument("--script", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
@@ -121,7 +122,7 @@ def run(options: argparse.Namespace) -> None:
     device = _torch_device(options.device)
     is_own = options.listen_fd is None
     token_file = find_token_file(options.token_file) if is_own else None
-    credentials = credentials_of(token_file)
+    credentials = _credentials_of_run() if options.stop_with_stdin else credentials_of(token_file)
     if is_own:
         listener = listen(options.listen, credentials)
     else:
@@ -138,6 +139,8 @@ def run(options: argparse.Namespace) -> None:
     ):
         # Programs that read this line may send a signal at once.
         logger.info("listening on %s, computing on %s, for %s", address_of(listener), device, peers)
+        if options.stop_with_stdin:
+            _tell_ready()
         worker.serve_forever()
 
 
@@ -227,6 +230,27 @@ def _module_name(text: str) -> str:
     if not all(part.isidentifier() for part in text.split(".")):
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a package as in an import")
     return text
+
+
+def _credentials_of_run() -> Credentials:
+    """The credentials for the token that the parent process sends as the first line.
+
+    Raises:
+        HeteroError: If another text comes.
+    """
+    line = sys.stdin.buffer.readline()
+    try:
+        return Credentials(Token.from_text(line.decode("ascii", "replace")))
+    except ValueError as error:
+        raise HeteroError(
+            f"The first line of the standard input must be the token of the run, and {error}."
+        ) from None
+
+
+def _tell_ready() -> None:
+    # If the parent process has ended meanwhile, this process ends too.
+    with contextlib.suppress(OSError):
+        os.write(sys.stdin.fileno(), b"\n")
 
 
 def _exit_with_stdin() -> None:

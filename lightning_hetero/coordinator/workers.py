@@ -84,6 +84,9 @@ class Fleet:
         if isinstance(self._workers, int):
             if names and not self._local:
                 self._start(self._workers, imports)
+            for worker in self._local:
+                worker.wait_until_ready()
+                identity = dataclasses.replace(identity, credentials=worker.credentials)
             addresses = {worker.name: worker.address for worker in self._local}
             seconds = max(deadlines.connect_seconds, START_SECONDS)
             deadlines = dataclasses.replace(deadlines, connect_seconds=seconds)
