@@ -118,6 +118,11 @@ class Plan:
         return [stage for stage in self.stages if not stage.is_local]
 
     @property
+    def workers(self) -> list[str]:
+        """The workers of the stages, in their order."""
+        return [stage.worker for stage in self.remote_stages]
+
+    @property
     def starts_on_worker(self) -> bool:
         """Whether a worker holds the first layer."""
         first = next((stage for stage in self.stages if stage.layer_indices), None)

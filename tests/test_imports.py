@@ -1,14 +1,42 @@
-"""What tests share lives in modules that hold no tests."""
+"""What tests share lives in modules without tests, and every name that scripts import exists."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
+TESTS = Path(__file__).parent
 FROM_TESTS = re.compile(r"^\s*(?:from|import) .*\btest_.*$", re.MULTILINE)
 
 
 def test_nothing_is_imported_from_a_file_of_tests() -> None:
-    files = sorted(Path(__file__).parent.rglob("*.py"))
+    files = sorted(TESTS.rglob("*.py"))
     found = {str(file): FROM_TESTS.findall(file.read_text()) for file in files}
     assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def imported_names(file: Path) -> Iterator[tuple[str, str]]:
+    """The modules of the package that a file imports from, each with a name."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_hetero"):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "tests"])
+def test_every_name_that_is_imported_exists(folder: str) -> None:
+    imports = {
+        found for file in (TESTS.parent / folder).rglob("*.py") for found in imported_names(file)
+    }
+    assert imports
+    missing = [
+        f"{module}.{name}"
+        for module, name in sorted(imports)
+        if not hasattr(import_module(module), name) and find_spec(f"{module}.{name}") is None
+    ]
+    assert missing == []

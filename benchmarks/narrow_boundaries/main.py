@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from benchmarks.processes import be_quiet, machine, wide_console
 from benchmarks.training import Decoder, Sequences, fit
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.plan import Narrowing, WireDtype, bytes_per_number
+from lightning_hetero.plan import BYTES_PER_NUMBER, Narrowing, WireDtype
 
 VOCABULARY = 128
 SUCCESSORS = 4
@@ -145,8 +145,8 @@ def report(console: Console, curves: dict[str, list[float]], entropy: float) -> 
             name,
             *(f"{smoothed(curve, mark):.4f}" for mark in marks),
             f"{difference:.4f}",
-            f"{bytes_per_number(FORMS[name].activation_dtype or WHOLE):.2f}",
-            f"{bytes_per_number(FORMS[name].gradient_dtype or WHOLE):.2f}",
+            f"{BYTES_PER_NUMBER[FORMS[name].activation_dtype or WHOLE]:.2f}",
+            f"{BYTES_PER_NUMBER[FORMS[name].gradient_dtype or WHOLE]:.2f}",
         )
     console.print(table)
     console.print(machine())

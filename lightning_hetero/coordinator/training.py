@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,7 +38,19 @@ from ..protocol.values import Packer, unpack
 from .answers import check_norms, check_optimizer_state
 from .connections import ConnectedWorker, Connections
 from .layers import RemoteLayers
-from .stages import RemoteStages
+
+
+class Steps(Protocol):
+    """The part of `RemoteStages` that optimizers need.
+
+    Attributes:
+        norms_due: Parameters of the last stage that have received gradients.
+    """
+
+    norms_due: set[str]
+
+    def present_step(self) -> int:
+        """The step that gradients belong to."""
 
 
 class OptimizerParts:
@@ -58,7 +70,7 @@ class OptimizerParts:
         self,
         connections: Connections,
         layers: RemoteLayers,
-        stages: RemoteStages,
+        stages: Steps,
         recorder: Recorder,
     ) -> None:
         self.layers = layers

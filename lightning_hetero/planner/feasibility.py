@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan
@@ -15,6 +15,12 @@ from ..units import in_bytes, in_layers
 from .candidates import Candidate, Costs, Form, forms_for, lightest_form, with_coordinator
 from .costs import WORKER, Holder
 from .profile import ENDS, Profile
+
+
+def as_measured(plan: Plan, profile: Profile) -> Plan:
+    """The plan with the micro-batches of a measured batch, which may have fewer samples."""
+    pieces = min(plan.micro_batches, profile.batch_size or plan.micro_batches)
+    return replace(plan, micro_batches=pieces)
 
 
 def check_plan(plan: Plan, profile: Profile) -> list[str]:

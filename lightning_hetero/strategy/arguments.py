@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -24,8 +25,32 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
+from ..coordinator.whole_batches import BatchOptions
 from ..model.layers import DecoderLayer
+from ..pipeline.microbatch import CutBatch, LossWeighting
 from ..plan import Plan
+
+# Gets a batch, the other arguments of `training_step`, and a function that begins the step again.
+FirstCheck: TypeAlias = Callable[[CutBatch, Sequence[Any], Callable[[], None]], None]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How the user wants batches to be cut.
+
+    Args:
+        micro_batching: ``"step"`` or ``"boundary"``.
+        loss_weighting: How micro-batch losses combine.
+        batches: What the user said of batches.
+    """
+
+    micro_batching: Literal["step", "boundary"]
+    loss_weighting: LossWeighting
+    batches: BatchOptions
+
+    def cuts_step(self, module: pl.LightningModule) -> bool:
+        """Whether ``training_step`` runs once per micro-batch."""
+        return self.micro_batching == "step" and module.automatic_optimization
 
 
 def _is_count(value: Any, least: int) -> bool:

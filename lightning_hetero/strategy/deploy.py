@@ -28,7 +28,7 @@ from ..coordinator.workers import Fleet
 from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..plan import Plan, StagePlan
-from ..planner.feasibility import check_plan
+from ..planner.feasibility import as_measured, check_plan
 from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, even_plan, solve
 from ..planner.verdict import judge, render
@@ -36,8 +36,14 @@ from ..profiler.dry_run import NoSample
 from ..profiler.measure import ProfilingOptions
 from ..profiler.run import ProfilingRun
 from ..transport.deadlines import Deadlines
-from .arguments import autocast_dtype, check_callbacks, check_not_compiled, dropout_seed, scaler_of
-from .training_step import StepOptions
+from .arguments import (
+    StepOptions,
+    autocast_dtype,
+    check_callbacks,
+    check_not_compiled,
+    dropout_seed,
+    scaler_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +168,7 @@ class Site:
                 return None
         self._check(layers)
         imported_for = _all_on_one(workers, layers) if self.may_move else plan
-        coordinator = self.connect(workers_of(plan), layers, imported_for)
+        coordinator = self.connect(plan.workers, layers, imported_for)
         with _closing_on_error(coordinator):
             return self.carry_out(plan, layers, coordinator)
 
@@ -206,7 +212,7 @@ class Site:
         self, plan: Plan, layers: Sequence[DecoderLayer], coordinator: Coordinator
     ) -> Deployment:
         """Send layers to where a plan has them, over connections that are open."""
-        coordinator.serve(workers_of(plan), plan.coordinator_narrowing)
+        coordinator.serve(plan.workers, plan.coordinator_narrowing)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
@@ -303,20 +309,9 @@ class Site:
         )
 
 
-def workers_of(plan: Plan) -> list[str]:
-    """The workers of a plan's stages, in their order."""
-    return [stage.worker for stage in plan.remote_stages]
-
-
 def _all_on_one(workers: Sequence[str], layers: Sequence[DecoderLayer]) -> Plan:
     """A plan whose worker holds all layers, and so imports everything that any worker may need."""
     return Plan([StagePlan(list(workers[:1]), (0, len(layers)))])
-
-
-def as_measured(plan: Plan, profile: Profile) -> Plan:
-    """The plan with the micro-batches of a measured batch, which may have fewer samples."""
-    pieces = min(plan.micro_batches, profile.batch_size or plan.micro_batches)
-    return dataclasses.replace(plan, micro_batches=pieces)
 
 
 def _warn_of_faults(plan: Plan, profile: Profile) -> None:

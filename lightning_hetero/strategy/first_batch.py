@@ -31,7 +31,7 @@ from ..pipeline.microbatch import IGNORED_LABEL, CutBatch, LossWeighting, Sample
 from ..pipeline.results import loss_of
 from ..pipeline.tolerance import coarsest, rounding_of_loss
 from ..profiler.dry_run import no_trace
-from .arguments import autocast_dtype
+from .arguments import FirstCheck, StepOptions, autocast_dtype
 
 # Losses may cancel each other to almost nothing, and so may the numbers within each loss. So an
 # absolute difference below this part of the relative rounding error is rounding too. A loss below
@@ -111,6 +111,20 @@ class _Problem:
 
     text: str
     is_large: bool
+
+
+def first_batch_check(
+    module: pl.LightningModule, deployment: Deployment, options: StepOptions
+) -> FirstCheck | None:
+    """The check of the first batch that is cut; None if the user does not want it."""
+    mode, weighting = options.batches.check, options.loss_weighting
+    if mode == "off":
+        return None
+
+    def check(batch: CutBatch, rest: Sequence[Any], begin_again: Callable[[], None]) -> None:
+        FirstBatchCheck(module, deployment, weighting, rest, begin_again).run(batch, mode)
+
+    return check
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from ..planner.replan import (
     expected_seconds,
     replan,
 )
-from .deploy import workers_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +55,9 @@ def check_move(
         )
     if deployment is None:
         raise ModelError("No layers are on workers, so there are none to move.")
-    workers = workers_of(deployment.plan)
+    workers = deployment.plan.workers
     plan.check(len(deployment.layers), workers)
-    wanted = workers_of(plan)
+    wanted = plan.workers
     if wanted != workers:
         raise PlanError(
             f"Layers move between {workers}, each of which keeps one at least, in this order; the "
@@ -183,7 +182,7 @@ class Watch:
         if expected is not None and recorder is None:
             del expected[COORDINATOR]
         self._watcher = Watcher(expected)
-        self._workers = workers_of(deployment.plan)
+        self._workers = deployment.plan.workers
         # Layers behind the workers run in one action with the head and the loss.
         self._has_first_layers = not deployment.plan.starts_on_worker
         # The reports so far for steps that are not complete.

@@ -35,13 +35,12 @@ from ..pipeline.microbatch import LossWeighting
 from ..pipeline.optimizer import AveragingAction
 from ..plan import Plan
 from ..transport.deadlines import Deadlines
-from .arguments import check_arguments, warn_of_batch_statistics, warn_of_idle_devices
+from .arguments import StepOptions, check_arguments, warn_of_batch_statistics, warn_of_idle_devices
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanChoice, Site
 from .optimizers import clip_by_global_norm, norms_by_name
 from .replan import AtHome, check_move, moves_layers, moving_averages
 from .training_run import Run, TrainingRun, leave_pictures
-from .training_step import StepOptions
 
 
 class HeteroPipelineStrategy(SingleDeviceStrategy):

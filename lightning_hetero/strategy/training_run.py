@@ -37,15 +37,16 @@ from ..model.layers import DecoderLayer
 from ..model.override import stand_in
 from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
 from ..plan import Plan, StagePlan
+from ..planner.feasibility import as_measured
 from ..planner.profile import EMBEDDING, HEAD, Profile
 from ..protocol.messages import Equipment
 from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
 from ..report.topology import Memory, Place, Topology, topology_of, with_profile
-from .arguments import check_precision
-from .deploy import as_measured
+from .arguments import StepOptions, check_precision
+from .first_batch import first_batch_check
 from .optimizers import FollowedZeroGrad, RemoteSteps
 from .replan import Watch
-from .training_step import BatchReader, BatchStep, MicrobatchedStep, StepOptions, WholeBatchStep
+from .training_step import BatchReader, BatchStep, MicrobatchedStep, WholeBatchStep
 
 
 class Run:
@@ -247,8 +248,10 @@ class TrainingRun(Run):
         for each in remote:
             check_precision(plugin, each.optimizer)
         remote_steps = RemoteSteps(plugin, remote, names_of)
-        kind = MicrobatchedStep if options.cuts_step(self._module) else WholeBatchStep
-        return remote_steps, kind(self._module, deployment, options)
+        if not options.cuts_step(self._module):
+            return remote_steps, WholeBatchStep(self._module, deployment, options)
+        check = first_batch_check(self._module, deployment, options)
+        return remote_steps, MicrobatchedStep(self._module, deployment, options, check)
 
 
 def let_callbacks_be_copied(trainer: pl.Trainer) -> ExitStack:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,12 +25,11 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.whole_batches import BatchOptions
 from ..devices.copies import Copies, HostCopy
 from ..errors import BatchError, ModelError
 from ..model.override import stand_in
 from ..pipeline.driver import Driver, MicrobatchStep, StepGradients
-from ..pipeline.microbatch import CutBatch, LossWeighting, LossWeights, SampleFinder, Samples
+from ..pipeline.microbatch import CutBatch, LossWeights, SampleFinder, Samples
 from ..pipeline.recorder import Recorder
 from ..pipeline.results import (
     BatchMetrics,
@@ -40,8 +39,7 @@ from ..pipeline.results import (
     merge_values,
     weighted_mean,
 )
-from .arguments import dropout_seed, scaler_of
-from .first_batch import FirstBatchCheck
+from .arguments import FirstCheck, StepOptions, dropout_seed, scaler_of
 
 
 @dataclass(frozen=True)
@@ -126,25 +124,6 @@ class BatchReader:
         return loaders
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """How the user wants batches to be cut.
-
-    Args:
-        micro_batching: ``"step"`` or ``"boundary"``.
-        loss_weighting: How micro-batch losses combine.
-        batches: What the user said of batches.
-    """
-
-    micro_batching: Literal["step", "boundary"]
-    loss_weighting: LossWeighting
-    batches: BatchOptions
-
-    def cuts_step(self, module: pl.LightningModule) -> bool:
-        """Whether ``training_step`` runs once per micro-batch."""
-        return self.micro_batching == "step" and module.automatic_optimization
-
-
 class BatchStep:
     """The training step of one batch over the stages of a deployment.
 
@@ -201,15 +180,23 @@ class WholeBatchStep(BatchStep):
 
 
 class MicrobatchedStep(BatchStep):
-    """Runs ``training_step`` once per micro-batch and merges the results."""
+    """Runs ``training_step`` once per micro-batch and merges the results.
+
+    Args:
+        check: Checks the first batch that is cut; None if the user does not want that.
+    """
 
     def __init__(
-        self, module: pl.LightningModule, deployment: Deployment, options: StepOptions
+        self,
+        module: pl.LightningModule,
+        deployment: Deployment,
+        options: StepOptions,
+        check: FirstCheck | None,
     ) -> None:
         super().__init__(module, deployment, options)
         coordinator = deployment.coordinator
         self._loss_weighting = options.loss_weighting
-        self._check = options.batches.check
+        self._check = check
         self._copies = coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
@@ -290,16 +277,14 @@ class MicrobatchedStep(BatchStep):
         Returns:
             Whether the step has begun for that.
         """
-        mode = self._check
-        if mode == "off" or len(batch.microbatches) == 1:
+        check = self._check
+        if check is None or len(batch.microbatches) == 1:
             return False
-        self._check = "off"
+        self._check = None
         stages, plan = self._deployment.coordinator.stages, self._deployment.plan
         begin = partial(stages.begin_step, plan.max_in_flight, accumulate)
         begin()
-        again = partial(begin, is_trial=True)
-        check = FirstBatchCheck(self._module, self._deployment, self._loss_weighting, rest, again)
-        check.run(batch, mode)
+        check(batch, rest, partial(begin, is_trial=True))
         return True
 
     def _run_one(

@@ -43,7 +43,7 @@ from ..profiler.dry_run import (
 )
 from ..protocol.tensors import DTYPES
 from ..strategy.arguments import autocast_dtype
-from ..strategy.deploy import Site, workers_of
+from ..strategy.deploy import Site
 
 # The state of the random numbers at the start of each step.
 _SEED = 0
@@ -245,7 +245,7 @@ class Rehearsal:
         return replace(self.plan, stages=stages, micro_batches=min(rows, self.plan.micro_batches))
 
     def _step_away(self, observer: Observer, plan: Plan) -> Observed:
-        names = workers_of(plan)
+        names = plan.workers
         with closing(self.site.connect(names, self.layers, plan)) as coordinator:
             coordinator.serve(names, Narrowing())
             away = {n: layer.module for s in plan.remote_stages for n, layer in self._held(s)}

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from lightning_hetero.pipeline.rule import Action
-from lightning_hetero.pipeline.runner import Result, StageRunner
+from lightning_hetero.pipeline.runner import StageRunner
 
 _run = StageRunner.run
 
@@ -22,7 +22,7 @@ def hold_interpreter(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-def _slow_run(self: StageRunner, action: Action, *rest: Any) -> Result:
+def _slow_run(self: StageRunner, action: Action, *rest: Any) -> Any:
     if action.kind == "F" and action.key.microbatch == 0:
         if self.step == 2:
             time.sleep(float(os.environ.get("SLOW_SECONDS", 0)))
