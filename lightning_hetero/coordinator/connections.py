@@ -36,7 +36,7 @@ from ..protocol.values import SentConstants
 from ..transport.address import Address
 from ..transport.channel import Arrival, Channel, Inbox
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, dial, differences
+from ..transport.handshake import Identity, advice, dial, differences
 
 Wanted = TypeVar("Wanted", bound=m.Message)
 
@@ -87,6 +87,11 @@ class ConnectedWorker:
         """A sentence about the latest activity that the worker told; empty if it told none."""
         activity = self.channel.peer_activity
         return f"The last that is known of {self} is {activity}." if activity else ""
+
+    @property
+    def advice(self) -> str:
+        """A sentence on how to check the way to the worker; empty for a process of this run."""
+        return advice(self.address) if self.name == str(self.address) else ""
 
     def __str__(self) -> str:
         return f"stage {self.stage_index} on {self.name}" + (
@@ -219,10 +224,19 @@ class Connections:
         if isinstance(cause, ProtocolError):
             text = f"{worker} broke the rules {self._when}: {cause}"
         else:
-            text = f"{worker} was lost {self._when}. {cause} {worker.last_known}".rstrip()
+            text = " ".join(
+                each
+                for each in (
+                    f"{worker} was lost {self._when}. {cause}",
+                    worker.last_known,
+                    worker.advice,
+                )
+                if each
+            )
         self._fault = WorkerLost(text)
         self._fault.__cause__ = cause
-        return self._fault
+        # The strategy adds to the error that is raised how to go on.
+        return _copy_of(self._fault)
 
     @contextmanager
     def blaming(self, worker: ConnectedWorker) -> Iterator[None]:
@@ -402,7 +416,7 @@ class Connections:
             f"{words} stage returned a result for {seconds:.0f} s {self._when}, although all "
             f"workers answer heartbeats. {known}".rstrip()
         )
-        return self._fault
+        return _copy_of(self._fault)
 
     def _stage_failed(self, worker: ConnectedWorker, failure: m.Failure) -> StageFailed:
         """The error to raise for a worker whose code raised."""
@@ -428,7 +442,8 @@ class Connections:
         first, second = sorted((reporter, lost), key=lambda worker: worker.stage_index)
         self._fault = LinkLost(
             f"The link between {first} and {second} was lost {self._when}, and both answer the "
-            f"coordinator. {report.reason}"
+            f"coordinator. {report.reason} On the machine of {first.name}, "
+            f"{advice(second.address)}"
         )
         return self._fault
 
@@ -450,8 +465,8 @@ class Connections:
             f"{worker} cannot reach {behind}, and the coordinator reaches both. So the coordinator "
             "forwards what passes between the two: the numbers stay the same, but each activation "
             "and gradient between the two passes through the coordinator's network twice. "
-            "`lightning-hetero doctor` checks the network; a mesh (`lightning-hetero mesh`) lets "
-            f"the two reach each other. The cause: {message.reason}"
+            "A network on which the two reach each other is faster; `lightning-hetero mesh` makes "
+            f"one. The cause, as {worker.name} tells it: {message.reason}"
         )
 
     def _forward(self, source: ConnectedWorker, frame: Frame) -> bool:

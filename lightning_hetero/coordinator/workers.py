@@ -49,6 +49,11 @@ class Fleet:
         self._local: list[LocalWorker] = []
         self._threads_before: int | None = None
 
+    @property
+    def restart(self) -> list[str]:
+        """What the user has to do before another run can use the workers, as words of a list."""
+        return [] if isinstance(self._workers, int) else ["start the worker again"]
+
     def find(self, device: torch.device, deadlines: Deadlines) -> list[str]:
         """The workers' names in plans. With ``"auto"`` it searches for workers once in each run.
 

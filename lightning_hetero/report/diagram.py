@@ -502,6 +502,9 @@ PICTURE_NAME = "architecture"
 PLAN_NAME = "plan.yaml"
 """The file name of a run's plan."""
 
+ERROR_NAME = "error.txt"
+"""The file name of the error of a worker that has ended a run."""
+
 FORMATS: dict[str, Callable[[Topology], bytes]] = {
     ".svg": lambda topology: diagram(topology).encode(),
     ".png": lambda topology: png(diagram(topology)),

@@ -17,13 +17,13 @@ from ..errors import PictureError, PlanError
 from ..plan import Plan
 from ..units import in_percent
 from .charts import Curve
-from .diagram import PICTURE_NAME, PLAN_NAME
+from .diagram import ERROR_NAME, PICTURE_NAME, PLAN_NAME
 
 TOPOLOGY = f"{PICTURE_NAME}.svg"
 METRICS = "metrics.csv"
 TIMELINE = "timeline.json"
 TIMELINE_PICTURE = "timeline.svg"
-FILES = (METRICS, TOPOLOGY, TIMELINE, TIMELINE_PICTURE, PLAN_NAME)
+FILES = (METRICS, TOPOLOGY, TIMELINE, TIMELINE_PICTURE, PLAN_NAME, ERROR_NAME)
 
 Found = TypeVar("Found")
 
@@ -83,6 +83,7 @@ class RunRecord:
         topology: The markup of the topology's picture.
         timeline: The markup of the timeline's picture.
         recorded: The steps and stages in the timeline.
+        error: The error of a worker that has ended the run; None if there is none.
         problems: A sentence for each file that cannot be read.
     """
 
@@ -92,6 +93,7 @@ class RunRecord:
     topology: str | None = None
     timeline: str | None = None
     recorded: Recorded = field(default_factory=Recorded)
+    error: str | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -153,6 +155,7 @@ def read_run(folder: Path) -> RunRecord:
         topology=read(TOPOLOGY, _text),
         timeline=read(TIMELINE_PICTURE, _text),
         recorded=read(TIMELINE, _recorded) or Recorded(),
+        error=read(ERROR_NAME, _text),
         problems=problems,
     )
 
@@ -222,7 +225,12 @@ _FASTER_LINKS = (
 
 
 def findings(record: RunRecord) -> list[str]:
-    """Sentences on what stands out in a run; a single sentence if nothing does."""
+    """Sentences on what stands out in a run, its error first; a single sentence if nothing does."""
+    ended = [] if record.error is None else [f"The run ended early. {record.error.strip()}"]
+    return ended + _measured_findings(record)
+
+
+def _measured_findings(record: RunRecord) -> list[str]:
     found = [
         *_of_loss(record),
         *_of_balance(record),

@@ -25,7 +25,7 @@ from ..coordinator.deployment import Deployment, check_is_whole
 from ..coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from ..coordinator.workers import Fleet
 from ..devices.main_memory import share_one_arena
-from ..errors import ModelError
+from ..errors import ModelError, WeightsLost, WorkerError, WorkerLost
 from ..model.allowed_imports import refuse_training_in_worker
 from ..model.four_bit import accepting_states, keep_layout
 from ..model.half_layers import cut_layers, join_layers
@@ -40,7 +40,7 @@ from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanChoice, Site
 from .optimizers import clip_by_global_norm, norms_by_name
 from .replan import AtHome, check_move, moves_layers, moving_averages
-from .training_run import Run, TrainingRun, leave_pictures
+from .training_run import Run, TrainingRun, leave_error, leave_pictures
 
 
 class HeteroPipelineStrategy(SingleDeviceStrategy):
@@ -348,6 +348,11 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self.deployment is not None:
             self.deployment.abort()
+        if isinstance(exception, WorkerLost) and not isinstance(exception, WeightsLost):
+            steps = [*self._fleet.restart, "build the module anew", "and " + self._remedy()]
+            exception.args = (f"{exception} To go on: {', '.join(steps)}.",)
+        if isinstance(exception, WorkerError):
+            leave_error(self._module().trainer, exception)
         super().on_exception(exception)
 
     @override

@@ -40,7 +40,7 @@ from ..plan import Plan, StagePlan
 from ..planner.feasibility import as_measured
 from ..planner.profile import EMBEDDING, HEAD, Profile
 from ..protocol.messages import Equipment
-from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
+from ..report.diagram import ERROR_NAME, PICTURE_NAME, PLAN_NAME, picture_for
 from ..report.topology import Memory, Place, Topology, topology_of, with_profile
 from .arguments import StepOptions, check_precision
 from .first_batch import first_batch_check
@@ -304,9 +304,33 @@ def leave_pictures(
     if folder is None or deployment is None or trainer.state.fn != TrainerFn.FITTING:
         return
     try:
+        _forget_error(folder)
         _write(folder, deployment, topology_here(trainer.lightning_module, deployment, profile))
     except (HeteroError, OSError, ValueError) as error:
         logger.warning("The topology of this run is not drawn: %s", error)
+
+
+@rank_zero_only
+def leave_error(trainer: pl.Trainer, error: HeteroError) -> None:
+    """Write beside the logs of a training run the error that has ended it, for its report."""
+    folder = run_folder(trainer)
+    if folder is None or trainer.state.fn != TrainerFn.FITTING:
+        return
+    text, _, _traceback = str(error).partition("\n\n")
+    try:
+        files = get_filesystem(folder)
+        files.makedirs(folder, exist_ok=True)
+        with files.open(os.path.join(folder, ERROR_NAME), "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except (OSError, ValueError) as problem:
+        logger.warning("The error of this run is not kept for its report: %s", problem)
+
+
+def _forget_error(folder: str) -> None:
+    """Remove the error of an earlier run in the same folder."""
+    files, path = get_filesystem(folder), os.path.join(folder, ERROR_NAME)
+    if files.exists(path):
+        files.rm(path)
 
 
 def run_folder(trainer: pl.Trainer) -> str | None:

@@ -5,6 +5,8 @@ The second half are rules without I/O: whether two ends can work together.
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import time
 from contextlib import ExitStack
@@ -63,7 +65,21 @@ def listen(address: Address, credentials: Credentials | None = None) -> socket.s
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         return socket.create_server((address.host, address.port), family=family)
     except OSError as error:
-        raise WorkerError(f"Cannot listen on {address}: {error}.") from error
+        raise WorkerError(_why_not_listening(address, error)) from error
+
+
+def _why_not_listening(address: Address, error: OSError) -> str:
+    free = Address(address.host, 0)
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"Cannot listen on {address}: another process uses this port. Choose another one with "
+            f"`--listen`, such as `--listen {free}` for any free port, or end that process."
+        )
+    reason = str(error) if error.errno is None else os.strerror(error.errno)
+    return (
+        f"Cannot listen on {address}: {reason}. Choose an address of this machine and a port with "
+        "`--listen HOST:PORT`."
+    )
 
 
 def address_of(listener: socket.socket) -> Address:
@@ -84,6 +100,24 @@ def dial(
     Raises:
         WorkerUnreachable: If no worker answers there, or one end refuses the other.
     """
+    try:
+        return _dial(address, role, session_name, deadlines, identity)
+    except WorkerUnreachable as error:
+        raise WorkerUnreachable(f"{error} {advice(address)}") from error
+
+
+def advice(address: Address) -> str:
+    """A sentence on how to find the cause, for every error of a connection to a worker."""
+    return f"`lightning-hetero doctor {address}` checks each hop of the way there."
+
+
+def _dial(
+    address: Address,
+    role: Role,
+    session_name: str,
+    deadlines: Deadlines,
+    identity: Identity,
+) -> tuple[Channel, m.Welcome]:
     if identity.credentials is None and not address.is_loopback:
         raise WorkerUnreachable(
             f"The worker at {address} is on another machine, which takes a token: make one with "
@@ -137,6 +171,11 @@ def _connect(address: Address, deadlines: Deadlines) -> SocketConnection:
         host_and_port = (address.host, address.port)
         connected = socket.create_connection(host_and_port, deadlines.connect_seconds)
         prepare_socket(connected)
+    except socket.gaierror as error:
+        raise WorkerUnreachable(
+            f"The host name {address.host!r} of {address} cannot be resolved on this machine: "
+            f"{error.strerror}. Check how it is written, or write the worker's IP address."
+        ) from error
     except OSError as error:
         raise WorkerUnreachable(
             f"No worker answers at {address}: {error}. Is `lightning-hetero worker --listen "

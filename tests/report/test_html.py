@@ -66,6 +66,17 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_error_that_ended_a_run_comes_first(run: Path) -> None:
+    assert not any("ended early" in finding for finding in findings(read_run(run)))
+    (run / "error.txt").write_text("stage 1 on strix.local:9999 was lost in step 3. <It died.>\n")
+    found = findings(read_run(run))
+    assert found[0] == (
+        "The run ended early. stage 1 on strix.local:9999 was lost in step 3. <It died.>"
+    )
+    assert len(found) > 1
+    assert "&lt;It died.&gt;" in report(read_run(run))
+
+
 class Reader(HTMLParser):
     """The words, the addresses and the elements of a page."""
 
