@@ -152,8 +152,7 @@ class NeighborLost(StageReport, frozen=True):
 
 
 class NeighborUnreachable(Message, frozen=True):
-    """The stage cannot reach its downstream neighbor: the coordinator must forward what passes
-    between the two."""
+    """The stage cannot reach its downstream neighbor; the coordinator has to forward."""
 
     said = by(Speaker.WORKER, State.SERVING)
     reason: Text
@@ -214,11 +213,8 @@ class PrepareLayers(IdleRequest, frozen=True):
 
 
 class MeasureLink(IdleRequest, frozen=True):
-    """Measure the link to another worker of the run, in both directions.
-
-    ``address`` and ``session`` mean what ``downstream_address`` and ``downstream_session`` mean in
-    `Deploy`.
-    """
+    """Measure the link to another worker of the run, in both directions; the fields that name the
+    worker mean what those of the downstream neighbor mean in `Deploy`."""
 
     requests = "measuring a link"
     address: Name

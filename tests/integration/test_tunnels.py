@@ -31,8 +31,7 @@ from ..equality import assert_close, differing, weights_of
 from ..faults.relay import relay_to
 from ..models import TinyModule, fit
 from .namespaces import new_host, reason_against_hosts
-from .test_exactness import NUM_PIECES, TwiceModule, plan_over
-from .yardstick import NUM_LAYERS, accumulated_run, train
+from .yardstick import NUM_LAYERS, NUM_PIECES, TwiceModule, accumulated_run, plan_over, train
 
 FORWARDED = "cannot reach .*the coordinator forwards what passes between the two"
 
