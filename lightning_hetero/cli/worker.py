@@ -7,14 +7,17 @@ can print a file with which the system starts it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -28,7 +31,7 @@ from ..pipeline.stage_layers import KeptTensors
 from ..transport.address import Address
 from ..transport.handshake import address_of, listen
 from ..transport.tls import Credentials, credentials_of
-from ..transport.token import FILE_VARIABLE, find_token_file
+from ..transport.token import FILE_VARIABLE, Token, find_token_file
 from ..worker.owner import Owner, RunRecord
 from ..worker.supervisor import Place, Supervisor, serve_one_session, serve_one_session_anew
 from ..worker.worker import Worker
@@ -46,10 +49,14 @@ def run(options: argparse.Namespace) -> None:
     )
     is_own = options.listen_fd is None
     token_file = find_token_file(options.token_file) if is_own else None
-    credentials = credentials_of(token_file)
-    make_worker = partial(_worker, options, credentials)
     if options.place is not None:
-        serve_one_session_anew(make_worker, _say_when_it_ends, Place.parse(options.place))
+        make_for = partial(_maker, options, token_file)
+        serve_one_session_anew(make_for, _say_when_it_ends, Place.parse(options.place))
+    secret = (
+        sys.stdin.buffer.readline().decode("ascii", "replace") if options.stop_with_stdin else ""
+    )
+    credentials = _credentials(token_file, secret)
+    make_worker = partial(_worker, options, credentials)
     if is_own:
         listener = listen(options.listen, credentials)
     else:
@@ -60,9 +67,11 @@ def run(options: argparse.Namespace) -> None:
         _command_at,
         forks=options.sessions == "fork",
         stops_with_stdin=options.stop_with_stdin,
+        secret=secret,
     )
     peers = "processes on this machine" if token_file is None else f"holders of {token_file}"
-    saying = _Saying(supervisor, address_of(listener), peers)
+    on_listening = _tell_ready if options.stop_with_stdin else None
+    saying = _Saying(supervisor, address_of(listener), peers, on_listening)
     with announced_worker(options.announce, address_of(listener), token_file):
         supervisor.serve_forever(saying.on_ready, saying.on_signal)
 
@@ -106,10 +115,17 @@ def _unit(options: argparse.Namespace) -> str:
 class _Saying:
     """Tells the owner what the worker does, and passes the owner's signals on."""
 
-    def __init__(self, supervisor: Supervisor, where: Address, peers: str) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        where: Address,
+        peers: str,
+        on_listening: Callable[[], None] | None,
+    ) -> None:
         self._supervisor = supervisor
         self._where = where
         self._peers = peers
+        self._on_listening = on_listening
         self._is_first = True
 
     def on_ready(self, device: str) -> None:
@@ -119,6 +135,8 @@ class _Saying:
             logger.info(
                 "listening on %s, computing on %s, for %s", self._where, device, self._peers
             )
+            if self._on_listening is not None:
+                self._on_listening()
         self._is_first = False
 
     def on_signal(self, number: int) -> None:
@@ -161,6 +179,35 @@ def line_of(record: RunRecord, ended_at: str) -> Text:
         style="green" if is_good else "yellow",
     )
     return text
+
+
+def _maker(
+    options: argparse.Namespace, token_file: Path | None, secret: str
+) -> Callable[[Place, KeptTensors], Worker]:
+    """Make a function that makes the worker of a session, for the secret of the run."""
+    return partial(_worker, options, _credentials(token_file, secret))
+
+
+def _credentials(token_file: Path | None, secret: str) -> Credentials | None:
+    """The credentials for the token that the strategy has sent to its local worker, if it has.
+
+    Raises:
+        HeteroError: If the text is no token.
+    """
+    if not secret:
+        return credentials_of(token_file)
+    try:
+        return Credentials(Token.from_text(secret))
+    except ValueError as error:
+        raise HeteroError(
+            f"The first line of the standard input must be the token of the run, and {error}."
+        ) from None
+
+
+def _tell_ready() -> None:
+    # If the parent process has ended meanwhile, this process ends too.
+    with contextlib.suppress(OSError):
+        os.write(sys.stdin.fileno(), b"\n")
 
 
 def _torch_device(name: str) -> torch.device:

@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from ..errors import (
@@ -35,12 +36,20 @@ from ..protocol.values import SentConstants
 from ..transport.address import Address
 from ..transport.channel import Arrival, Channel, Inbox
 from ..transport.deadlines import Deadlines
-from ..transport.handshake import Identity, dial, differences
+from ..transport.handshake import Identity, advice, dial, differences
 
 Wanted = TypeVar("Wanted", bound=m.Message)
 
 # Takes a message that answers no request.
 Aside = Callable[["ConnectedWorker", Any], None]
+
+# How often a wait looks whether this process is to end.
+_LOOK_AROUND_SECONDS = 1.0
+
+# Frames that may wait to be forwarded to one worker: so many for each micro-batch in flight, and
+# some more for forwards without gradients. An honest worker stays far below.
+_MOST_FORWARDED_EACH = 4
+_MOST_FORWARDED = 64
 
 
 @dataclass(eq=False)
@@ -49,6 +58,8 @@ class ConnectedWorker:
 
     Attributes:
         stage_index: The stage that it serves, or is about to.
+        session: The name of the conversation, by which a neighbor shows that it means this worker.
+        forwarded_to: The worker that each kind of its messages is forwarded to.
         num_unanswered: Requests whose ``Done`` has not come: more than one after an interruption.
         is_paused: Whether its owner keeps the device for another use at present.
     """
@@ -58,6 +69,8 @@ class ConnectedWorker:
     address: Address
     channel: Channel
     equipment: m.Equipment
+    session: str
+    forwarded_to: dict[type, ConnectedWorker] = field(default_factory=dict)
     constants: SentConstants = field(default_factory=SentConstants)
     # The thread that writes to the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -74,6 +87,11 @@ class ConnectedWorker:
         """A sentence about the latest activity that the worker told; empty if it told none."""
         activity = self.channel.peer_activity
         return f"The last that is known of {self} is {activity}." if activity else ""
+
+    @property
+    def advice(self) -> str:
+        """A sentence on how to check the way to the worker; empty for a process of this run."""
+        return advice(self.address) if self.name == str(self.address) else ""
 
     def __str__(self) -> str:
         return f"stage {self.stage_index} on {self.name}" + (
@@ -95,8 +113,10 @@ class Connections:
         deadlines: As given.
         equipment: The equipment of this process, as it told the workers.
         step: The number of the present step; 0 before the first one.
+        in_flight: The most micro-batches in flight in the present step.
         asides: Takes messages that answer no request, by their kind.
         has_torn_step: Whether a worker has failed inside an optimizer step.
+        is_ending: Tells whether SIGTERM has asked this process to end.
 
     Raises:
         WorkerUnreachable: If a worker does not answer or refuses.
@@ -113,17 +133,26 @@ class Connections:
         self.deadlines = deadlines
         self.workers: list[ConnectedWorker] = []
         self.step = 0
-        self.asides: dict[type, Aside] = {m.Paused: self._on_paused, m.Resumed: self._on_resumed}
+        self.in_flight = 1
+        self.asides: dict[type, Aside] = {
+            m.Paused: self._on_paused,
+            m.Resumed: self._on_resumed,
+            m.NeighborUnreachable: self._on_neighbor_unreachable,
+        }
         self.has_torn_step = False
+        self.is_ending: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
         self._fault: WorkerError | None = None
-        session_name = secrets.token_hex(16)
+        run = secrets.token_hex(4)
         try:
             for stage_index, (name, address) in enumerate(workers, start=1):
-                channel, welcome = dial(address, "coordinator", session_name, deadlines, identity)
+                # Each worker has a name of its own, so that a neighbor that reaches another worker
+                # than the right one, or itself, is refused.
+                session = run + secrets.token_hex(16)
+                channel, welcome = dial(address, "coordinator", session, deadlines, identity)
                 channel.start(self._inbox, receive_pool())
                 theirs = welcome.equipment
-                worker = ConnectedWorker(stage_index, name, address, channel, theirs)
+                worker = ConnectedWorker(stage_index, name, address, channel, theirs, session)
                 self.workers.append(worker)
                 if found := differences(identity.equipment, theirs):
                     rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
@@ -195,10 +224,19 @@ class Connections:
         if isinstance(cause, ProtocolError):
             text = f"{worker} broke the rules {self._when}: {cause}"
         else:
-            text = f"{worker} was lost {self._when}. {cause} {worker.last_known}".rstrip()
+            text = " ".join(
+                each
+                for each in (
+                    f"{worker} was lost {self._when}. {cause}",
+                    worker.last_known,
+                    worker.advice,
+                )
+                if each
+            )
         self._fault = WorkerLost(text)
         self._fault.__cause__ = cause
-        return self._fault
+        # The strategy adds to the error that is raised how to go on.
+        return _copy_of(self._fault)
 
     @contextmanager
     def blaming(self, worker: ConnectedWorker) -> Iterator[None]:
@@ -351,21 +389,34 @@ class Connections:
     def _next_arrival(self, patience_seconds: float) -> Arrival:
         """Wait for the next arrival, without a limit while an owner pauses a worker.
 
+        Lightning only notes SIGTERM, for the end of the batch. A batch that waits for a worker may
+        have no end, so nothing arrives for long after the signal.
+
         Raises:
             WorkerLost: If nothing arrives in time.
         """
+        look_seconds = min(patience_seconds, _LOOK_AROUND_SECONDS, self.deadlines.leave_seconds)
+        waited_seconds = ending_seconds = 0.0
         while True:
             try:
-                return self._inbox.get(timeout=patience_seconds)
+                return self._inbox.get(timeout=look_seconds)
             except Empty:
-                if any(worker.is_paused for worker in self.workers):
-                    continue
-            known = " ".join(worker.last_known for worker in self.workers)
-            self._fault = WorkerLost(
-                f"No stage returned a result for {patience_seconds:.0f} s {self._when}, although "
-                f"all workers answer heartbeats. {known}"
-            )
-            raise self._fault
+                waited_seconds += look_seconds
+                ending_seconds += look_seconds if self.is_ending() else 0.0
+            if ending_seconds >= self.deadlines.leave_seconds:
+                raise self._give_up("SIGTERM asks this process to end, and no", ending_seconds)
+            is_paused = any(worker.is_paused for worker in self.workers)
+            if waited_seconds >= patience_seconds and not is_paused:
+                raise self._give_up("No", waited_seconds)
+
+    def _give_up(self, words: str, seconds: float) -> WorkerError:
+        """Note that workers do not answer; the caller must raise the error that is returned."""
+        known = " ".join(worker.last_known for worker in self.workers)
+        self._fault = WorkerLost(
+            f"{words} stage returned a result for {seconds:.0f} s {self._when}, although all "
+            f"workers answer heartbeats. {known}".rstrip()
+        )
+        return _copy_of(self._fault)
 
     def _stage_failed(self, worker: ConnectedWorker, failure: m.Failure) -> StageFailed:
         """The error to raise for a worker whose code raised."""
@@ -391,9 +442,40 @@ class Connections:
         first, second = sorted((reporter, lost), key=lambda worker: worker.stage_index)
         self._fault = LinkLost(
             f"The link between {first} and {second} was lost {self._when}, and both answer the "
-            f"coordinator. {report.reason}"
+            f"coordinator. {report.reason} On the machine of {first.name}, "
+            f"{advice(second.address)}"
         )
         return self._fault
+
+    def _on_neighbor_unreachable(
+        self, worker: ConnectedWorker, message: m.NeighborUnreachable
+    ) -> None:
+        """Forward from now on what passes between a worker and its downstream neighbor."""
+        behind = next((w for w in self.workers if w.stage_index == worker.stage_index + 1), None)
+        if behind is None:
+            wrong = f"It misses stage {worker.stage_index + 1}, which does not exist."
+            raise self.lose(worker, RemoteProtocolError(wrong))
+        for source, kind, target in (
+            (worker, m.Activation, behind),
+            (behind, m.Gradient, worker),
+        ):
+            source.forwarded_to[kind] = target
+            source.channel.forward = partial(self._forward, source)
+        rank_zero_warn(
+            f"{worker} cannot reach {behind}, and the coordinator reaches both. So the coordinator "
+            "forwards what passes between the two: the numbers stay the same, but each activation "
+            "and gradient between the two passes through the coordinator's network twice. "
+            "A network on which the two reach each other is faster; `lightning-hetero mesh` makes "
+            f"one. The cause, as {worker.name} tells it: {message.reason}"
+        )
+
+    def _forward(self, source: ConnectedWorker, frame: Frame) -> bool:
+        """Forward a frame of a worker, in the thread that has read it; false if it is for us."""
+        target = source.forwarded_to.get(type(frame.message))
+        if target is not None:
+            most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self.in_flight
+            target.channel.pass_on(frame, most_queued)
+        return target is not None
 
     def _end_of(self, lost: ConnectedWorker) -> HeteroError:
         """The error that ended a worker's channel; other arrivals go back into the inbox."""

@@ -89,15 +89,16 @@ class RemoteStage:
         if lacks:
             raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
 
-    def deploy_message(self, stage_index: int, downstream_address: str) -> m.Deploy:
-        """The request to build the stage; the last stage has an empty downstream address."""
+    def deploy_message(self, stage_index: int, downstream: ConnectedWorker | None) -> m.Deploy:
+        """The request to build the stage; the last stage has no downstream neighbor."""
         return m.Deploy(
             stage_index=stage_index,
             recipe=self.recipe.to_json(),
             parameters=describe_parameters(self.layers, self.tensor_dtypes),
             recompute=self.recompute,
             seed=self.seed,
-            downstream_address=downstream_address,
+            downstream_address="" if downstream is None else str(downstream.address),
+            downstream_session="" if downstream is None else downstream.session,
             dtype=self.dtype,
             activation_dtype=self.narrowing.activation_dtype,
             gradient_dtype=self.narrowing.gradient_dtype,
@@ -422,7 +423,7 @@ class RemoteLayers:
         for worker, stage in stage_of.items():
             stage.check_can_be_held(worker)
         # The last stage has no neighbor downstream; a plan without workers has no stage at all.
-        downstreams = [*(str(worker.address) for worker in workers[1:]), ""]
+        downstreams = [*workers[1:], None]
         for (worker, stage), downstream in zip(stage_of.items(), downstreams, strict=False):
             self._connections.send(worker, stage.deploy_message(worker.stage_index, downstream))
         for worker, name in send_all(list(starmap(load_of, stage_of.items())), self._receive):

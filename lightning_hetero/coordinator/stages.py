@@ -132,6 +132,7 @@ class RemoteStages:
         connections.check_linked()
         self.copies.keep_for(max_in_flight)
         connections.step += 1
+        connections.in_flight = max_in_flight
         self.dropout_step += not is_trial
         self._recorder.begin_step()
         self._due = DueAnswers()

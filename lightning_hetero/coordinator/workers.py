@@ -49,6 +49,11 @@ class Fleet:
         self._local: list[LocalWorker] = []
         self._threads_before: int | None = None
 
+    @property
+    def restart(self) -> list[str]:
+        """What the user has to do before another run can use the workers, as words of a list."""
+        return [] if isinstance(self._workers, int) else ["start the worker again"]
+
     def find(self, device: torch.device, deadlines: Deadlines) -> list[str]:
         """The workers' names in plans. With ``"auto"`` it searches for workers once in each run.
 
@@ -84,6 +89,9 @@ class Fleet:
         if isinstance(self._workers, int):
             if names and not self._local:
                 self._start(self._workers, imports)
+            for worker in self._local:
+                worker.wait_until_ready()
+                identity = dataclasses.replace(identity, credentials=worker.credentials)
             addresses = {worker.name: worker.address for worker in self._local}
             seconds = max(deadlines.connect_seconds, START_SECONDS)
             deadlines = dataclasses.replace(deadlines, connect_seconds=seconds)

@@ -1,7 +1,9 @@
 """Local worker processes: they start with a listening socket of this process and end with it.
 
-A worker's standard input is a pipe that only this process holds. When this process ends, by a
-return, an exception or kill -9, the pipe closes and the worker exits, so no orphan is left.
+A worker's standard input is one end of a pair of sockets, the leash, whose other end only this
+process holds. Over the leash the worker gets the run's token, which keeps other users of the
+machine out, and tells when it is ready. When this process ends, by a return, an exception or kill
+-9, the leash closes and the worker exits, so no orphan is left.
 """
 
 from __future__ import annotations
@@ -9,36 +11,97 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import WorkerError
 from ..model.allowed_imports import Allowed
 from ..transport.address import Address
 from ..transport.deadlines import Deadlines
 from ..transport.handshake import address_of, listen
+from ..transport.tls import Credentials
+from ..transport.token import Token
 
 logger = logging.getLogger(__name__)
 
-# Importing torch takes seconds, and many on a busy machine. A process that dies is noticed sooner:
-# its socket closes with it.
+# Importing torch takes seconds of computing, and minutes on a busy machine. A worker that computes
+# nothing for so long does not import any more.
 START_SECONDS = 60.0
+# How often a wait for a worker looks at its process.
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class LocalWorker:
-    """A worker process on this machine."""
+    """A worker process on this machine.
+
+    Args:
+        name: Its name in plans.
+        address: Where it listens.
+        process: The process.
+        leash: This process's end of the worker's standard input.
+        credentials: Prove that a process has the token of this run.
+    """
 
     name: str
     address: Address
     process: subprocess.Popen[bytes]
+    leash: socket.socket
+    credentials: Credentials
+
+    def wait_until_ready(
+        self,
+        idle_seconds: float = START_SECONDS,
+        cpu_seconds: Callable[[int], float | None] | None = None,
+    ) -> None:
+        """Wait until the worker has imported its libraries, however long the machine needs.
+
+        Args:
+            idle_seconds: How long the process may start without computing anything.
+            cpu_seconds: Returns the processor time of a process; None where it is unknown.
+
+        Raises:
+            WorkerError: If the process ends, or computes nothing for too long.
+        """
+        find = cpu_seconds or cpu_seconds_of
+        self.leash.settimeout(min(_LOOK_SECONDS, idle_seconds))
+        used_seconds, since = find(self.process.pid), time.monotonic()
+        while (is_ready := self._hears()) is None:
+            before, used_seconds = used_seconds, find(self.process.pid)
+            if used_seconds is None or used_seconds != before:
+                since = time.monotonic()
+            elif time.monotonic() - since > idle_seconds:
+                raise WorkerError(
+                    f"The local worker {self.name} (process {self.process.pid}) hangs while it "
+                    f"starts: it has computed nothing for {idle_seconds:.0f} s. Look at what it "
+                    "waits for, such as a network drive with the libraries, and start again."
+                )
+        if not is_ready:
+            raise WorkerError(
+                f"The local worker {self.name} (process {self.process.pid}) ended while it "
+                "started; what it printed says why."
+            )
+
+    def _hears(self) -> bool | None:
+        """Whether the worker says that it is ready; None if it is silent, false if it is gone."""
+        try:
+            return bool(self.leash.recv(1))
+        except TimeoutError:
+            return None
+        except OSError:
+            return False
 
     def tell_to_end(self) -> None:
         """Ask the process to end; `stop` waits for it."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
+        # A forked process, such as one of a data loader, may hold a copy of the leash.
+        with contextlib.suppress(OSError):
+            self.leash.shutdown(socket.SHUT_RDWR)
+        self.leash.close()
 
     def stop(self, patience_seconds: float) -> None:
         """End the process; kill it if it does not end in time."""
@@ -61,16 +124,23 @@ def start_local_workers(
 ) -> list[LocalWorker]:
     """Start worker processes on free loopback ports, with this many compute threads each.
 
-    They search for modules where this process does, but import only allowed ones for layers: other
-    users of this machine can reach their ports too.
+    They search for modules where this process does, but import only allowed ones for layers. Other
+    users of this machine can reach their ports, so they serve only processes with a new token,
+    which this process and the workers alone know. They are not ready yet; see `wait_until_ready`.
 
     Raises:
         WorkerError: If a process cannot be started; the others are ended then.
     """
     workers: list[LocalWorker] = []
+    token = Token.new()
+    credentials = Credentials(token)
     try:
         for name in local_worker_names(count):
-            workers.append(_start(name, threads, allowed or Allowed()))
+            listener = listen(Address("127.0.0.1", 0))
+            where = address_of(listener)
+            process, leash = _start(name, listener, threads, allowed or Allowed())
+            workers.append(LocalWorker(name, where, process, leash, credentials))
+            leash.sendall(token.to_text().encode() + b"\n")
     except BaseException:
         stop_local_workers(workers)
         raise
@@ -85,26 +155,41 @@ def stop_local_workers(workers: list[LocalWorker], deadlines: Deadlines | None =
         worker.stop((deadlines or Deadlines()).stop_seconds)
 
 
-def _start(name: str, threads: int, allowed: Allowed) -> LocalWorker:
-    listener = listen(Address("127.0.0.1", 0))
+def cpu_seconds_of(pid: int) -> float | None:
+    """The processor time that a process has used; None where the system has no `/proc`."""
+    try:
+        # The command's name, in brackets, may hold spaces and brackets.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    ticks = int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _start(
+    name: str, listener: socket.socket, threads: int, allowed: Allowed
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process that listens; returns the process and this process's end of its leash."""
     command = [sys.executable, "-m", "lightning_hetero", "worker"]
     command += ["--listen", str(address_of(listener)), "--listen-fd", str(listener.fileno())]
     command += ["--threads", str(threads), "--log-level", "WARNING", "--stop-with-stdin"]
     command += [f"--allow={package}" for package in allowed.packages]
     command += ["--script", *allowed.script] if allowed.script else []
-    with listener:
+    leash, its_end = socket.socketpair()
+    with listener, its_end:
         try:
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and our own module
                 command,
-                stdin=subprocess.PIPE,
+                stdin=its_end.fileno(),
                 pass_fds=[listener.fileno()],
                 # Ctrl-C reaches only the coordinator, which then ends its workers in order.
                 start_new_session=True,
                 env={**os.environ, **_same_search_path(), "OMP_NUM_THREADS": str(threads)},
             )
         except OSError as error:
+            leash.close()
             raise WorkerError(f"The local worker {name} cannot be started: {error}.") from error
-        return LocalWorker(name, address_of(listener), process)
+    return process, leash
 
 
 def _same_search_path() -> dict[str, str]:

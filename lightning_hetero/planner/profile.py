@@ -385,6 +385,14 @@ def _refuse_twice(keys: Iterable[Any], what: str) -> None:
         seen.add(key)
 
 
+def in_series(first: Link, second: Link) -> Link:
+    """The link over two links: each transfer goes over the first one as a whole, then over the
+    second one."""
+    seconds_per_byte = 1 / first.bytes_per_second + 1 / second.bytes_per_second
+    latency_seconds = first.latency_seconds + second.latency_seconds
+    return Link(first.source, second.target, latency_seconds, 1 / seconds_per_byte)
+
+
 def fit_link(source: str, target: str, round_trips: Sequence[RoundTrip]) -> Link:
     """Fit latency and bandwidth to the median round trips of the smallest and largest transfers.
 

@@ -28,6 +28,7 @@ from ..planner.profile import (
     Profile,
     Timing,
     fit_link,
+    in_series,
 )
 from ..protocol import messages as m
 from ..protocol.frames import Content
@@ -190,16 +191,31 @@ def measure_links(
     seconds: float,
     tick: Tick,
 ) -> Iterator[Link]:
-    """Both directions of each pair, one pair after the other so that none slows another."""
+    """Both directions of each pair, one pair after the other so that none slows another.
+
+    The link of two workers that cannot reach each other is the way over the coordinator.
+    """
     for first, second in pairs:
         patience_seconds = seconds / len(pairs)
-        if first == COORDINATOR:
-            found = _link_from_here(connections, second, patience_seconds)
-        else:
-            found = _link_between(connections, first, second, patience_seconds)
+        found = (
+            _link_from_here(connections, second, patience_seconds)
+            if first == COORDINATOR
+            else _link_between(connections, first, second, patience_seconds)
+        )
         tick()
-        yield fit_link(first, second, [(s.num_bytes, s.seconds) for s in found.there])
-        yield fit_link(second, first, [(s.num_bytes, s.seconds) for s in found.back])
+        if found is not None:
+            yield from _fitted(first, second, found)
+            continue
+        leg_seconds = patience_seconds / 2
+        first_leg = _fitted(COORDINATOR, first, _link_from_here(connections, first, leg_seconds))
+        second_leg = _fitted(COORDINATOR, second, _link_from_here(connections, second, leg_seconds))
+        yield in_series(first_leg[1], second_leg[0])
+        yield in_series(second_leg[1], first_leg[0])
+
+
+def _fitted(first: str, second: str, found: m.LinkMeasured) -> tuple[Link, Link]:
+    there = fit_link(first, second, [(s.num_bytes, s.seconds) for s in found.there])
+    return there, fit_link(second, first, [(s.num_bytes, s.seconds) for s in found.back])
 
 
 def _link_from_here(connections: Connections, name: str, patience_seconds: float) -> m.LinkMeasured:
@@ -216,10 +232,14 @@ def _link_from_here(connections: Connections, name: str, patience_seconds: float
 
 def _link_between(
     connections: Connections, first: str, second: str, patience_seconds: float
-) -> m.LinkMeasured:
-    address = str(connections.named(second).address)
-    connections.send(connections.named(first), m.MeasureLink(address, patience_seconds))
+) -> m.LinkMeasured | None:
+    """The link between two workers; None if they cannot reach each other."""
+    other = connections.named(second)
+    request = m.MeasureLink(str(other.address), other.session, patience_seconds)
+    connections.send(connections.named(first), request)
     _, frame = connections.receive()
+    if isinstance(frame.message, m.NotMeasured) and frame.message.is_unreachable:
+        return None
     if isinstance(frame.message, m.NotMeasured):
         raise failure(
             f"{first} could not measure its link to {second}, which may become its neighbor",

@@ -45,7 +45,7 @@ from .values import LayerArguments as LayerArguments
 from .values import Slot, Value
 
 # Every frame carries it. It grows when a message changes that conversations need after Hello.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -155,6 +155,13 @@ class NeighborLost(StageReport, Words, frozen=True):
     reason: Text
 
 
+class NeighborUnreachable(Message, frozen=True):
+    """The stage cannot reach its downstream neighbor; the coordinator has to forward."""
+
+    said = by(Speaker.WORKER, State.SERVING)
+    reason: Text
+
+
 class Paused(Message, frozen=True):
     """The worker's owner wants the device: the worker computes nothing until `Resumed`."""
 
@@ -210,10 +217,12 @@ class PrepareLayers(IdleRequest, frozen=True):
 
 
 class MeasureLink(IdleRequest, frozen=True):
-    """Measure the link to another worker of the session, in both directions."""
+    """Measure the link to another worker of the run, in both directions; the fields that name the
+    worker mean what those of the downstream neighbor mean in `Deploy`."""
 
     requests = "measuring a link"
     address: Name
+    session: Name
     patience_seconds: Seconds
 
 
@@ -240,11 +249,15 @@ class ProbeAnswer(Message, frozen=True):
 
 
 class NotMeasured(IdleAnswer, Words, frozen=True):
-    """Measuring the layer, the optimizer or the link raised an error."""
+    """Measuring the layer, the optimizer or the link raised an error.
+
+    With ``is_unreachable`` no link was measured because the other worker cannot be reached.
+    """
 
     reason: Text
     traceback: Text
     is_out_of_memory: bool
+    is_unreachable: bool = False
 
 
 class Deploy(Message, frozen=True):
@@ -254,6 +267,9 @@ class Deploy(Message, frozen=True):
 
     Args:
         recipe: What the layers are built from, as JSON.
+        downstream_address: Where the coordinator reaches the downstream neighbor; the worker may
+            reach another process there, or none. Empty for the last stage.
+        downstream_session: The name of the neighbor's session, which only the right one knows.
         dtype: The dtype in which the stage computes; None for its input's.
         activation_dtype: The dtype to which the stage rounds the activations that it sends.
         gradient_dtype: The dtype to which the stage rounds the gradients that it sends.
@@ -268,6 +284,7 @@ class Deploy(Message, frozen=True):
     recompute: bool
     seed: int
     downstream_address: Name
+    downstream_session: Name
     dtype: Dtype | None = None
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None

@@ -140,6 +140,14 @@ class Session:
         self._step = 0
         self.state = State.OPENING
 
+    def may_send(self, message: Message) -> bool:
+        """Whether the rules allow a message that another process of the run has said.
+
+        It may be late: of a step that the coordinator has ended since.
+        """
+        is_late = message.step not in (None, self._step)
+        return not is_late and (self.ours, self.state) in message.said
+
     def sent(self, message: Message) -> None:
         """Note a message that is about to be sent.
 
@@ -149,6 +157,8 @@ class Session:
         following = message.said.get((self.ours, self.state))
         if following is None:
             raise LocalProtocolError(f"{message} must not be sent while {self.state.value}.")
+        if message.begins_step and message.step is not None:
+            self._step = message.step
         self.state = following
 
     def received(self, message: Message) -> None:

@@ -206,7 +206,12 @@ class Site:
             WorkerError: If a worker cannot be used.
         """
         imports = imports_of(self.module, layers, imported_for)
-        return self.fleet.connect(workers, imports, self.device, self.deadlines)
+        coordinator = self.fleet.connect(workers, imports, self.device, self.deadlines)
+        trainer = self.module.trainer
+        # The Trainer forgets the signal of an earlier run only after the layers are sent.
+        if not trainer.received_sigterm:
+            coordinator.connections.is_ending = lambda: trainer.received_sigterm
+        return coordinator
 
     def carry_out(
         self, plan: Plan, layers: Sequence[DecoderLayer], coordinator: Coordinator

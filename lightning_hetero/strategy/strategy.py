@@ -25,7 +25,7 @@ from ..coordinator.deployment import Deployment, check_is_whole
 from ..coordinator.whole_batches import BatchOptions, CheckFirstBatch
 from ..coordinator.workers import Fleet
 from ..devices.main_memory import share_one_arena
-from ..errors import ModelError, ProfileError
+from ..errors import ModelError, ProfileError, WeightsLost, WorkerLost
 from ..model.allowed_imports import refuse_training_in_worker
 from ..model.four_bit import accepting_states, keep_layout
 from ..model.half_layers import cut_layers, join_layers
@@ -369,10 +369,13 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._notes is not None:
-            self._notes.note_error(exception)
         if self.deployment is not None:
             self.deployment.abort()
+        if isinstance(exception, WorkerLost) and not isinstance(exception, WeightsLost):
+            steps = [*self._fleet.restart, "build the module anew", "and " + self._remedy()]
+            exception.args = (f"{exception} To go on: {', '.join(steps)}.",)
+        if self._notes is not None:
+            self._notes.note_error(exception)
         super().on_exception(exception)
 
     @override

@@ -111,7 +111,7 @@ class _Writer:
 
     def _flow(self, step: RecordedStep, stage: StageSpans, span: Span) -> Iterator[Event]:
         """An arrow from a sent tensor to the action that used it."""
-        target = _receiving_action(step, span)
+        target = _receiving_action(step, stage.stage, span)
         if target is None:
             return
         receiver, action = target
@@ -143,10 +143,14 @@ def _awaited(stage: StageSpans, wait: Span) -> str:
     return next(after, "the next step")
 
 
-def _receiving_action(step: RecordedStep, sent: Span) -> tuple[int, Span] | None:
+def _receiving_action(step: RecordedStep, sender: int, sent: Span) -> tuple[int, Span] | None:
     if sent.kind != "send" or sent.peer is None or sent.message not in ("Activation", "Gradient"):
         return None
     if sent.peer >= len(step.stages):
+        return None
+    # What the coordinator forwards is drawn as the coordinator's own message to the next stage.
+    ends_at_coordinator = sender == (len(step.stages) - 1 if sent.message == "Activation" else 1)
+    if sender and sent.peer == 0 and not ends_at_coordinator:
         return None
     forward = "loss" if sent.peer == 0 else "forward"
     kind = forward if sent.message == "Activation" else "backward"

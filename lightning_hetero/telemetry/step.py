@@ -318,8 +318,14 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
     return Pipeline(
         [_times(stage) for stage in step.stages],
         _mean(first, "loss"),
-        [_hop(stage, 0 if stage.stage == last else stage.stage + 1) for stage in step.stages],
-        [_hop(stage, (stage.stage or last + 1) - 1) for stage in step.stages],
+        [
+            _hop(step.stages, stage, 0 if stage.stage == last else stage.stage + 1, "Activation")
+            for stage in step.stages
+        ],
+        [
+            _hop(step.stages, stage, (stage.stage or last + 1) - 1, "Gradient")
+            for stage in step.stages
+        ],
         count,
         min(plan.max_in_flight, count),
         plan.starts_on_worker,
@@ -338,10 +344,20 @@ def _count(stage: StageSpans, kind: SpanKind) -> int:
     return sum(span.kind == kind for span in stage.spans)
 
 
-def _hop(stage: StageSpans, peer: int) -> Hop:
-    sends = (s for s in stage.spans if s.kind == "send" and s.peer == peer)
-    seconds = _mean_seconds(span for span in sends if span.message != "Arguments")
-    return Hop(f"{stage.stage} to {peer}", seconds)
+def _hop(stages: Sequence[StageSpans], stage: StageSpans, peer: int, message: str) -> Hop:
+    """The mean time of a message from a stage to another one, or over the coordinator if the
+    coordinator forwards between the two."""
+    name = f"{stage.stage} to {peer}"
+    if stage.stage and peer and _sends(stage, 0, message):
+        legs = _sends(stage, 0, message), _sends(stages[0], peer, message)
+        return Hop(name, sum(map(_mean_seconds, legs)))
+    return Hop(name, _mean_seconds(_sends(stage, peer, message)))
+
+
+def _sends(stage: StageSpans, peer: int, message: str) -> list[Span]:
+    """The spans in which a stage sent messages of a kind to another stage."""
+    sends = (span for span in stage.spans if span.kind == "send" and span.peer == peer)
+    return [span for span in sends if span.message == message]
 
 
 def _mean_seconds(spans: Iterable[Span]) -> float:

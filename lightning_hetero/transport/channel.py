@@ -79,6 +79,8 @@ class Channel:
         clock: Compares the peer's clock with ours.
         on_sent: Called in a thread of the channel after each message: the message, the bytes of its
             frame, and when sending began.
+        forward: Called in the reading thread with each frame; a frame for which it returns true
+            does not reach the inbox.
     """
 
     def __init__(
@@ -99,9 +101,11 @@ class Channel:
         self._deadlines = deadlines
         self._progress = threading.Condition()
         self._num_queued = 0
+        self._num_passed_on = 0
         self._is_over = False
         self.clock = PeerClock(self.send)
         self.on_sent: Callable[[m.Message, int, float], None] | None = None
+        self.forward: Callable[[Frame], bool] | None = None
         self._outgoing: SimpleQueue[Queued | None] = SimpleQueue()
         # Held while writing: usually by the writing thread, by the reading one while that waits for
         # a device.
@@ -166,6 +170,36 @@ class Channel:
         logger.debug("> %s %s", self.peer, message)
         self._queue(message, encode)
 
+    def pass_on(self, frame: Frame, most_queued: int) -> None:
+        """Queue a frame as another process of the run has sent it; drop it if it is too late.
+
+        It is too late after the step that it belongs to, and when the conversation is over.
+
+        Args:
+            frame: The frame of the other process.
+            most_queued: The most such frames that may be queued, the new one included.
+
+        Raises:
+            RemoteProtocolError: If the other process has sent more frames than that.
+        """
+        buffers = encode_frame(frame)
+
+        def encode() -> list[memoryview]:
+            with self._progress:
+                self._num_passed_on -= 1
+            return buffers
+
+        with self._progress:
+            if self._is_over or not self._session.may_send(frame.message):
+                return
+            if self._num_passed_on >= most_queued:
+                raise RemoteProtocolError(
+                    f"It sent {frame.message} while {most_queued} such messages waited to be "
+                    f"forwarded to {self.peer}."
+                )
+            self._num_passed_on += 1
+            self._queue(frame.message, encode)
+
     def _queue(self, message: m.Message, encode: Callable[[], list[memoryview]]) -> None:
         with self._progress:
             self._session.sent(message)
@@ -213,11 +247,14 @@ class Channel:
         try:
             while True:
                 frame = self._next_frame(reader)
-                if not isinstance(frame.message, m.InstantMessage):
+                if not isinstance(frame.message, m.InstantMessage) and not self._forwards(frame):
                     inbox.put(Arrival(self, frame))
                 del frame  # the next wait must not keep its tensors alive
         except Exception as error:  # the owner waits for the inbox, so any error must get there
             self._end(inbox, error)
+
+    def _forwards(self, frame: Frame) -> bool:
+        return self.forward is not None and self.forward(frame)
 
     def _next_frame(self, reader: FrameReader) -> Frame:
         while True:

@@ -24,6 +24,7 @@ class Deadlines:
             file, and a person may suspend it (Ctrl-Z).
         request_seconds: For the answer to a request outside a step, such as building layers.
         progress_seconds: For any result during a step, even the first one, which compiles kernels.
+        leave_seconds: For any answer of a worker after SIGTERM has asked this process to end.
         stop_seconds: For a local worker process to end after its Goodbye, and for a peer to read
             the last frames of a conversation.
     """
@@ -36,4 +37,5 @@ class Deadlines:
     frozen_seconds: float = 60.0
     request_seconds: float = 300.0
     progress_seconds: float = 1800.0
+    leave_seconds: float = 5.0
     stop_seconds: float = 3.0

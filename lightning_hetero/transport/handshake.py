@@ -5,6 +5,7 @@ The second half are rules without I/O: whether two ends can work together.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -68,12 +69,21 @@ def listen(address: Address, credentials: Credentials | None = None) -> socket.s
         where = (address.host, address.port)
         return socket.create_server(where, family=family, backlog=_MOST_WAITING)
     except OSError as error:
-        # Python adds the address to the text of the system's error.
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise WorkerError(
-            f"Cannot listen on {address}: {reason}. Name an address of this machine and a port "
-            "that no other program uses; port 0 takes a free one."
-        ) from error
+        raise WorkerError(_why_not_listening(address, error)) from error
+
+
+def _why_not_listening(address: Address, error: OSError) -> str:
+    free = Address(address.host, 0)
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"Cannot listen on {address}: another process uses this port. Choose another one with "
+            f"`--listen`, such as `--listen {free}` for any free port, or end that process."
+        )
+    reason = str(error) if error.errno is None else os.strerror(error.errno)
+    return (
+        f"Cannot listen on {address}: {reason}. Choose an address of this machine and a port with "
+        "`--listen HOST:PORT`."
+    )
 
 
 def address_of(listener: socket.socket) -> Address:
@@ -94,6 +104,24 @@ def dial(
     Raises:
         WorkerUnreachable: If no worker answers there, or one end refuses the other.
     """
+    try:
+        return _dial(address, role, session_name, deadlines, identity)
+    except WorkerUnreachable as error:
+        raise WorkerUnreachable(f"{error} {advice(address)}") from error
+
+
+def advice(address: Address) -> str:
+    """A sentence on how to find the cause, for every error of a connection to a worker."""
+    return f"`lightning-hetero doctor {address}` checks each hop of the way there."
+
+
+def _dial(
+    address: Address,
+    role: Role,
+    session_name: str,
+    deadlines: Deadlines,
+    identity: Identity,
+) -> tuple[Channel, m.Welcome]:
     if identity.credentials is None and not address.is_loopback:
         raise WorkerUnreachable(
             f"The worker at {address} is on another machine, which takes a token: make one with "
@@ -167,6 +195,11 @@ def _connect(address: Address, deadlines: Deadlines) -> SocketConnection:
         host_and_port = (address.host, address.port)
         connected = socket.create_connection(host_and_port, deadlines.connect_seconds)
         prepare_socket(connected)
+    except socket.gaierror as error:
+        raise WorkerUnreachable(
+            f"The host name {address.host!r} of {address} cannot be resolved on this machine: "
+            f"{error.strerror}. Check how it is written, or write the worker's IP address."
+        ) from error
     except OSError as error:
         raise WorkerUnreachable(
             f"No worker answers at {address}: {error}. Is `lightning-hetero worker --listen "

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 # The most of an error's text, and of its traceback, that is sent.
 _MOST_TEXT = 2**16
-# A process that knows the whole name of a session could join the session.
+# The names of a run's sessions begin alike. A process that knows a whole name could join.
 _MOST_OF_NAME = 8
 
 
@@ -68,7 +68,8 @@ class Neighbors:
 
     Args:
         coordinator: The channel to the coordinator.
-        dial: Opens a channel, not started yet, to another worker of the session.
+        dial: Opens a channel, not started yet, to the worker at an address that serves the session
+            of that name.
 
     Attributes:
         upstream: The present channel to the stage before this one.
@@ -76,12 +77,18 @@ class Neighbors:
         downstream_address: Where the stage behind listens; empty for the last stage.
     """
 
-    def __init__(self, coordinator: Channel, dial: Callable[[str], Channel]) -> None:
+    def __init__(self, coordinator: Channel, dial: Callable[[str, str], Channel]) -> None:
         self.upstream = coordinator
         self.downstream = coordinator
         self.downstream_address = ""
+        self._downstream_session = ""
+        self._is_relayed = False
         self._coordinator = coordinator
         self._dial = dial
+
+    def expect(self, address: str, session: str) -> None:
+        """Note the downstream neighbor, which `connect` will dial."""
+        self.downstream_address, self._downstream_session = address, session
 
     def check_same(self, address: str, stage_index: int) -> None:
         """Refuse another downstream neighbor than the one that this stage is linked with.
@@ -89,7 +96,7 @@ class Neighbors:
         Raises:
             ModelError: With both addresses.
         """
-        is_linked = self.downstream is not self._coordinator
+        is_linked = self.downstream is not self._coordinator or self._is_relayed
         if is_linked and address != self.downstream_address:
             raise ModelError(
                 f"Stage {stage_index} is linked with {self.downstream_address}, and the new plan "
@@ -102,11 +109,17 @@ class Neighbors:
         open already, as after layers have moved, or if this is the last stage.
 
         Raises:
-            WorkerUnreachable: If the neighbor does not answer or refuses.
+            WorkerUnreachable: If the neighbor does not answer or refuses. From then on the
+                coordinator stands for it.
         """
-        if not self.downstream_address or self.downstream is not self._coordinator:
+        is_open = self.downstream is not self._coordinator or self._is_relayed
+        if not self.downstream_address or is_open:
             return None
-        self.downstream = self._dial(self.downstream_address)
+        try:
+            self.downstream = self._dial(self.downstream_address, self._downstream_session)
+        except WorkerUnreachable:
+            self._is_relayed = True
+            raise
         return self.downstream
 
     def let_go_upstream(self) -> None:
@@ -173,7 +186,8 @@ class StageSession:
     """Serves one coordinator. Everything happens in the thread that calls `run`.
 
     Args:
-        name: The session's name, which its neighbors know.
+        name: The session's name, which no other session has. A neighbor learns it from the
+            coordinator.
         coordinator: The channel to the coordinator, not started yet.
         host: The worker that serves the session.
     """
@@ -394,7 +408,7 @@ class StageSession:
         if self._budget is not None:
             self._budget.reserve(message.parameters)
         layers, held = self._layers.build(message)
-        self._neighbors.downstream_address = message.downstream_address
+        self._neighbors.expect(message.downstream_address, message.downstream_session)
         dtype = None if message.dtype is None else DTYPES[message.dtype]
         if dtype is not None:
             multiply_in(layers, dtype)
@@ -421,8 +435,8 @@ class StageSession:
         try:
             opened = self._neighbors.connect()
         except WorkerUnreachable as error:
-            self._coordinator.send(m.NeighborLost(self._stage_index + 1, str(error)))
-            return
+            self._coordinator.send(m.NeighborUnreachable(str(error)[:_MOST_TEXT]))
+            opened = None
         if opened is not None:
             self._start(opened)
         self._coordinator.send(m.Done())
@@ -433,9 +447,9 @@ class StageSession:
             pool.count_with(self._budget.allocate)
         channel.start(self._inbox, pool)
 
-    def _dial_neighbor(self, text: str) -> Channel:
+    def _dial_neighbor(self, text: str, session: str) -> Channel:
         address, host = Address.parse(text), self._host
-        channel, _ = dial(address, "neighbor", self.name, host.deadlines, host.identity)
+        channel, _ = dial(address, "neighbor", session, host.deadlines, host.identity)
         return channel
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:

@@ -13,7 +13,7 @@ starts one turn early, and waits: the worker takes the memory of one more proces
 
 The two processes talk through a pipe, in words:
 
-    warm process   go (to a process that was not forked), pause, resume, drain
+    warm process   "go SECRET" (to a process that was not forked), pause, resume, drain
     session        "ready DEVICE", "failed REASON", "over"
 """
 
@@ -115,6 +115,7 @@ class Supervisor:
         command: The command of a process that serves one session at a place.
         forks: Whether to fork instead, as long as this process has not used an accelerator.
         stops_with_stdin: Whether the end of standard input ends the worker.
+        secret: What a process that is not forked has to know, and no list of processes may show.
     """
 
     def __init__(
@@ -124,12 +125,14 @@ class Supervisor:
         command: Callable[[Place], list[str]],
         forks: bool,
         stops_with_stdin: bool = False,
+        secret: str = "",
     ) -> None:
         self._listener = listener
         self._serve = serve
         self._command = command
         self._forks = forks
         self._stops_with_stdin = stops_with_stdin
+        self._secret = secret
         self._began_seconds = time.monotonic()
         self._shelf = open_shelf()
         self._members: list[_Member] = []
@@ -244,7 +247,7 @@ class Supervisor:
             member = self._fork()
         else:
             member = self._take_spare() or self._spawn()
-            member.tell("go")
+            member.tell(f"go {self._secret}")
             self._spare = self._spawn()
         self._members.append(member)
         self._events.register(member.pipe, selectors.EVENT_READ, member)
@@ -351,18 +354,24 @@ def serve_one_session(
 
 
 def serve_one_session_anew(
-    make_worker: Callable[[Place, KeptTensors], Worker],
+    make_for: Callable[[str], Callable[[Place, KeptTensors], Worker]],
     on_drain: Callable[[bool], None],
     place: Place,
 ) -> NoReturn:
-    """Serve one session in a process that has not been forked, and end the process."""
+    """Serve one session in a process that has not been forked, and end the process.
+
+    Args:
+        make_for: Makes, for the secret of the warm process, the function that makes the worker.
+        on_drain: As in `serve_one_session`.
+        place: What this process has from the warm process.
+    """
     _ignore_signals()
     _end_with_parent()
     try:
-        place.pipe.recv_bytes()
+        _, _, secret = place.pipe.recv_bytes().decode().partition(" ")
     except (EOFError, OSError):
         exit_at_once(0)  # the warm process has ended
-    serve_one_session(make_worker, on_drain, place)
+    serve_one_session(make_for(secret), on_drain, place)
     exit_at_once(0)
 
 

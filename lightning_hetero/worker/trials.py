@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..devices.description import describe_device
 from ..devices.device import device_for
-from ..errors import ModelError
+from ..errors import ModelError, WorkerUnreachable
 from ..pipeline.bench import Bench, LayerTrial, OptimizerTrial, attempt
 from ..pipeline.stage_layers import build_for_values
 from ..protocol import messages as m
@@ -28,7 +28,8 @@ class MeasuredSide:
     Args:
         coordinator: The channel to the coordinator.
         host: The worker; the tensors that it keeps count as free memory.
-        dial_neighbor: Opens a channel, not started yet, to another worker of the session.
+        dial_neighbor: Opens a channel, not started yet, to the worker at an address that serves the
+            session of that name.
 
     Attributes:
         handlers: What carries out each kind of message.
@@ -38,7 +39,7 @@ class MeasuredSide:
     is_measuring = False
 
     def __init__(
-        self, coordinator: Channel, host: Host, dial_neighbor: Callable[[str], Channel]
+        self, coordinator: Channel, host: Host, dial_neighbor: Callable[[str, str], Channel]
     ) -> None:
         self._coordinator = coordinator
         self._host = host
@@ -91,7 +92,10 @@ class MeasuredSide:
         return self._prepared().measure_optimizer(OptimizerTrial.decode(message, tensors))
 
     def _measure_link(self, message: m.MeasureLink, _tensors: Any) -> m.Message:
-        channel = self._dial_neighbor(message.address)
+        try:
+            channel = self._dial_neighbor(message.address, message.session)
+        except WorkerUnreachable as error:
+            return m.NotMeasured(str(error), "", is_out_of_memory=False, is_unreachable=True)
         inbox = Inbox()
         channel.start(inbox)
         try:

@@ -399,7 +399,10 @@ class Worker:
 
     def _session_named(self, name: str) -> StageSession:
         if self._session is None or self._session.name != name:
-            raise WorkerError(f"this worker does not serve the session {name!r}.")
+            raise WorkerError(
+                "this worker does not serve the session that was asked for; the address leads to "
+                "another worker than the one that was meant."
+            )
         return self._session
 
     def _say_welcome(self, connection: Connection, rules: Session) -> None:

@@ -6,8 +6,8 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import address_of
@@ -19,10 +19,18 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class Relay:
-    """Forwards bytes both ways until it is told not to."""
+    """Forwards bytes both ways until it is told not to, as `ssh -L` does.
 
-    def __init__(self, target: Address) -> None:
+    Args:
+        target: Where to.
+        there: The block in which a connection is made on the target's machine.
+    """
+
+    def __init__(
+        self, target: Address, there: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self._target = target
+        self._there = there
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._flows = threading.Event()
         self._flows.set()
@@ -59,7 +67,8 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection((self._target.host, self._target.port))
+                with self._there():
+                    far = socket.create_connection((self._target.host, self._target.port))
                 cut = threading.Event()
                 self._cuts.append(cut)
                 for source, sink in ((near, far), (far, near)):
@@ -98,8 +107,10 @@ def _send_all(sink: socket.socket, piece: bytes, cut: threading.Event) -> None:
 
 
 @contextmanager
-def relay_to(address: str) -> Iterator[Relay]:
-    relay = Relay(Address.parse(address))
+def relay_to(
+    address: str, there: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Iterator[Relay]:
+    relay = Relay(Address.parse(address), there)
     try:
         yield relay
     finally:

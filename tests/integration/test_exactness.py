@@ -7,26 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule
-from .yardstick import NUM_LAYERS, accumulated_run, plain_run, train
-
-NUM_PIECES = 4
-
-
-def plan_over(workers: list[str], num_stages: int, on_coordinator: int, pieces: int) -> Plan:
-    """Some layers on the coordinator, the others in nearly equal shares on workers."""
-    used = workers[: num_stages - 1]
-    stages = [StagePlan(["coordinator"], (0, on_coordinator))] if on_coordinator else []
-    left = NUM_LAYERS - on_coordinator
-    ends = [on_coordinator + left * (i + 1) // len(used) for i in range(len(used))]
-    starts = [on_coordinator, *ends[:-1]]
-    stages += [StagePlan([w], (s, e)) for w, s, e in zip(used, starts, ends, strict=True)]
-    return Plan(stages, micro_batches=pieces)
+from .yardstick import (
+    NUM_LAYERS,
+    NUM_PIECES,
+    TwiceModule,
+    accumulated_run,
+    plain_run,
+    plan_over,
+    train,
+)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
@@ -106,17 +100,6 @@ def test_frozen_parts_equal_one_device(workers: list[str], frozen: str) -> None:
     train(plain, "auto")
     train(piped, HeteroPipelineStrategy(workers, plan_over(workers, 3, 1, 4)))
     assert_close(weights_of(piped), weights_of(plain))
-
-
-class TwiceModule(TinyModule):
-    """Runs its decoder twice per step, and once more without a gradient."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        first = self.model(**batch)
-        with torch.no_grad():
-            target = self.model(**batch).logits
-        second = self.model(inputs_embeds=self.model.model.embed_tokens(batch["input_ids"]) * 1.5)
-        return first.loss + (second.logits - target).square().mean()
 
 
 @pytest.mark.parametrize("micro_batching", ["step", "boundary"])

@@ -17,12 +17,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan, cli
 from lightning_hetero.devices.description import equipment_here
 from lightning_hetero.errors import PlanError, StageFailed, WorkerLost, WorkerUnreachable
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
+from lightning_hetero.report.run_record import findings, read_run
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 
@@ -171,7 +174,7 @@ def test_a_plan_that_leaves_layers_out_is_an_error_before_anything_is_sent(
 def test_an_unreachable_worker_is_named_with_the_remedy(workers: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free = f"127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(WorkerUnreachable, match=f"{free}.*--listen"):
+    with pytest.raises(WorkerUnreachable, match=f"{free}.*--listen.*doctor {free}"):
         fit(TinyModule(), even([workers[0], free]))
     assert_serves(workers[:1])
 
@@ -242,7 +245,9 @@ def zero_on_coordinator(workers: list[str]) -> Plan:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_worker_that_dies_in_mid_step_is_named(which: int) -> None:
+def test_a_worker_that_dies_in_mid_step_is_named_with_how_to_go_on(
+    which: int, tmp_path: Path
+) -> None:
     with worker_process() as first, worker_process() as second:
         victim = (first, second)[which]
 
@@ -253,10 +258,22 @@ def test_a_worker_that_dies_in_mid_step_is_named(which: int) -> None:
                     victim.process.kill()
                 return loss
 
-        module = Module()
+        module, logger = Module(), CSVLogger(tmp_path)
+        saves = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
         expected = f"stage {which + 1} on {victim.address} was lost in step 2"
-        with pytest.raises(WorkerLost, match=expected):
-            fit(module, even([first.address, second.address]))
+        with pytest.raises(WorkerLost, match=expected) as caught:
+            fit(
+                module,
+                even([first.address, second.address]),
+                logger=logger,
+                enable_checkpointing=True,
+                callbacks=[saves],
+            )
+        text = str(caught.value)
+        assert f"`lightning-hetero doctor {victim.address}`" in text
+        assert "start the worker again, build the module anew, and go on from" in text
+        assert f"fit(..., ckpt_path={saves.best_model_path!r})" in text
+        assert findings(read_run(Path(logger.log_dir)))[0] == f"The run ended early. {text}"
         # What is lost says so instead of giving something else.
         with pytest.raises(WorkerLost):
             module.state_dict()
@@ -321,6 +338,52 @@ def test_no_local_worker_is_left_behind(how: signal.Signals | None) -> None:
         process.send_signal(how)
     process.communicate(timeout=60)
     wait_for_end(pid)
+
+
+WAITING_COORDINATOR = """
+import sys
+from lightning_hetero import HeteroPipelineStrategy
+from tests.models import TinyModule, loader, trainer
+
+class Module(TinyModule):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            print("waits", flush=True)
+        return super().training_step(batch, batch_idx)
+
+strategy = HeteroPipelineStrategy([sys.argv[1]], "even")
+trainer(strategy, max_steps=3).fit(Module(), loader(36, 12))
+"""
+STOPS_IN_STEP_2 = """
+import threading
+from lightning_hetero.pipeline.runner import StageRunner
+run = StageRunner.run
+StageRunner.run = lambda self, action: (
+    threading.Event().wait() if self.step == 2 else run(self, action)
+)
+"""
+
+
+def test_sigterm_ends_a_coordinator_whose_worker_never_answers() -> None:
+    """The worker's heartbeats go on, so nobody counts as lost."""
+    with worker_process(before=STOPS_IN_STEP_2) as worker:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WAITING_COORDINATOR, worker.address],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "waits\n"
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert "SIGTERM asks this process to end, and no stage returned a result for 5 s" in said
+    assert "in step 2" in said
+    assert process.returncode not in (0, -signal.SIGKILL)
 
 
 def wait_for_end(pid: int) -> None:

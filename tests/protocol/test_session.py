@@ -19,7 +19,7 @@ from .examples import example
 
 HELLO = m.Hello(m.PROTOCOL_VERSION, "coordinator", "run")
 WELCOME = m.Welcome(m.PROTOCOL_VERSION)
-DEPLOY = m.Deploy(1, "{}", [], recompute=False, seed=0, downstream_address="")
+DEPLOY = m.Deploy(1, "{}", [], False, seed=0, downstream_address="", downstream_session="")
 
 MESSAGES = [example(kind) for kind in m.KINDS]
 
@@ -105,7 +105,7 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "ApplyOptimizer AverageWeights Record FetchRecord FetchTensors FetchGradients "
         "FetchOptimizerState Deploy",
         "Done Loaded Timings BuffersUpdated StageRecord Activation Gradient Norms TensorContent "
-        "OptimizerState NeighborLost Paused Resumed",
+        "OptimizerState NeighborLost NeighborUnreachable Paused Resumed",
     ),
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -27,9 +30,12 @@ from lightning_hetero.pipeline.codec import decode_activation, decode_arguments,
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame, FrameReader, encode_frame
+from lightning_hetero.protocol.session import opening_session
 from lightning_hetero.protocol.values import KeptConstants
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.channel import Channel, Inbox, send_copied
+from lightning_hetero.transport.connection import SocketConnection
+from lightning_hetero.transport.deadlines import Deadlines
 
 from ..devices.made_up_streams import MadeUpStreams, on_device
 from .pairs import (
@@ -291,6 +297,51 @@ def test_waiting_for_the_queue_ends_when_the_peer_has_taken_it() -> None:
             assert isinstance(downstream.next().content, Frame)
 
 
+@contextmanager
+def serving_stage() -> Iterator[tuple[Channel, socket.socket]]:
+    """The coordinator's channel to a stage that serves, in step 1, and the stage's bare socket."""
+    mine, theirs = socket.socketpair()
+    theirs.settimeout(PATIENCE_SECONDS)
+    session = opening_session("coordinator")
+    session.sent(m.Hello(m.PROTOCOL_VERSION, "coordinator", "session"))
+    session.received(m.Welcome(m.PROTOCOL_VERSION))
+    for message in (m.Deploy(1, "{}", [], False, 0, "", ""), m.Launch(), m.BeginStep(1, 1, False)):
+        session.sent(message)
+    channel = Channel(SocketConnection(mine), session, "stage 2", Deadlines(stop_seconds=0.1))
+    channel.start(SimpleQueue())
+    with theirs:
+        yield channel, theirs
+        channel.close()
+
+
+def test_a_frame_that_is_passed_on_too_late_is_dropped() -> None:
+    frame = Frame(activation(0), (torch.ones(3),))
+    with serving_stage() as (channel, stage):
+        channel.pass_on(frame, most_queued=1)
+        reader, passed = FrameReader(), None
+        while passed is None:
+            passed = reader.advance(stage.recv_into(reader.buffer()))
+        assert passed.message == frame.message
+        assert torch.equal(passed.tensors[0], frame.tensors[0])
+        for later in (m.BeginStep(2, 1, False), m.Deploy(1, "{}", [], False, 0, "", "")):
+            channel.send(later)
+            channel.wait_until_sent(0)
+            channel.pass_on(frame, most_queued=1)  # would break a rule of the conversation
+            channel.wait_until_sent(0)
+
+
+def test_a_worker_that_floods_another_one_is_stopped() -> None:
+    large = Frame(activation(0), (torch.ones(2**24),))
+    with serving_stage() as (channel, stage):
+        channel.pass_on(large, most_queued=2)
+        assert stage.recv(1)  # the first one is being sent, and the stage takes no more
+        channel.pass_on(large, most_queued=2)
+        channel.pass_on(large, most_queued=2)
+        with pytest.raises(RemoteProtocolError, match="while 2 such messages waited"):
+            channel.pass_on(large, most_queued=2)
+        stage.close()  # so that the channel need not send them
+
+
 def test_waiting_for_the_queue_ends_with_the_channel() -> None:
     """The peer is silent and takes nothing."""
     with one_end() as (end, _):
@@ -306,7 +357,7 @@ def received(end: End) -> Frame:
 
 
 def worker_behind(end: End) -> ConnectedWorker:
-    return ConnectedWorker(1, "one", Address("127.0.0.1", 1), end.channel, m.Equipment())
+    return ConnectedWorker(1, "one", Address("127.0.0.1", 1), end.channel, m.Equipment(), "session")
 
 
 def surroundings(*tensors: Tensor) -> Surroundings:

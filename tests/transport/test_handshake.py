@@ -7,7 +7,7 @@ import socket
 import threading
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -29,6 +29,8 @@ from lightning_hetero.transport.handshake import (
     differences,
     obstacles,
 )
+from lightning_hetero.transport.tls import Credentials
+from lightning_hetero.transport.token import Token
 
 from .pairs import QUICK, closed_address, worker_thread
 
@@ -166,8 +168,26 @@ def test_a_worker_welcomes_a_coordinator_with_its_device() -> None:
 
 
 def test_an_address_without_a_listener_is_unreachable() -> None:
-    with pytest.raises(WorkerUnreachable, match="No worker answers at 127.0.0.1:"):
-        dial(closed_address(), "coordinator", "a", QUICK, Identity())
+    address = closed_address()
+    with pytest.raises(WorkerUnreachable, match=f"No worker answers at {address}") as caught:
+        dial(address, "coordinator", "a", QUICK, Identity())
+    assert str(caught.value).endswith(
+        f"`lightning-hetero doctor {address}` checks each hop of the way there."
+    )
+
+
+def test_a_host_name_that_cannot_be_resolved_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_where: Any, **_options: Any) -> NoReturn:
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "create_connection", fails)
+    address, ours = Address("strixx.local", 9999), Identity(credentials=Credentials(Token.new()))
+    with pytest.raises(WorkerUnreachable) as caught:
+        dial(address, "coordinator", "a", QUICK, ours)
+    text = str(caught.value)
+    assert "'strixx.local' of strixx.local:9999 cannot be resolved on this machine: Temp" in text
+    assert "lightning-hetero doctor strixx.local:9999" in text
+    assert "running there" not in text
 
 
 def test_another_server_is_no_worker() -> None:
@@ -192,7 +212,10 @@ def test_another_server_is_no_worker() -> None:
 
 
 def test_a_neighbor_of_an_unknown_session_is_refused() -> None:
-    with worker_thread() as address, pytest.raises(WorkerUnreachable, match="session 'unknown'"):
+    with (
+        worker_thread() as address,
+        pytest.raises(WorkerUnreachable, match="than the one that was meant"),
+    ):
         dial(address, "neighbor", "unknown", QUICK, Identity())
 
 

@@ -301,7 +301,10 @@ def logged(caplog: pytest.LogCaptureFixture) -> str:
 
 def test_a_neighbor_needs_the_token_as_well() -> None:
     with worker_thread(OURS) as address:
-        for credentials, expected in ((THEIRS, "the tokens differ"), (OURS, "session 'unknown'")):
+        for credentials, expected in (
+            (THEIRS, "the tokens differ"),
+            (OURS, "does not serve the session"),
+        ):
             identity = Identity(credentials=credentials)
             with pytest.raises(WorkerUnreachable, match=expected):
                 dial(address, "neighbor", "unknown", QUICK, identity)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_hetero.devices.copies import PlainCopies
-from lightning_hetero.errors import LocalProtocolError, ModelError
+from lightning_hetero.errors import LocalProtocolError, ModelError, WorkerUnreachable
 from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.codec import encode_activation, encode_gradients
 from lightning_hetero.pipeline.rule import Key
@@ -30,7 +30,7 @@ def arrived(end: End) -> m.Message:
     return content.message
 
 
-def nobody(address: str) -> Channel:
+def nobody(address: str, _session: str) -> Channel:
     raise AssertionError(f"{address!r} is dialled.")
 
 
@@ -45,23 +45,42 @@ def test_without_stages_beside_there_is_the_coordinator() -> None:
 
 def test_the_neighbor_is_dialled_once_and_stays() -> None:
     with channel_pair() as (_, coordinator), channel_pair() as (downstream, _):
-        dialled: list[str] = []
+        dialled: list[tuple[str, str]] = []
 
-        def dial(address: str) -> Channel:
-            dialled.append(address)
+        def dial(address: str, session: str) -> Channel:
+            dialled.append((address, session))
             return downstream.channel
 
         neighbors = Neighbors(coordinator.channel, dial)
-        neighbors.downstream_address = "two:1"
+        neighbors.expect("two:1", "its session")
         assert neighbors.connect() is downstream.channel
         assert neighbors.connect() is None
-        assert dialled == ["two:1"]
+        assert dialled == [("two:1", "its session")]
         assert neighbors.stages(1) == {downstream.channel: 2, coordinator.channel: 0}
         neighbors.check_same("two:1", 1)
         with pytest.raises(ModelError, match=r"Stage 1 is linked with two:1, and .* three:1;"):
             neighbors.check_same("three:1", 1)
         with pytest.raises(ModelError, match="links it with nobody"):
             neighbors.check_same("", 1)
+
+
+def test_a_neighbor_out_of_reach_is_dialled_once_and_the_coordinator_stands_for_it() -> None:
+    with channel_pair() as (_, coordinator):
+        dialled: list[str] = []
+
+        def dial(address: str, _session: str) -> Channel:
+            dialled.append(address)
+            raise WorkerUnreachable("no route")
+
+        neighbors = Neighbors(coordinator.channel, dial)
+        neighbors.expect("two:1", "its session")
+        with pytest.raises(WorkerUnreachable, match="no route"):
+            neighbors.connect()
+        assert neighbors.connect() is None  # as after layers have moved
+        assert dialled == ["two:1"]
+        assert neighbors.downstream is coordinator.channel
+        with pytest.raises(ModelError, match=r"Stage 1 is linked with two:1, and .* three:1;"):
+            neighbors.check_same("three:1", 1)
 
 
 def test_activations_go_down_and_gradients_up() -> None:

@@ -21,7 +21,8 @@ from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.pipeline.bench import LayerTrial, OptimizerTrial
 from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.profiler.measure import prepare_workers
+from lightning_hetero.planner.profile import Link, in_series
+from lightning_hetero.profiler.measure import measure_links, prepare_workers
 from lightning_hetero.profiler.sample_layers import Blueprint
 from lightning_hetero.profiler.trials import Outcome, Trial, outcome_of
 from lightning_hetero.protocol import messages as m
@@ -127,13 +128,14 @@ def test_layers_of_another_shape_are_refused(coordinator: Coordinator) -> None:
 
 def test_a_link_between_workers_is_measured_and_measured_again(coordinator: Coordinator) -> None:
     for _ in range(2):
-        address = str(coordinator.connections.named("two").address)
-        answer = ask(coordinator, m.MeasureLink(address, 0.0))
+        two = coordinator.connections.named("two")
+        answer = ask(coordinator, m.MeasureLink(str(two.address), two.session, 0.0))
         assert isinstance(answer, m.LinkMeasured)
         for samples in (answer.there, answer.back):
             assert {sample.num_bytes for sample in samples} == set(PROBE_BYTES[:2])
-    nobody = ask(coordinator, m.MeasureLink("127.0.0.1:1", 0.0))
+    nobody = ask(coordinator, m.MeasureLink("127.0.0.1:1", two.session, 0.0))
     assert isinstance(nobody, m.NotMeasured)
+    assert nobody.is_unreachable
     assert "No worker answers at 127.0.0.1:1" in nobody.reason
 
 
@@ -158,6 +160,31 @@ def test_a_worker_does_not_tell_what_another_service_says(coordinator: Coordinat
     assert "did not answer as a worker" in answer.reason
     told = answer.reason + answer.traceback
     assert not any(secret[start : start + 4].decode() in told for start in range(len(secret) - 3))
+
+
+def test_a_worker_that_reaches_itself_does_not_measure_that_as_a_link(
+    coordinator: Coordinator,
+) -> None:
+    one, two = coordinator.connections.workers
+    itself = ask(coordinator, m.MeasureLink(str(one.address), two.session, 0.0))
+    assert isinstance(itself, m.NotMeasured)
+    assert itself.is_unreachable
+    assert "another worker than the one that was meant" in itself.reason
+
+
+def test_the_link_of_two_that_cannot_reach_each_other_is_the_way_over_the_coordinator(
+    coordinator: Coordinator,
+) -> None:
+    one, two = coordinator.connections.workers
+    two.address = one.address  # as a tunnel's end on the coordinator's machine names it
+    there, back = measure_links(coordinator.connections, [("one", "two")], 0.01, lambda: None)
+    assert (there.source, there.target, back.source, back.target) == ("one", "two", "two", "one")
+    assert 0 < there.bytes_per_second < float("inf")
+
+
+def test_links_in_series_take_the_time_of_both() -> None:
+    slow, fast = Link("one", "here", 0.5, 10.0), Link("here", "two", 0.25, 40.0)
+    assert in_series(slow, fast) == Link("one", "two", 0.75, 8.0)
 
 
 def test_those_that_are_not_kept_are_free_for_others(coordinator: Coordinator) -> None:
