@@ -49,9 +49,9 @@ from .layers import (
     obstacles_to_compiling,
     remote_stages,
 )
+from .optimizer_parts import TrainedParameters
 from .progress import Progress
 from .session import Coordinator
-from .training import TrainedParameters
 from .whole_batches import NOTHING_SAID, BatchOptions, HandOvers
 
 

@@ -22,9 +22,9 @@ from ..transport.deadlines import Deadlines
 from ..transport.handshake import Identity
 from .connections import Connections
 from .layers import RemoteLayers
+from .optimizer_parts import OptimizerParts
 from .stages import RemoteStages
 from .telemetry import Telemetry
-from .training import OptimizerParts
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..coordinator.deployment import Deployment
-from ..coordinator.training import RemoteOptimizer, changed_parameters, optimized_parameters
+from ..coordinator.optimizer_parts import RemoteOptimizer, changed_parameters, optimized_parameters
 from ..errors import ModelError
 from ..model.override import stand_in
 from ..pipeline.optimizer import (

@@ -31,8 +31,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
+from ..coordinator.optimizer_parts import remote_optimizers
 from ..coordinator.progress import TrainingFigures
-from ..coordinator.training import remote_optimizers
 from ..devices.description import equipment_here
 from ..errors import HeteroError, PictureError, PlanError, WeightsLost
 from ..model.layers import DecoderLayer

@@ -50,9 +50,9 @@ from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action, sen
 from ..transport.connection import Traffic
 from ..transport.handshake import dial
 from .layers import StageLayers
+from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
 from .telemetry import RecordedSide
-from .training import TrainedSide
 from .trials import MeasuredSide, answer_probe
 
 logger = logging.getLogger(__name__)

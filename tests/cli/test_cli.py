@@ -1,20 +1,26 @@
 from __future__ import annotations
 
 import io
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from lightning_hetero import cli
 from lightning_hetero.model.allowed_imports import Allowed
+from lightning_hetero.pipeline.stage_layers import KeptTensors
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner.profile import Profile
+from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.token import FILE_VARIABLE, Token, read_token_file
 from lightning_hetero.version import __version__
+from lightning_hetero.worker.supervisor import Place
 from lightning_hetero.worker.worker import Worker
 
 from ..planner.profiles import device, profile
@@ -141,6 +147,26 @@ def test_a_text_that_is_no_package_name_cannot_be_allowed(
     assert "is not the name of a package" in capsys.readouterr().err
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+    """The workers that the command makes for sessions; none serves."""
+    workers: list[Worker] = []
+
+    class Supervisor:
+        def __init__(self, listener: socket.socket, serve: Any, *_rest: Any, **_options: Any):
+            make_worker, *_ = serve.args
+            ours, theirs = Pipe()
+            with listener, ours, theirs:
+                workers.append(make_worker(Place(listener, theirs, None, 0.0), KeptTensors()))
+
+        def serve_forever(self, *_told: Any) -> None:
+            workers[-1].stop()
+
+    monkeypatch.setattr("lightning_hetero.cli.worker.Supervisor", Supervisor)
+    monkeypatch.setattr("lightning_hetero.cli.worker.address_of", lambda _: Address("127.0.0.1", 1))
+    return workers
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -154,19 +180,12 @@ def test_a_text_that_is_no_package_name_cannot_be_allowed(
     ids=["nothing", "packages", "a script with options of its own"],
 )
 def test_a_worker_allows_the_named_packages_and_the_script(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: Allowed
+    monkeypatch: pytest.MonkeyPatch, made: list[Worker], arguments: list[str], expected: Allowed
 ) -> None:
-    allowed: list[Allowed] = []
-
-    def serve(worker: Worker) -> None:
-        worker.stop()
-        allowed.append(worker._host.allowed)
-
-    monkeypatch.setattr(Worker, "serve_forever", serve)
     common = ["lightning-hetero", "worker", "--listen", "127.0.0.1:0", "--device", "cpu"]
     monkeypatch.setattr("sys.argv", [*common, *arguments])
     cli.main()
-    assert allowed == [expected]
+    assert [worker._host.allowed for worker in made] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -481,26 +500,19 @@ def test_a_token_is_made_once_and_not_shown(
 
 
 def test_a_token_is_written_to_the_home_folder_by_default_and_found_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, made: list[Worker], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv(FILE_VARIABLE)
     monkeypatch.setattr("sys.argv", ["lightning-hetero", "token"])
     cli.main()
-    found: list[Worker] = []
-
-    def serve(worker: Worker) -> None:
-        worker.stop()
-        found.append(worker)
-
-    monkeypatch.setattr(Worker, "serve_forever", serve)
     common = ["lightning-hetero", "worker", "--device", "cpu", "--listen"]
     monkeypatch.setattr("sys.argv", [*common, "0.0.0.0:0"])
     cli.main()
     monkeypatch.setenv(FILE_VARIABLE, "")
     monkeypatch.setattr("sys.argv", [*common, "127.0.0.1:0"])
     cli.main()
-    assert [worker._host.identity.credentials is None for worker in found] == [False, True]
+    assert [worker._host.identity.credentials is None for worker in made] == [False, True]
 
 
 def test_a_pasted_token_is_the_same_token(

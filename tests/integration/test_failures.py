@@ -273,7 +273,9 @@ def test_a_worker_that_dies_in_mid_step_is_named_with_how_to_go_on(
         assert f"`lightning-hetero doctor {victim.address}`" in text
         assert "start the worker again, build the module anew, and go on from" in text
         assert f"fit(..., ckpt_path={saves.best_model_path!r})" in text
-        assert findings(read_run(Path(logger.log_dir)))[0] == f"The run ended early. {text}"
+        assert findings(read_run(Path(logger.log_dir)))[0] == (
+            f"The run ended by an error. WorkerLost: {text}"
+        )
         # What is lost says so instead of giving something else.
         with pytest.raises(WorkerLost):
             module.state_dict()

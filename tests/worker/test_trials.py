@@ -154,7 +154,9 @@ def test_a_worker_does_not_tell_what_another_service_says(coordinator: Coordinat
                     pass
 
         greeting = thread.submit(greet)
-        answer = ask(coordinator, m.MeasureLink(f"127.0.0.1:{listener.getsockname()[1]}", 0.0))
+        answer = ask(
+            coordinator, m.MeasureLink(f"127.0.0.1:{listener.getsockname()[1]}", "any", 0.0)
+        )
         greeting.result(20)
     assert isinstance(answer, m.NotMeasured)
     assert "did not answer as a worker" in answer.reason

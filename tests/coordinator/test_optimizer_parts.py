@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.coordinator import training
-from lightning_hetero.coordinator.progress import ProgressInLines
-from lightning_hetero.coordinator.training import (
+from lightning_hetero.coordinator import optimizer_parts
+from lightning_hetero.coordinator.optimizer_parts import (
     OptimizerParts,
     RemoteOptimizer,
     TrainedParameters,
 )
+from lightning_hetero.coordinator.progress import ProgressInLines
 from lightning_hetero.errors import ModelError
 from lightning_hetero.pipeline.optimizer import Clipping, Group
 from lightning_hetero.plan import StagePlan
@@ -115,7 +115,7 @@ def test_the_norms_here_are_taken_while_the_stages_take_theirs(
         return [4.0]
 
     monkeypatch.setattr(parts, "ask_gradient_norms", ask)
-    monkeypatch.setattr(training, "gradient_norms", measure_here)
+    monkeypatch.setattr(optimizer_parts, "gradient_norms", measure_here)
     assert remote.clip_by_norm(6.0) == 5.0
     assert parts.said == [("measure", 7), "here", "answered"]
 
