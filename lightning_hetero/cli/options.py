@@ -247,6 +247,11 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
         metavar="N",
         help="micro-batches in a batch (default: the planner chooses)",
     )
+    _add_questions(plan)
+    _add_output_option(plan, "the plan", "a new plan.yaml")
+
+
+def _add_questions(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--given",
         metavar="PLAN",
@@ -260,7 +265,6 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
         help="guess a worker more with this card, such as 'RTX 4090', or another card in a worker, "
         "from published peak figures; writes no plan; repeatable",
     )
-    _add_output_option(plan, "the plan", "a new plan.yaml")
 
 
 def _add_diagram_options(diagram: argparse.ArgumentParser) -> None:

@@ -12,17 +12,15 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from msgspec import structs
 
-from ..atomic_file import replacing
 from ..coordinator.connections import Connections
 from ..devices.description import describe_device
 from ..devices.main_memory import give_back_free_memory
@@ -42,6 +40,7 @@ from .dry_run import (
     with_optimizers,
 )
 from .ends import embedding_to_leave
+from .kept import Measured, write_kept
 from .measure import (
     Described,
     Identity,
@@ -105,20 +104,8 @@ def write_known(path: Path, profile: Profile) -> None:
 
     The profile is valid without its file, so a file that cannot be written is only logged.
     """
-    if _write(path, profile):
+    if write_kept(path, profile):
         rank_zero_info(f"what was measured is kept in {path}; {_TO_MEASURE_AGAIN}")
-
-
-def _write(path: Path, profile: Profile) -> bool:
-    """Whether the file could be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, mode=0o600) as file:
-            file.write(profile.as_yaml().encode())
-    except OSError as error:
-        rank_zero_info(f"The profile cannot be written to {path}: {error}.")
-        return False
-    return True
 
 
 def with_present_memory(profile: Profile, described: Described, held_bytes: int) -> Profile:
@@ -182,44 +169,6 @@ def _agree(new: DeviceProfile, old: DeviceProfile) -> bool:
         if job_of(timing) in before
     ]
     return all(most <= _MOST_TIMES * least for least, most in pairs)
-
-
-class Measured(NamedTuple):
-    """A profile, and the file that keeps it; None if no file is to be changed."""
-
-    profile: Profile
-    path: Path | None
-
-
-def distrust(measured: Measured, reasons: Mapping[str, str]) -> list[str]:
-    """Mark devices in the file of a profile, so that the next start measures them again.
-
-    Args:
-        measured: The profile, as this run read or measured it.
-        reasons: Why the devices with these names are to be measured again.
-
-    Returns:
-        The marked devices. A device that the file describes by other times, or whose second
-        measurement agreed with its first, is not marked.
-    """
-    path = measured.path
-    if path is None:
-        return []
-    try:
-        kept = Profile.from_yaml(path)
-    except ProfileError as error:
-        logger.warning("The measurements cannot be marked as wrong. %s", error)
-        return []
-    used = {device.name: device.timings for device in measured.profile.devices}
-    marked = {
-        device.name: structs.replace(device, stale=reasons[device.name])
-        for device in kept.devices
-        if device.name in reasons and not device.confirmed and used[device.name] == device.timings
-    }
-    if marked:
-        devices = [marked.get(device.name, device) for device in kept.devices]
-        _write(path, structs.replace(kept, devices=devices))
-    return list(marked)
 
 
 def merged(new: Profile, old: Profile | None) -> Profile:

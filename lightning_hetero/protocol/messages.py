@@ -217,8 +217,7 @@ class PrepareLayers(IdleRequest, frozen=True):
 
 
 class MeasureLink(IdleRequest, frozen=True):
-    """Measure the link to another worker of the run, in both directions; the fields that name the
-    worker mean what those of the downstream neighbor mean in `Deploy`."""
+    """Measure the link to another worker, in both directions; it is named as in `Deploy`."""
 
     requests = "measuring a link"
     address: Name
@@ -249,10 +248,7 @@ class ProbeAnswer(Message, frozen=True):
 
 
 class NotMeasured(IdleAnswer, Words, frozen=True):
-    """Measuring the layer, the optimizer or the link raised an error.
-
-    With ``is_unreachable`` no link was measured because the other worker cannot be reached.
-    """
+    """Measuring raised an error, or (``is_unreachable``) the other worker cannot be reached."""
 
     reason: Text
     traceback: Text
@@ -267,8 +263,7 @@ class Deploy(Message, frozen=True):
 
     Args:
         recipe: What the layers are built from, as JSON.
-        downstream_address: Where the coordinator reaches the downstream neighbor; the worker may
-            reach another process there, or none. Empty for the last stage.
+        downstream_address: Where the coordinator reaches the downstream neighbor, or empty.
         downstream_session: The name of the neighbor's session, which only the right one knows.
         dtype: The dtype in which the stage computes; None for its input's.
         activation_dtype: The dtype to which the stage rounds the activations that it sends.
@@ -294,8 +289,7 @@ class Deploy(Message, frozen=True):
 class Built(Message, frozen=True):
     """The layers of a `Deploy` are built.
 
-    For the tensors in ``held`` the worker still has content of an earlier stage, which may be the
-    right one: the coordinator should try `OfferTensor` first.
+    The worker still has content for the tensors in ``held``; try `OfferTensor` for them first.
     """
 
     said = by(Speaker.WORKER, State.LOADING)
@@ -306,8 +300,7 @@ class LoadTensor(Message, frozen=True):
     """The content of one parameter or buffer.
 
     For a tensor in 4 bits the frame's other tensors are its ``state``; without state the worker
-    quantizes the content itself. The worker answers each tensor with `Loaded`, and a coordinator
-    that waits for the answer does not flood it.
+    quantizes the content itself. The worker answers each tensor with `Loaded`.
     """
 
     said = by(Speaker.COORDINATOR, State.LOADING, State.SERVING)

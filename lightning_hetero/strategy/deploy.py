@@ -33,8 +33,9 @@ from ..planner.profile import Profile
 from ..planner.solver import Solution, Wishes, even_plan, solve
 from ..planner.verdict import judge, render
 from ..profiler.dry_run import NoSample
+from ..profiler.kept import Measured
 from ..profiler.measure import ProfilingOptions
-from ..profiler.run import Measured, ProfilingRun
+from ..profiler.run import ProfilingRun
 from ..transport.deadlines import Deadlines
 from .arguments import (
     StepOptions,

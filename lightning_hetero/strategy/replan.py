@@ -36,7 +36,7 @@ from ..planner.replan import (
     misjudged,
     replan,
 )
-from ..profiler.run import Measured, distrust
+from ..profiler.kept import Measured, distrust
 from ..profiler.trials import MEASURE_AGAIN
 
 logger = logging.getLogger(__name__)

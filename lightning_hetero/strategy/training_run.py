@@ -41,7 +41,7 @@ from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four
 from ..plan import COORDINATOR, Plan, StagePlan
 from ..planner.feasibility import as_measured
 from ..planner.profile import EMBEDDING, HEAD, Profile
-from ..profiler.run import Measured
+from ..profiler.kept import Measured
 from ..protocol.messages import Equipment
 from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
 from ..report.run_record import FACTS, Process, RunFacts
