@@ -155,7 +155,7 @@ class NeighborLost(StageReport, Words, frozen=True):
     reason: Text
 
 
-class NeighborUnreachable(Message, frozen=True):
+class NeighborUnreachable(Message, Words, frozen=True):
     """The stage cannot reach its downstream neighbor; the coordinator has to forward."""
 
     said = by(Speaker.WORKER, State.SERVING)
