@@ -72,7 +72,7 @@ KEYS_OF_PROFILES: dict[type, str] = {
 }
 
 COMMANDS = {
-    "": "--version",
+    "": "--print-completion --version",
     "worker": (
         "--allow --announce --device --listen --listen-fd --log-level --memory --no-announce "
         "--place --print-unit --script --sessions --stop-with-stdin --threads --token-file"

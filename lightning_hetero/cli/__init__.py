@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 
 from ..errors import HeteroError
+from ..optional import import_extra
 from .options import COMMANDS, command_line
 
 __all__ = ["COMMANDS", "command_line", "main"]
@@ -18,10 +19,14 @@ def main() -> None:
     """Entry point of the command line."""
     parser = command_line()
     options = parser.parse_args()
-    if options.command is None:
-        parser.print_help()
-        return
     try:
+        if options.print_completion is not None:
+            shtab = import_extra("shtab", "completion", "completion needs it")
+            print(shtab.complete(parser, options.print_completion))
+            return
+        if options.command is None:
+            parser.print_help()
+            return
         # Most commands import torch, which takes seconds, so only the called one is imported.
         import_module(f".{options.command}", __package__).run(options)
     except HeteroError as error:

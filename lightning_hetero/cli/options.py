@@ -34,6 +34,11 @@ def command_line() -> Parser:
     """The parser of the whole command line; ``command`` is the command's name, or None."""
     parser = Parser("lightning-hetero", description="Train one model on mixed hardware.")
     parser.add_argument("--version", action="version", version=f"lightning-hetero {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh", "tcsh"),
+        help="print a script that completes commands and options in this shell, and exit",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (text, add_options) in COMMANDS.items():
         add_options(commands.add_parser(name, help=text, description=f"{text}."))

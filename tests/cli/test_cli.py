@@ -563,3 +563,14 @@ def test_a_report_is_written_beside_the_logs(
     assert "loss" in page
     assert page == (tmp_path / "other.html").read_text()
     assert "cannot be written" in str(run(monkeypatch, "report", str(tmp_path), "-o", "no/a.html"))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_every_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shell: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightning-hetero", "--print-completion", shell])
+    cli.main()
+    script = capsys.readouterr().out
+    assert all(name in script for name in cli.COMMANDS)
+    assert "what-if" in script
