@@ -30,7 +30,7 @@ EPOCHS = 2
 
 
 def even(workers: list[str]) -> HeteroPipelineStrategy:
-    return HeteroPipelineStrategy(workers, "even", micro_batches=2)
+    return HeteroPipelineStrategy(workers or 0, "even", micro_batches=2)
 
 
 @dataclass
