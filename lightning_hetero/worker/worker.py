@@ -290,7 +290,9 @@ class Worker:
     @property
     def has_run(self) -> bool:
         """Whether a run is under way."""
-        return self._session is not None
+        # A peer may have its Welcome a moment before the session is there.
+        with self._session_changed:
+            return self._session is not None
 
     def drain(self) -> None:
         """Finish the present run, take no other one, and `stop`."""

@@ -142,7 +142,8 @@ def test_a_worker_that_does_not_answer_is_shown_with_the_reason(
     assert run(monkeypatch, "top", address, "--once") == 1
     shown = capsys.readouterr().out
     assert "not there" in shown
-    assert f"{address} (1 look without an answer): No worker answers at {address}" in shown
+    assert f"{address} (1 look without an answer): " in shown
+    assert f"`lightning-hetero doctor {address}`" in shown
 
 
 def test_top_looks_again_until_it_is_interrupted(
