@@ -11,6 +11,7 @@ of the worker's owner. Such entries are left out here, and refused from others.
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 import threading
 from collections.abc import Iterator
@@ -38,6 +39,11 @@ _NOT_FROM_CONFIG = (
     "quantization_config",
     "trust_remote_code",
 )
+# Those of them that no layer misses on a worker.
+_TRAVELS_APART = re.compile(
+    r"_?((attn|experts)_implementation(_internal|_autoset)?|name_or_path|auto_map"
+    r"|quantization_config|trust_remote_code)"
+)
 # The keys in these are the user's own words.
 _LABELS = ("id2label", "label2id")
 # With one of these as an entry, a config would read other entries than those that are checked.
@@ -53,9 +59,55 @@ _MOST_DEPTH = 32
 
 
 def plain_config(config: PretrainedConfig) -> dict[str, Any]:
-    """A config as in its ``config.json``, without the entries that workers refuse."""
-    plain: dict[str, Any] = _without_hubs(json.loads(config.to_json_string(use_diff=False)))
+    """A config as in its ``config.json``, without the entries that workers refuse.
+
+    Raises:
+        ModelError: If a worker's config would have another value for such an entry.
+    """
+    whole: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    plain: dict[str, Any] = _without_hubs(whole)
+    left_out = dict(_left_out(whole))
+    if left_out:
+        _check_same_without(type(config), plain, left_out)
     return plain
+
+
+def _left_out(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The entries that are left out and that a layer may read, by their paths."""
+    for key, item in content.items() if isinstance(content, dict) else ():
+        if _is_of_a_hub(key):
+            if _TRAVELS_APART.fullmatch(key) is None:
+                yield (*path, key), item
+        elif key not in _LABELS:
+            yield from _left_out(item, (*path, key))
+
+
+def _check_same_without(
+    config_class: type[PretrainedConfig],
+    plain: dict[str, Any],
+    left_out: dict[tuple[str, ...], Any],
+) -> None:
+    """Refuse a config whose layers would compute with other values on a worker, in silence."""
+    try:
+        with hubs_shut_off():
+            made = config_class.from_dict(plain)
+        remade: dict[str, Any] = json.loads(made.to_json_string(use_diff=False))
+    except Exception:  # a class may need the entry; the checks of transformers raise many classes
+        remade = {}
+    # The layers of transformers read only what their config class declares.
+    is_missed = not remade or not config_class.__module__.startswith("transformers.")
+    for path, value in left_out.items():
+        there = remade
+        for key in path[:-1]:
+            there = there.get(key) or {}
+        is_other = there[path[-1]] != value if path[-1] in there else is_missed
+        if is_other:
+            raise ModelError(
+                f"The entry {'.'.join(path)!r} of a {config_class.__name__} has the value "
+                f"{reprlib.repr(value)}, and workers take no such entry: transformers downloads "
+                "models by entries of such names. Rename it, or keep its layers with the "
+                "coordinator."
+            )
 
 
 def experts_kind(config: PretrainedConfig) -> str | None:

@@ -32,6 +32,7 @@ from lightning_hetero.errors import ModelError
 from lightning_hetero.model.allowed_imports import Allowed
 from lightning_hetero.model.captured_outputs import is_collecting
 from lightning_hetero.model.custom_layers import BlocksRecipe
+from lightning_hetero.model.hf_config import plain_config
 from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
 from lightning_hetero.model.recipe import Recipe, build_layers, write_recipe
 
@@ -200,6 +201,27 @@ def test_a_hub_that_the_users_config_names_stays_at_home() -> None:
     config = write_recipe(model, numbered(model)).config
     assert config["sub"] == {"vision": [{"width": 3}]}
     assert not {"_name_or_path", "auto_map"} & config.keys()
+
+
+class ScaledConfig(LlamaConfig):
+    """A user's config, with a number that a worker does not take by its name."""
+
+    backbone_scale: float = 1.0
+
+
+@pytest.mark.parametrize("key", ["backbone_scale", "backbone_shift"])
+def test_an_entry_that_a_worker_would_have_otherwise_is_refused(key: str) -> None:
+    config = ScaledConfig(**SMALL)
+    plain_config(config)
+    setattr(config, key, 2.0)
+    with pytest.raises(ModelError, match=f"'{key}' of a ScaledConfig has the value 2.0"):
+        plain_config(config)
+
+
+def test_an_entry_that_no_layer_of_transformers_reads_is_left_out() -> None:
+    config = LlamaConfig(**SMALL)
+    config.backbone_scale = 2.0
+    assert "backbone_scale" not in plain_config(config)
 
 
 def test_labels_are_the_users_own_words() -> None:
