@@ -279,7 +279,10 @@ def test_the_users_error_is_reported_even_if_a_worker_died_too(
 
         class Module(TinyModule):
             def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-                victim.process.kill()
+                # The first process would take this one along a moment later: it could still answer.
+                serving = victim.session
+                serving.kill()
+                serving.wait(20)
                 raise ZeroDivisionError("the user's own")
 
         checkpoint = OnExceptionCheckpoint(tmp_path)
