@@ -101,8 +101,8 @@ class Plan:
     """The stages of a model, and the number of micro-batches.
 
     Args:
-        stages: The stages in the order of the layers. The coordinator may hold the first or the
-            last one.
+        stages: The stages in the order of the layers. A worker may hold any number of them; the
+            coordinator may hold the first one, the last one, or both.
         micro_batches: The number of pieces into which a training batch is cut.
         in_flight: The most micro-batches between the start of their forward and the end of their
             backward on each process; None for two per process, enough to hide a round trip. The
@@ -120,8 +120,8 @@ class Plan:
 
     @property
     def workers(self) -> list[str]:
-        """The workers of the stages, in their order."""
-        return [stage.worker for stage in self.remote_stages]
+        """The workers of the stages, each once, in the order in which the layers come to them."""
+        return list(dict.fromkeys(stage.worker for stage in self.remote_stages))
 
     @property
     def starts_on_worker(self) -> bool:
@@ -133,10 +133,12 @@ class Plan:
     def narrowings(self) -> list[Narrowing]:
         """The rounding at each boundary, from coordinator to first worker to last worker and back.
 
-        If the two stages of a boundary differ, the narrower dtype holds.
+        If the two stages of a boundary differ, the narrower dtype holds. What a coordinator with
+        one stage wants holds at both ends.
         """
-        local = next((stage for stage in self.stages if stage.is_local), None)
-        around = [local, *self.remote_stages, local]
+        local = [stage for stage in self.stages if stage.is_local]
+        first, last = (local[0], local[-1]) if local else (None, None)
+        around = [first, *self.remote_stages, last]
         return [
             Narrowing(
                 _narrower(before, after, "activation_dtype"),
@@ -164,7 +166,7 @@ class Plan:
     @property
     def max_in_flight(self) -> int:
         """The most micro-batches in flight, with the default filled in."""
-        return self.in_flight or 2 * (len(self.remote_stages) + 1)
+        return self.in_flight or 2 * (len(self.workers) + 1)
 
     @property
     def max_started(self) -> int:
@@ -251,7 +253,6 @@ class Plan:
             )
 
     def _check_workers(self, workers: Sequence[str]) -> None:
-        seen: set[str] = set()
         for index, stage in enumerate(self.stages):
             if len(stage.workers) != 1:
                 raise PlanError(
@@ -260,8 +261,13 @@ class Plan:
                 )
             if stage.is_local and 0 < index < len(self.stages) - 1:
                 raise PlanError(
-                    f"Stage {index} is on the coordinator, which can only hold the first layers or "
-                    "the last ones."
+                    f"Stage {index} is on the coordinator, which can only hold the first layers, "
+                    "the last ones, or both."
+                )
+            if stage.is_local and index > 0 and not self.remote_stages:
+                raise PlanError(
+                    "The coordinator holds all layers in two stages; write them as one stage, "
+                    f"[{self.stages[0].layers[0]}, {stage.layers[1]}]."
                 )
             _check_dtypes(vars(stage), f"stage {index}")
             _check_embedding(stage, index)
@@ -275,9 +281,6 @@ class Plan:
                     f"Stage {index} is on {stage.worker!r}, which is none of the workers "
                     f"{list(workers)}; name one of them or add it to `workers`."
                 )
-            if stage.worker in seen:
-                raise PlanError(f"{stage.worker!r} serves two stages; give it one range of layers.")
-            seen.add(stage.worker)
 
 
 def _narrower(before: StagePlan | None, after: StagePlan | None, field: str) -> WireDtype | None:

@@ -214,6 +214,9 @@ def test_a_wrong_type_is_refused_by_its_place(content: Any, fragment: str) -> No
         Plan([stage("old-tower:9999", 0, 1), stage("coordinator", 1, 6)]),
         Plan([StagePlan(["old-tower:9999"], (0, 1), embedding=True), stage("coordinator", 1, 6)]),
         Plan([stage("coordinator", 0, 0), StagePlan(["old-tower:9999"], (0, 6), embedding=True)]),
+        Plan([HERE, stage("old-tower:9999", 2, 4), stage("coordinator", 4, 6)]),
+        Plan([stage(WORKERS[0], 0, 2), stage(WORKERS[1], 2, 4), stage(WORKERS[0], 4, 6)]),
+        Plan([stage(WORKERS[0], 0, 2), THERE]),
     ],
 )
 def test_a_plan_that_fits_passes(plan: Plan) -> None:
@@ -241,7 +244,7 @@ def test_a_plan_that_fits_passes(plan: Plan) -> None:
         (Plan([StagePlan([], (0, 6))]), ["Stage 0", "0 workers"]),
         (
             Plan([stage(WORKERS[0], 0, 2), stage("coordinator", 2, 4), stage(WORKERS[1], 4, 6)]),
-            ["Stage 1", "coordinator", "first layers or the last ones"],
+            ["Stage 1", "coordinator", "first layers, the last ones, or both"],
         ),
         (
             Plan([HERE, StagePlan(WORKERS[:1], (2, 6), embedding=True)]),
@@ -255,7 +258,10 @@ def test_a_plan_that_fits_passes(plan: Plan) -> None:
             Plan([StagePlan(WORKERS[:1], (0, 6), dtype="float16", embedding=True)]),
             ["Stage 0", "`embedding: true`", "'float16'", "Leave one of them out"],
         ),
-        (Plan([stage(WORKERS[0], 0, 2), THERE]), [f"{WORKERS[0]!r}", "two stages"]),
+        (
+            Plan([stage("coordinator", 0, 2), stage("coordinator", 2, 6)]),
+            ["all layers in two stages", "one stage, [0, 6]"],
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_with_its_numbers(
@@ -302,6 +308,23 @@ def test_the_narrower_wish_of_two_neighbors_holds_at_their_boundary() -> None:
     ]
     assert plan.coordinator_narrowing == Narrowing("bfloat16", None)
     assert plan.stage_narrowings == [Narrowing("int8", "int8"), Narrowing("int8", "int8")]
+
+
+def test_a_coordinator_at_both_ends_narrows_each_by_its_own_stage() -> None:
+    plan = Plan(
+        [
+            StagePlan(["coordinator"], (0, 1), activation_dtype="int8"),
+            StagePlan(["a"], (1, 2)),
+            StagePlan(["coordinator"], (2, 3), gradient_dtype="bfloat16"),
+        ]
+    )
+    assert plan.narrowings == [Narrowing("int8", None), Narrowing(None, "bfloat16")]
+
+
+def test_a_worker_of_several_stages_is_one_process() -> None:
+    halves = [stage(WORKERS[n % 2], n, n + 1) for n in range(6)]
+    assert Plan(halves).workers == WORKERS
+    assert Plan(halves).max_in_flight == 6
 
 
 def test_by_default_no_boundary_is_narrowed() -> None:

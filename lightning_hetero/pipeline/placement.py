@@ -1,0 +1,162 @@
+"""The placement: which process runs which stage on which micro-batch. Plain data, without torch.
+
+Coordinator, workers, planner, simulator and drawings ask it; nothing else decides who runs what,
+and nothing is decided while a step runs. So every run adds the same numbers in the same order.
+
+    layers [0,2] coordinator · [2,4] a · [4,6] b · [6,8] a · [8,9] coordinator
+
+    stage      0 ──▶ 1 ──▶ 2 ──▶ 3 ──▶ 0       the coordinator's layers are stage 0, wherever
+    process    0     1     2     1     0       they are; a is process 1, b is process 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from ..plan import COORDINATOR, Plan
+
+COORDINATOR_STAGE = 0
+"""The number of the stage of all the coordinator's layers, and the number of its process."""
+
+
+def turns(shares: Sequence[int], count: int) -> list[int]:
+    """Whose turn it is: for each of ``count`` micro-batches an index into ``shares``.
+
+    Smooth weighted round robin: everyone's credit grows by their share; the one with the most
+    credit takes the micro-batch and pays the sum of all shares; the first of equals goes first.
+    After each round of ``sum(shares)`` micro-batches everyone has had exactly their share.
+    """
+    credit, total = [0] * len(shares), sum(shares)
+    found = []
+    for _ in range(count):
+        credit = [have + share for have, share in zip(credit, shares, strict=True)]
+        chosen = credit.index(max(credit))
+        credit[chosen] -= total
+        found.append(chosen)
+    return found
+
+
+@dataclass(frozen=True)
+class PlacedStage:
+    """A stage on workers.
+
+    Args:
+        number: From 1 on, in the order of the layers.
+        layers: Its layers by their numbers; the input embedding is layer -1.
+        processes: The names of the workers that hold it.
+        shares: How many micro-batches of a round each of them runs.
+    """
+
+    number: int
+    layers: tuple[int, ...]
+    processes: tuple[str, ...]
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who runs what under a plan.
+
+    Args:
+        stages: The stages on workers, in the order of the layers.
+        local_layers: The coordinator's layers.
+    """
+
+    stages: tuple[PlacedStage, ...]
+    local_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan) -> Placement:
+        """The placement of a plan that fits its model."""
+        stages = tuple(
+            PlacedStage(
+                number,
+                (*([-1] if each.embedding else []), *each.layer_indices),
+                tuple(each.workers),
+                (1,) * len(each.workers),
+            )
+            for number, each in enumerate(plan.remote_stages, start=1)
+        )
+        local = [n for stage in plan.stages if stage.is_local for n in stage.layer_indices]
+        return cls(stages, tuple(local))
+
+    @cached_property
+    def processes(self) -> tuple[str, ...]:
+        """All processes by their numbers: the coordinator, then the workers as the layers come to
+        them."""
+        workers = [name for stage in self.stages for name in stage.processes]
+        return (COORDINATOR, *dict.fromkeys(workers))
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The processes without the coordinator."""
+        return self.processes[1:]
+
+    @property
+    def last_stage(self) -> int:
+        """The number of the stage whose activations go to the coordinator."""
+        return len(self.stages)
+
+    def number_of(self, process: str) -> int:
+        """The number of a process."""
+        return self.processes.index(process)
+
+    def stage(self, number: int) -> PlacedStage:
+        """A stage on workers by its number."""
+        return self.stages[number - 1]
+
+    def stages_of(self, process: str) -> tuple[int, ...]:
+        """The numbers of the stages that a worker holds."""
+        return tuple(stage.number for stage in self.stages if process in stage.processes)
+
+    def process(self, stage: int, microbatch: int) -> str:
+        """Who runs a stage on a micro-batch."""
+        if stage == COORDINATOR_STAGE:
+            return COORDINATOR
+        placed = self.stage(stage)
+        if len(placed.processes) == 1:
+            return placed.processes[0]
+        place = microbatch % sum(placed.shares)
+        return placed.processes[turns(placed.shares, place + 1)[place]]
+
+    def sequence(self, process: str, micro_batches: int) -> list[tuple[int, int]]:
+        """The stages and micro-batches of a process, in the order in which each stage adds up."""
+        return [
+            (stage, microbatch)
+            for stage in self.stages_of(process)
+            for microbatch in range(micro_batches)
+            if self.process(stage, microbatch) == process
+        ]
+
+    def after(self, stage: int) -> int:
+        """The stage that takes this one's activations; behind the last one is the coordinator."""
+        return (stage + 1) % (len(self.stages) + 1)
+
+    def before(self, stage: int) -> int:
+        """The stage that takes this one's gradients; before the first one is the coordinator."""
+        return (stage - 1) % (len(self.stages) + 1)
+
+    @cached_property
+    def links(self) -> tuple[tuple[str, str], ...]:
+        """Who sends activations to whom, each pair once, in the order of the layers; gradients go
+        the other way."""
+        holders = [(COORDINATOR,), *(stage.processes for stage in self.stages), (COORDINATOR,)]
+        found = [(a, b) for here, there in pairwise(holders) for a in here for b in there]
+        return tuple(dict.fromkeys((a, b) for a, b in found if a != b))
+
+    def peers(self, process: str) -> tuple[str, ...]:
+        """Whom a process exchanges activations and gradients with."""
+        met = [b if a == process else a for a, b in self.links if process in (a, b)]
+        return tuple(dict.fromkeys(met))
+
+    def holders(self, layer: int) -> tuple[str, ...]:
+        """Who holds a layer."""
+        found = next((stage for stage in self.stages if layer in stage.layers), None)
+        return (COORDINATOR,) if found is None else found.processes
+
+    def owner(self, layer: int) -> str:
+        """The holder whose result of an optimizer step counts."""
+        return self.holders(layer)[0]

@@ -1,0 +1,121 @@
+"""The placement of plans: who runs what, who talks to whom, who holds what."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.pipeline.placement import PlacedStage, Placement, turns
+from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
+
+
+def plan(*stages: tuple[str, int, int]) -> Plan:
+    return Plan([StagePlan([name], (first, end)) for name, first, end in stages])
+
+
+LINE = plan(("coordinator", 0, 2), ("a", 2, 4), ("b", 4, 6))
+BOTH_ENDS = plan(("coordinator", 0, 2), ("a", 2, 4), ("coordinator", 4, 6))
+ALTERNATING = plan(("a", 0, 1), ("b", 1, 2), ("a", 2, 3), ("b", 3, 4))
+TWICE = plan(("coordinator", 0, 1), ("a", 1, 2), ("a", 2, 3), ("b", 3, 4), ("a", 4, 5))
+
+
+def replicas(*shares: int) -> Placement:
+    names = tuple("abcdef"[: len(shares)])
+    return Placement((PlacedStage(1, (0, 1), names, shares),))
+
+
+@pytest.mark.parametrize(
+    ("given_plan", "processes", "stages_of_a"),
+    [
+        (LINE, ("coordinator", "a", "b"), (1,)),
+        (BOTH_ENDS, ("coordinator", "a"), (1,)),
+        (ALTERNATING, ("coordinator", "a", "b"), (1, 3)),
+        (TWICE, ("coordinator", "a", "b"), (1, 2, 4)),
+    ],
+)
+def test_processes_are_counted_as_the_layers_come_to_them(
+    given_plan: Plan, processes: tuple[str, ...], stages_of_a: tuple[int, ...]
+) -> None:
+    placement = Placement.of(given_plan)
+    assert placement.processes == processes
+    assert list(placement.workers) == given_plan.workers
+    assert [placement.number_of(name) for name in processes] == list(range(len(processes)))
+    assert placement.stages_of("a") == stages_of_a
+    assert placement.stages_of(COORDINATOR) == ()
+
+
+@pytest.mark.parametrize(
+    ("given_plan", "links", "peers_of_a"),
+    [
+        (LINE, [("coordinator", "a"), ("a", "b"), ("b", "coordinator")], ("coordinator", "b")),
+        (BOTH_ENDS, [("coordinator", "a"), ("a", "coordinator")], ("coordinator",)),
+        (
+            ALTERNATING,
+            [("coordinator", "a"), ("a", "b"), ("b", "a"), ("b", "coordinator")],
+            ("coordinator", "b"),
+        ),
+        # From one stage to the next one of the same worker nothing travels.
+        (
+            TWICE,
+            [("coordinator", "a"), ("a", "b"), ("b", "a"), ("a", "coordinator")],
+            ("coordinator", "b"),
+        ),
+        (plan(("coordinator", 0, 4)), [], ()),
+    ],
+)
+def test_links_lead_along_the_layers(
+    given_plan: Plan, links: list[tuple[str, str]], peers_of_a: tuple[str, ...]
+) -> None:
+    placement = Placement.of(given_plan)
+    assert list(placement.links) == links
+    assert placement.peers("a") == peers_of_a
+
+
+def test_activations_and_gradients_go_round() -> None:
+    placement = Placement.of(ALTERNATING)
+    numbers = range(placement.last_stage + 1)
+    assert [placement.after(number) for number in numbers] == [1, 2, 3, 4, 0]
+    assert [placement.before(number) for number in numbers] == [4, 0, 1, 2, 3]
+    assert [placement.process(number, 0) for number in numbers] == [COORDINATOR, *"abab"]
+
+
+def test_layers_know_their_holder() -> None:
+    embedded = Plan([StagePlan(["a"], (0, 2), embedding=True), StagePlan(["b"], (2, 3))])
+    assert [Placement.of(embedded).owner(layer) for layer in (-1, 0, 1, 2)] == ["a", "a", "a", "b"]
+    layers = range(-1, 6)
+    assert [Placement.of(BOTH_ENDS).holders(n)[0] for n in layers] == [
+        *[COORDINATOR] * 3,
+        *"aa",
+        *[COORDINATOR] * 2,
+    ]
+    assert Placement.of(BOTH_ENDS).local_layers == (0, 1, 4, 5)
+
+
+def test_a_process_adds_up_each_stage_in_the_order_of_the_micro_batches() -> None:
+    placement = Placement.of(ALTERNATING)
+    assert placement.sequence("a", 2) == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert replicas(1, 2).sequence("a", 6) == [(1, 1), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [((1,), "aaa"), ((1, 1), "abab"), ((2, 1), "abaaba"), ((5, 3, 1), "abacababa")],
+)
+def test_turns_are_spread_evenly(shares: tuple[int, ...], expected: str) -> None:
+    assert "".join("abc"[turn] for turn in turns(shares, len(expected))) == expected
+    placement = replicas(*shares)
+    assert "".join(placement.process(1, k) for k in range(len(expected))) == expected
+
+
+@given(shares=st.lists(st.integers(0, 9), min_size=1, max_size=5), rounds=st.integers(1, 3))
+def test_everyone_gets_their_share_of_each_round(shares: list[int], rounds: int) -> None:
+    total = sum(shares)
+    if total == 0:
+        return
+    found = turns(shares, rounds * total)
+    for begin in range(0, len(found), total):
+        counts = Counter(found[begin : begin + total])
+        assert [counts[index] for index in range(len(shares))] == shares
