@@ -121,8 +121,11 @@ def _cells_of_run(each: Sighting) -> list[Text]:
     stage = each.stage
     if stage is None:
         return [Text("")] * 4
-    first, end = stage.first_layer, stage.end_layer
-    held = f"{stage.stage_index}: {first} to {end - 1}" if end > first else ""
+    held = "\n".join(
+        f"{each.number}: {each.first_layer} to {each.end_layer - 1}"
+        for each in stage.stages
+        if each.end_layer > each.first_layer
+    )
     return [
         Text(f"{stage.run}\n{stage.coordinator.rpartition(':')[0]}"),
         Text(held),

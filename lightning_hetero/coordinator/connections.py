@@ -7,9 +7,10 @@ in `asides`. Any other message is returned to the caller that waits.
 
 from __future__ import annotations
 
+import enum
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +42,7 @@ from ..transport.handshake import Identity, advice, dial, differences
 Wanted = TypeVar("Wanted", bound=m.Message)
 
 # Takes a message that answers no request.
-Aside = Callable[["ConnectedWorker", Any], None]
+Aside = Callable[["Member", Any], None]
 
 # How often a wait looks whether this process is to end.
 _LOOK_AROUND_SECONDS = 1.0
@@ -52,25 +53,40 @@ _MOST_FORWARDED_EACH = 4
 _MOST_FORWARDED = 64
 
 
+class MemberState(enum.Enum):
+    """What a member does for the run."""
+
+    IDLE = "idle"
+    SERVING = "serving"
+    LOST = "lost"
+
+
 @dataclass(eq=False)
-class ConnectedWorker:
-    """A worker that answered, and the state of the conversation with it.
+class Member:
+    """A worker of the run as the coordinator sees it, and the conversation with it.
 
     Attributes:
-        stage_index: The stage that it serves, or is about to.
+        number: From 1 on; it stays when layers move.
         session: The name of the conversation, by which a neighbor shows that it means this worker.
-        forwarded_to: The worker that each kind of its messages is forwarded to.
+        state: What the worker does; an idle one has no stage.
+        loss: Why the worker is lost; None while it is not.
+        stages: The numbers of the stages that it serves, or is about to.
+        cannot_reach: The workers to which its messages are forwarded, and whose messages are
+            forwarded to it.
         num_unanswered: Requests whose ``Done`` has not come: more than one after an interruption.
         is_paused: Whether its owner keeps the device for another use at present.
     """
 
-    stage_index: int
+    number: int
     name: str
     address: Address
     channel: Channel
     equipment: m.Equipment
     session: str
-    forwarded_to: dict[type, ConnectedWorker] = field(default_factory=dict)
+    state: MemberState = MemberState.IDLE
+    loss: WorkerError | None = None
+    stages: tuple[int, ...] = ()
+    cannot_reach: set[Member] = field(default_factory=set)
     constants: SentConstants = field(default_factory=SentConstants)
     # The thread that writes to the channel reads the constants too.
     constants_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -94,22 +110,24 @@ class ConnectedWorker:
         return advice(self.address) if self.name == str(self.address) else ""
 
     def __str__(self) -> str:
-        return f"stage {self.stage_index} on {self.name}" + (
-            "" if self.name == str(self.address) else f" ({self.address})"
-        )
+        what = f"stage {' and '.join(map(str, self.stages))}" if self.stages else "the worker"
+        where = self.name if self.name == str(self.address) else f"{self.name} ({self.address})"
+        return f"{what} on {where}"
 
 
 class Connections:
     """Talks to the workers of a run. Not thread-safe.
 
     Args:
-        workers: The name and address of each worker, in the order of the stages.
+        workers: The name and address of each worker.
         deadlines: How long each kind of waiting may take.
         identity: The equipment and credentials that this process shows to the workers.
         receive_pool: Makes the memory into which a channel reads tensors.
 
     Attributes:
-        workers: The connected workers, in the order of their stages.
+        members: The connected workers, by their numbers; an idle one that is lost is left out.
+        workers: Those that serve stages; before `assign`, all of them.
+        serving: The worker that serves each stage, by the stage's number.
         deadlines: As given.
         equipment: The equipment of this process, as it told the workers.
         step: The number of the present step; 0 before the first one.
@@ -131,7 +149,9 @@ class Connections:
     ) -> None:
         self.equipment = identity.equipment
         self.deadlines = deadlines
-        self.workers: list[ConnectedWorker] = []
+        self.members: list[Member] = []
+        self.workers: list[Member] = []
+        self.serving: dict[int, Member] = {}
         self.step = 0
         self.in_flight = 1
         self.asides: dict[type, Aside] = {
@@ -145,52 +165,62 @@ class Connections:
         self._fault: WorkerError | None = None
         run = secrets.token_hex(4)
         try:
-            for stage_index, (name, address) in enumerate(workers, start=1):
+            for number, (name, address) in enumerate(workers, start=1):
                 # Each worker has a name of its own, so that a neighbor that reaches another worker
                 # than the right one, or itself, is refused.
                 session = run + secrets.token_hex(16)
                 channel, welcome = dial(address, "coordinator", session, deadlines, identity)
                 channel.start(self._inbox, receive_pool())
                 theirs = welcome.equipment
-                worker = ConnectedWorker(stage_index, name, address, channel, theirs, session)
-                self.workers.append(worker)
+                worker = Member(number, name, address, channel, theirs, session)
+                self.members.append(worker)
                 if found := differences(identity.equipment, theirs):
                     rank_zero_info(f"{name} differs, which is normal: {', '.join(found)}")
         except BaseException:
             self.close()
             raise
-        self._by_channel = {worker.channel: worker for worker in self.workers}
+        self.workers = list(self.members)
+        self._by_channel = {worker.channel: worker for worker in self.members}
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
-        workers, self.workers = self.workers, []
-        for worker in workers:
+        members, self.members, self.workers = self.members, [], []
+        for worker in members:
             worker.channel.close(m.Goodbye())
         self._fault = self.lost or WorkerLost("The coordinator has ended the session.")
 
-    def named(self, name: str) -> ConnectedWorker:
+    def named(self, name: str) -> Member:
         """The worker of that name."""
-        return next(worker for worker in self.workers if worker.name == name)
+        return next(worker for worker in self.members if worker.name == name)
 
     def keep(self, names: Sequence[str]) -> None:
-        """Let these workers serve the stages, in this order, and free the others."""
+        """Let these workers serve stages, with numbers in this order, and free the others."""
         kept = [self.named(name) for name in names]
-        for worker in self.workers:
+        for worker in self.members:
             if worker not in kept:
                 worker.channel.close(m.Goodbye())
-        for stage_index, worker in enumerate(kept, start=1):
-            worker.stage_index = stage_index
-        self.workers = kept
+        for number, worker in enumerate(kept, start=1):
+            worker.number = number
+        self.members, self.workers = kept, list(kept)
         self._by_channel = {worker.channel: worker for worker in kept}
         # Arrivals of the freed workers are dropped; nothing waits for them.
         for arrival in [self._inbox.get() for _ in range(self._inbox.qsize())]:
             if arrival.channel in self._by_channel:
                 self._inbox.put(arrival)
 
+    def assign(self, stages_of: Mapping[str, tuple[int, ...]]) -> None:
+        """Note the stages of each worker, by its name; workers without any are idle."""
+        for worker in self.members:
+            worker.stages = stages_of.get(worker.name, ())
+            worker.state = MemberState.SERVING if worker.stages else MemberState.IDLE
+        self.workers = [worker for worker in self.members if worker.stages]
+        serving = [(number, worker) for worker in self.workers for number in worker.stages]
+        self.serving = dict(sorted(serving, key=lambda pair: pair[0]))
+
     @property
     def worker_equipment(self) -> dict[str, m.Equipment]:
         """The equipment of each worker, by the worker's name."""
-        return {worker.name: worker.equipment for worker in self.workers}
+        return {worker.name: worker.equipment for worker in self.members}
 
     @property
     def lost(self) -> WorkerError | None:
@@ -219,7 +249,7 @@ class Connections:
         if self._fault is not None:
             raise _copy_of(self._fault)
 
-    def lose(self, worker: ConnectedWorker, cause: HeteroError) -> WorkerError:
+    def lose(self, worker: Member, cause: HeteroError) -> WorkerError:
         """Give a worker up; the caller must raise the error that is returned."""
         if isinstance(cause, ProtocolError):
             text = f"{worker} broke the rules {self._when}: {cause}"
@@ -233,13 +263,19 @@ class Connections:
                 )
                 if each
             )
-        self._fault = WorkerLost(text)
-        self._fault.__cause__ = cause
+        loss = WorkerLost(text)
+        loss.__cause__ = cause
+        worker.state, worker.loss = MemberState.LOST, loss
+        if worker in self.members and worker not in self.workers:
+            self.members.remove(worker)
+            rank_zero_warn(f"{text} It had no layers, so the run goes on without it.")
+        else:
+            self._fault = loss
         # The strategy adds to the error that is raised how to go on.
-        return _copy_of(self._fault)
+        return _copy_of(loss)
 
     @contextmanager
-    def blaming(self, worker: ConnectedWorker) -> Iterator[None]:
+    def blaming(self, worker: Member) -> Iterator[None]:
         """Inside, an answer of a worker is checked.
 
         Raises:
@@ -250,22 +286,25 @@ class Connections:
         except RemoteProtocolError as error:
             raise self.lose(worker, error) from error
 
-    def send(self, worker: ConnectedWorker, message: m.Message, *tensors: Tensor) -> None:
+    def send(self, worker: Member, message: m.Message, *tensors: Tensor) -> None:
         """Queue a message for a worker.
 
         Raises:
-            WorkerLost: If the worker has ended the conversation.
+            WorkerLost: If the worker has ended the conversation, and the run needs it.
         """
-        if worker.channel.has_ended:
-            raise self.lose(worker, ChannelError("It has ended the conversation."))
-        worker.channel.send(message, *tensors)
+        if not worker.channel.has_ended:
+            worker.channel.send(message, *tensors)
+            return
+        loss = self.lose(worker, ChannelError("It has ended the conversation."))
+        if worker in self.workers:
+            raise loss
 
     def broadcast(self, message: m.Message, *tensors: Tensor) -> None:
-        """Queue a message for every worker."""
+        """Queue a message for every worker that serves a stage."""
         for worker in self.workers:
             self.send(worker, message, *tensors)
 
-    def receive(self, patience_seconds: float | None = None) -> tuple[ConnectedWorker, Frame]:
+    def receive(self, patience_seconds: float | None = None) -> tuple[Member, Frame]:
         """Wait for the next message that is no aside.
 
         Args:
@@ -280,14 +319,14 @@ class Connections:
             if (heard := self.hear(patience_seconds)) is not None:
                 return heard
 
-    def receive_arrived(self) -> tuple[ConnectedWorker, Frame] | None:
+    def receive_arrived(self) -> tuple[Member, Frame] | None:
         """The next message that has arrived and is no aside; None if there is none."""
         while not self._inbox.empty():
             if (heard := self.hear(None)) is not None:
                 return heard
         return None
 
-    def hear(self, patience_seconds: float | None = None) -> tuple[ConnectedWorker, Frame] | None:
+    def hear(self, patience_seconds: float | None = None) -> tuple[Member, Frame] | None:
         """Wait for the next message; give it to its part and return None if it is an aside.
 
         Raises:
@@ -297,8 +336,14 @@ class Connections:
         arrival = self._next_arrival(patience_seconds or self.deadlines.request_seconds)
         worker, content = self._by_channel[arrival.channel], arrival.content
         if isinstance(content, HeteroError):
-            raise self.lose(worker, content)
+            loss = self.lose(worker, content)
+            if worker in self.workers:
+                raise loss
+            return None
         message = content.message
+        if isinstance(message, m.Done) and worker not in self.workers:
+            worker.num_unanswered = max(0, worker.num_unanswered - 1)
+            return None  # nobody waits for an idle worker
         take_aside = self.asides.get(type(message))
         if take_aside is not None:
             take_aside(worker, message)
@@ -310,15 +355,13 @@ class Connections:
             raise self._neighbor_lost(worker, message)
         return worker, content
 
-    def collect(
-        self, kind: type[Wanted], workers: Sequence[ConnectedWorker]
-    ) -> list[tuple[ConnectedWorker, Wanted]]:
+    def collect(self, kind: type[Wanted], workers: Sequence[Member]) -> list[tuple[Member, Wanted]]:
         """One message of a kind from each of these workers; skips answers to earlier requests.
 
         Raises:
             WorkerLost: If a worker answers twice, or one that was not asked answers.
         """
-        found: dict[ConnectedWorker, Wanted] = {}
+        found: dict[Member, Wanted] = {}
         while len(found) < len(workers):
             sender, frame = self.receive()
             message = frame.message
@@ -331,8 +374,8 @@ class Connections:
         return [(worker, found[worker]) for worker in workers]
 
     def ask(
-        self, requests: Sequence[tuple[ConnectedWorker, m.Message]], kind: type[Wanted]
-    ) -> Iterator[tuple[ConnectedWorker, Wanted, tuple[Tensor, ...]]]:
+        self, requests: Sequence[tuple[Member, m.Message]], kind: type[Wanted]
+    ) -> Iterator[tuple[Member, Wanted, tuple[Tensor, ...]]]:
         """Send one request to each of several workers, then yield their answers until all are done.
 
         The workers answer at the same time. Answers to a request that was interrupted, by Ctrl-C
@@ -345,12 +388,12 @@ class Connections:
             self.request(worker, request)
         yield from self._answers([worker for worker, _ in requests], kind)
 
-    def request(self, worker: ConnectedWorker, message: m.Message, *tensors: Tensor) -> None:
+    def request(self, worker: Member, message: m.Message, *tensors: Tensor) -> None:
         """Queue a request that the worker answers with ``Done`` in the end; see `finish`."""
         self.send(worker, message, *tensors)
         worker.num_unanswered += 1
 
-    def finish(self, workers: Sequence[ConnectedWorker]) -> None:
+    def finish(self, workers: Sequence[Member]) -> None:
         """Wait until these workers have carried out their requests.
 
         Raises:
@@ -360,8 +403,8 @@ class Connections:
             pass
 
     def _answers(
-        self, workers: Sequence[ConnectedWorker], kind: type[Wanted]
-    ) -> Iterator[tuple[ConnectedWorker, Wanted, tuple[Tensor, ...]]]:
+        self, workers: Sequence[Member], kind: type[Wanted]
+    ) -> Iterator[tuple[Member, Wanted, tuple[Tensor, ...]]]:
         """Yield what these workers answer before their ``Done``, until all requests are done."""
         failed: StageFailed | None = None
         while any(worker.num_unanswered > 0 for worker in workers):
@@ -379,7 +422,7 @@ class Connections:
         if failed is not None:
             raise failed
 
-    def _is_left_over(self, sender: ConnectedWorker, message: m.Message) -> bool:
+    def _is_left_over(self, sender: Member, message: m.Message) -> bool:
         """Whether a message answers an interrupted request or an earlier step."""
         if isinstance(message, m.Done) and sender.num_unanswered > 0:
             sender.num_unanswered -= 1
@@ -418,7 +461,7 @@ class Connections:
         )
         return _copy_of(self._fault)
 
-    def _stage_failed(self, worker: ConnectedWorker, failure: m.Failure) -> StageFailed:
+    def _stage_failed(self, worker: Member, failure: m.Failure) -> StageFailed:
         """The error to raise for a worker whose code raised."""
         worker.forget_constants()  # it may have failed before it kept the latest ones
         if failure.in_optimizer_step:
@@ -431,15 +474,15 @@ class Connections:
             f"The worker's traceback:\n{failure.traceback}"
         )
 
-    def _neighbor_lost(self, reporter: ConnectedWorker, report: m.NeighborLost) -> WorkerError:
+    def _neighbor_lost(self, reporter: Member, report: m.NeighborLost) -> WorkerError:
         """The error to raise for a link that was lost; asks the other end whether it lives."""
-        lost = next((w for w in self.workers if w.stage_index == report.stage_index), None)
+        lost = next((w for w in self.members if w.number == report.member), None)
         if lost is None:
-            wrong = f"It lost stage {report.stage_index}, which does not exist."
+            wrong = f"It lost worker {report.member}, which does not exist."
             return self.lose(reporter, RemoteProtocolError(wrong))
         if not lost.channel.peer_answers():
             return self.lose(lost, self._end_of(lost))
-        first, second = sorted((reporter, lost), key=lambda worker: worker.stage_index)
+        first, second = sorted((reporter, lost), key=lambda worker: worker.number)
         self._fault = LinkLost(
             f"The link between {first} and {second} was lost {self._when}, and both answer the "
             f"coordinator. {report.reason} On the machine of {first.name}, "
@@ -447,37 +490,42 @@ class Connections:
         )
         return self._fault
 
-    def _on_neighbor_unreachable(
-        self, worker: ConnectedWorker, message: m.NeighborUnreachable
-    ) -> None:
-        """Forward from now on what passes between a worker and its downstream neighbor."""
-        behind = next((w for w in self.workers if w.stage_index == worker.stage_index + 1), None)
-        if behind is None:
-            wrong = f"It misses stage {worker.stage_index + 1}, which does not exist."
+    def _on_neighbor_unreachable(self, worker: Member, message: m.NeighborUnreachable) -> None:
+        """Forward from now on what two workers exchange that cannot reach each other."""
+        other = next((w for w in self.members if w.number == message.member), None)
+        if other is None or other is worker:
+            wrong = f"It misses worker {message.member}, which is none of its neighbors."
             raise self.lose(worker, RemoteProtocolError(wrong))
-        for source, kind, target in (
-            (worker, m.Activation, behind),
-            (behind, m.Gradient, worker),
-        ):
-            source.forwarded_to[kind] = target
+        if other in worker.cannot_reach:
+            return  # the other one has told it
+        for source, target in ((worker, other), (other, worker)):
+            source.cannot_reach.add(target)
             source.channel.forward = partial(self._forward, source)
         rank_zero_warn(
-            f"{worker} cannot reach {behind}, and the coordinator reaches both. So the coordinator "
+            f"{worker} cannot reach {other}, and the coordinator reaches both. So the coordinator "
             "forwards what passes between the two: the numbers stay the same, but each activation "
             "and gradient between the two passes through the coordinator's network twice. "
             "A network on which the two reach each other is faster; `lightning-hetero mesh` makes "
             f"one. The cause, as {worker.name} tells it: {message.reason}"
         )
 
-    def _forward(self, source: ConnectedWorker, frame: Frame) -> bool:
+    def _forward(self, source: Member, frame: Frame) -> bool:
         """Forward a frame of a worker, in the thread that has read it; false if it is for us."""
-        target = source.forwarded_to.get(type(frame.message))
-        if target is not None:
-            most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self.in_flight
-            target.channel.pass_on(frame, most_queued)
-        return target is not None
+        message = frame.message
+        if isinstance(message, m.Activation):
+            sending_stage = message.stage - 1
+        elif isinstance(message, m.Gradient):
+            sending_stage = message.stage + 1
+        else:
+            return False
+        target = self.serving.get(message.stage)
+        if target not in source.cannot_reach or sending_stage not in source.stages:
+            return False
+        most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self.in_flight
+        target.channel.pass_on(frame, most_queued)
+        return True
 
-    def _end_of(self, lost: ConnectedWorker) -> HeteroError:
+    def _end_of(self, lost: Member) -> HeteroError:
         """The error that ended a worker's channel; other arrivals go back into the inbox."""
         aside = []
         while True:
@@ -489,11 +537,11 @@ class Connections:
             self._inbox.put(other)
         return arrival.content
 
-    def _on_paused(self, worker: ConnectedWorker, _message: m.Paused) -> None:
+    def _on_paused(self, worker: Member, _message: m.Paused) -> None:
         worker.is_paused = True
         rank_zero_info(f"{worker} is paused by its owner; all stages wait until it goes on")
 
-    def _on_resumed(self, worker: ConnectedWorker, _message: m.Resumed) -> None:
+    def _on_resumed(self, worker: Member, _message: m.Resumed) -> None:
         worker.is_paused = False
         rank_zero_info(f"{worker} goes on")
 

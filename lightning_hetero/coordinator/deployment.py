@@ -37,6 +37,7 @@ from ..model.recipe import write_recipe
 from ..model.tensors import has_four_bit, is_frozen, named_tensors
 from ..pipeline.boundary import Collected
 from ..pipeline.handover import Request, surroundings_here
+from ..pipeline.placement import Placement
 from ..pipeline.stage import compiled
 from ..plan import Plan, StagePlan
 from ..protocol.messages import Equipment
@@ -215,7 +216,7 @@ class Deployment:
         root: The LightningModule.
         layers: All decoder layers of the module.
         plan: A plan that fits the layers.
-        coordinator: Connected to the workers of the plan's remote stages, in their order.
+        coordinator: Connected to the workers of the plan.
         seed: Start of all dropout masks.
         converts_weights: Whether a stage's ``dtype`` holds for its weights too; under autocast it
             does not.
@@ -262,21 +263,22 @@ class Deployment:
         self._hollow = HollowLayers(away, self._exchange, self.tensors)
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.connections.equipment)
-        remote = remote_stages(root, stages, plan, weights, seed, self.weights_dtype_of)
+        remote = remote_stages(root, stages, plan, weights, self.weights_dtype_of)
         changed = changed_since_recipe(remote, away)
-        self._send(remote)
+        self._send(remote, seed)
         self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(
             away, coordinator.connections, coordinator.layers, changed
         )
         self._adjusted = adjust_own(layers, plan)
 
-    def _send(self, stages: Sequence[RemoteStage]) -> None:
+    def _send(self, stages: Sequence[RemoteStage], seed: int) -> None:
         """Give the stages to their workers."""
+        placement = Placement.of(self.plan)
         sizes = {name: tensor.nbytes for name, tensor in named_tensors(self._away)}
         what = "Sending layers to the workers"
         with closing(self.coordinator.layers.progress(what, sum(sizes.values()))) as progress:
-            for name in self.coordinator.layers.deploy(stages):
+            for name in self.coordinator.layers.deploy(stages, placement, seed):
                 progress.advance(sizes[name])
 
     def _hollow_out(self) -> ExitStack:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import starmap
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,14 @@ from ..model.tensors import (
     state_in,
     stored_in_four_bits,
 )
+from ..pipeline.placement import Placement
 from ..pipeline.stage_layers import Content, describe_parameters, fingerprint_of
 from ..plan import Dtype, Narrowing, Plan, StagePlan
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import DTYPES, dtype_name
 from .answers import HeldTensor, check_content, check_state, held_tensors
-from .connections import ConnectedWorker, Connections
+from .connections import Connections, Member
 from .progress import Progress, ProgressInLines, ProgressOfBytes
 
 
@@ -54,7 +55,6 @@ class RemoteStage:
         layers: The layers here, hollow or about to be, by their numbers.
         contents: Reads their tensors with their states, one by one.
         recompute: As in the plan.
-        seed: Start of all dropout masks.
         dtype: As in the plan.
         weights_dtype: The dtype of the frozen weights on the worker; None if it is the one here.
         narrowing: The dtypes to which the worker rounds the activations that it sends downstream,
@@ -66,7 +66,6 @@ class RemoteStage:
     layers: Mapping[int, nn.Module]
     contents: Callable[[], Iterator[tuple[str, Tensor, State]]]
     recompute: bool
-    seed: int
     dtype: Dtype | None = None
     weights_dtype: torch.dtype | None = None
     narrowing: Narrowing = Narrowing()
@@ -77,7 +76,7 @@ class RemoteStage:
         """The dtype of each tensor on the worker."""
         return dtypes_on_stage(self.layers, self.weights_dtype)
 
-    def check_can_be_held(self, worker: ConnectedWorker) -> None:
+    def check_can_be_held(self, worker: Member) -> None:
         """Refuse a worker that lacks what the layers need, before anything is sent.
 
         Raises:
@@ -89,16 +88,19 @@ class RemoteStage:
         if lacks:
             raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
 
-    def deploy_message(self, stage_index: int, downstream: ConnectedWorker | None) -> m.Deploy:
-        """The request to build the stage; the last stage has no downstream neighbor."""
-        return m.Deploy(
-            stage_index=stage_index,
+    def spec(self, number: int, downstream: int) -> m.StageSpec:
+        """What the worker builds.
+
+        Args:
+            number: The stage's number.
+            downstream: The number of the worker of the next stage; 0 for the coordinator.
+        """
+        return m.StageSpec(
+            number=number,
             recipe=self.recipe.to_json(),
             parameters=describe_parameters(self.layers, self.tensor_dtypes),
             recompute=self.recompute,
-            seed=self.seed,
-            downstream_address="" if downstream is None else str(downstream.address),
-            downstream_session="" if downstream is None else downstream.session,
+            downstream=downstream,
             dtype=self.dtype,
             activation_dtype=self.narrowing.activation_dtype,
             gradient_dtype=self.narrowing.gradient_dtype,
@@ -156,7 +158,6 @@ def remote_stages(
     stages: Sequence[dict[int, DecoderLayer]],
     plan: Plan,
     weights: CheckpointWeights | None,
-    seed: int,
     weights_dtype_of: Callable[[StagePlan], torch.dtype | None],
 ) -> list[RemoteStage]:
     """The remote stages of a plan with these layers of the module.
@@ -170,7 +171,6 @@ def remote_stages(
             layers=(modules := {number: layer.module for number, layer in layers.items()}),
             contents=partial(_contents, modules, weights),
             recompute=stage.recompute or _checkpoints_gradients(layers),
-            seed=seed,
             dtype=stage.dtype,
             weights_dtype=weights_dtype_of(stage),
             narrowing=narrowing,
@@ -225,7 +225,7 @@ class Load:
         is_built: Whether the worker has built the layers already.
     """
 
-    worker: ConnectedWorker
+    worker: Member
     contents: Iterator[tuple[str, Tensor, State]]
     is_packed_there: Callable[[str], bool] = lambda _name: False
     may_be_held: Callable[[str], bool] = lambda _name: False
@@ -304,8 +304,8 @@ class Load:
 
 
 def send_all(
-    loads: Sequence[Load], receive: Callable[[int], tuple[ConnectedWorker, Frame]]
-) -> Iterator[tuple[ConnectedWorker, str]]:
+    loads: Sequence[Load], receive: Callable[[int], tuple[Member, Frame]]
+) -> Iterator[tuple[Member, str]]:
     """Send several workers their tensors; yields the worker and the name of each tensor.
 
     Args:
@@ -327,17 +327,18 @@ def send_all(
                     load.take(frame.message)
 
 
-def load_of(worker: ConnectedWorker, stage: RemoteStage) -> Load:
-    """The load of all tensors of a stage.
+def load_of(worker: Member, stages: Sequence[RemoteStage]) -> Load:
+    """The load of all tensors of a worker's stages.
 
     Tensors whose dtype differs on the worker are sent without an offer.
     """
-    here = {name: tensor.dtype for name, tensor in named_tensors(stage.layers)}
-    there = stage.tensor_dtypes
+    layers = {number: layer for stage in stages for number, layer in stage.layers.items()}
+    here = {name: tensor.dtype for name, tensor in named_tensors(layers)}
+    there = {name: dtype for stage in stages for name, dtype in stage.tensor_dtypes.items()}
     return Load(
         worker,
-        stage.contents(),
-        is_packed_there=lambda name: stored_in_four_bits(stage.layers, name),
+        chain.from_iterable(stage.contents() for stage in stages),
+        is_packed_there=lambda name: stored_in_four_bits(layers, name),
         may_be_held=lambda name: name in here and here[name] == there[name],
     )
 
@@ -352,14 +353,16 @@ class Holdings:
     """The stages that workers serve, and the tensors that they have received so far.
 
     Args:
-        stages: The stage of each worker, in the order of the stages.
+        stages: The stages by their numbers.
+        member_of: The worker of each stage.
         tensors: How the workers hold each tensor, by its name.
         owner_of: The worker of each tensor that has been sent.
     """
 
-    stages: Mapping[ConnectedWorker, RemoteStage] = field(default_factory=dict)
+    stages: Mapping[int, RemoteStage] = field(default_factory=dict)
+    member_of: Mapping[int, Member] = field(default_factory=dict)
     tensors: Mapping[str, HeldTensor] = field(default_factory=dict)
-    owner_of: Mapping[str, ConnectedWorker] = field(default_factory=dict)
+    owner_of: Mapping[str, Member] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> dict[int, nn.Module]:
@@ -367,18 +370,27 @@ class Holdings:
         stages = self.stages.values()
         return {number: layer for stage in stages for number, layer in stage.layers.items()}
 
-    def of(self, worker: ConnectedWorker) -> dict[str, HeldTensor]:
+    def stages_of(self, worker: Member) -> list[RemoteStage]:
+        """The stages of one worker, in the order of their numbers."""
+        return [self.stages[number] for number in worker.stages]
+
+    def of_stage(self, number: int) -> dict[str, HeldTensor]:
+        """The tensors of one stage."""
+        names = (name for name, _ in named_tensors(self.stages[number].layers))
+        return {name: self.tensors[name] for name in names}
+
+    def of(self, worker: Member) -> dict[str, HeldTensor]:
         """The tensors that one worker holds."""
         owners = self.owner_of.items()
         return {name: self.tensors[name] for name, owner in owners if owner is worker}
 
-    def names_by_owner(self, names: Iterable[str]) -> list[tuple[ConnectedWorker, list[str]]]:
+    def names_by_owner(self, names: Iterable[str]) -> list[tuple[Member, list[str]]]:
         """The workers that hold some of these tensors, each with the names of its own."""
-        found: dict[ConnectedWorker, list[str]] = {}
+        found: dict[Member, list[str]] = {}
         for name in dict.fromkeys(names):
             if name in self.owner_of:
                 found.setdefault(self.owner_of[name], []).append(name)
-        return [(worker, found[worker]) for worker in self.stages if worker in found]
+        return sorted(found.items(), key=lambda item: item[0].number)
 
     def dtypes(self) -> set[torch.dtype]:
         """The floating dtypes of the tensors, and those that stages compute in."""
@@ -406,33 +418,54 @@ class RemoteLayers:
         self._buffer_updates: list[m.BuffersUpdated] = []
         connections.asides[m.BuffersUpdated] = self._on_buffers_updated
 
-    def deploy(self, stages: Sequence[RemoteStage]) -> Iterator[str]:
+    def deploy(
+        self, stages: Sequence[RemoteStage], placement: Placement | None = None, seed: int = 0
+    ) -> Iterator[str]:
         """Build the stages and send their weights, to all workers at once; yields each tensor's
         name.
 
         You must iterate to the end: only then are the stages ready for steps. A worker forgets the
-        stage that it served before.
+        stages that it served before.
+
+        Args:
+            stages: The stages on workers, in the order of their numbers.
+            placement: Who serves them; by default each worker serves one, in their order.
+            seed: Start of all dropout masks.
         """
-        workers = self._connections.workers
+        connections = self._connections
+        if placement is None:
+            names = [worker.name for worker in connections.members]
+            placement = Placement.line(names, [[*stage.layers] for stage in stages])
+        connections.assign({name: placement.stages_of(name) for name in placement.workers})
         tensors: dict[str, HeldTensor] = {}
         for stage in stages:
             tensors.update(held_tensors(stage.layers, stage.tensor_dtypes))
-        owner_of: dict[str, ConnectedWorker] = {}
-        stage_of = dict(zip(workers, stages, strict=True))
-        self.holdings = Holdings(stage_of, tensors, owner_of)
-        for worker, stage in stage_of.items():
-            stage.check_can_be_held(worker)
-        # The last stage has no neighbor downstream; a plan without workers has no stage at all.
-        downstreams = [*workers[1:], None]
-        for (worker, stage), downstream in zip(stage_of.items(), downstreams, strict=False):
-            self._connections.send(worker, stage.deploy_message(worker.stage_index, downstream))
-        for worker, name in send_all(list(starmap(load_of, stage_of.items())), self._receive):
+        owner_of: dict[str, Member] = {}
+        numbered = dict(enumerate(stages, start=1))
+        self.holdings = Holdings(numbered, connections.serving, tensors, owner_of)
+        for number, stage in numbered.items():
+            stage.check_can_be_held(connections.serving[number])
+        for worker in list(connections.members):
+            connections.send(worker, self._deploy_message(worker, placement, seed))
+        loads = [load_of(worker, self.holdings.stages_of(worker)) for worker in connections.members]
+        for worker, name in send_all(loads, self._receive):
             owner_of[name] = worker
             yield name
-        # From the last to the first, so that no stage dials a neighbor that is not ready.
-        for worker in reversed(workers):
-            self._connections.send(worker, m.Launch())
-        self._connections.collect(m.Done, workers)
+        for worker in list(connections.members):
+            connections.request(worker, m.Launch())
+        connections.finish(connections.workers)
+
+    def _deploy_message(self, worker: Member, placement: Placement, seed: int) -> m.Deploy:
+        """The request to build a worker's stages."""
+        serving, found = self._connections.serving, []
+        peers: dict[int, m.PeerSpec] = {}
+        for number in worker.stages:
+            behind = serving.get(placement.after(number))
+            found.append(self.holdings.stages[number].spec(number, behind.number if behind else 0))
+            if behind is not None and behind is not worker:
+                address = str(behind.address)
+                peers[behind.number] = m.PeerSpec(behind.number, address, behind.session)
+        return m.Deploy(worker.number, found, len(serving), list(peers.values()), seed)
 
     def fetch(self, names: Sequence[str], progress: Progress | None = None) -> dict[str, Tensor]:
         """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
@@ -451,7 +484,7 @@ class RemoteLayers:
         asked = self.holdings.names_by_owner(names)
         for sender, name, content, state in self._asked_tensors(m.FetchTensors, asked):
             with self._connections.blaming(sender):
-                check_state(self.holdings.stages[sender].layers, name, content, state)
+                check_state(self.holdings.layers, name, content, state)
             content = content.to(self.holdings.tensors[name].home_dtype)
             found.update(flatten(name, content, state))
             if progress is not None:
@@ -473,8 +506,8 @@ class RemoteLayers:
     def _asked_tensors(
         self,
         request: type[m.FetchTensors | m.FetchGradients],
-        asked: Sequence[tuple[ConnectedWorker, list[str]]],
-    ) -> Iterator[tuple[ConnectedWorker, str, Tensor, State]]:
+        asked: Sequence[tuple[Member, list[str]]],
+    ) -> Iterator[tuple[Member, str, Tensor, State]]:
         """Each tensor that a worker was asked for: the worker, the name, the content, its state."""
         missing = {worker: set(own) for worker, own in asked}
         requests = [(worker, request(own)) for worker, own in asked]
@@ -493,17 +526,17 @@ class RemoteLayers:
         """
         self._connections.check_usable()
         loads = [
-            Load(worker, iter(self._contents_for(worker, own, tensors)), is_built=True)
+            Load(worker, iter(self._contents_for(own, tensors)), is_built=True)
             for worker, own in self.holdings.names_by_owner(tensors)
         ]
         for _ in send_all(loads, self._receive):
             pass
 
     def _contents_for(
-        self, worker: ConnectedWorker, names: Sequence[str], tensors: Mapping[str, Tensor]
+        self, names: Sequence[str], tensors: Mapping[str, Tensor]
     ) -> list[tuple[str, Tensor, State]]:
-        """The new content of tensors of one worker, each with its state."""
-        layers = self.holdings.stages[worker].layers
+        """The new content of tensors, each with its state."""
+        layers = self.holdings.layers
         contents = [(name, tensors[name], state_in(tensors, name)) for name in names]
         for name, _, state in contents:
             if stored_in_four_bits(layers, name) and not state:
@@ -519,7 +552,7 @@ class RemoteLayers:
         taken, self._buffer_updates = self._buffer_updates, []
         return taken
 
-    def _on_buffers_updated(self, worker: ConnectedWorker, message: m.BuffersUpdated) -> None:
+    def _on_buffers_updated(self, worker: Member, message: m.BuffersUpdated) -> None:
         numbers = {str(number) for number in self.holdings.layers}
         with self._connections.blaming(worker):
             for name in message.names:
@@ -529,7 +562,7 @@ class RemoteLayers:
                     )
         self._buffer_updates.append(message)
 
-    def _receive(self, num_bytes: int) -> tuple[ConnectedWorker, Frame]:
+    def _receive(self, num_bytes: int) -> tuple[Member, Frame]:
         """Wait for the next message, with time for so many bytes to arrive."""
         seconds = self._connections.deadlines.request_seconds
         return self._connections.receive(seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND)
@@ -586,13 +619,14 @@ class PlainAttributes:
                 "`on_train_batch_start` or earlier, or keep the layer with the coordinator."
             )
         self._connections.check_usable()
-        for worker, stage in self._remote.holdings.stages.items():
+        holdings = self._remote.holdings
+        for number, stage in holdings.stages.items():
             for change in self._unsent:
                 if change.layer_index in stage.layers:
                     layer = self._layers[change.layer_index]
                     text, gone = write_change(change, layer.name)
                     message = m.SetAttributes(change.layer_index, change.path, text, gone)
-                    self._connections.send(worker, message)
+                    self._connections.send(holdings.member_of[number], message)
         self._unsent = []
 
 

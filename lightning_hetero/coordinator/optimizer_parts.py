@@ -36,7 +36,7 @@ from ..plan import StagePlan
 from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
 from .answers import check_norms, check_optimizer_state
-from .connections import ConnectedWorker, Connections
+from .connections import Connections, Member
 from .layers import RemoteLayers
 
 
@@ -51,6 +51,16 @@ class Steps(Protocol):
 
     def present_step(self) -> int:
         """The step that gradients belong to."""
+
+    def stamp(self) -> dict[str, int]:
+        """What every stage has done in the present step."""
+
+    def stamp_of_sent(self) -> dict[str, int]:
+        """The forwards of the present step that have been sent."""
+
+    @property
+    def last_stage(self) -> int:
+        """The number of the last stage."""
 
 
 class OptimizerParts:
@@ -111,7 +121,8 @@ class OptimizerParts:
         self._is_applying = True
         packer = Packer()
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
-        message = m.ApplyOptimizer(self._stages.present_step(), optimizer, values)
+        step = self._stages.present_step()
+        message = m.ApplyOptimizer(step, optimizer, values, **self._stages.stamp())
         self._connections.broadcast(message, *packer.tensors)
         self._stepping.close()
         self._stepping.enter_context(self._recorder.span("optimizer", message=APPLY))
@@ -148,9 +159,7 @@ class OptimizerParts:
             told.add(name)
             yield name, state
 
-    def _optimized_parameter(
-        self, worker: ConnectedWorker, optimizer: int, name: str
-    ) -> Tensor | None:
+    def _optimized_parameter(self, worker: Member, optimizer: int, name: str) -> Tensor | None:
         """A worker's parameter of that name, if the optimizer has it under any of its names."""
         tensors = self.layers.holdings.tensors
         held = tensors.get(name)
@@ -174,12 +183,14 @@ class OptimizerParts:
     ) -> None:
         """Change every stage's running average of its weights; does not wait for it."""
         self._connections.check_usable()
-        self._connections.broadcast(m.AverageWeights(action, num_averaged, decay))
+        message = m.AverageWeights(action, num_averaged, decay, **self._stages.stamp())
+        self._connections.broadcast(message)
 
     def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
         """Freeze remote parameters, or train them, from the next forward on."""
         for worker, own in self.layers.holdings.names_by_owner(names):
-            self._connections.send(worker, m.SetTrained(own, requires_grad))
+            message = m.SetTrained(own, requires_grad, **self._stages.stamp_of_sent())
+            self._connections.send(worker, message)
 
     def zero_gradients(self, names: Sequence[str], set_to_none: bool) -> None:
         """Drop the gradients of remote parameters, or make them zero.
@@ -191,7 +202,8 @@ class OptimizerParts:
         self._stages.norms_due = set()
         asked = self.layers.holdings.names_by_owner(names)
         for worker, own in asked:
-            self._connections.request(worker, m.ZeroGradients(own, set_to_none))
+            message = m.ZeroGradients(own, set_to_none, **self._stages.stamp())
+            self._connections.request(worker, message)
         self._connections.finish([worker for worker, _ in asked])
 
     def gradient_norms(self, optimizer: int | None = None) -> dict[str, float]:
@@ -205,7 +217,8 @@ class OptimizerParts:
         Before you call it you may only look at gradients here.
         """
         workers = self._connections.workers
-        message = m.MeasureNorms(self._stages.present_step(), optimizer)
+        step = self._stages.present_step()
+        message = m.MeasureNorms(step, optimizer, **self._stages.stamp())
         self._connections.broadcast(message)
 
         def answered() -> dict[str, float]:
@@ -221,13 +234,14 @@ class OptimizerParts:
         return answered
 
     def _check_norms(
-        self, worker: ConnectedWorker, norms: Mapping[str, float], optimizer: int | None
+        self, worker: Member, norms: Mapping[str, float], optimizer: int | None
     ) -> None:
         optimized = None if optimizer is None else self._optimized[optimizer][1]
         check_norms(norms, self.layers.holdings.of(worker), optimized)
         due = self._stages.norms_due
         due = due if optimized is None else due.intersection(optimized)
-        if worker is self._connections.workers[-1] and due and not norms:
+        last = self._connections.serving.get(self._stages.last_stage)
+        if worker is last and due and not norms:
             raise RemoteProtocolError(
                 f"It received gradients and told no norm, not even that of {min(due)!r}."
             )
@@ -235,7 +249,9 @@ class OptimizerParts:
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
         """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
         step = self._stages.present_step()
-        message = m.ClipGradients(step, optimizer, clipping.factor, clipping.value)
+        message = m.ClipGradients(
+            step, optimizer, clipping.factor, clipping.value, **self._stages.stamp()
+        )
         self._connections.broadcast(message)
 
 

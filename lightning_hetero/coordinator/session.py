@@ -33,7 +33,7 @@ class Coordinator:
     """Connects to the workers of a run. Not thread-safe.
 
     Args:
-        workers: The name and address of each worker, in the order of the stages.
+        workers: The name and address of each worker.
         deadlines: How long each kind of waiting may take.
         identity: The equipment and credentials that this process shows to the workers.
         device: The device that this process computes on.
@@ -60,13 +60,17 @@ class Coordinator:
         self.training = OptimizerParts(self.connections, self.layers, self.stages, recorder)
 
     def serve(self, names: Sequence[str], narrowing: Narrowing) -> None:
-        """Keep these workers for the stages of a plan and free the others.
+        """Prepare for a plan.
+
+        The first plan of a run frees the workers that it does not need. Later ones keep theirs
+        without layers, so that they can get some again.
 
         Args:
-            names: The stages' workers, in the stages' order.
+            names: The workers of the plan, which the first plan numbers in this order.
             narrowing: The dtypes to which this process rounds activations and gradients it sends.
         """
-        self.connections.keep(names)
+        if not self.connections.serving:
+            self.connections.keep(names)
         self.stages.norms_due = set()
         self.stages.narrowing = narrowing
 

@@ -20,6 +20,7 @@ from ..pipeline.codec import (
     encode_gradients,
 )
 from ..pipeline.handover import Returned
+from ..pipeline.placement import COORDINATOR_STAGE
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Key
 from ..plan import Narrowing
@@ -28,8 +29,11 @@ from ..protocol.frames import Content, Frame, encode_frame
 from ..protocol.values import Digests, Packer
 from ..transport.channel import send_copied
 from .answers import DueAnswers, check_narrowed
-from .connections import ConnectedWorker, Connections
+from .connections import Connections, Member
 from .layers import RemoteLayers
+
+FIRST_STAGE = 1
+"""The number of the stage that takes activations from this process."""
 
 
 class OutgoingArguments:
@@ -50,40 +54,41 @@ class OutgoingArguments:
         self._hosts = {id(original): host for original, host in pairs}
         self._digests = Digests(self._hosts)
 
-    def send(self, worker: ConnectedWorker, layers: Container[int]) -> None:
-        """Send a worker the arguments of its layers.
+    def send(self, worker: Member, stage: int, layers: Container[int]) -> None:
+        """Send a worker the arguments of a stage's layers.
 
         Raises:
             LocalProtocolError: If an argument cannot be sent.
         """
         if self._copy.is_immediate:
             try:
-                message, tensors = self._say(worker, layers)
+                message, tensors = self._say(worker, stage, layers)
                 worker.channel.send(message, *tensors)
             except BaseException:
                 worker.forget_constants()
                 raise
         else:
             # An argument that cannot be sent is refused here, in the thread of the caller.
-            message, _ = self._pack(layers, Packer())
-            worker.channel.send_later(message, partial(self._encode, worker, layers))
+            message, _ = self._pack(stage, layers, Packer())
+            worker.channel.send_later(message, partial(self._encode, worker, stage, layers))
 
-    def _encode(self, worker: ConnectedWorker, layers: Container[int]) -> list[memoryview]:
+    def _encode(self, worker: Member, stage: int, layers: Container[int]) -> list[memoryview]:
         self._copy.wait()
         try:
-            message, tensors = self._say(worker, layers)
+            message, tensors = self._say(worker, stage, layers)
             return encode_frame(Frame(message, tuple(tensors)))
         except HeteroError:
             worker.forget_constants()
             raise
 
-    def _say(self, worker: ConnectedWorker, layers: Container[int]) -> Content:
+    def _say(self, worker: Member, stage: int, layers: Container[int]) -> Content:
         with worker.constants_lock:
-            message, tensors = self._pack(layers, Packer(worker.constants, self._digests))
+            packer = Packer(worker.constants, self._digests)
+            message, tensors = self._pack(stage, layers, packer)
         return message, [self._hosts.get(id(tensor), tensor) for tensor in tensors]
 
-    def _pack(self, layers: Container[int], packer: Packer) -> Content:
-        return encode_arguments(self._step, self._key, self._surroundings, layers, packer)
+    def _pack(self, stage: int, layers: Container[int], packer: Packer) -> Content:
+        return encode_arguments(self._step, self._key, self._surroundings, layers, packer, stage)
 
 
 class RemoteStages:
@@ -119,7 +124,8 @@ class RemoteStages:
         self._layers = layers
         self._recorder = recorder
         self._due = DueAnswers()
-        self._timings: list[tuple[int, m.Timings]] = []
+        self._timings: list[tuple[str, m.Timings]] = []
+        self._forget_counts()
         connections.asides[m.Timings] = self._on_timings
 
     def begin_step(self, max_in_flight: int, accumulate: bool, is_trial: bool = False) -> None:
@@ -139,8 +145,30 @@ class RemoteStages:
         keeps_gradients = accumulate or is_trial
         if not keeps_gradients:
             self.norms_due = set()
-        step = connections.step
-        connections.broadcast(m.BeginStep(step, max_in_flight, keeps_gradients, self.dropout_step))
+        message = m.BeginStep(
+            connections.step, max_in_flight, keeps_gradients, self.dropout_step, **self.stamp()
+        )
+        self._forget_counts()
+        # An idle worker counts the steps too, since it may get layers before a later one.
+        for worker in list(connections.members):
+            connections.send(worker, message)
+
+    def stamp(self) -> dict[str, int]:
+        """What every stage has done in the present step, for requests that belong behind it."""
+        return {"forwards": self._num_forwards_done, "backwards": self._num_backwards_done}
+
+    def stamp_of_sent(self) -> dict[str, int]:
+        """The forwards of the present step that have been sent, for requests that belong between
+        these and the next ones."""
+        return {"forwards": self._num_forwards_sent}
+
+    def _forget_counts(self) -> None:
+        self._num_forwards_sent = self._num_forwards_done = self._num_backwards_done = 0
+
+    @property
+    def last_stage(self) -> int:
+        """The number of the stage that sends activations to this process."""
+        return len(self._layers.holdings.stages)
 
     def present_step(self) -> int:
         """The step that gradients belong to; begins one if no forward has run yet."""
@@ -151,6 +179,7 @@ class RemoteStages:
     def abort_step(self) -> None:
         """Make every stage forget the present step; never raises."""
         self.norms_due = set()
+        self._forget_counts()
         if self._connections.step > 0:
             with contextlib.suppress(HeteroError):
                 self._connections.broadcast(m.AbortStep(self._connections.step))
@@ -173,26 +202,28 @@ class RemoteStages:
 
     def _send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
         self._due.note_forward(key, hidden, surroundings)
+        self._num_forwards_sent += 1
         step = self._connections.step
         arguments = OutgoingArguments(step, key, surroundings, self.copies)
-        for worker, stage in self._layers.holdings.stages.items():
-            arguments.send(worker, stage.layers)
+        serving = self._connections.serving
+        for number, stage in self._layers.holdings.stages.items():
+            arguments.send(serving[number], number, stage.layers)
         with torch.set_grad_enabled(surroundings.grad_enabled):
             dtype = self.narrowing.activation_dtype
-            content = encode_activation(step, key, Activation(hidden), dtype)
-        send_copied(self._connections.workers[0].channel, content, self.copies)
+            content = encode_activation(step, key, Activation(hidden), dtype, stage=FIRST_STAGE)
+        send_copied(serving[FIRST_STAGE].channel, content, self.copies)
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of a returned activation to the last stage."""
         self._due.note_backward(key)
-        last = self._connections.workers[-1]
+        last = self.last_stage
         if not self.norms_due and any(gradient is not None for gradient in gradients.tensors):
-            held = self._layers.holdings.of(last).items()
+            held = self._layers.holdings.of_stage(last).items()
             self.norms_due = {name for name, each in held if each.is_trained}
         with self._recorder.span("pack", key, "Gradients"):
             dtype = self.narrowing.gradient_dtype
-            content = encode_gradients(self._connections.step, key, gradients, dtype)
-            send_copied(last.channel, content, self.copies)
+            content = encode_gradients(self._connections.step, key, gradients, dtype, stage=last)
+            send_copied(self._connections.serving[last].channel, content, self.copies)
 
     def receive(self) -> Returned:
         """Wait for the next activation or gradients of the present step."""
@@ -211,41 +242,46 @@ class RemoteStages:
                 found.append(returned)
         return found
 
-    def _returned(self, worker: ConnectedWorker, frame: Frame) -> Returned | None:
+    def _returned(self, worker: Member, frame: Frame) -> Returned | None:
         """The content of a stage's result; None if an aborted step has left it over."""
         message, connections, holdings = frame.message, self._connections, self._layers.holdings
         if message.step != connections.step:
             return None
         with connections.blaming(worker):
             if isinstance(message, m.Activation):
-                _check_sender(message, worker, connections.workers[-1])
-                check_narrowed(message.narrowed, holdings.stages[worker].narrowing.activation_dtype)
+                narrowing = self._narrowing_of(message, worker, self.last_stage)
+                check_narrowed(message.narrowed, narrowing.activation_dtype)
                 decode = partial(decode_activation, message)
                 activation = self.copies.to_device(frame.tensors, decode)
                 self._due.take_activation(message.key, activation, holdings.layers, holdings.dtypes)
+                self._num_forwards_done += 1
                 return Returned(message.key, activation)
             if isinstance(message, m.Gradient):
-                _check_sender(message, worker, connections.workers[0])
-                check_narrowed(message.narrowed, holdings.stages[worker].narrowing.gradient_dtype)
+                narrowing = self._narrowing_of(message, worker, FIRST_STAGE)
+                check_narrowed(message.narrowed, narrowing.gradient_dtype)
                 decoding = partial(decode_gradients, message)
                 gradients = self.copies.to_device(frame.tensors, decoding)
                 self._due.take_gradients(message.key, gradients)
+                self._num_backwards_done += 1
                 return Returned(message.key, gradients)
         return None
 
-    def take_timings(self) -> list[tuple[int, m.Timings]]:
-        """The timings that stages have sent since the last call, each with the stage's number."""
+    def _narrowing_of(
+        self, message: m.Activation | m.Gradient, sender: Member, stage: int
+    ) -> Narrowing:
+        """The rounding of a stage's results; refuses a result of another stage."""
+        expected = self._connections.serving[stage]
+        if sender is not expected or message.stage != COORDINATOR_STAGE:
+            raise RemoteProtocolError(
+                f"{type(message).__name__} should come from stage {stage}, which {expected.name} "
+                f"serves, and for stage {COORDINATOR_STAGE}; it is for stage {message.stage}."
+            )
+        return self._layers.holdings.stages[stage].narrowing
+
+    def take_timings(self) -> list[tuple[str, m.Timings]]:
+        """The timings that workers have sent since the last call, each with the worker's name."""
         taken, self._timings = self._timings, []
         return taken
 
-    def _on_timings(self, worker: ConnectedWorker, message: m.Timings) -> None:
-        self._timings.append((worker.stage_index, message))
-
-
-def _check_sender(
-    message: m.Activation | m.Gradient, sender: ConnectedWorker, expected: ConnectedWorker
-) -> None:
-    if sender is not expected:
-        raise RemoteProtocolError(
-            f"{type(message).__name__} should come from stage {expected.stage_index}."
-        )
+    def _on_timings(self, worker: Member, message: m.Timings) -> None:
+        self._timings.append((worker.name, message))

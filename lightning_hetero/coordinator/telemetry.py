@@ -8,7 +8,7 @@ from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
 from ..protocol.fields import ClockSample
 from ..transport.channel import observe
-from .connections import ConnectedWorker, Connections
+from .connections import Connections, Member
 
 # So many that one of them meets no other traffic.
 _COMPARISONS = 16
@@ -29,7 +29,7 @@ class Telemetry:
         self.recorder = Recorder(device)
         self._connections = connections
         self._wishes: dict[str, bool] = {}
-        # The records that have come so far, by the number of the request and by stage number.
+        # The records that have come so far, by the number of the request and by process.
         self._records: dict[int, dict[int, m.StageRecord]] = {}
         self._num_asked = 0
         connections.asides[m.StageRecord] = self._take_record
@@ -55,7 +55,7 @@ class Telemetry:
         return number
 
     def records(self, number: int) -> dict[int, m.StageRecord]:
-        """The records by stage number, 0 for this process; waits for those still to come."""
+        """The records by the process's number, 0 for this one; waits for those still to come."""
         while len(self._records[number]) <= len(self._connections.workers):
             self._connections.hear()
         return self._records.pop(number)
@@ -66,10 +66,10 @@ class Telemetry:
             worker.channel.clock.compare(_COMPARISONS)
 
     def clock_samples(self) -> dict[int, list[ClockSample]]:
-        """The samples of the workers' clocks, by stage number."""
+        """The samples of the workers' clocks, by the workers' numbers."""
         patience = self._connections.deadlines.request_seconds
         return {
-            worker.stage_index: worker.channel.clock.samples(patience)
+            worker.number: worker.channel.clock.samples(patience)
             for worker in self._connections.workers
         }
 
@@ -78,10 +78,11 @@ class Telemetry:
         self._wishes = wishes
         is_on, keeps_spans = bool(wishes), any(wishes.values())
         self.recorder.switch(is_on, keeps_spans)
-        for worker in self._connections.workers:
-            observe(worker.channel, worker.stage_index, self.recorder if is_on else None)
-        self._connections.broadcast(m.Record(is_on, keeps_spans))
+        for worker in self._connections.members:
+            observe(worker.channel, worker.number, self.recorder if is_on else None)
+        for worker in list(self._connections.members):
+            self._connections.send(worker, m.Record(is_on, keeps_spans))
 
-    def _take_record(self, worker: ConnectedWorker, record: m.StageRecord) -> None:
+    def _take_record(self, worker: Member, record: m.StageRecord) -> None:
         if record.number in self._records:
-            self._records[record.number][worker.stage_index] = record
+            self._records[record.number][worker.number] = record

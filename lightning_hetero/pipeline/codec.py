@@ -73,7 +73,12 @@ def _spread(scales: Tensor, length: int) -> Tensor:
 
 
 def encode_arguments(
-    step: int, key: Key, surroundings: Surroundings, layers: Container[int], packer: Packer
+    step: int,
+    key: Key,
+    surroundings: Surroundings,
+    layers: Container[int],
+    packer: Packer,
+    stage: int = 0,
 ) -> tuple[m.Arguments, Sequence[Tensor]]:
     """Encode the arguments of a stage with these layers.
 
@@ -103,6 +108,7 @@ def encode_arguments(
         calls=calls,
         kept=packer.kept,
         is_trial=surroundings.is_trial,
+        stage=stage,
     )
     return message, packer.tensors
 
@@ -167,14 +173,18 @@ def _decode_cache(
 
 
 def encode_activation(
-    step: int, key: Key, activation: Activation, wire_dtype: WireDtype | None = None
+    step: int,
+    key: Key,
+    activation: Activation,
+    wire_dtype: WireDtype | None = None,
+    stage: int = 0,
 ) -> Content:
-    """Encode an activation, rounded if a dtype is given."""
+    """Encode an activation for a stage, rounded if a dtype is given."""
     tensors = activation.tensors
     requires_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     kinds = [kind for kind, _ in activation.collected]
     narrowed, sent = _narrowed(tensors, wire_dtype)
-    return m.Activation(step, *key, requires_grad, kinds, narrowed), sent
+    return m.Activation(step, *key, requires_grad, kinds, narrowed, stage=stage), sent
 
 
 def decode_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Activation:
@@ -194,13 +204,17 @@ def decode_activation(message: m.Activation, tensors: tuple[Tensor, ...]) -> Act
 
 
 def encode_gradients(
-    step: int, key: Key, gradients: Gradients, wire_dtype: WireDtype | None = None
+    step: int,
+    key: Key,
+    gradients: Gradients,
+    wire_dtype: WireDtype | None = None,
+    stage: int = 0,
 ) -> Content:
-    """Encode the gradients of an activation, rounded if a dtype is given."""
+    """Encode the gradients of an activation for a stage, rounded if a dtype is given."""
     is_present = [gradient is not None for gradient in gradients.tensors]
     present = [gradient for gradient in gradients.tensors if gradient is not None]
     narrowed, sent = _narrowed(present, wire_dtype)
-    return m.Gradient(step, *key, is_present, gradients.keeps_graph, narrowed), sent
+    return m.Gradient(step, *key, is_present, gradients.keeps_graph, narrowed, stage=stage), sent
 
 
 def decode_gradients(message: m.Gradient, tensors: tuple[Tensor, ...]) -> Gradients:

@@ -28,7 +28,7 @@ from ..errors import BatchError
 from .boundary import Activation, Gradients
 from .handover import Request, Returned, Stages
 from .recorder import ActionKind, Recorder
-from .rule import Action, Key, choose
+from .rule import Action, GradientOrder, Key, choose
 from .stage import seed_action
 from .turns import Finished, HandedOver, Turn, TurnThreads
 
@@ -123,6 +123,7 @@ class _Microbatch:
     turn: Turn
     loss_factor: Callable[[], float]
     visits: list[_Visit] = field(default_factory=list)
+    visits_several_times: bool = False
 
 
 @dataclass
@@ -142,6 +143,9 @@ class _RunningStep:
         self._not_started = set(range(len(self.work)))
         self._losses_have_graphs: list[bool] = []
         self._threads = TurnThreads()
+        # The losses of micro-batches whose forward has ended, until their backward runs.
+        self._losses: dict[int, Tensor | None] = {}
+        self._order = GradientOrder(len(self.work), max(1, self.max_started // 2))
 
     def run(self) -> list[Any]:
         while self._not_started or self._in_flight:
@@ -175,7 +179,8 @@ class _RunningStep:
         first = [min(self._not_started)] if self._not_started else []
         ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in first]
         ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]
-        ready += [Action(COORDINATOR_STAGE, "B", key) for key in self._gradients]
+        # In the order in which they have come, so that sums have one order.
+        ready += [Action(COORDINATOR_STAGE, "B", key) for key in list(self._gradients)[:1]]
         return ready
 
     def _kind_of(self, action: Action) -> ActionKind:
@@ -223,19 +228,44 @@ class _RunningStep:
         self.driver.stages.send_forward(key, request.hidden, request.surroundings)
 
     def _finish_forward(self, index: int, result: Any) -> None:
-        """Start the backward of a micro-batch whose loss is there."""
+        """Note the loss of a micro-batch, and start its backward when it is its turn."""
         # Detached, so that the head's saved tensors are freed when this backward ends.
         self._results[index] = apply_to_collection(result, Tensor, Tensor.detach)
         microbatch = self._in_flight[index]
         microbatch.visits = [
             v for v in microbatch.visits if any(leaf.requires_grad for leaf in v.leaves)
         ]
-        loss = self.driver.loss_of(result)
-        if loss is not None and (loss_factor := microbatch.loss_factor()) > 0:
-            self._losses_have_graphs.append(loss.requires_grad)
-            if loss.requires_grad:
-                self._run_backward(index, loss, torch.full_like(loss, loss_factor))
-        self._send_gradients(index)
+        microbatch.visits_several_times = len(microbatch.visits) > 1
+        self._losses[index] = self.driver.loss_of(result)
+        self._go_back()
+
+    def _go_back(self) -> None:
+        """Run the backwards of losses and send gradients, as far as their order allows."""
+        order = self._order
+        while True:
+            index, key = order.next_loss, order.next_gradient
+            if index is not None and index in self._losses:
+                self._run_loss_backward(index, self._losses.pop(index))
+                visits = self._in_flight[index].visits
+                order.note_loss(len(visits))
+                self._send_gradients(index)
+            elif key is not None and self._has_gradients_of(key):
+                order.note_gradient()
+                self._send_gradients(key.microbatch)
+            else:
+                return
+
+    def _run_loss_backward(self, index: int, loss: Tensor | None) -> None:
+        if loss is None or (factor := self._in_flight[index].loss_factor()) <= 0:
+            return
+        self._losses_have_graphs.append(loss.requires_grad)
+        if loss.requires_grad:
+            self._run_backward(index, loss, torch.full_like(loss, factor))
+
+    def _has_gradients_of(self, key: Key) -> bool:
+        """Whether the backward behind a visit has run; visits count from 0 without gaps here."""
+        visits = self._in_flight[key.microbatch].visits
+        return len(visits) == key.visit + 1 and bool(visits[-1].leaves)
 
     def _backward(self, key: Key) -> None:
         """Run the backward of the piece before a hand-over, whose gradient has come."""
@@ -246,24 +276,31 @@ class _RunningStep:
         visit = self._in_flight[index].visits.pop()
         if gradient is not None and visit.out.requires_grad:
             self._run_backward(index, visit.out, gradient.to(visit.out.device))
-        self._send_gradients(index)
+        if self._in_flight[index].visits:
+            self._go_back()
+        else:
+            self._end(index)
 
     def _run_backward(self, index: int, start: Tensor, gradient: Tensor) -> None:
         """Run a piece's backward, and retain the graph that earlier pieces may share."""
-        has_more = bool(self._in_flight[index].visits)
-        with self.driver.gradients.of_microbatch(index):
+        microbatch = self._in_flight[index]
+        has_more = bool(microbatch.visits)
+        with self.driver.gradients.of_microbatch(index, microbatch.visits_several_times):
             torch.autograd.backward(start, gradient, retain_graph=has_more)
 
     def _send_gradients(self, index: int) -> None:
         """Send the gradients of the latest remaining visit, or end the micro-batch."""
         visits = self._in_flight[index].visits
         if not visits:
-            self.driver.gradients.finish_microbatch(index)
-            del self._in_flight[index]
+            self._end(index)
             return
         gradients = Gradients(tuple(leaf.grad for leaf in visits[-1].leaves))
         visits[-1].leaves = ()
         self.driver.stages.send_backward(visits[-1].key, gradients)
+
+    def _end(self, index: int) -> None:
+        self.driver.gradients.finish_microbatch(index)
+        del self._in_flight[index]
 
 
 def _leaf_on(device: torch.device, tensor: Tensor) -> Tensor:
@@ -278,7 +315,8 @@ class StepGradients:
         parameters: The coordinator's parameters.
         tied: Parameters that several parts of the model use, such as an embedding that is also
             the head. One micro-batch adds to their gradients in several backwards. These parts
-            are summed per micro-batch first, as a single backward does, so sums are bit-equal.
+            are summed per micro-batch first, as a single backward does, so sums are bit-equal. So
+            are all gradients of a micro-batch that visits the stages several times.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], tied: Sequence[nn.Parameter]) -> None:
@@ -286,11 +324,17 @@ class StepGradients:
         self._tied = tied
         self._before: list[Tensor | None] | None = None
         self._pending: list[Tensor | None] | None = None
-        self._partial: dict[int, list[Tensor | None]] = {}
+        self._begin_sums()
+
+    def _begin_sums(self) -> None:
+        # The sums of each micro-batch, and of those that have ended, until all before them have.
+        self._partial: dict[int, dict[nn.Parameter, Tensor | None]] = {}
+        self._ended: dict[int, dict[nn.Parameter, Tensor | None]] = {}
+        self._num_added = 0
 
     def begin(self, accumulate: bool) -> None:
         """Start a step; with ``accumulate`` it adds to the present gradients."""
-        self._partial.clear()
+        self._begin_sums()
         self._pending = None
         self._before = None if accumulate else self._take(self._parameters)
 
@@ -308,19 +352,29 @@ class StepGradients:
             self._pending = None
 
     @contextmanager
-    def of_microbatch(self, microbatch: int) -> Iterator[None]:
-        """Inside, backwards of this micro-batch may run."""
-        total = self._take(self._tied)
-        self._put(self._tied, self._partial.pop(microbatch, [None] * len(self._tied)))
+    def of_microbatch(self, microbatch: int, visits_several_times: bool = False) -> Iterator[None]:
+        """Inside, backwards of this micro-batch may run.
+
+        Args:
+            visits_several_times: Whether it visits the stages several times.
+        """
+        apart = self._parameters if visits_several_times else self._tied
+        total = self._take(apart)
+        mine = self._partial.setdefault(microbatch, {})
+        self._put(apart, [mine.get(parameter) for parameter in apart])
         try:
             yield
         finally:
-            self._partial[microbatch] = self._take(self._tied)
-            self._put(self._tied, total)
+            mine.update(zip(apart, self._take(apart), strict=True))
+            self._put(apart, total)
 
     def finish_microbatch(self, microbatch: int) -> None:
-        """Add up a micro-batch whose backwards have all run."""
-        _add(self._tied, self._partial.pop(microbatch, [None] * len(self._tied)))
+        """Note that a micro-batch's backwards have all run; sums are added up in their order."""
+        self._ended[microbatch] = self._partial.pop(microbatch, {})
+        while self._num_added in self._ended:
+            sums = self._ended.pop(self._num_added)
+            _add([*sums], [*sums.values()])
+            self._num_added += 1
 
     def _take(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         taken = [parameter.grad for parameter in parameters]

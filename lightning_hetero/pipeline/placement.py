@@ -83,6 +83,12 @@ class Placement:
         local = [n for stage in plan.stages if stage.is_local for n in stage.layer_indices]
         return cls(stages, tuple(local))
 
+    @classmethod
+    def line(cls, workers: Sequence[str], layers: Sequence[Sequence[int]]) -> Placement:
+        """One stage on each of these workers, with these layers, in their order."""
+        pairs = enumerate(zip(workers, layers, strict=True), start=1)
+        return cls(tuple(PlacedStage(n, tuple(own), (name,), (1,)) for n, (name, own) in pairs))
+
     @cached_property
     def processes(self) -> tuple[str, ...]:
         """All processes by their numbers: the coordinator, then the workers as the layers come to

@@ -140,15 +140,16 @@ class Recorder:
         self._base: tuple[float, Moment] | None = None
 
     def action(
-        self, kind: ActionKind, key: Key, num_ready: int = 0
+        self, kind: ActionKind, key: Key, num_ready: int = 0, stage: int = 0
     ) -> AbstractContextManager[None]:
-        """Inside, an action runs, chosen among ``num_ready``; one that raises is not summed."""
+        """Inside, an action of a stage runs, chosen among ``num_ready``; one that raises is not
+        summed."""
         if self._began_seconds is None:
             self._began_seconds = self._clock()
         if self._step is not None:
             self._step.num_ready += num_ready
             self._step.num_choices += 1
-        return self._open(Span(kind, 0.0, 0.0, *key), kind)
+        return self._open(Span(kind, 0.0, 0.0, *key, stage=stage), kind)
 
     def take_laps(self) -> Laps:
         """The sums over the actions since the last call; waits for the end of the last action."""
@@ -187,13 +188,17 @@ class Recorder:
         num_bytes: int = 0,
         peer: int | None = None,
         arrived_seconds: float | None = None,
+        stage: int = 0,
     ) -> AbstractContextManager[None]:
         """Inside, the process does something; a span that raises is not recorded."""
         if not self.is_on:
             return self.nothing
         microbatch, visit = (None, 0) if key is None else key
-        found = Span(kind, 0.0, 0.0, microbatch, visit, message, num_bytes, peer, arrived_seconds)
-        return self._open(found)
+        return self._open(
+            Span(
+                kind, 0.0, 0.0, microbatch, visit, message, num_bytes, peer, arrived_seconds, stage
+            )
+        )
 
     def note_training(self, num_tokens: int = 0) -> None:
         """Count a micro-batch of a training step; a step without any adds nothing to the totals."""
@@ -203,11 +208,13 @@ class Recorder:
             self._step.num_microbatches += 1
 
     def note_sent(
-        self, peer: int, key: Key, message: str, num_bytes: int, start_seconds: float
+        self, peer: int, key: Key, message: str, num_bytes: int, start_seconds: float, stage: int
     ) -> None:
         """Record a message that a channel has sent; any thread may call this."""
         end = self._clock()
-        self._sent.append(Span("send", start_seconds, end, *key, message, num_bytes, peer))
+        self._sent.append(
+            Span("send", start_seconds, end, *key, message, num_bytes, peer, stage=stage)
+        )
 
     def record(self, with_spans: bool) -> tuple[Totals, list[Span], int]:
         """The totals and, if wanted, the spans since the last call and the number of dropped ones.

@@ -13,7 +13,7 @@ and loss):
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..protocol.fields import Key as Key
@@ -88,3 +88,54 @@ def choose(
         return rank(action), action.key.microbatch, visit
 
     return min(may_run, key=urgency)
+
+
+@dataclass
+class GradientOrder:
+    """The order in which a step's losses are computed backward and gradients go to the stages.
+
+    It depends on how often each micro-batch visits the stages, and on nothing else, so that sums
+    have one order under every timing. With one visit each it is that of the micro-batches. With
+    more, the last visits of later micro-batches fill the time in which the gradients of an earlier
+    one are away: at most ``window`` micro-batches wait with some of their visits.
+
+    Args:
+        num_microbatches: The micro-batches of the step.
+        window: At most half of those that may have started, so that the next one always has.
+    """
+
+    num_microbatches: int
+    window: int
+    # The visits that are still to be sent, for each micro-batch that has begun to send.
+    _open: dict[int, int] = field(default_factory=dict)
+    _num_begun: int = 0
+
+    @property
+    def next_loss(self) -> int | None:
+        """The micro-batch whose loss must be there before anything else may be sent; None if a
+        gradient goes first, or nothing is left."""
+        is_full = len(self._open) >= self.window
+        return None if is_full or self._num_begun == self.num_microbatches else self._num_begun
+
+    @property
+    def next_gradient(self) -> Key | None:
+        """The visit whose gradients go to the stages next; None if a loss goes first, or nothing is
+        left."""
+        if self.next_loss is not None or not self._open:
+            return None
+        oldest = next(iter(self._open))
+        return Key(oldest, self._open[oldest] - 1)
+
+    def note_loss(self, num_visits: int) -> None:
+        """Note that the backward of `next_loss` has run, and that the gradients of the last of its
+        visits go to the stages right behind it."""
+        if num_visits > 1:
+            self._open[self._num_begun] = num_visits - 1
+        self._num_begun += 1
+
+    def note_gradient(self) -> None:
+        """Note that the gradients of `next_gradient` have been sent."""
+        oldest = next(iter(self._open))
+        self._open[oldest] -= 1
+        if not self._open[oldest]:
+            del self._open[oldest]

@@ -1,40 +1,91 @@
-"""The runner of a stage: it gathers inputs, asks the rule, and runs one action at a time.
+"""The runner of a process: it gathers its stages' inputs, asks the rule, runs one action at a time.
 
-It knows no socket. Method calls feed a `StageRunner`, and it returns values, so a chain of runners
-in one process is a whole pipeline.
+It knows no socket. Method calls feed a `Runner`, and it returns values, so a net of runners in one
+process is a whole pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from ..errors import ModelError, RemoteProtocolError
 from .boundary import Activation, Gradients, Surroundings
 from .rule import Action, Key, choose
 from .stage import Stage
 
-Content = TypeVar("Content", Activation, Gradients)
+Content = TypeVar("Content", Activation, Gradients, Surroundings)
 
 
 @dataclass
-class StageRunner:
-    """Runs a stage's actions in the order of the rule, one step after the other.
-
-    ``num_ready`` is how many actions were ready at the latest choice.
-    """
+class _StageInputs:
+    """What has arrived for one stage in the present step, and how much it has done."""
 
     stage: Stage
-    step: int = 0
-    max_in_flight: int = 1
-    num_ready: int = 0
-    _surroundings: dict[Key, Surroundings] = field(default_factory=dict)
-    _activations: dict[Key, Activation] = field(default_factory=dict)
-    _gradients: dict[Key, Gradients] = field(default_factory=dict)
-    _in_flight: set[int] = field(default_factory=set)
-    _is_aborted: bool = False
-    _early: list[Callable[[], None]] = field(default_factory=list)
+    surroundings: dict[Key, Surroundings] = field(default_factory=dict)
+    activations: dict[Key, Activation] = field(default_factory=dict)
+    gradients: dict[Key, Gradients] = field(default_factory=dict)
+    num_forwards: int = 0
+    num_backwards: int = 0
+
+    def ready(self) -> list[Action]:
+        """The actions that may run, so that every run adds the same numbers in the same order.
+
+        Backwards run in the order in which their gradients have come, which is the order in which
+        the coordinator has sent them; and so do the forwards of one visit.
+        """
+        number = self.stage.stage_index
+        found = [Action(number, "B", key) for key in list(self.gradients)[:1]]
+        visits: set[int] = set()
+        for key in self.activations:
+            if key.visit not in visits and key in self.surroundings:
+                found.append(Action(number, "F", key))
+            visits.add(key.visit)
+        return found
+
+    def forget(self) -> None:
+        self.stage.forget()
+        self.surroundings.clear()
+        self.activations.clear()
+        self.gradients.clear()
+        self.num_forwards = self.num_backwards = 0
+
+
+class Runner:
+    """Runs the actions of a process's stages in the order of the rule, step after step.
+
+    Args:
+        stages: The stages of the process.
+
+    Attributes:
+        step: The number of the present step.
+        max_in_flight: The most micro-batches in flight in this process.
+        num_ready: How many actions were ready at the latest choice.
+    """
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._of = {stage.stage_index: _StageInputs(stage) for stage in stages}
+        self.step = 0
+        self.max_in_flight = 1
+        self.num_ready = 0
+        self._in_flight: set[int] = set()
+        self._is_aborted = False
+        self._early: list[Callable[[], None]] = []
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of the process, in the order of their numbers."""
+        return [inputs.stage for _, inputs in sorted(self._of.items())]
+
+    def stage(self, number: int) -> Stage:
+        """One of the stages.
+
+        Raises:
+            RemoteProtocolError: If this process does not have it.
+        """
+        return self._inputs(number).stage
 
     def begin(
         self, step: int, max_in_flight: int, accumulate: bool, dropout_step: int | None = None
@@ -43,17 +94,18 @@ class StageRunner:
 
         Args:
             step: Its number.
-            max_in_flight: The most micro-batches in flight on this stage.
+            max_in_flight: The most micro-batches in flight in this process.
             accumulate: Whether the step adds to the present gradients.
             dropout_step: The step's number for dropout masks; None for ``step``.
         """
         self._forget()
         self._is_aborted = False
         self.step = step
-        self.stage.begin_step(step if dropout_step is None else dropout_step)
         self.max_in_flight = max_in_flight
+        for stage in self.stages:
+            stage.begin_step(step if dropout_step is None else dropout_step)
         if not accumulate:
-            self.stage.layers.zero_grad(set_to_none=True)
+            self._drop_gradients()
         early, self._early = self._early, []
         for take in early:
             take()
@@ -62,34 +114,33 @@ class StageRunner:
         """Forget the present step, its late arrivals, all gradients, and the key-value caches."""
         self._forget()
         # Some stages may have extended the caches in this step, and others may not.
-        self.stage.caches.clear()
+        for stage in self.stages:
+            stage.caches.clear()
         self._is_aborted = True
-        self.stage.layers.zero_grad(set_to_none=True)
+        self._drop_gradients()
 
-    def take_arguments(self, key: Key, surroundings: Surroundings) -> None:
-        """Take the arguments that the coordinator's model passed to this stage's layers."""
-        if not self._is_aborted:
-            self._surroundings[key] = surroundings
+    def take_arguments(self, step: int, number: int, key: Key, surroundings: Surroundings) -> None:
+        """Take the arguments that the coordinator's model passed to a stage's layers."""
+        self._take(step, key, surroundings, self._inputs(number).surroundings)
 
-    def take_activation(self, step: int, key: Key, activation: Activation) -> None:
-        """Take hidden states from upstream, with the outputs collected so far."""
-        self._take(step, key, activation, self._activations)
+    def take_activation(self, step: int, number: int, key: Key, activation: Activation) -> None:
+        """Take hidden states from upstream of a stage, with the outputs collected so far."""
+        self._take(step, key, activation, self._inputs(number).activations)
 
-    def take_gradients(self, step: int, key: Key, gradients: Gradients) -> None:
-        """Take gradients from downstream, in the order of the activation's tensors."""
-        self._take(step, key, gradients, self._gradients)
+    def take_gradients(self, step: int, number: int, key: Key, gradients: Gradients) -> None:
+        """Take gradients from downstream of a stage, in the order of the activation's tensors."""
+        self._take(step, key, gradients, self._inputs(number).gradients)
 
     def next_action(self) -> Action | None:
-        """The action that the rule chooses among the ready ones."""
-        index = self.stage.stage_index
-        ready = [Action(index, "B", key) for key in self._gradients]
-        ready += [Action(index, "F", key) for key in self._activations if key in self._surroundings]
+        """The action that the rule chooses among the ready ones of all stages."""
+        ready = [action for inputs in self._of.values() for action in inputs.ready()]
         self.num_ready = len(ready)
         return choose(ready, self._in_flight, self.max_in_flight)
 
     def is_training(self, action: Action) -> bool:
         """Whether an action that `next_action` returned is one of a training step."""
-        return action.kind == "B" or self._surroundings[action.key].grad_enabled
+        inputs = self._of[action.stage_index]
+        return action.kind == "B" or inputs.surroundings[action.key].grad_enabled
 
     def run(self, action: Action) -> Activation | Gradients:
         """Carry out an action that `next_action` returned.
@@ -97,36 +148,69 @@ class StageRunner:
         Returns:
             An activation for downstream, or gradients for upstream.
         """
-        if action.kind == "F":
-            return self._run_forward(action.key)
-        return self._run_backward(action.key)
-
-    def _run_forward(self, key: Key) -> Activation:
-        surroundings = self._surroundings.pop(key)
-        output = self.stage.forward(key, self._activations.pop(key), surroundings)
+        inputs, key = self._of[action.stage_index], action.key
+        if action.kind == "B":
+            gradients = inputs.stage.backward(key, inputs.gradients.pop(key))
+            inputs.num_backwards += 1
+            if not any(stage.has_saved(key.microbatch) for stage in self.stages):
+                self._in_flight.discard(key.microbatch)
+            return gradients
+        surroundings = inputs.surroundings.pop(key)
+        output = inputs.stage.forward(key, inputs.activations.pop(key), surroundings)
+        inputs.num_forwards += 1
         if output.requires_grad:
             self._in_flight.add(key.microbatch)
         return output
 
-    def _run_backward(self, key: Key) -> Gradients:
-        gradients = self.stage.backward(key, self._gradients.pop(key))
-        if not self.stage.has_saved(key.microbatch):
-            self._in_flight.discard(key.microbatch)
-        return gradients
+    def has_done(self, forwards: int, backwards: int, is_exact: bool) -> bool:
+        """Whether every stage has run so many forwards and backwards of the present step.
+
+        Before the first step, and after `abort`, there is nothing to wait for.
+
+        Args:
+            is_exact: Whether more of them are an error.
+
+        Raises:
+            ModelError: If a stage has done more.
+        """
+        if self.step == 0 or self._is_aborted:
+            return True
+        for number, inputs in self._of.items():
+            done = inputs.num_forwards, inputs.num_backwards
+            if is_exact and (done[0] > forwards or done[1] > backwards):
+                raise ModelError(
+                    f"A request came that belongs behind {forwards} forwards and {backwards} "
+                    f"backwards of step {self.step}, and stage {number} has run {done[0]} and "
+                    f"{done[1]} already. Call what works on gradients or weights between two "
+                    "batches, and not while one is on its way through the stages."
+                )
+        return all(
+            inputs.num_forwards >= forwards and inputs.num_backwards >= backwards
+            for inputs in self._of.values()
+        )
+
+    def _inputs(self, number: int) -> _StageInputs:
+        if number not in self._of:
+            raise RemoteProtocolError(
+                f"Something came for stage {number}, and this process has {list(self._of)}."
+            )
+        return self._of[number]
 
     def _take(self, step: int, key: Key, arrived: Content, due: dict[Key, Content]) -> None:
         """Keep an arrival of the present step, and one of a later step until that step begins.
 
-        Neighbors may learn of a new step, or of an abort, earlier or later than this stage.
+        Neighbors may learn of a new step, or of an abort, earlier or later than this process.
         """
         if step > self.step:
             self._early.append(partial(self._take, step, key, arrived, due))
         elif step == self.step and not self._is_aborted:
             due[key] = arrived
 
+    def _drop_gradients(self) -> None:
+        for stage in self.stages:
+            stage.layers.zero_grad(set_to_none=True)
+
     def _forget(self) -> None:
-        self.stage.forget()
-        self._surroundings.clear()
-        self._activations.clear()
-        self._gradients.clear()
+        for inputs in self._of.values():
+            inputs.forget()
         self._in_flight.clear()

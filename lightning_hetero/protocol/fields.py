@@ -92,7 +92,7 @@ class Key(NamedTuple):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Something that a stage did, from one moment to another.
+    """Something that a process did, from one moment to another.
 
     Args:
         kind: An action (``loss`` is the head and the loss with its backward, ``optimizer`` all work
@@ -102,8 +102,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         visit: The visit, as in `Key`.
         message: The class of the message that was taken, packed or sent.
         num_bytes: Bytes of the message's tensors; for ``send``, of the whole frame.
-        peer: The stage that sent or receives the message.
+        peer: The process that sent or receives the message, by its number; 0 is the coordinator.
         arrived_seconds: When the message that was taken had arrived.
+        stage: The stage of an action; of a message, the stage that takes it.
     """
 
     kind: SpanKind
@@ -115,6 +116,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     num_bytes: _Number = 0
     peer: _Number | None = None
     arrived_seconds: Moment | None = None
+    stage: _Number = 0
 
 
 class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -201,27 +203,31 @@ class LinkStatus(Words, frozen=True, forbid_unknown_fields=True):
     received_bytes: Bytes
 
 
+class StageRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The number of a stage, and the half-open range of its decoder layers."""
+
+    number: Count
+    first_layer: Count
+    end_layer: Count
+
+
 class StageStatus(Words, frozen=True, forbid_unknown_fields=True):
-    """What a stage is and does.
+    """What a worker serves and does in a run.
 
     Args:
         run: Distinguishes runs; has no other meaning.
-        coordinator: The coordinator that the stage serves.
-        stage_index: The stage's number, 0 before there is a stage.
-        first_layer: The first of its layers.
-        end_layer: One behind the last of its layers.
+        coordinator: The coordinator that the worker serves.
+        stages: The stages of the worker.
         step: The present step.
         training_seconds: From the first training step to the latest optimizer step.
-        busy_seconds: How much of that time the stage computed.
+        busy_seconds: How much of that time the worker computed.
         links: The links to the coordinator and to its neighbors.
         is_measuring: Whether the coordinator measures here, before there is a stage.
     """
 
     run: Name
     coordinator: Name
-    stage_index: Count
-    first_layer: Count
-    end_layer: Count
+    stages: Annotated[list[StageRange], FEW]
     step: Count
     training_seconds: LongSeconds
     busy_seconds: LongSeconds

@@ -10,11 +10,11 @@ package has to know of it; see `Message`. Decoding checks every field against it
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from ..plan import Dtype, WireDtype
+from ..plan import Dtype
 from .fields import (
     FEW,
     Bytes,
@@ -36,16 +36,21 @@ from .fields import Equipment as Equipment
 from .fields import LinkStatus as LinkStatus
 from .fields import Narrowed as Narrowed
 from .fields import Sample as Sample
+from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
 from .session import Message as Message
 from .session import Speaker, State, by, by_anyone, kinds_below
+from .specs import GroupSpec as GroupSpec
+from .specs import ParameterSpec as ParameterSpec
+from .specs import PeerSpec as PeerSpec
+from .specs import StageSpec as StageSpec
 from .tensors import TensorSpec
 from .values import CacheArgument as CacheArgument
 from .values import LayerArguments as LayerArguments
 from .values import Slot, Value
 
-# Every frame carries it. It grows when a message changes that conversations need after Hello.
-PROTOCOL_VERSION = 3
+# Every frame carries it. It grows with every change of a message.
+PROTOCOL_VERSION = 4
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -69,6 +74,18 @@ class ServingRequest(Message, frozen=True):
     said = by(Speaker.COORDINATOR, State.SERVING)
 
 
+class StampedRequest(ServingRequest, frozen=True, kw_only=True):
+    """Base of requests that have their place between forwards and backwards.
+
+    A worker carries one out when each of its stages has run so many ``forwards`` and ``backwards``
+    of the present step, however late or early it comes. More of them are an error if ``is_exact``.
+    """
+
+    is_exact: ClassVar[bool] = True
+    forwards: Count = 0
+    backwards: Count = 0
+
+
 class StageReport(Message, frozen=True):
     """Base of what a stage may say while it is loaded and while it serves."""
 
@@ -80,7 +97,7 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
 
     Every version reads the Hello, Welcome and Failure of every other version, so that it can say
     what is wrong: new fields need a default, no field is ever removed, and unknown ones are
-    ignored.
+    ignored. ``member`` is the number of a worker that dials its neighbor; see `Deploy`.
     """
 
     said = (
@@ -92,6 +109,7 @@ class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
     role: Name = ""
     session: Name = ""
     equipment: Equipment = msgspec.field(default_factory=Equipment)
+    member: Count = 0
 
 
 class Welcome(Message, frozen=True, forbid_unknown_fields=False):
@@ -149,16 +167,17 @@ class Failure(Message, Words, frozen=True, forbid_unknown_fields=False):
 
 
 class NeighborLost(StageReport, Words, frozen=True):
-    """A stage's channel to another stage ended."""
+    """The worker's channel to another worker ended."""
 
-    stage_index: Count
+    member: Count
     reason: Text
 
 
 class NeighborUnreachable(Message, Words, frozen=True):
-    """The stage cannot reach its downstream neighbor; the coordinator has to forward."""
+    """The worker cannot reach another one; the coordinator has to forward between the two."""
 
     said = by(Speaker.WORKER, State.SERVING)
+    member: Count
     reason: Text
 
 
@@ -193,14 +212,6 @@ class DeviceDescribed(IdleAnswer, Words, frozen=True):
     base_bytes: Count
     dtypes: list[Dtype]
     versions: dict[Name, Name]
-
-
-class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One parameter or buffer of a stage, named ``<layer index>.<name inside the layer>``."""
-
-    name: Name
-    tensor: TensorSpec
-    requires_grad: bool
 
 
 class PrepareLayers(IdleRequest, frozen=True):
@@ -257,33 +268,25 @@ class NotMeasured(IdleAnswer, Words, frozen=True):
 
 
 class Deploy(Message, frozen=True):
-    """Build a stage's layers in place of the present ones; their tensors follow.
+    """Build the layers of stages in place of the present ones; their tensors follow.
 
-    A second `Deploy` keeps the neighbors of the first.
+    Workers are numbered from 1 on. A second `Deploy` keeps the channels to other workers.
 
     Args:
-        recipe: What the layers are built from, as JSON.
-        downstream_address: Where the coordinator reaches the downstream neighbor, or empty.
-        downstream_session: The name of the neighbor's session, which only the right one knows.
-        dtype: The dtype in which the stage computes; None for its input's.
-        activation_dtype: The dtype to which the stage rounds the activations that it sends.
-        gradient_dtype: The dtype to which the stage rounds the gradients that it sends.
-        compile: Whether to compile the layers.
+        member: The number of the worker that receives this.
+        stages: All stages of the worker, in the order of their layers; an idle one has none.
+        num_stages: The number of stages of all workers.
+        peers: The workers that it sends activations to.
+        seed: Start of all dropout masks.
     """
 
     said = by(Speaker.COORDINATOR, State.IDLE, State.SERVING, then=State.LOADING)
     requests = "building its layers"
-    stage_index: Count
-    recipe: Text
-    parameters: list[ParameterSpec]
-    recompute: bool
+    member: Count
+    stages: list[StageSpec]
+    num_stages: Count
+    peers: list[PeerSpec]
     seed: int
-    downstream_address: Name
-    downstream_session: Name
-    dtype: Dtype | None = None
-    activation_dtype: WireDtype | None = None
-    gradient_dtype: WireDtype | None = None
-    compile: bool = False
 
 
 class Built(Message, frozen=True):
@@ -333,19 +336,21 @@ class OfferAnswered(Message, frozen=True):
 
 
 class Launch(Message, frozen=True):
-    """All tensors are loaded: connect to the downstream neighbor and get ready for steps."""
+    """All tensors are loaded: connect to the workers downstream and get ready for steps."""
 
     said = by(Speaker.COORDINATOR, State.LOADING, then=State.SERVING)
-    requests = "connecting to its neighbor"
+    requests = "connecting to its neighbors"
 
 
-class BeginStep(ServingRequest, frozen=True):
+class BeginStep(StampedRequest, frozen=True):
     """A new step; without ``accumulate`` the worker drops the gradients of earlier steps.
 
-    ``dropout_step`` seeds the dropout masks; trials do not advance it.
+    ``dropout_step`` seeds the dropout masks; trials do not advance it. Work that is left over from
+    the step before is dropped.
     """
 
     begins_step = True
+    is_exact = False
     step: Count
     in_flight: Annotated[int, msgspec.Meta(ge=1)]
     accumulate: bool
@@ -370,10 +375,21 @@ class BuffersUpdated(StageReport, Words, frozen=True):
     is_again: bool
 
 
-class MicrobatchMessage(Message, frozen=True):
-    """Base of the messages about one micro-batch and visit in a step."""
+class ForStage(Message, frozen=True, kw_only=True):
+    """Base of the messages that a stage takes; stage 0 is the coordinator's."""
 
     said = by(Speaker.COORDINATOR, State.SERVING)
+    stage: Count = 0
+
+    @property
+    def stage_number(self) -> int:
+        """The stage that takes the message."""
+        return self.stage
+
+
+class MicrobatchMessage(ForStage, frozen=True):
+    """Base of the messages about one micro-batch and visit in a step."""
+
     recorded_as = "take"
     step: Count
     microbatch: Count
@@ -497,14 +513,15 @@ class OptimizerMeasured(IdleAnswer, frozen=True):
     state_bytes: Count
 
 
-class SetTrained(ServingRequest, frozen=True):
+class SetTrained(StampedRequest, frozen=True):
     """Freeze or unfreeze parameters from the next forward on."""
 
+    is_exact = False
     parameters: list[Name]
     requires_grad: bool
 
 
-class ZeroGradients(ServingRequest, frozen=True):
+class ZeroGradients(StampedRequest, frozen=True):
     """Drop the gradients of parameters or, without ``set_to_none``, set them to zero; the worker
     answers `Done`."""
 
@@ -512,7 +529,7 @@ class ZeroGradients(ServingRequest, frozen=True):
     set_to_none: bool
 
 
-class MeasureNorms(ServingRequest, frozen=True):
+class MeasureNorms(StampedRequest, frozen=True):
     """Asks for gradient norms of the parameters of one optimizer, or of all parameters."""
 
     requests = "measuring its gradient norms"
@@ -529,7 +546,7 @@ class Norms(Message, frozen=True):
     norms: dict[Name, float]
 
 
-class ClipGradients(ServingRequest, frozen=True):
+class ClipGradients(StampedRequest, frozen=True):
     """Scale gradients by a factor or clamp them to a value: those of one optimizer's parameters, or
     all."""
 
@@ -538,13 +555,6 @@ class ClipGradients(ServingRequest, frozen=True):
     optimizer: Count | None
     factor: float | None
     value: float | None
-
-
-class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One parameter group of an optimizer; ``options`` is all but the parameters."""
-
-    parameters: list[Name]
-    options: Value
 
 
 class BuildOptimizer(ServingRequest, frozen=True):
@@ -570,7 +580,7 @@ class LoadOptimizerState(ServingRequest, frozen=True):
     state: Value
 
 
-class ApplyOptimizer(ServingRequest, frozen=True):
+class ApplyOptimizer(StampedRequest, frozen=True):
     """Step an optimizer with these group options."""
 
     requests = "the optimizer's part of step {message.step}"
@@ -607,7 +617,7 @@ class OptimizerState(Message, frozen=True):
     state: Value
 
 
-class AverageWeights(ServingRequest, frozen=True):
+class AverageWeights(StampedRequest, frozen=True):
     """Begin a running average of the stage's weights, update it with the present weights, swap the
     two, or adopt the average as the weights.
 

@@ -110,6 +110,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
         return None
 
     @property
+    def stage_number(self) -> int:
+        """The stage that takes the message; 0 if it is the coordinator's, or there is none."""
+        return 0
+
+    @property
     def requested_activity(self) -> str:
         """What the receiver does when it carries out the message; empty if that takes no time."""
         return self.requests.format(message=self)

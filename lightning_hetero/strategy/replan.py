@@ -49,7 +49,7 @@ def check_move(
 
     Raises:
         MisconfigurationException: Under manual optimization.
-        PlanError: If the plan does not fit, or has other workers.
+        PlanError: If the plan does not fit, or has workers that the run does not have.
         ModelError: If layers cannot move now, or not at all.
     """
     if not module.automatic_optimization:
@@ -59,13 +59,12 @@ def check_move(
         )
     if deployment is None:
         raise ModelError("No layers are on workers, so there are none to move.")
-    workers = deployment.plan.workers
-    plan.check(len(deployment.layers), workers)
-    wanted = plan.workers
-    if wanted != workers:
+    members = deployment.coordinator.connections.members
+    plan.check(len(deployment.layers), [member.name for member in members])
+    if not plan.workers:
         raise PlanError(
-            f"Layers move between {workers}, each of which keeps one at least, in this order; the "
-            f"plan has {wanted}."
+            "The plan has no worker; leave a layer with one, or end the run and start it again "
+            "with this plan and `ckpt_path`."
         )
     if is_inside_window or not module.trainer.training:
         wait = "there are gradients that the next step needs"
@@ -246,10 +245,10 @@ class Watch:
 
     def _look(self) -> list[Drift]:
         """The drifts in steps that every stage has reported."""
-        for number, said in self._deployment.coordinator.stages.take_timings():
+        for name, said in self._deployment.coordinator.stages.take_timings():
             if said.num_microbatches > 0:
                 seconds = (said.forward_seconds + said.backward_seconds) / said.num_microbatches
-                self._note(said.step, self._workers[number - 1], StageSeconds(seconds))
+                self._note(said.step, name, StageSeconds(seconds))
         wanted = len(self._workers) + (self._recorder is not None)
         complete = [step for step, told in sorted(self._steps.items()) if len(told) == wanted]
         drifts = [self._watcher.note(self._steps.pop(step)) for step in complete]

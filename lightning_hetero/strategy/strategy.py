@@ -322,11 +322,12 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         """Move layers to where a plan has them, with their weights, optimizer state and averages.
 
         Call it between an optimizer step and the next ``training_step``, for example in a
-        callback's `on_train_batch_start`. The workers and their order stay. Key-value caches end.
+        callback's `on_train_batch_start`. The plan may have any of the first plan's workers, in any
+        order; one without layers stays connected. Key-value caches end.
 
         Raises:
             MisconfigurationException: Under manual optimization.
-            PlanError: If the plan does not fit, or has other workers.
+            PlanError: If the plan does not fit, or has no worker or others.
             ModelError: If layers cannot move now.
             WorkerError: If a worker fails. The weights are in this process then, unless the worker
                 failed while it still had some.

@@ -467,7 +467,7 @@ def _encode_copied(head: memoryview, copy: HostCopy) -> list[memoryview]:
 
 
 def observe(channel: Channel, peer: int, recorder: Recorder | None) -> None:
-    """Tell a recorder of every message that the channel sends to stage ``peer``; None stops it."""
+    """Tell a recorder of each message that the channel sends to process ``peer``; None stops it."""
     channel.on_sent = None if recorder is None else partial(_note_sent, recorder, peer)
 
 
@@ -475,7 +475,8 @@ def _note_sent(
     recorder: Recorder, peer: int, message: m.Message, num_bytes: int, start_seconds: float
 ) -> None:
     if message.key is not None:
-        recorder.note_sent(peer, message.key, type(message).__name__, num_bytes, start_seconds)
+        kind = type(message).__name__
+        recorder.note_sent(peer, message.key, kind, num_bytes, start_seconds, message.stage_number)
 
 
 def of_action(action: Action, step: int) -> str:

@@ -98,14 +98,19 @@ def dial(
     session_name: str,
     deadlines: Deadlines,
     identity: Identity,
+    member: int = 0,
 ) -> tuple[Channel, m.Welcome]:
     """Connect to a worker and open a conversation; the caller has to start the channel.
+
+    Args:
+        member: The number of this process, if it is a worker of a run.
 
     Raises:
         WorkerUnreachable: If no worker answers there, or one end refuses the other.
     """
     try:
-        return _dial(address, role, session_name, deadlines, identity)
+        hello = m.Hello(m.PROTOCOL_VERSION, role, session_name, identity.equipment, member)
+        return _dial(address, role, hello, deadlines, identity.credentials)
     except WorkerUnreachable as error:
         raise WorkerUnreachable(f"{error} {advice(address)}") from error
 
@@ -118,20 +123,19 @@ def advice(address: Address) -> str:
 def _dial(
     address: Address,
     role: Role,
-    session_name: str,
+    hello: m.Hello,
     deadlines: Deadlines,
-    identity: Identity,
+    credentials: Credentials | None,
 ) -> tuple[Channel, m.Welcome]:
-    if identity.credentials is None and not address.is_loopback:
+    if credentials is None and not address.is_loopback:
         raise WorkerUnreachable(
             f"The worker at {address} is on another machine, which takes a token: make one with "
             "`lightning-hetero token`, and copy it to all machines as that command says."
         )
-    hello = m.Hello(m.PROTOCOL_VERSION, role, session_name, identity.equipment)
     end = time.monotonic() + deadlines.connect_seconds
     while True:
         try:
-            return _open(address, role, hello, deadlines, identity.credentials)
+            return _open(address, role, hello, deadlines, credentials)
         except _Replaced:
             # The next process listens at the same address already, or will in a moment.
             if time.monotonic() > end:

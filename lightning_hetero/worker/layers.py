@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -45,18 +46,30 @@ class StageLayers:
         self._specs: dict[str, m.ParameterSpec] = {}
         self._missing: set[str] = set()
 
-    def build(self, message: m.Deploy) -> tuple[nn.ModuleDict, list[str]]:
-        """Build layers without content; returns them and the names of tensors that are kept here.
+    def build(self, message: m.Deploy) -> tuple[list[nn.ModuleDict], list[str]]:
+        """Build the layers of stages without content.
+
+        Returns:
+            The layers of each stage, and the names of tensors that are kept here.
 
         Raises:
-            ModelError: If the layers cannot be built.
+            ModelError: If layers cannot be built, or two stages have the same layer.
         """
-        layers = build_described(message.recipe, message.parameters, self._host.allowed)
+        built = [
+            build_described(stage.recipe, stage.parameters, self._host.allowed)
+            for stage in message.stages
+        ]
+        numbers = Counter(number for layers in built for number in layers)
+        if twice := [number for number, count in numbers.items() if count > 1]:
+            raise ModelError(f"The layers {twice[:5]} are in two stages of this worker.")
         self.retire()
-        self.numbered = numbered_layers(layers)
-        self._specs = {spec.name: spec for spec in message.parameters}
+        self.numbered = {}
+        for layers in built:
+            self.numbered |= numbered_layers(layers)
+        parameters = [spec for stage in message.stages for spec in stage.parameters]
+        self._specs = {spec.name: spec for spec in parameters}
         self._missing = set(self._specs)
-        return layers, self._host.kept.restrict_to(message.parameters)
+        return built, self._host.kept.restrict_to(parameters)
 
     def retire(self) -> None:
         """Drop the layers; their tensors are kept for the next ones."""
@@ -77,7 +90,7 @@ class StageLayers:
         parameters = self.parameters()
         unknown = sorted(set(names) - set(parameters))
         if unknown:
-            raise ModelError(f"This stage has no parameters {unknown[:5]}.")
+            raise ModelError(f"This worker has no parameters {unknown[:5]}.")
         return [parameters[name] for name in names]
 
     def _on_load_tensor(self, message: m.LoadTensor, tensors: tuple[Tensor, ...]) -> None:

@@ -1,11 +1,11 @@
-"""The worker's side of training: a stage's optimizers, its gradients and its averages."""
+"""The worker's side of training: its optimizers, gradients and averages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..pipeline.optimizer import (
@@ -17,7 +17,6 @@ from ..pipeline.optimizer import (
     clip_gradients,
     gradient_norms,
 )
-from ..pipeline.stage import Stage
 from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
 from ..transport.channel import Channel, Handler
@@ -25,11 +24,10 @@ from .layers import MOST_COPIES, StageLayers
 
 
 class TrainedSide:
-    """Steps, clips, freezes and averages a stage's weights when the coordinator asks for it.
+    """Steps, clips, freezes and averages the layers' weights when the coordinator asks for it.
 
     Args:
         coordinator: The channel to the coordinator.
-        stage: The stage that is trained, until `train` changes it.
         layers: The layers of the session.
         take_timings: Returns the time that training took since the last optimizer step.
 
@@ -40,14 +38,13 @@ class TrainedSide:
     def __init__(
         self,
         coordinator: Channel,
-        stage: Stage,
         layers: StageLayers,
         take_timings: Callable[[int], m.Timings],
     ) -> None:
         self._coordinator = coordinator
         self._layers = layers
         self._take_timings = take_timings
-        self.train(stage)
+        self.train_anew()
         self.handlers: dict[type, Handler] = {
             m.BuildOptimizer: self._on_build_optimizer,
             m.LoadOptimizerState: self._on_load_optimizer_state,
@@ -60,9 +57,8 @@ class TrainedSide:
             m.FetchOptimizerState: self._on_fetch_optimizer_state,
         }
 
-    def train(self, stage: Stage) -> None:
-        """Train another stage, which has no optimizers and no averages yet."""
-        self._stage = stage
+    def train_anew(self) -> None:
+        """Forget optimizers and averages; the layers have changed."""
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages([])
 
@@ -106,7 +102,9 @@ class TrainedSide:
 
     def _on_average_weights(self, message: m.AverageWeights, _tensors: tuple[Tensor, ...]) -> None:
         if message.action == "begin":
-            self._averages = WeightAverages(averaged_tensors(self._stage.layers))
+            self._averages = WeightAverages(
+                averaged_tensors(nn.ModuleList(self._layers.numbered.values()))
+            )
         elif message.action == "update":
             self._averages.update(message.num_averaged, message.decay)
         elif message.action == "swap":
@@ -126,7 +124,7 @@ class TrainedSide:
 
     def _optimizer(self, number: int) -> StageOptimizer:
         if number not in self._optimizers:
-            raise ModelError(f"Stage {self._stage.stage_index} has no optimizer {number} yet.")
+            raise ModelError(f"This worker has no optimizer {number} yet.")
         return self._optimizers[number]
 
     def _gradients(self, optimizer: int | None) -> dict[str, Tensor]:

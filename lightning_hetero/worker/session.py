@@ -1,11 +1,11 @@
-"""A worker's session: one coordinator's stage, from Deploy to Goodbye.
+"""A worker's session: one coordinator's stages, from Deploy to Goodbye.
 
 `StageSession` runs the loop and composes parts with the names that the coordinator's parts have:
 
-    neighbors   the channels to the stages beside this one
+    neighbors   the channels to the other workers
     layers      builds layers, takes their tensors, sends them
     training    steps, clips, freezes and averages
-    telemetry   times and records the stage's actions
+    telemetry   times and records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
 Each part has a table `handlers`: the function that carries out each kind of its messages.
@@ -18,15 +18,14 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 
 from torch import Tensor, nn
 
-from ..devices.copies import Copies
 from ..devices.device import device_for
-from ..errors import ChannelError, HeteroError, LocalProtocolError, ModelError, WorkerUnreachable
+from ..errors import ChannelError, HeteroError, LocalProtocolError, ModelError
 from ..model.four_bit import multiply_in
 from ..model.layers import EMBEDDING_LAYER, check_token_ids, describe_layers
 from ..pipeline.boundary import Activation, Gradients
@@ -37,19 +36,20 @@ from ..pipeline.codec import (
     encode_activation,
     encode_gradients,
 )
-from ..pipeline.rule import Action, Key
-from ..pipeline.runner import StageRunner
+from ..pipeline.rule import Action
+from ..pipeline.runner import Runner
 from ..pipeline.stage import CompiledLayers, LayerState, Stage
+from ..pipeline.stage_layers import numbered_layers
 from ..plan import Narrowing
 from ..protocol import messages as m
-from ..protocol.frames import Content, Frame
+from ..protocol.frames import Frame
 from ..protocol.tensors import DTYPES
 from ..protocol.values import KeptConstants
 from ..transport.address import Address
-from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action, send_copied
-from ..transport.connection import Traffic
+from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action
 from ..transport.handshake import dial
 from .layers import StageLayers
+from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
 from .telemetry import RecordedSide
@@ -61,107 +61,6 @@ logger = logging.getLogger(__name__)
 _MOST_TEXT = 2**16
 # The names of a run's sessions begin alike. A process that knows a whole name could join.
 _MOST_OF_NAME = 8
-
-
-class Neighbors:
-    """The channels to the neighboring stages; at either end, the channel to the coordinator.
-
-    Args:
-        coordinator: The channel to the coordinator.
-        dial: Opens a channel, not started yet, to the worker at an address that serves the session
-            of that name.
-
-    Attributes:
-        upstream: The present channel to the stage before this one.
-        downstream: The present channel to the stage behind this one.
-        downstream_address: Where the stage behind listens; empty for the last stage.
-    """
-
-    def __init__(self, coordinator: Channel, dial: Callable[[str, str], Channel]) -> None:
-        self.upstream = coordinator
-        self.downstream = coordinator
-        self.downstream_address = ""
-        self._downstream_session = ""
-        self._is_relayed = False
-        self._coordinator = coordinator
-        self._dial = dial
-
-    def expect(self, address: str, session: str) -> None:
-        """Note the downstream neighbor, which `connect` will dial."""
-        self.downstream_address, self._downstream_session = address, session
-
-    def check_same(self, address: str, stage_index: int) -> None:
-        """Refuse another downstream neighbor than the one that this stage is linked with.
-
-        Raises:
-            ModelError: With both addresses.
-        """
-        is_linked = self.downstream is not self._coordinator or self._is_relayed
-        if is_linked and address != self.downstream_address:
-            raise ModelError(
-                f"Stage {stage_index} is linked with {self.downstream_address}, and the new plan "
-                f"links it with {address or 'nobody'}; layers move between the same workers in "
-                "the same order."
-            )
-
-    def connect(self) -> Channel | None:
-        """Open the channel to the downstream neighbor, which the caller must start; None if it is
-        open already, as after layers have moved, or if this is the last stage.
-
-        Raises:
-            WorkerUnreachable: If the neighbor does not answer or refuses. From then on the
-                coordinator stands for it.
-        """
-        is_open = self.downstream is not self._coordinator or self._is_relayed
-        if not self.downstream_address or is_open:
-            return None
-        try:
-            self.downstream = self._dial(self.downstream_address, self._downstream_session)
-        except WorkerUnreachable:
-            self._is_relayed = True
-            raise
-        return self.downstream
-
-    def let_go_upstream(self) -> None:
-        """End the channel to the stage before."""
-        channel, self.upstream = self.upstream, self._coordinator
-        channel.close()
-
-    def pass_on(self, channel: Channel, content: Content, copies: Copies) -> None:
-        """Send an activation downstream, or gradients upstream.
-
-        A neighbor that has said goodbye receives nothing more: it lost the coordinator, or the
-        coordinator freed it, so the coordinator knows.
-        """
-        try:
-            send_copied(channel, content, copies)
-        except LocalProtocolError:
-            if not channel.has_ended:
-                raise
-
-    def stages(self, stage_index: int) -> dict[Channel, int]:
-        """The number of the stage at the other end of each channel; 0 for the coordinator.
-
-        Args:
-            stage_index: The number of this stage.
-        """
-        found = {self.downstream: stage_index + 1, self.upstream: stage_index - 1}
-        return {**found, self._coordinator: 0}
-
-    @property
-    def traffic(self) -> dict[str, Traffic]:
-        """The bytes that have gone over each channel, the coordinator's too."""
-        found = {"coordinator": self._coordinator.traffic}
-        for name, channel in (("upstream", self.upstream), ("downstream", self.downstream)):
-            if channel is not self._coordinator:
-                found[name] = channel.traffic
-        return found
-
-    def close(self, last_word: m.Message) -> None:
-        """Say the last word to the coordinator, and goodbye to the neighbors."""
-        for channel in {self.upstream, self.downstream} - {self._coordinator}:
-            channel.close(m.Goodbye())
-        self._coordinator.close(last_word)
 
 
 # A paused worker takes these messages at once; it holds all others until it is resumed.
@@ -198,21 +97,24 @@ class StageSession:
         self._budget = host.owner.budget()
         # The arrivals that wait while the owner pauses the worker; None while it is not paused.
         self._held: deque[Arrival] | None = None
+        # Requests that wait for forwards and backwards, and what has come behind them.
+        self._awaiting: deque[tuple[Arrival, Frame]] = deque()
         self._began_seconds = time.monotonic()
         self._served, self._ended = "", "it failed"
         self._coordinator = coordinator
         self._neighbors = Neighbors(coordinator, self._dial_neighbor)
         self._copies = device_for(host.device).copies()
         self._inbox: Inbox = SimpleQueue()
-        self._runner = StageRunner(Stage(nn.ModuleDict(), host.device, 0))
-        self._narrowing = Narrowing()
+        self._runner = Runner([])
+        self._num_stages = 0
+        self._narrowings: dict[int, Narrowing] = {}
         self._constants = KeptConstants()
         self._layers = StageLayers(coordinator, host)
         self._trials = MeasuredSide(coordinator, host, self._dial_neighbor)
-        self._telemetry = RecordedSide(coordinator, host.device, self._stages_beside)
+        self._telemetry = RecordedSide(coordinator, host.device, lambda: self._neighbors.numbers)
         self._recorder = self._telemetry.recorder
         take_timings = self._telemetry.take_timings
-        self._training = TrainedSide(coordinator, self._runner.stage, self._layers, take_timings)
+        self._training = TrainedSide(coordinator, self._layers, take_timings)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -235,8 +137,8 @@ class StageSession:
             m.AbortStep: self._on_abort_step,
         }
 
-    def attach_upstream(self, channel: Channel) -> None:
-        """Take the channel that the upstream neighbor opened.
+    def attach_upstream(self, channel: Channel, member: int) -> None:
+        """Take the channel that another worker, the one with this number, has opened.
 
         Raises:
             ChannelError: If this process cannot serve the channel; the coordinator is told so too.
@@ -247,7 +149,7 @@ class StageSession:
             with contextlib.suppress(HeteroError):
                 self._coordinator.send(m.Failure(str(error)))
             raise
-        self._neighbors.upstream = channel
+        self._neighbors.attach(channel, member)
 
     def wish(self, message: m.Paused | m.Resumed) -> None:
         """Tell the session that its owner pauses or resumes it, after the present micro-batch."""
@@ -261,15 +163,12 @@ class StageSession:
         return RunRecord(peer, self._served, steps, seconds, self._ended)
 
     def status(self) -> m.StageStatus:
-        """The stage's present work; any thread may ask."""
-        layers = self._layers.numbered.keys()
+        """The worker's present work; any thread may ask."""
         traffic = self._neighbors.traffic.items()
         return m.StageStatus(
             run=self.name[:_MOST_OF_NAME],
             coordinator=self._coordinator.peer,
-            stage_index=self._stage_index,
-            first_layer=max(0, min(layers, default=0)),  # the embedding is no decoder layer
-            end_layer=max(layers, default=-1) + 1,
+            stages=[_range_of(stage) for stage in self._runner.stages],
             step=self._runner.step,
             training_seconds=self._recorder.training_seconds,
             busy_seconds=self._recorder.busy_seconds,
@@ -288,6 +187,7 @@ class StageSession:
                 action = self._runner.next_action() if self._held is None else None
                 if action is not None:
                     self._perform(action)
+                    self._carry_out_due()
                 else:
                     with self._recorder.span("wait"):
                         arrival = self._inbox.get()
@@ -319,8 +219,12 @@ class StageSession:
         message = content.message
         if self._held is not None and type(message) not in _NEVER_HELD:
             self._held.append(arrival)
-        elif (handler := self._handlers.get(type(message))) is not None:
-            self._carry_out(handler, arrival, content)
+        elif type(message) in self._handlers:
+            if self._has_to_wait(message):
+                self._awaiting.append((arrival, content))
+            else:
+                self._carry_out(self._handlers[type(message)], arrival, content)
+            self._carry_out_due()
         elif isinstance(message, m.Failure):
             self._on_end(arrival.channel, message.reason)
         elif isinstance(message, m.Probe):
@@ -330,6 +234,30 @@ class StageSession:
         else:
             self._on_goodbye_of_neighbor(arrival.channel)
 
+    def _has_to_wait(self, message: m.Message) -> bool:
+        """Whether a message comes behind forwards and backwards that have not run yet, or behind
+        another one that does. What feeds or aborts these never waits."""
+        if isinstance(message, (m.MicrobatchMessage, m.AbortStep)):
+            return False
+        return bool(self._awaiting) or isinstance(message, m.StampedRequest)
+
+    def _carry_out_due(self) -> None:
+        """Carry out the requests for which all forwards and backwards before them have run."""
+        while self._awaiting:
+            arrival, frame = self._awaiting[0]
+            message = frame.message
+            if isinstance(message, m.StampedRequest):
+                stamp = message.forwards, message.backwards, message.is_exact
+                try:
+                    if not self._runner.has_done(*stamp):
+                        return
+                except ModelError as error:
+                    self._awaiting.popleft()
+                    self._report(error)
+                    continue
+            self._awaiting.popleft()
+            self._carry_out(self._handlers[type(message)], arrival, frame)
+
     def _is_end(self, arrival: Arrival) -> bool:
         """Whether this is how the coordinator has ended the conversation."""
         content = arrival.content
@@ -338,6 +266,8 @@ class StageSession:
 
     def _carry_out(self, handler: Handler, arrival: Arrival, frame: Frame) -> None:
         message = frame.message
+        if isinstance(message, m.Activation):
+            self._neighbors.note_source(message.stage, arrival.channel)
         self._coordinator.activity = message.requested_activity or self._coordinator.activity
         try:
             with self._telemetry.taking(arrival, message):
@@ -357,13 +287,13 @@ class StageSession:
             else:
                 content = self._runner.run(action)
             self._tell_of_buffers()
-            self._route(action.key, content)
+            self._route(action, content)
         except BaseException as error:
             self._report(error)
 
     def _report(self, error: BaseException, in_optimizer_step: bool = False) -> None:
         """Tell the coordinator that a piece of work has raised, and forget the step."""
-        logger.warning("stage %d failed: %s", self._stage_index, error)
+        logger.warning("%s failed: %s", self._served or "the session", error)
         self._runner.abort()
         self._coordinator.send(_failure(error, in_optimizer_step))
 
@@ -371,16 +301,16 @@ class StageSession:
         """End the session with its coordinator; report a lost neighbor."""
         if channel is self._coordinator:
             raise SessionOver(reason)
-        lost = self._stages_beside().get(channel)
-        if lost is None:
+        lost = self._neighbors.numbers.get(channel)
+        if not lost:
             return  # a neighbor that only measured the link
         with contextlib.suppress(LocalProtocolError):
             self._coordinator.send(m.NeighborLost(lost, reason))
 
     def _on_goodbye_of_neighbor(self, channel: Channel) -> None:
         """Before there is a stage, a neighbor comes to measure the link and goes again."""
-        if not self._layers.numbered and channel is self._neighbors.upstream:
-            self._neighbors.let_go_upstream()
+        if not self._layers.numbered and self._neighbors.is_upstream(channel):
+            self._neighbors.let_go(channel)
 
     def _on_paused(self, message: m.Paused, _tensors: tuple[Tensor, ...]) -> None:
         if self._held is None:
@@ -394,51 +324,46 @@ class StageSession:
             while held:
                 self._take(held.popleft())
 
-    def _stages_beside(self) -> dict[Channel, int]:
-        return self._neighbors.stages(self._stage_index)
-
-    @property
-    def _stage_index(self) -> int:
-        return self._runner.stage.stage_index
-
     def _on_deploy(self, message: m.Deploy, _tensors: tuple[Tensor, ...]) -> None:
         self._trials.forget()
-        self._neighbors.check_same(message.downstream_address, self._stage_index)
-        self._host.owner.check_stage(message.parameters)
+        parameters = [each for stage in message.stages for each in stage.parameters]
+        self._host.owner.check_stage(parameters)
         if self._budget is not None:
-            self._budget.reserve(message.parameters)
-        layers, held = self._layers.build(message)
-        self._neighbors.expect(message.downstream_address, message.downstream_session)
-        dtype = None if message.dtype is None else DTYPES[message.dtype]
+            self._budget.reserve(parameters)
+        built, held = self._layers.build(message)
+        self._neighbors.expect(message)
+        self._runner = Runner(
+            self._stage(spec, layers, message.seed)
+            for spec, layers in zip(message.stages, built, strict=True)
+        )
+        self._num_stages = message.num_stages
+        self._narrowings = {
+            spec.number: Narrowing(spec.activation_dtype, spec.gradient_dtype)
+            for spec in message.stages
+        }
+        self._served = _described(self._runner.stages, self._layers.numbered)
+        self._training.train_anew()
+        self._coordinator.send(m.Built(held))
+
+    def _stage(self, spec: m.StageSpec, layers: nn.ModuleDict, seed: int) -> Stage:
+        dtype = None if spec.dtype is None else DTYPES[spec.dtype]
         if dtype is not None:
             multiply_in(layers, dtype)
-        stage = Stage(
+        return Stage(
             layers=layers,
             device=self._host.device,
-            stage_index=message.stage_index,
-            recompute=message.recompute,
-            seed=message.seed,
+            stage_index=spec.number,
+            recompute=spec.recompute,
+            seed=seed,
             dtype=dtype,
-            compiled=CompiledLayers() if message.compile else None,
-            state=LayerState(self._layers.numbered),
+            compiled=CompiledLayers() if spec.compile else None,
+            state=LayerState(numbered_layers(layers)),
         )
-        self._runner = StageRunner(stage)
-        numbered = self._layers.numbered
-        kind = type(numbered[max(numbered)]).__name__
-        self._served = f"stage {message.stage_index}, {describe_layers(numbered)} ({kind})"
-        self._narrowing = Narrowing(message.activation_dtype, message.gradient_dtype)
-        self._training.train(stage)
-        self._coordinator.send(m.Built(held))
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.check_complete()
-        try:
-            opened = self._neighbors.connect()
-        except WorkerUnreachable as error:
-            self._coordinator.send(m.NeighborUnreachable(str(error)[:_MOST_TEXT]))
-            opened = None
-        if opened is not None:
-            self._start(opened)
+        for number, error in self._neighbors.connect(self._start).items():
+            self._coordinator.send(m.NeighborUnreachable(number, str(error)[:_MOST_TEXT]))
         self._coordinator.send(m.Done())
 
     def _start(self, channel: Channel) -> None:
@@ -447,9 +372,9 @@ class StageSession:
             pool.count_with(self._budget.allocate)
         channel.start(self._inbox, pool)
 
-    def _dial_neighbor(self, text: str, session: str) -> Channel:
+    def _dial_neighbor(self, text: str, session: str, member: int) -> Channel:
         address, host = Address.parse(text), self._host
-        channel, _ = dial(address, "neighbor", session, host.deadlines, host.identity)
+        channel, _ = dial(address, "neighbor", session, host.deadlines, host.identity, member)
         return channel
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
@@ -460,44 +385,69 @@ class StageSession:
 
     def _on_set_attributes(self, message: m.SetAttributes, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.set_attributes(message)
-        if self._runner.stage.state is not None:
-            self._runner.stage.state.note_attributes()
+        for stage in self._runner.stages:
+            if stage.state is not None:
+                stage.state.note_attributes()
 
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
         read = partial(decode_arguments, message, constants=self._constants)
-        self._runner.take_arguments(message.key, self._copies.to_device(tensors, read))
+        surroundings = self._copies.to_device(tensors, read)
+        self._runner.take_arguments(message.step, message.stage, message.key, surroundings)
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
-        embedding = self._layers.numbered.get(EMBEDDING_LAYER)
-        if embedding is not None and tensors:
-            check_token_ids(embedding, tensors[0])
+        layers = self._runner.stage(message.stage).layers
+        if str(EMBEDDING_LAYER) in layers and tensors:
+            check_token_ids(layers[str(EMBEDDING_LAYER)], tensors[0])
         activation = self._copies.to_device(tensors, partial(decode_activation, message))
-        self._runner.take_activation(message.step, message.key, activation)
+        self._runner.take_activation(message.step, message.stage, message.key, activation)
 
     def _on_gradient(self, message: m.Gradient, tensors: tuple[Tensor, ...]) -> None:
         gradients = self._copies.to_device(tensors, partial(decode_gradients, message))
-        self._runner.take_gradients(message.step, message.key, gradients)
+        self._runner.take_gradients(message.step, message.stage, message.key, gradients)
 
     def _on_drop_caches(self, message: m.DropCaches, _tensors: tuple[Tensor, ...]) -> None:
-        self._runner.stage.caches.drop(message.numbers)
+        for stage in self._runner.stages:
+            stage.caches.drop(message.numbers)
 
     def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
         self._telemetry.take_timings(0)
 
     def _tell_of_buffers(self) -> None:
-        state = self._runner.stage.state
-        for updates in () if state is None else state.take_updates():
-            self._coordinator.send(m.BuffersUpdated(list(updates.names), updates.is_again))
+        for stage in self._runner.stages:
+            for updates in () if stage.state is None else stage.state.take_updates():
+                self._coordinator.send(m.BuffersUpdated(list(updates.names), updates.is_again))
 
-    def _route(self, key: Key, content: Activation | Gradients) -> None:
-        """Send an activation downstream, or gradients upstream."""
-        step = self._runner.step
+    def _route(self, action: Action, content: Activation | Gradients) -> None:
+        """Send an activation to the stage behind, or gradients to the stage before."""
+        step, key, number = self._runner.step, action.key, action.stage_index
+        narrowing = self._narrowings[number]
         with self._recorder.span("pack", key, type(content).__name__):
             if isinstance(content, Activation):
-                channel = self._neighbors.downstream
-                said = encode_activation(step, key, content, self._narrowing.activation_dtype)
+                behind = (number + 1) % (self._num_stages + 1)
+                if self._neighbors.leads_here(number):
+                    self._runner.take_activation(step, behind, key, content)
+                    return
+                channel = self._neighbors.downstream_of(number)
+                said = encode_activation(step, key, content, narrowing.activation_dtype, behind)
             else:
-                channel = self._neighbors.upstream
-                said = encode_gradients(step, key, content, self._narrowing.gradient_dtype)
+                if self._neighbors.comes_from_here(number):
+                    self._runner.take_gradients(step, number - 1, key, content)
+                    return
+                channel = self._neighbors.upstream_of(number)
+                said = encode_gradients(step, key, content, narrowing.gradient_dtype, number - 1)
             self._neighbors.pass_on(channel, said, self._copies)
+
+
+def _range_of(stage: Stage) -> m.StageRange:
+    numbers = [int(number) for number in stage.layers if int(number) != EMBEDDING_LAYER]
+    return m.StageRange(stage.stage_index, min(numbers, default=0), max(numbers, default=-1) + 1)
+
+
+def _described(stages: Sequence[Stage], layers: Mapping[int, nn.Module]) -> str:
+    """The stages of a worker, for its owner."""
+    if not stages:
+        return "no stage"
+    numbers = " and ".join(str(stage.stage_index) for stage in stages)
+    kind = type(layers[max(layers)]).__name__
+    return f"stage {numbers}, {describe_layers(layers)} ({kind})"

@@ -1,4 +1,4 @@
-"""The worker's side of recording: the actions of its stage, their times, the device's health."""
+"""The worker's side of recording: its actions, their times, the device's health."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from ..pipeline.boundary import Activation, Gradients
 from ..pipeline.recorder import Recorder
 from ..pipeline.rule import Action
-from ..pipeline.runner import StageRunner
+from ..pipeline.runner import Runner
 from ..protocol import messages as m
 from ..transport.channel import Arrival, Channel, Handler, observe
 
 
 class RecordedSide:
-    """Times a session's stage, and records spans while the coordinator wants them.
+    """Times a session's actions, and records spans while the coordinator wants them.
 
     Args:
         coordinator: The channel to the coordinator.
-        device: Computes the stage.
-        neighbors: Returns the session's present channels with the numbers of the stages there.
+        device: Computes the stages.
+        neighbors: Returns the session's present channels with the numbers of the processes there.
 
     Attributes:
         recorder: Sums up actions, and takes spans while it is switched on.
@@ -57,14 +57,16 @@ class RecordedSide:
             num_bytes,
             self._neighbors().get(arrival.channel),
             arrival.moment_seconds,
+            message.stage_number,
         )
 
-    def run_training(self, runner: StageRunner, action: Action) -> Activation | Gradients:
+    def run_training(self, runner: Runner, action: Action) -> Activation | Gradients:
         """Carry out a training action of the runner, and add up its time until `take_timings`."""
         kind: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
-        with self.recorder.action(kind, action.key, runner.num_ready):
+        with self.recorder.action(kind, action.key, runner.num_ready, action.stage_index):
             content = runner.run(action)
-        if action.kind == "F" and action.key.visit == 0:
+        is_first = action.stage_index == runner.stages[0].stage_index
+        if action.kind == "F" and action.key.visit == 0 and is_first:
             self._num_microbatches += 1
             self.recorder.note_training()
         return content

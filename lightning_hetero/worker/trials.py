@@ -29,7 +29,7 @@ class MeasuredSide:
         coordinator: The channel to the coordinator.
         host: The worker; the tensors that it keeps count as free memory.
         dial_neighbor: Opens a channel, not started yet, to the worker at an address that serves the
-            session of that name.
+            session of that name; this worker has the number that is given.
 
     Attributes:
         handlers: What carries out each kind of message.
@@ -39,7 +39,7 @@ class MeasuredSide:
     is_measuring = False
 
     def __init__(
-        self, coordinator: Channel, host: Host, dial_neighbor: Callable[[str, str], Channel]
+        self, coordinator: Channel, host: Host, dial_neighbor: Callable[[str, str, int], Channel]
     ) -> None:
         self._coordinator = coordinator
         self._host = host
@@ -93,7 +93,7 @@ class MeasuredSide:
 
     def _measure_link(self, message: m.MeasureLink, _tensors: Any) -> m.Message:
         try:
-            channel = self._dial_neighbor(message.address, message.session)
+            channel = self._dial_neighbor(message.address, message.session, 0)
         except WorkerUnreachable as error:
             return m.NotMeasured(str(error), "", is_out_of_memory=False, is_unreachable=True)
         inbox = Inbox()

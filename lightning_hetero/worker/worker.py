@@ -357,7 +357,7 @@ class Worker:
             if not is_coordinator:
                 session = self._session_named(hello.session)
                 self._say_welcome(connection, rules)
-                session.attach_upstream(channel)
+                session.attach_upstream(channel, hello.member)
                 return None
             self._check_free()
             self._say_welcome(connection, rules)

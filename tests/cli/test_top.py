@@ -127,7 +127,7 @@ def test_an_error_stands_below_the_table_in_whole_lines() -> None:
 
 
 def test_a_worker_that_is_measured_says_so() -> None:
-    before = {"step": 0, "first_layer": 0, "end_layer": 0, "training_seconds": 0.0}
+    before = {"step": 0, "stages": [], "training_seconds": 0.0}
     assert of_device("x", **before).state == "in a run"
     measured = of_device("x", **before, is_measuring=True)
     assert measured.state == "measuring"

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
 from lightning_hetero.coordinator.layers import RemoteStage
 from lightning_hetero.coordinator.session import Coordinator
-from lightning_hetero.errors import StageFailed
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.model.recipe import write_recipe
 from lightning_hetero.model.tensors import named_contents
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.optimizer import Group
+from lightning_hetero.pipeline.placement import Placement
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
@@ -41,15 +42,21 @@ def coordinator() -> Iterator[Coordinator]:
         made.close()
 
 
-def deploy(coordinator: Coordinator, cut: int) -> None:
+def deploy(
+    coordinator: Coordinator, cuts: Sequence[int], names: Sequence[str] | None = None
+) -> None:
+    """Deploy the layers between the cuts, to one worker each by default."""
     model = tiny_llama(NUM_LAYERS)
     found = list(enumerate(find_decoder_layers(model)))
     stages = []
-    for part in (found[:cut], found[cut:]):
+    parts = [found[a:b] for a, b in pairwise([0, *cuts, NUM_LAYERS])]
+    for part in parts:
         modules = {number: layer.module for number, layer in part}
         contents = partial(named_contents, modules)
-        stages.append(RemoteStage(write_recipe(model, part), modules, contents, False, 0))
-    for _ in coordinator.layers.deploy(stages):
+        stages.append(RemoteStage(write_recipe(model, part), modules, contents, False))
+    numbers = [[number for number, _ in part] for part in parts]
+    placement = None if names is None else Placement.line(names, numbers)
+    for _ in coordinator.layers.deploy(stages, placement):
         pass
 
 
@@ -76,27 +83,36 @@ def train_one(coordinator: Coordinator, num_microbatches: int) -> torch.Tensor:
 
 
 def test_stages_get_other_layers_and_go_on_from_the_step_that_was(coordinator: Coordinator) -> None:
-    deploy(coordinator, cut=1)
+    deploy(coordinator, [1])
     # Arguments that come again are kept by the workers, and known to be kept after the move.
     expected = [train_one(coordinator, 2) for _ in range(3)]
     for cut in (3, 2):
-        deploy(coordinator, cut)
+        deploy(coordinator, [cut])
         torch.testing.assert_close(train_one(coordinator, 2), expected[0], rtol=0, atol=0)
     assert coordinator.connections.step == 5
     names = [f"{number}.mlp.up_proj.weight" for number in range(NUM_LAYERS)]
     assert sorted(coordinator.layers.fetch(names)) == names
 
 
-def test_another_neighbor_is_refused(coordinator: Coordinator) -> None:
-    deploy(coordinator, cut=2)
-    first, second = (worker.name for worker in coordinator.connections.workers)
-    coordinator.connections.keep([second, first])
-    with pytest.raises(StageFailed, match=f"is linked with {second}, and"):
-        deploy(coordinator, cut=2)
+def test_stages_come_to_the_workers_in_any_order_and_number(coordinator: Coordinator) -> None:
+    deploy(coordinator, [2])
+    first, second = (worker.name for worker in coordinator.connections.members)
+    expected = train_one(coordinator, 2)
+    for cuts, names in (
+        ([2], [second, first]),
+        ([1, 2, 3], [first, second, first, second]),
+        ([], [second]),
+        ([1], [first, first]),
+        ([1, 2], [second, first, second]),
+    ):
+        deploy(coordinator, cuts, names)
+        torch.testing.assert_close(train_one(coordinator, 2), expected, rtol=0, atol=0)
+        serving = coordinator.connections.serving.values()
+        assert [worker.name for worker in serving] == names
 
 
 def test_stages_say_what_training_took_and_nothing_of_evaluations(coordinator: Coordinator) -> None:
-    deploy(coordinator, cut=1)
+    deploy(coordinator, [1])
     coordinator.training.build(0, "SGD", {}, [Group([], {"lr": 0.1})])
     for num_microbatches in (3, 1):
         train_one(coordinator, num_microbatches)
@@ -107,7 +123,7 @@ def test_stages_say_what_training_took_and_nothing_of_evaluations(coordinator: C
         forward(coordinator, grad_enabled=False)
         coordinator.training.gradient_norms()  # by now everything that was said before has come
         said = sorted(coordinator.stages.take_timings())
-        assert [number for number, _ in said] == [1, 2]
+        assert [name for name, _ in said] == sorted(w.name for w in coordinator.connections.workers)
         assert {(told.step, told.num_microbatches) for _, told in said} == {
             (step, num_microbatches)
         }

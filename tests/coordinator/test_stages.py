@@ -57,7 +57,7 @@ def coordinator(layers: dict[int, nn.Module]) -> Iterator[Coordinator]:
         for part in (found[:2], found[2:]):
             modules = {i: layer.module for i, layer in part}
             contents = partial(named_contents, modules)
-            stages.append(RemoteStage(write_recipe(model, part), modules, contents, False, 0))
+            stages.append(RemoteStage(write_recipe(model, part), modules, contents, False))
         assert len(list(made.layers.deploy(stages))) == len(list(named_tensors(layers)))
         yield made
         made.close()
@@ -73,7 +73,7 @@ def test_a_failure_ends_the_sending_of_weights(layers: dict[int, nn.Module]) -> 
         worker_thread() as address,
         closing(Coordinator([("worker", address)], Deadlines(), Identity())) as made,
     ):
-        sent = made.layers.deploy([RemoteStage(recipe, layers, contents, False, 0)])
+        sent = made.layers.deploy([RemoteStage(recipe, layers, contents, False)])
         with pytest.raises(StageFailed, match="should have the shape"):
             list(itertools.islice(sent, 99_999))
 
@@ -95,7 +95,7 @@ def test_a_worker_that_lacks_something_is_refused_before_anything_is_sent(
     monkeypatch.setattr("lightning_hetero.worker.worker.equipment_here", lambda _: less)
     model = tiny_llama(NUM_LAYERS)
     recipe = write_recipe(model, list(enumerate(find_decoder_layers(model))))
-    stage = RemoteStage(recipe, layers, partial(named_contents, layers), False, 0)
+    stage = RemoteStage(recipe, layers, partial(named_contents, layers), False)
     with (
         worker_thread() as address,
         closing(Coordinator([("strix", address)], Deadlines(), Identity())) as made,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
-from lightning_hetero.coordinator.connections import ConnectedWorker, Connections
+from lightning_hetero.coordinator.connections import Connections, Member
 from lightning_hetero.coordinator.stages import RemoteStages
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.protocol.frames import Frame
@@ -35,9 +35,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             found.append(f"says {type(message).__name__}")
         send(self, message, *tensors)
 
-    def receiving(
-        self: Connections, patience_seconds: float | None = None
-    ) -> tuple[ConnectedWorker, Frame]:
+    def receiving(self: Connections, patience_seconds: float | None = None) -> tuple[Member, Frame]:
         worker, frame = receive(self, patience_seconds)
         found.append(f"waited for {type(frame.message).__name__}")
         return worker, frame

@@ -12,9 +12,9 @@ import time
 from typing import Any
 
 from lightning_hetero.pipeline.rule import Action
-from lightning_hetero.pipeline.runner import StageRunner
+from lightning_hetero.pipeline.runner import Runner
 
-_run = StageRunner.run
+_run = Runner.run
 
 
 def hold_interpreter(seconds: float) -> None:
@@ -22,7 +22,7 @@ def hold_interpreter(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-def _slow_run(self: StageRunner, action: Action, *rest: Any) -> Any:
+def _slow_run(self: Runner, action: Action, *rest: Any) -> Any:
     if action.kind == "F" and action.key.microbatch == 0:
         if self.step == 2:
             time.sleep(float(os.environ.get("SLOW_SECONDS", 0)))
@@ -31,4 +31,4 @@ def _slow_run(self: StageRunner, action: Action, *rest: Any) -> Any:
     return _run(self, action, *rest)
 
 
-StageRunner.run = _slow_run  # type: ignore[method-assign]
+Runner.run = _slow_run  # type: ignore[method-assign]

@@ -358,9 +358,9 @@ trainer(strategy, max_steps=3).fit(Module(), loader(36, 12))
 """
 STOPS_IN_STEP_2 = """
 import threading
-from lightning_hetero.pipeline.runner import StageRunner
-run = StageRunner.run
-StageRunner.run = lambda self, action: (
+from lightning_hetero.pipeline.runner import Runner
+run = Runner.run
+Runner.run = lambda self, action: (
     threading.Event().wait() if self.step == 2 else run(self, action)
 )
 """

@@ -1,10 +1,11 @@
-"""A pipeline in one process: `Stages` over a chain of `StageRunner`s, with queues for sockets.
+"""A pipeline in one process: `Stages` over a net of `Runner`s, with queues for sockets.
 
-    coordinator (0) ──▶ runner 1 ──▶ runner 2 ──▶ … ──▶ coordinator
+    coordinator (0) ──▶ stage 1 ──▶ stage 2 ──▶ … ──▶ coordinator
 
-Every arrow is a link of its own, and the coordinator has one to each runner for arguments. A link
-keeps its order; which link delivers next and which runner acts next is a matter of timing, and a
-`seed` makes that timing a random one. Things happen only while the coordinator waits.
+A runner has any of the stages. Every arrow between two processes is a link of its own, and the
+coordinator has one to each runner for arguments. A link keeps its order; which link delivers next
+and which runner acts next is a matter of timing, and a `seed` makes that timing a random one.
+Things happen only while the coordinator waits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings, leaf_of
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
 from lightning_hetero.pipeline.rule import Action, Key
-from lightning_hetero.pipeline.runner import StageRunner
+from lightning_hetero.pipeline.runner import Runner
 from lightning_hetero.pipeline.stage import Stage
 
 COORDINATOR = 0
@@ -36,13 +37,24 @@ class Chain:
         stages: Stages 1, 2, … in their order.
         seed: Start of a random timing; None delivers everything at once and lets the runners act
             in their order.
+        processes: The process of each stage, from 1 on; None gives each stage a process of its own.
 
     ``actions`` is what all runners did, in time, and ``most_in_flight`` the greatest number of
-    micro-batches that each stage ever held.
+    micro-batches that each process ever held.
     """
 
-    def __init__(self, stages: Sequence[Stage], seed: int | None = None) -> None:
-        self.runners = [StageRunner(stage) for stage in stages]
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        seed: int | None = None,
+        processes: Sequence[int] | None = None,
+    ) -> None:
+        self.stages = {stage.stage_index: stage for stage in stages}
+        self.process_of = dict(zip(self.stages, processes or self.stages, strict=True))
+        self.runners = {
+            process: Runner([s for n, s in self.stages.items() if self.process_of[n] == process])
+            for process in sorted(set(self.process_of.values()))
+        }
         self.step = 0
         self.actions: list[Action] = []
         self.most_in_flight: Counter[int] = Counter()
@@ -56,31 +68,32 @@ class Chain:
     def begin_step(self, max_in_flight: int, accumulate: bool) -> None:
         self.step += 1
         self._unfinished.clear()
-        for runner in self.runners:
-            self._post(
-                COORDINATOR, runner, partial(runner.begin, self.step, max_in_flight, accumulate)
-            )
+        for process, runner in self.runners.items():
+            begin = partial(runner.begin, self.step, max_in_flight, accumulate)
+            self._links[COORDINATOR, process].append(begin)
 
     def abort_step(self) -> None:
         self._unfinished.clear()
-        for runner in self.runners:
-            self._post(COORDINATOR, runner, runner.abort)
+        for process, runner in self.runners.items():
+            self._links[COORDINATOR, process].append(runner.abort)
 
     def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
-        for runner in self.runners:
-            calls = [c for c in surroundings.calls if str(c.layer_index) in runner.stage.layers]
+        for number, stage in self.stages.items():
+            calls = [c for c in surroundings.calls if str(c.layer_index) in stage.layers]
             own = replace(surroundings, calls=calls)
-            self._post(COORDINATOR, runner, partial(runner.take_arguments, key, own))
+            runner = self._runner(number)
+            self._post(0, number, partial(runner.take_arguments, self.step, number, key, own))
         requires_grad = surroundings.grad_enabled and hidden.requires_grad
         incoming = Activation(hidden.detach().clone().requires_grad_(requires_grad))
-        first = self.runners[0]
-        self._post(COORDINATOR, first, partial(first.take_activation, self.step, key, incoming))
+        take = self._runner(1).take_activation
+        self._post(0, 1, partial(take, self.step, 1, key, incoming))
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
-        last = self.runners[-1]
+        last = len(self.stages)
         tensors = tuple(None if each is None else each.clone() for each in gradients.tensors)
         copies = replace(gradients, tensors=tensors)
-        self._post(COORDINATOR, last, partial(last.take_gradients, self.step, key, copies))
+        take = self._runner(last).take_gradients
+        self._post(0, last, partial(take, self.step, last, key, copies))
 
     def receive(self) -> Returned:
         self._let_time_pass()
@@ -99,8 +112,13 @@ class Chain:
 
     # what happens meanwhile
 
-    def _post(self, source: int, target: StageRunner, event: Event) -> None:
-        self._links[source, target.stage.stage_index].append(event)
+    def _runner(self, stage: int) -> Runner:
+        return self.runners[self.process_of[stage]]
+
+    def _post(self, source: int, target: int, event: Event) -> None:
+        """Send something from a stage to another one; 0 is the coordinator's."""
+        processes = {COORDINATOR: COORDINATOR, **self.process_of}
+        self._links[processes[source], processes[target]].append(event)
 
     def _let_time_pass(self) -> None:
         """The coordinator was busy for a while."""
@@ -117,13 +135,13 @@ class Chain:
 
     def _possible_events(self) -> list[Event]:
         deliveries = [partial(self._deliver, link) for link in self._links.values() if link]
-        acts = [partial(self._act, r) for r in self.runners if r.next_action() is not None]
-        return [*deliveries, *acts]
+        runners = [runner for runner in self.runners.values() if runner.next_action() is not None]
+        return [*deliveries, *(partial(self._act, runner) for runner in runners)]
 
     def _deliver(self, link: deque[Event]) -> None:
         link.popleft()()
 
-    def _act(self, runner: StageRunner) -> None:
+    def _act(self, runner: Runner) -> None:
         action = runner.next_action()
         assert action is not None
         # A worker's random numbers are not the coordinator's.
@@ -131,41 +149,40 @@ class Chain:
             content = runner.run(action)
         self._note(action, isinstance(content, Activation) and content.requires_grad)
         if isinstance(content, Activation):
-            self._send_on(runner, action.key, content)
+            self._send_on(action, runner.step, content)
         else:
-            self._send_back(runner, action.key, content)
+            self._send_back(action, runner.step, content)
 
     def _note(self, action: Action, is_kept: bool) -> None:
         self.actions.append(action)
-        held = self._unfinished[action.stage_index]
+        process = self.process_of[action.stage_index]
+        held = self._unfinished[process]
         if action.kind == "B":
             held[action.key.microbatch] -= 1
         elif is_kept:
             held[action.key.microbatch] += 1
         number = sum(count > 0 for count in held.values())
-        self.most_in_flight[action.stage_index] = max(
-            number, self.most_in_flight[action.stage_index]
-        )
+        self.most_in_flight[process] = max(number, self.most_in_flight[process])
 
-    def _send_on(self, runner: StageRunner, key: Key, output: Activation) -> None:
-        index, step = runner.stage.stage_index, runner.step
+    def _send_on(self, action: Action, step: int, output: Activation) -> None:
+        number, key = action.stage_index, action.key
         copy = output.map(leaf_of)
-        if runner is self.runners[-1]:
-            self._return(index, step, Returned(key, copy))
+        if number == len(self.stages):
+            self._return(number, step, Returned(key, copy))
         else:
-            target = self.runners[index]
-            self._post(index, target, partial(target.take_activation, step, key, copy))
+            take = self._runner(number + 1).take_activation
+            self._post(number, number + 1, partial(take, step, number + 1, key, copy))
 
-    def _send_back(self, runner: StageRunner, key: Key, gradients: Gradients) -> None:
-        index, step = runner.stage.stage_index, runner.step
-        if runner is self.runners[0]:
-            self._return(index, step, Returned(key, gradients))
+    def _send_back(self, action: Action, step: int, gradients: Gradients) -> None:
+        number, key = action.stage_index, action.key
+        if number == 1:
+            self._return(number, step, Returned(key, gradients))
         else:
-            target = self.runners[index - 2]
-            self._post(index, target, partial(target.take_gradients, step, key, gradients))
+            take = self._runner(number - 1).take_gradients
+            self._post(number, number - 1, partial(take, step, number - 1, key, gradients))
 
     def _return(self, source: int, step: int, returned: Returned) -> None:
-        self._links[source, COORDINATOR].append(partial(self._arrived.append, (step, returned)))
+        self._post(source, COORDINATOR, partial(self._arrived.append, (step, returned)))
 
 
 def cut_into_stages(

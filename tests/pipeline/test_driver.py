@@ -350,6 +350,28 @@ def test_a_model_may_visit_the_stages_twice(limit: int, timing: int) -> None:
     assert max(pipeline.chain.most_in_flight.values()) <= limit
 
 
+def visits_by_content(model: Model, through: Through, tokens: Tensor) -> Tensor:
+    """One to three visits; the head's weights are used in between."""
+    hidden = through(model.embed(tokens))
+    for _ in range(int(tokens.sum()) % 3):
+        hidden = through(hidden + model.embed(tokens) * model.loss(hidden))
+    return model.loss(hidden)
+
+
+@pytest.mark.parametrize("training_step", [visit_twice, visits_by_content])
+@pytest.mark.parametrize(("limit", "max_started"), [(1, 1), (2, 2), (3, 4), (6, 6)])
+def test_several_visits_have_the_same_bits_under_every_timing(
+    training_step: Step, limit: int, max_started: int
+) -> None:
+    found = []
+    for timing in [None, *range(12)]:
+        pipeline = Pipeline(2, timing, training_step, max_started=max_started)
+        pipeline.run(microbatches(5), limit)
+        found.append(pipeline.gradients())
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0], rtol=0, atol=0)
+
+
 def separate_visits(model: Model, through: Through, tokens: Tensor) -> Tensor:
     """Two branches, of which one is left out of the loss."""
     through(model.embed(tokens))

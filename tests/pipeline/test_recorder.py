@@ -112,12 +112,12 @@ def test_what_raises_is_not_recorded_and_harms_nothing(stage: Stage) -> None:
 def test_what_is_sent_counts_apart(stage: Stage) -> None:
     stage.begin()
     stage.seconds += 2.0
-    stage.recorder.note_sent(1, Key(3), "Activation", 640, start_seconds=101.0)
+    stage.recorder.note_sent(1, Key(3), "Activation", 640, start_seconds=101.0, stage=2)
     stage.spend("forward", 1.0)
     totals, spans, _ = stage.recorder.record(with_spans=True)
     assert (totals.sent_bytes, totals.sending_seconds) == (640, 1.0)
     assert "send" not in totals.seconds
-    assert Span("send", 101.0, 102.0, 3, 0, "Activation", 640, 1) in spans
+    assert Span("send", 101.0, 102.0, 3, 0, "Activation", 640, 1, stage=2) in spans
 
 
 def test_switched_off_it_costs_nothing_and_keeps_its_sums(stage: Stage) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.runner import StageRunner
+from lightning_hetero.pipeline.runner import Runner
 from lightning_hetero.pipeline.stage import Stage
 
 ONES = torch.ones(1, 2)
@@ -22,35 +22,35 @@ TRAINING = Surroundings(True, None, CALLS)
 EVALUATION = Surroundings(False, None, CALLS)
 
 
-def begun(limit: int = 2, step: int = 1, bias: bool = True) -> StageRunner:
+def begun(limit: int = 2, step: int = 1, bias: bool = True) -> Runner:
     layers = nn.ModuleDict({"0": nn.Linear(2, 2, bias=bias)})
-    runner = StageRunner(Stage(layers, torch.device("cpu"), stage_index=1))
+    runner = Runner([Stage(layers, torch.device("cpu"), stage_index=1)])
     runner.begin(step, limit, accumulate=False)
     return runner
 
 
-def weight_gradient(runner: StageRunner) -> torch.Tensor | None:
-    gradient: torch.Tensor | None = runner.stage.layers.get_parameter("0.weight").grad
+def weight_gradient(runner: Runner) -> torch.Tensor | None:
+    gradient: torch.Tensor | None = runner.stage(1).layers.get_parameter("0.weight").grad
     return gradient
 
 
-def give_forward(runner: StageRunner, key: Key, step: int = 1) -> None:
-    runner.take_arguments(key, TRAINING)
-    runner.take_activation(step, key, INCOMING)
+def give_forward(runner: Runner, key: Key, step: int = 1) -> None:
+    runner.take_arguments(step, 1, key, TRAINING)
+    runner.take_activation(step, 1, key, INCOMING)
 
 
-def next_name(runner: StageRunner) -> str | None:
+def next_name(runner: Runner) -> str | None:
     action = runner.next_action()
     return None if action is None else str(action)
 
 
-def run_next(runner: StageRunner) -> Activation | Gradients:
+def run_next(runner: Runner) -> Activation | Gradients:
     action = runner.next_action()
     assert action is not None
     return runner.run(action)
 
 
-def run_all(runner: StageRunner) -> list[str]:
+def run_all(runner: Runner) -> list[str]:
     """The actions until there is none."""
     done = []
     while (action := runner.next_action()) is not None:
@@ -60,13 +60,13 @@ def run_all(runner: StageRunner) -> list[str]:
 
 
 def test_a_forward_waits_for_its_activation_and_its_arguments_in_any_order() -> None:
-    def arguments(runner: StageRunner) -> None:
-        runner.take_arguments(Key(0), TRAINING)
+    def arguments(runner: Runner) -> None:
+        runner.take_arguments(1, 1, Key(0), TRAINING)
 
-    def activation(runner: StageRunner) -> None:
-        runner.take_activation(1, Key(0), INCOMING)
+    def activation(runner: Runner) -> None:
+        runner.take_activation(1, 1, Key(0), INCOMING)
 
-    arrivals: tuple[Callable[[StageRunner], None], ...] = (arguments, activation)
+    arrivals: tuple[Callable[[Runner], None], ...] = (arguments, activation)
     for first, second in itertools.permutations(arrivals):
         runner = begun()
         first(runner)
@@ -81,7 +81,7 @@ def test_a_backward_goes_first_while_another_microbatch_is_downstream() -> None:
         give_forward(runner, Key(microbatch))
         run_next(runner)
     give_forward(runner, Key(2))
-    runner.take_gradients(1, Key(0), Gradients((ONES,)))
+    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1B0", "1F2"]
 
 
@@ -90,7 +90,7 @@ def test_a_forward_goes_first_when_nothing_is_downstream() -> None:
     give_forward(runner, Key(0))
     run_next(runner)
     give_forward(runner, Key(1))
-    runner.take_gradients(1, Key(0), Gradients((ONES,)))
+    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1F1", "1B0"]
 
 
@@ -99,7 +99,7 @@ def test_a_forward_beyond_the_bound_waits_for_a_backward() -> None:
     for microbatch in range(3):
         give_forward(runner, Key(microbatch))
     assert run_all(runner) == ["1F0", "1F1"]
-    runner.take_gradients(1, Key(0), Gradients((ONES,)))
+    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1B0", "1F2"]
 
 
@@ -110,17 +110,17 @@ def test_a_second_visit_of_a_microbatch_in_flight_is_not_held_back() -> None:
     assert run_all(runner) == ["1F0"]
     give_forward(runner, Key(0, 1))
     assert run_all(runner) == ["1F0.1"]
-    runner.take_gradients(1, Key(0, 1), Gradients((ONES,)))
+    runner.take_gradients(1, 1, Key(0, 1), Gradients((ONES,)))
     assert run_all(runner) == ["1B0.1"]
-    runner.take_gradients(1, Key(0), Gradients((ONES,)))
+    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1B0", "1F1"]
 
 
 def test_forwards_without_a_backward_never_wait() -> None:
     runner = begun(limit=1)
     for microbatch in range(3):
-        runner.take_arguments(Key(microbatch), EVALUATION)
-        runner.take_activation(1, Key(microbatch), Activation(ONES))
+        runner.take_arguments(1, 1, Key(microbatch), EVALUATION)
+        runner.take_activation(1, 1, Key(microbatch), Activation(ONES))
     assert run_all(runner) == ["1F0", "1F1", "1F2"]
 
 
@@ -129,13 +129,13 @@ def test_a_forward_returns_an_activation_and_a_backward_gradients() -> None:
     give_forward(runner, Key(0))
     assert next_name(runner) == "1F0"
     assert isinstance(run_next(runner), Activation)
-    runner.take_gradients(1, Key(0), Gradients((ONES,)))
+    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
     assert next_name(runner) == "1B0"
     gradients = run_next(runner)
     assert isinstance(gradients, Gradients)
     [gradient] = gradients.tensors
     assert gradient is not None
-    assert torch.equal(gradient, ONES @ runner.stage.layers.get_parameter("0.weight"))
+    assert torch.equal(gradient, ONES @ runner.stage(1).layers.get_parameter("0.weight"))
 
 
 def test_a_missing_gradient_passes_on_as_missing_and_ends_the_microbatch() -> None:
@@ -143,7 +143,7 @@ def test_a_missing_gradient_passes_on_as_missing_and_ends_the_microbatch() -> No
     give_forward(runner, Key(0))
     give_forward(runner, Key(1))
     run_next(runner)
-    runner.take_gradients(1, Key(0), Gradients((None,)))
+    runner.take_gradients(1, 1, Key(0), Gradients((None,)))
     assert run_next(runner) == Gradients((None,))
     assert next_name(runner) == "1F1"
 
@@ -166,11 +166,11 @@ def test_gradients_of_the_last_step_stay_only_for_an_accumulating_one(accumulate
 def test_a_neighbor_may_be_a_step_ahead_of_the_coordinators_word() -> None:
     runner = begun()
     runner.take_activation(2, Key(0), INCOMING)
-    runner.take_arguments(Key(0), TRAINING)
+    runner.take_arguments(1, 1, Key(0), TRAINING)
     assert runner.next_action() is None
     runner.begin(2, 2, accumulate=False)
     assert runner.next_action() is None
-    runner.take_arguments(Key(0), TRAINING)
+    runner.take_arguments(1, 1, Key(0), TRAINING)
     assert next_name(runner) == "1F0"
 
 
@@ -179,7 +179,7 @@ def test_what_came_early_survives_an_abort_of_the_step_before() -> None:
     runner.take_activation(2, Key(0), INCOMING)
     runner.abort()
     runner.begin(2, 2, accumulate=False)
-    runner.take_arguments(Key(0), TRAINING)
+    runner.take_arguments(1, 1, Key(0), TRAINING)
     assert next_name(runner) == "1F0"
 
 
@@ -189,13 +189,13 @@ def test_an_aborted_step_is_forgotten_with_all_that_still_comes_of_it() -> None:
     run_next(runner)
     give_forward(runner, Key(1))
     runner.abort()
-    runner.take_gradients(1, Key(0), Gradients((ONES,)))
+    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
     give_forward(runner, Key(2))
     assert runner.next_action() is None
     assert weight_gradient(runner) is None
     runner.begin(2, 2, accumulate=True)
-    runner.take_gradients(1, Key(0), Gradients((ONES,)))
-    runner.take_activation(1, Key(1), INCOMING)
+    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    runner.take_activation(1, 1, Key(1), INCOMING)
     assert runner.next_action() is None
 
 
@@ -203,7 +203,7 @@ def test_an_abort_drops_the_gradients_gathered_so_far() -> None:
     runner = begun()
     give_forward(runner, Key(0))
     run_next(runner)
-    runner.take_gradients(1, Key(0), Gradients((ONES,)))
+    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
     run_next(runner)
     runner.abort()
     assert weight_gradient(runner) is None

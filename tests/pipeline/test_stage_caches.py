@@ -14,7 +14,7 @@ from lightning_hetero.model.layer_call import CacheUse, LayerCall
 from lightning_hetero.pipeline import stage as stage_module
 from lightning_hetero.pipeline.boundary import Activation, Surroundings
 from lightning_hetero.pipeline.rule import Key
-from lightning_hetero.pipeline.runner import StageRunner
+from lightning_hetero.pipeline.runner import Runner
 from lightning_hetero.pipeline.stage import Stage, StageCaches
 
 ONE = torch.ones(2, 1, 3)
@@ -167,17 +167,17 @@ def test_dropped_and_cleared_caches_are_gone() -> None:
 
 
 def test_a_step_keeps_caches_and_an_abort_drops_them() -> None:
-    runner = StageRunner(stage_of(Remembering(7)))
+    runner = Runner([stage_of(Remembering(7))])
     for step in (1, 2):
         runner.begin(step, 1, accumulate=True)
-        runner.take_arguments(Key(0), surroundings(use(length=step - 1)))
-        runner.take_activation(step, Key(0), Activation(ONE))
+        runner.take_arguments(step, 1, Key(0), surroundings(use(length=step - 1)))
+        runner.take_activation(step, 1, Key(0), Activation(ONE))
         action = runner.next_action()
         assert action is not None
         runner.run(action)
-    assert len(runner.stage.caches) == 1
+    assert len(runner.stage(1).caches) == 1
     runner.abort()
-    assert len(runner.stage.caches) == 0
+    assert len(runner.stage(1).caches) == 0
 
 
 def test_a_call_without_a_cache_is_as_it_was() -> None:

@@ -60,7 +60,7 @@ def deploy(coordinator: Coordinator, model: nn.Module, first: int = 0) -> list[s
     found = list(enumerate(find_decoder_layers(model)))[first:]
     modules = {number: layer.module for number, layer in found}
     contents = partial(named_contents, modules)
-    stage = RemoteStage(write_recipe(model, found), modules, contents, False, 0)
+    stage = RemoteStage(write_recipe(model, found), modules, contents, False)
     return list(coordinator.layers.deploy([stage]))
 
 

@@ -38,7 +38,7 @@ class Told:
     def stages(self) -> Told:
         return self
 
-    def take_timings(self) -> list[tuple[int, m.Timings]]:
+    def take_timings(self) -> list[tuple[str, m.Timings]]:
         taken, self.timings = self.timings, []
         return taken
 
@@ -58,8 +58,8 @@ def pass_steps(told: Told, watch: Watch, count: int, *seconds: float) -> list[Pl
     for _ in range(count):
         told.step += 1
         told.timings += [
-            (number, m.Timings(told.step, value, value, 2))
-            for number, value in enumerate(seconds, start=1)
+            (name, m.Timings(told.step, value, value, 2))
+            for name, value in zip("ab", seconds, strict=False)
         ]
         watch.note_own()
         found.append(watch.next_plan())

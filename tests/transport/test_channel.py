@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetero.coordinator.connections import ConnectedWorker
+from lightning_hetero.coordinator.connections import Member
 from lightning_hetero.coordinator.stages import OutgoingArguments
 from lightning_hetero.devices.copies import Copies, PlainCopies, StreamedCopies
 from lightning_hetero.errors import (
@@ -305,7 +305,7 @@ def serving_stage() -> Iterator[tuple[Channel, socket.socket]]:
     session = opening_session("coordinator")
     session.sent(m.Hello(m.PROTOCOL_VERSION, "coordinator", "session"))
     session.received(m.Welcome(m.PROTOCOL_VERSION))
-    for message in (m.Deploy(1, "{}", [], False, 0, "", ""), m.Launch(), m.BeginStep(1, 1, False)):
+    for message in (m.Deploy(1, [], 0, [], 0), m.Launch(), m.BeginStep(1, 1, False)):
         session.sent(message)
     channel = Channel(SocketConnection(mine), session, "stage 2", Deadlines(stop_seconds=0.1))
     channel.start(SimpleQueue())
@@ -323,7 +323,7 @@ def test_a_frame_that_is_passed_on_too_late_is_dropped() -> None:
             passed = reader.advance(stage.recv_into(reader.buffer()))
         assert passed.message == frame.message
         assert torch.equal(passed.tensors[0], frame.tensors[0])
-        for later in (m.BeginStep(2, 1, False), m.Deploy(1, "{}", [], False, 0, "", "")):
+        for later in (m.BeginStep(2, 1, False), m.Deploy(1, [], 0, [], 0)):
             channel.send(later)
             channel.wait_until_sent(0)
             channel.pass_on(frame, most_queued=1)  # would break a rule of the conversation
@@ -356,8 +356,8 @@ def received(end: End) -> Frame:
     return content
 
 
-def worker_behind(end: End) -> ConnectedWorker:
-    return ConnectedWorker(1, "one", Address("127.0.0.1", 1), end.channel, m.Equipment(), "session")
+def worker_behind(end: End) -> Member:
+    return Member(1, "one", Address("127.0.0.1", 1), end.channel, m.Equipment(), "session")
 
 
 def surroundings(*tensors: Tensor) -> Surroundings:
@@ -398,7 +398,7 @@ def test_a_constant_is_sent_twice_and_then_no_more(is_streamed: bool) -> None:
         for number in range(4):
             mask = torch.full((2,), number)
             around = surroundings(place(table.clone()), place(mask.clone()))
-            OutgoingArguments(1, Key(number), around, copies).send(worker, {3})
+            OutgoingArguments(1, Key(number), around, copies).send(worker, 1, {3})
             frame = received(down)
             assert isinstance(frame.message, m.Arguments)
             num_tensors.append(len(frame.tensors))
@@ -414,4 +414,4 @@ def test_an_argument_that_cannot_be_sent_is_refused_before_it_is_queued() -> Non
     call = LayerCall(3, True, (on_device(torch.ones(2)), object()), {})
     arguments = OutgoingArguments(1, Key(0), Surroundings(True, None, [call]), copies)
     with channel_pair() as (up, _), pytest.raises(LocalProtocolError, match="object"):
-        arguments.send(worker_behind(up), {3})
+        arguments.send(worker_behind(up), 1, {3})

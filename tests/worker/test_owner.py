@@ -41,7 +41,7 @@ def one_stage() -> RemoteStage:
     found = list(enumerate(find_decoder_layers(model)))
     modules: dict[int, nn.Module] = {i: layer.module for i, layer in found}
     contents = partial(named_contents, modules)
-    return RemoteStage(write_recipe(model, found), modules, contents, False, 0)
+    return RemoteStage(write_recipe(model, found), modules, contents, False)
 
 
 @contextmanager

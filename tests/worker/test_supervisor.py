@@ -201,7 +201,7 @@ def sent_bytes(worker: WorkerProcess) -> int:
     found = list(enumerate(find_decoder_layers(model)))
     modules: dict[int, nn.Module] = {i: layer.module for i, layer in found}
     stage = RemoteStage(
-        write_recipe(model, found), modules, partial(named_contents, modules), False, 0
+        write_recipe(model, found), modules, partial(named_contents, modules), False
     )
     where = [("one", Address.parse(worker.address))]
     coordinator = Coordinator(where, Deadlines(), Identity())

@@ -1,0 +1,120 @@
+"""Plans of every shape: the coordinator at both ends, a worker in several stages, turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+
+from ..equality import TOLERANCE, assert_close, differing, weights_of
+from ..models import TinyModule, loader, tiny_llama, trainer
+from .generation import Generating, generate
+from .moves import Moves
+from .yardstick import NUM_LAYERS, NUM_PIECES, accumulated_run, plain_run, train
+
+# The layers of each stage, by the name of its process: C is the coordinator, a and b are workers.
+SHAPES: dict[str, list[tuple[str, int, int]]] = {
+    "both ends": [("C", 0, 1), ("a", 1, 3), ("C", 3, 5)],
+    "both ends, two workers": [("C", 0, 1), ("a", 1, 2), ("b", 2, 4), ("C", 4, 5)],
+    "a worker in two stages": [("a", 0, 2), ("b", 2, 4), ("a", 4, 5)],
+    "a worker in three stages": [(who, n, n + 1) for n, who in enumerate("Cabaa")],
+    "turn by turn": [(who, n, n + 1) for n, who in enumerate("ababa")],
+    "twice in a row": [("a", 0, 2), ("a", 2, 4), ("C", 4, 5)],
+    "line": [("C", 0, 1), ("a", 1, 3), ("b", 3, 5)],
+    "the other way round": [("b", 0, 3), ("a", 3, 5)],
+}
+
+
+def shaped(
+    workers: Sequence[str], stages: Sequence[tuple[str, int, int]], pieces: int, **options: Any
+) -> Plan:
+    names = dict(zip("Cab", ["coordinator", *workers], strict=False))
+    found = [StagePlan([names[who]], (first, end), **options) for who, first, end in stages]
+    return Plan(found, micro_batches=pieces)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
+    workers: list[str], shape: str, tied: bool
+) -> None:
+    plan = shaped(workers, SHAPES[shape], NUM_PIECES)
+    piped = TinyModule(NUM_LAYERS, tie_word_embeddings=tied)
+    train(piped, HeteroPipelineStrategy(workers, plan), padded=False)
+    assert differing(piped, accumulated_run(NUM_PIECES, tied)) == []
+
+
+@st.composite
+def any_shape(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    cuts = sorted(draw(st.sets(st.integers(1, NUM_LAYERS - 1), max_size=4)))
+    ranges = list(pairwise([0, *cuts, NUM_LAYERS]))
+    names = [draw(st.sampled_from("ab")) for _ in ranges]
+    for end in (0, -1):
+        if draw(st.booleans()):
+            names[end] = "C"
+    if len(names) == 1:
+        names = ["a"]
+    if set(names) == {"C"}:
+        names[0] = "b"
+    return [(name, first, end) for name, (first, end) in zip(names, ranges, strict=True)]
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(shape=any_shape(), recompute=st.booleans(), pieces=st.integers(1, 4))
+def test_any_shape_is_bit_equal_to_accumulation(
+    workers: list[str], shape: list[tuple[str, int, int]], recompute: bool, pieces: int
+) -> None:
+    plan = shaped(workers, shape, pieces, recompute=recompute)
+    piped = train(TinyModule(NUM_LAYERS), HeteroPipelineStrategy(workers, plan), padded=False)
+    assert differing(piped, accumulated_run(pieces)) == []
+
+
+@pytest.mark.parametrize("micro_batching", ["step", "boundary"])
+@pytest.mark.parametrize("shape", ["both ends", "turn by turn"])
+def test_clipping_and_accumulation_equal_one_device(
+    workers: list[str], shape: str, micro_batching: Any
+) -> None:
+    clip = ("norm", 0.05)
+    module, plan = TinyModule(NUM_LAYERS), shaped(workers, SHAPES[shape], 3)
+    train(module, HeteroPipelineStrategy(workers, plan, micro_batching=micro_batching), 2, clip)
+    plain = plain_run(2, clip)
+    torch.testing.assert_close(module.losses, plain.losses, rtol=TOLERANCE, atol=0)
+    assert_close(weights_of(module), weights_of(plain))
+
+
+@pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
+def test_layers_move_from_every_shape_to_every_other(workers: list[str]) -> None:
+    """The first plan has both workers; in some of the later ones a worker has no layers."""
+    shapes = ["line", *(shape for shape in SHAPES if shape != "line")]
+    wanted = [shaped(workers, SHAPES[shape], NUM_PIECES) for shape in shapes]
+    moves = Moves(dict(enumerate(wanted[1:], start=1)))
+    strategy = HeteroPipelineStrategy(workers[:2], wanted[0])
+    steps = len(wanted)
+    piped, expected = TinyModule(NUM_LAYERS), TinyModule(NUM_LAYERS)
+    data = loader(12 * steps, 12)
+    trainer(strategy, callbacks=[moves], max_steps=steps).fit(piped, data)
+    whole = Plan([StagePlan(["coordinator"], (0, NUM_LAYERS))], micro_batches=NUM_PIECES)
+    trainer(HeteroPipelineStrategy(workers, whole), max_steps=steps).fit(expected, data)
+    assert moves.moved == list(range(1, steps))
+    assert differing(piped, expected) == []
+
+
+@pytest.mark.parametrize("shape", ["both ends", "turn by turn", "twice in a row"])
+def test_generation_has_the_bits_of_one_device(workers: list[str], shape: str) -> None:
+    model = tiny_llama(NUM_LAYERS)
+    ways: list[dict[str, Any]] = [{"do_sample": False}, {"num_beams": 3}]
+    with torch.inference_mode():
+        expected = [generate(model.eval(), **way) for way in ways]
+    piped = HeteroPipelineStrategy(workers, shaped(workers, SHAPES[shape], 2))
+    found = trainer(piped).predict(Generating(model, *ways), loader(1, 1))
+    assert found is not None
+    assert all(torch.equal(mine, its) for mine, its in zip(found[0], expected, strict=True))
