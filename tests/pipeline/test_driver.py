@@ -94,6 +94,7 @@ class Pipeline:
         num_stages: Remote stages.
         timing: Seed of the chain's timing.
         max_started: How many micro-batches may have begun; None for as many as are in flight.
+        processes: The process of each stage; None for one each.
         training_step: What runs for each micro-batch.
     """
 
@@ -104,6 +105,7 @@ class Pipeline:
     dropout: float = 0.0
     recompute: bool = False
     max_started: int | None = None
+    processes: tuple[int, ...] | None = None
     model: Model = field(init=False)
     layers: Layers = field(init=False)
     chain: Chain = field(init=False)
@@ -114,7 +116,7 @@ class Pipeline:
         self.model = Model(self.tied, self.dropout)
         self.layers = {number: Block(self.dropout) for number in range(NUM_LAYERS)}
         stages = cut_into_stages(self.layers, self.num_stages, self.recompute, seed=11)
-        self.chain = Chain(stages, self.timing)
+        self.chain = Chain(stages, self.timing, self.processes)
         local = list(self.model.parameters())
         shared = [self.model.embedding.weight] if self.tied else []
         gradients = StepGradients(local, shared)
@@ -209,6 +211,21 @@ def test_timing_changes_neither_losses_nor_gradients_nor_the_bound(
     num_stages: int, count: int, limit: int, timing: int
 ) -> None:
     pipeline = Pipeline(num_stages, timing)
+    assert_equals_sequential(pipeline, count, limit)
+    assert max(pipeline.chain.most_in_flight.values()) <= limit
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), min_size=2, max_size=4),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(0, 10**6),
+)
+def test_neither_does_it_matter_which_process_has_which_stages(
+    processes: list[int], count: int, limit: int, timing: int
+) -> None:
+    pipeline = Pipeline(len(processes), timing, processes=tuple(processes))
     assert_equals_sequential(pipeline, count, limit)
     assert max(pipeline.chain.most_in_flight.values()) <= limit
 
