@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.pipeline.draws import seed_action
 
 from ..equality import differing
 from ..families import BATCH_SIZE, FamilyModule, tiny_model
@@ -209,6 +210,40 @@ def test_whole_batches_have_the_same_masks_in_every_run(workers: list[str]) -> N
     plan = plan_of(workers[:1], BOTH_ENDS)
     runs = [train(gpt2(), workers[:1], plan, "boundary") for _ in range(2)]
     assert_same_bits(*runs)
+
+
+class Looking(Drawing):
+    """Draws in its backward what a layer would that runs again there."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.drawn: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(self.look)
+        return loss
+
+    def look(self, _gradient: Tensor) -> None:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, HeteroPipelineStrategy)
+        assert strategy.deployment is not None
+        with strategy.deployment.draws.of_layer(0, (torch.ones(2),)):
+            self.drawn.append(torch.rand(2))
+
+
+def test_a_layer_that_runs_again_in_the_backward_of_a_whole_batch_draws_for_that_batch(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    strategy = HeteroPipelineStrategy(
+        workers[:1], plan_of(workers[:1], FIRST), micro_batching="boundary"
+    )
+    module = fit(Looking(gpt2()), strategy, loader(12, 6))
+    assert len(module.drawn) == 2
+    for step, drawn in enumerate(module.drawn, start=1):
+        seed_action(5, step, 0, 0, 0)
+        assert torch.equal(drawn, torch.rand(2))
 
 
 def test_whole_batches_in_one_piece_have_the_bits_of_every_plan(workers: list[str]) -> None:

@@ -104,7 +104,9 @@ def test_code_between_layers_draws_on_whatever_layers_and_other_microbatches_dra
             found.append(of_step(draws, mine, lambda: torch.rand(2)))
         return found
 
-    assert all(map(torch.equal, drawn(disturbed=True), drawn(disturbed=False)))
+    first, second = drawn(disturbed=False)
+    assert not torch.equal(first, second)
+    assert all(map(torch.equal, drawn(disturbed=True), (first, second)))
 
 
 def test_a_layer_draws_what_a_worker_would() -> None:
@@ -203,6 +205,17 @@ class Copying(torch.autograd.graph.saved_tensors_hooks):
 def test_a_layer_whose_input_was_kept_elsewhere_draws_what_it_drew() -> None:
     found = gradients("not reentrant", Copying)
     assert all(map(torch.equal, found, gradients("plain")))
+
+
+def test_in_the_backward_of_a_whole_batch_a_copied_input_is_known() -> None:
+    draws = Draws(SEED)
+    layer, hidden = Noisy(draws), hidden_states()
+    with draws.of(draws.microbatch(1, 0)), Copying():
+        loss = checkpoint(layer, hidden * 2, use_reentrant=False).square().sum()
+    with draws.of_latest():
+        loss.backward()
+    assert hidden.grad is not None
+    assert torch.equal(hidden.grad, gradients("plain")[1])
 
 
 def test_of_several_calls_with_inputs_that_were_kept_elsewhere_none_is_guessed() -> None:
