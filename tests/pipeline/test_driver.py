@@ -20,6 +20,7 @@ from lightning_hetero.model.captured_outputs import CollectingHooks
 from lightning_hetero.model.hollow import HollowLayers
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.boundary import Activation, Gradients
+from lightning_hetero.pipeline.draws import Draws
 from lightning_hetero.pipeline.driver import Driver, MicrobatchStep, StepGradients
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
 from lightning_hetero.pipeline.rule import Key
@@ -120,7 +121,7 @@ class Pipeline:
         local = list(self.model.parameters())
         shared = [self.model.embedding.weight] if self.tied else []
         gradients = StepGradients(local, shared)
-        self.driver = Driver(self.chain, gradients, lambda loss: loss, seed=12)
+        self.driver = Driver(self.chain, gradients, lambda loss: loss, Draws(12))
 
     def twin(self) -> Pipeline:
         """Another one with the same weights and flags, and no history."""
@@ -430,12 +431,12 @@ def test_a_training_step_without_the_model_runs_too() -> None:
     assert_equals_sequential(pipeline, count=3, limit=2)
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("timing", [None, 0, 1, 2])
-def test_a_replayed_step_draws_the_same_dropout_masks(timing: int | None) -> None:
+def test_a_replayed_step_draws_the_same_dropout_masks(timing: int | None, num_stages: int) -> None:
     expected = Pipeline(dropout=0.5)
     losses = expected.run(microbatches(3), limit=1)
-    # Masks are seeded by stage, so the replay has the same stages.
-    replayed = Pipeline(2, timing, dropout=0.5, recompute=True)
+    replayed = Pipeline(num_stages, timing, dropout=0.5, recompute=True)
     torch.rand(5)
     torch.testing.assert_close(replayed.run(microbatches(3), limit=3), losses, rtol=0, atol=0)
     torch.testing.assert_close(replayed.gradients(), expected.gradients(), rtol=0, atol=0)
@@ -600,7 +601,7 @@ class ExpertsPipeline:
         chain = Chain(stages, self.timing)
         HollowLayers(chosen, self.exchange, None).hollow()  # type: ignore[arg-type]
         local = [p for p in self.model.parameters() if not p.is_meta]
-        self.driver = Driver(chain, StepGradients(local, []), lambda loss: loss, seed=1)
+        self.driver = Driver(chain, StepGradients(local, []), lambda loss: loss, Draws(1))
 
     def exchange(self, hidden: Tensor, calls: Any, collect: Any) -> Any:
         turn = current_turn()
