@@ -38,6 +38,7 @@ FIRST: Shares = [(COORDINATOR, 1), ("a", 3)]
 LAST: Shares = [("a", 3), (COORDINATOR, 1)]
 BOTH_ENDS: Shares = [(COORDINATOR, 1), ("a", 2), (COORDINATOR, 1)]
 TWO_WORKERS: Shares = [("a", 1), ("b", 2), (COORDINATOR, 1)]
+TURN_BY_TURN: Shares = [("a", 1), ("b", 1), ("a", 1), ("b", 1)]
 
 
 def gpt2(**options: Any) -> PreTrainedModel:
@@ -119,7 +120,7 @@ def assert_same_bits(found: Drawing, expected: Drawing) -> None:
     assert differing(found, expected) == []
 
 
-@pytest.mark.parametrize("shares", [FIRST, LAST, BOTH_ENDS, TWO_WORKERS], ids=str)
+@pytest.mark.parametrize("shares", [FIRST, LAST, BOTH_ENDS, TWO_WORKERS, TURN_BY_TURN], ids=str)
 def test_a_plan_has_the_bits_of_the_one_without_workers(workers: list[str], shares: Shares) -> None:
     model = gpt2()
     torch.rand(3)
