@@ -82,14 +82,18 @@ def place_behind(ways: Sequence[Arrangement], below: float = math.inf) -> list[C
     The embedding leaves where it may, because the links carry less then. It stays where a worker
     with it would be a slower stage or link.
     """
+    # A coordinator without layers was tried in front.
+    may_have_layers = ways[0].own.speed.most_layers > 0
     if not ways[0].costs.profile.model.embedding_may_leave:
-        return place(ways, 0, below)
+        return place(ways, 0, below) if may_have_layers else []
     lines = [replace(way, embedding_left=True) for way in ways]
+    found = place(lines, 0, below)
+    if not may_have_layers:
+        return found
     slowest, slowest_in_line = (
         np.maximum(batch.bottlenecks(1), batch.busiest_seconds)
         for batch in (_Batch(ways, 0), _Batch(lines, 0))
     )
-    found = place(lines, 0, below)
     staying = _Batch(ways, 0).among(slowest < slowest_in_line).ways
     return found + (place(staying, 0, below) if staying else [])
 
@@ -178,8 +182,8 @@ class _Batch:
                     matrices.append(_worker_matrix(way, place, in_flight))
                 row.append(found[key])
             numbers.append(row)
-        if not matrices:
-            return []
+        if len(ways) < 2:
+            return [matrix[None] for matrix in matrices]
         every = np.stack(matrices)
         return [every[list(column)] for column in zip(*numbers, strict=True)]
 

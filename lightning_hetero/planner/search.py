@@ -410,9 +410,12 @@ class Search:
             for front in _fronts_of(best)
             for count in counts
         ]
-        found = [best, *(trial for trial in trials if trial is not None)]
-        limit = min(c.step_seconds for c in found) * (1 + LEAST_GAIN_IN_FLIGHT)
-        fast = [candidate for candidate in found if candidate.step_seconds <= limit]
+        found = {trial.identity: trial for trial in trials if trial is not None}
+        found[best.identity] = best
+        limit = best.step_seconds * (1 + LEAST_GAIN_IN_FLIGHT)
+        fast = [trial for trial in found.values() if trial is best or trial.is_below(limit)]
+        limit = min(map(_step_of, fast)) * (1 + LEAST_GAIN_IN_FLIGHT)
+        fast = [candidate for candidate in fast if candidate.step_seconds <= limit]
         return min(fast, key=lambda candidate: (candidate.in_flight, candidate.step_seconds))
 
 
@@ -463,7 +466,7 @@ def _front_of(candidate: Candidate) -> int | None:
 
 def _fronts_of(candidate: Candidate) -> list[int | None]:
     """Numbers of the coordinator's layers in front that a change tries."""
-    if candidate.embedding_left:
+    if candidate.embedding_left or not Arrangement.of(candidate).own.speed.most_layers:
         return [0]
     return [None, *sorted({0, _own_counts(candidate)[0]})]
 
