@@ -258,9 +258,7 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
     """
     plan.check(len(profile.model.layers), profile.workers)
     candidate = candidate_of(plan, profile)
-    coordinator, *stages = (
-        _measured_place(place, candidate, index) for index, place in enumerate(bare.places)
-    )
+    coordinator, *stages = (_measured_place(place, candidate) for place in bare.places)
     frozen_ends = {end for end in ENDS if not profile.model.part(end).trainable_parameters}
     return replace(
         bare,
@@ -282,13 +280,13 @@ def _place(stage: StagePlan) -> Place:
     return Place(stage.worker, host, layers=stage.layers, marks=tuple(marks))
 
 
-def _measured_place(place: Place, candidate: Candidate, index: int) -> Place:
+def _measured_place(place: Place, candidate: Candidate) -> Place:
     profile = candidate.costs.profile
     device = profile.device(place.name)
     parts = [profile.model.part(kind) for kind in profile.model.layers[slice(*place.layers)]]
     is_frozen = bool(parts) and not any(part.trainable_parameters for part in parts)
     marks = ("frozen",) if is_frozen else ()
-    memory = Memory(float(device.memory_bytes), _by_part(candidate.need(index)))
+    memory = Memory(float(device.memory_bytes), _by_part(candidate.need(place.name)))
     marks = tuple(dict.fromkeys((*place.marks, *marks)))
     return replace(place, device=device.device, memory=memory, marks=marks)
 
@@ -298,7 +296,7 @@ def _by_part(need: Need) -> Mapping[str, float]:
         "weights": float(need.weights),
         "training": float(need.gradients + need.optimizer),
         "in flight": float(need.in_flight),
-        "other": float(need.base + need.working),
+        "other": float(need.base + need.working + need.boundaries),
     }
 
 

@@ -21,6 +21,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from ..errors import ChannelError, PlanError
+from ..pipeline.placement import Placement
 from ..pipeline.rule import Action
 from ..plan import COORDINATOR, Plan
 from ..planner.candidates import Costs
@@ -194,9 +195,10 @@ class RecordedStep:
 
     @property
     def bubble(self) -> float:
-        """The idle share of all stages' time."""
+        """The idle share of all processes' time."""
         busy = sum(stage.computing_seconds for stage in self.stages)
-        return 1 - busy / (len(self.stages) * self.seconds) if self.seconds > 0 else 0.0
+        num = len({stage.worker for stage in self.stages})
+        return 1 - busy / (num * self.seconds) if self.seconds > 0 else 0.0
 
 
 def recorded_step(
@@ -210,18 +212,31 @@ def recorded_step(
     """A step from the spans of its stages, each on its stage's own clock.
 
     Args:
-        spans: The spans by stage number; spans outside the step are dropped.
-        clocks: The workers' clocks by stage number.
+        spans: The spans by the process's number; spans outside the step are dropped.
+        clocks: The workers' clocks by the process's number.
     """
+    placement = Placement.of(plan)
     local = next((stage for stage in plan.stages if stage.is_local), None)
     stages = [StageSpans(0, COORDINATOR, local.layers if local else (0, 0), [*spans[0]])]
     for number, stage in enumerate(plan.remote_stages, start=1):
-        clock = clocks[number]
-        ours = [_on_our_clock(span, clock) for span in spans[number]]
+        process = placement.number_of(stage.worker)
+        clock, held = clocks[process], placement.stages_of(stage.worker)
+        found = (span for span in spans[process] if _stage_of(span, held, placement) == number)
+        ours = [_on_our_clock(span, clock) for span in found]
         stages.append(StageSpans(number, stage.worker, stage.layers, ours, clock))
     whole = RecordedStep(step, start_seconds, stages, num_dropped)
     cut = [_within(stage, start_seconds, whole.end_seconds) for stage in stages]
     return RecordedStep(step, start_seconds, cut, num_dropped)
+
+
+def _stage_of(span: Span, held: Sequence[int], placement: Placement) -> int:
+    """The stage of a worker's span; its first one for what is of no stage, such as waiting."""
+    stage = span.stage if span.kind in ("forward", "backward") else 0
+    if span.kind == "send" and span.message == "Activation":
+        stage = placement.before(span.stage)
+    elif span.kind == "send" and span.message == "Gradient":
+        stage = placement.after(span.stage)
+    return stage if stage in held else held[0]
 
 
 def _on_our_clock(span: Span, clock: ClockMap) -> Span:
@@ -315,20 +330,24 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
     if len(step.stages) < 2 or not is_plain or not 0 < count == _count(first, "loss"):
         return None
     last = len(step.stages) - 1
+    names = list(dict.fromkeys(stage.worker for stage in step.stages))
+    processes = [names.index(stage.worker) for stage in step.stages]
     return Pipeline(
         [_times(stage) for stage in step.stages],
         _mean(first, "loss"),
         [
-            _hop(step.stages, stage, 0 if stage.stage == last else stage.stage + 1, "Activation")
-            for stage in step.stages
+            _hop(step.stages, processes, index, 0 if index == last else index + 1, "Activation")
+            for index in range(last + 1)
         ],
         [
-            _hop(step.stages, stage, (stage.stage or last + 1) - 1, "Gradient")
-            for stage in step.stages
+            _hop(step.stages, processes, index, (index or last + 1) - 1, "Gradient")
+            for index in range(last + 1)
         ],
         count,
         min(plan.max_in_flight, count),
         plan.starts_on_worker,
+        max_started=plan.max_started,
+        processes=processes,
     )
 
 
@@ -344,19 +363,24 @@ def _count(stage: StageSpans, kind: SpanKind) -> int:
     return sum(span.kind == kind for span in stage.spans)
 
 
-def _hop(stages: Sequence[StageSpans], stage: StageSpans, peer: int, message: str) -> Hop:
+def _hop(
+    stages: Sequence[StageSpans], processes: Sequence[int], index: int, other: int, message: str
+) -> Hop:
     """The mean time of a message from a stage to another one, or over the coordinator if the
-    coordinator forwards between the two."""
-    name = f"{stage.stage} to {peer}"
-    if stage.stage and peer and _sends(stage, 0, message):
-        legs = _sends(stage, 0, message), _sends(stages[0], peer, message)
+    coordinator forwards between the two; nothing inside a process."""
+    stage, here, there = stages[index], processes[index], processes[other]
+    name = f"{here} to {there}"
+    if here == there:
+        return Hop(name, 0.0)
+    if here and there and _sends(stage, 0, message):
+        legs = _sends(stage, 0, message), _sends(stages[0], there, message)
         return Hop(name, sum(map(_mean_seconds, legs)))
-    return Hop(name, _mean_seconds(_sends(stage, peer, message)))
+    return Hop(name, _mean_seconds(_sends(stage, there, message)))
 
 
-def _sends(stage: StageSpans, peer: int, message: str) -> list[Span]:
-    """The spans in which a stage sent messages of a kind to another stage."""
-    sends = (span for span in stage.spans if span.kind == "send" and span.peer == peer)
+def _sends(stage: StageSpans, process: int, message: str) -> list[Span]:
+    """The spans in which a stage sent messages of a kind to another process."""
+    sends = (span for span in stage.spans if span.kind == "send" and span.peer == process)
     return [span for span in sends if span.message == message]
 
 

@@ -11,8 +11,16 @@ import pytest
 from msgspec.structs import replace
 
 from lightning_hetero.errors import ChannelError
+from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol.fields import ClockSample, Span
-from lightning_hetero.telemetry.step import align, recorded_step
+from lightning_hetero.telemetry.step import (
+    SAME_CLOCK,
+    RecordedStep,
+    align,
+    pipeline_of,
+    prediction_of,
+    recorded_step,
+)
 
 from .made_up import COORDINATOR, PLAN, WORKER, made_up_step
 
@@ -89,3 +97,59 @@ def test_waiting_inside_an_action_is_not_computing() -> None:
     spans = [Span("forward", 0, 10), Span("wait", 2, 6), Span("pack", 6, 7)]
     step = recorded_step(0, 0.0, PLAN, {0: spans, 1: WORKER}, {1: align([ClockSample(0, 0, 0)])})
     assert step.stages[0].computing_seconds == 5.0
+
+
+def sent(message: str, microbatch: int, takes: int, peer: int, start: float) -> Span:
+    """A message that stage ``takes`` of process ``peer`` gets; it travels for half a second."""
+    return Span("send", start, start + 0.5, microbatch, message=message, peer=peer, stage=takes)
+
+
+def turns() -> RecordedStep:
+    """Worker a has stages 1, 3 and 4, and b has stage 2; one micro-batch, actions of a second."""
+    names = ["a:1", "b:1", "a:1", "a:1"]
+    plan = Plan([StagePlan([name], (n, n + 1)) for n, name in enumerate(names)], 1)
+    moments = {1: (1, 12), 3: (5, 10), 4: (6, 9)}
+    a = [
+        Span(kind, start, start + 1.0, 0, stage=stage)
+        for stage, starts in moments.items()
+        for kind, start in zip(("forward", "backward"), starts, strict=True)
+    ]
+    a += [Span("wait", 2.5, 5.0), Span("optimizer", 14.0, 14.5)]
+    a += [sent("Activation", 0, 2, 2, 2.0), sent("Gradient", 0, 2, 2, 11.0)]
+    a += [sent("Activation", 0, 0, 0, 7.0), sent("Gradient", 0, 0, 0, 13.0)]
+    b = [Span("forward", 3.0, 4.0, 0, stage=2), Span("backward", 11.5, 12.0, 0, stage=2)]
+    b += [sent("Activation", 0, 3, 1, 4.0), sent("Gradient", 0, 1, 1, 12.0)]
+    own = [Span("forward", 0.0, 1.0, 0), Span("loss", 8.0, 9.0, 0), Span("backward", 14.0, 15.0, 0)]
+    return recorded_step(0, 0.0, plan, {0: own, 1: a, 2: b}, {1: SAME_CLOCK, 2: SAME_CLOCK})
+
+
+def test_the_spans_of_a_worker_with_several_stages_are_those_of_each_stage() -> None:
+    step = turns()
+    assert [stage.worker for stage in step.stages] == ["coordinator", "a:1", "b:1", "a:1", "a:1"]
+    starts = [[span.start_seconds for span in stage.actions] for stage in step.stages]
+    assert starts == [[0, 8, 14], [1, 12, 14], [3, 11.5], [5, 10], [6, 9]]
+    sends = [[s.message for s in stage.spans if s.kind == "send"] for stage in step.stages]
+    assert sends == [
+        [],
+        ["Activation", "Gradient"],
+        ["Activation", "Gradient"],
+        ["Gradient"],
+        ["Activation"],
+    ]
+    # What is of no stage is with the worker's first one.
+    assert {s.kind for s in step.stages[1].spans} >= {"wait", "optimizer"}
+    busy = sum(stage.computing_seconds for stage in step.stages)
+    assert step.bubble == pytest.approx(1 - busy / (3 * step.seconds))
+
+
+def test_a_step_of_several_stages_on_a_worker_is_simulated_as_one_process() -> None:
+    step = turns()
+    plan = Plan([StagePlan([s.worker], s.layers) for s in step.stages[1:]], 1)
+    pipeline = pipeline_of(step, plan)
+    assert pipeline is not None
+    assert list(pipeline.processes) == [0, 1, 2, 1, 1]
+    assert [hop.busy_seconds for hop in pipeline.forward_hops] == [0, 0.5, 0.5, 0, 0.5]
+    assert [hop.busy_seconds for hop in pipeline.backward_hops] == [0, 0.5, 0.5, 0.5, 0]
+    found = prediction_of(step, plan, None)
+    assert found is not None
+    assert [len(stage.actions) for stage in found.stages] == [3, 3, 2, 2, 2]
