@@ -46,7 +46,8 @@ class Telemetry:
             self._wish({name: wish for name, wish in self._wishes.items() if name != who})
 
     def ask_records(self, with_spans: bool) -> int:
-        """Ask all processes that have layers for their records; `records` returns the answers under this number."""
+        """Ask all processes that have layers for their records; `records` returns the answers under
+        this number."""
         self._connections.check_usable()
         self._num_asked += 1
         number = self._num_asked

@@ -176,3 +176,21 @@ def test_a_worker_without_layers_is_told_apart_from_one_with_layers(
     assert record.topology is not None
     assert record.topology.count(">no layers<") == 1
     assert [each.name for each in record.recorded.processes] == ["coordinator", workers[0]]
+
+
+def test_what_goes_over_channels_that_a_move_opens_is_counted(
+    workers: list[str], tmp_path: Path
+) -> None:
+    """In the line `b` sends nothing to `a`; turn by turn it does."""
+    line, turns = (shaped(workers, SHAPES[shape], PIECES) for shape in ("line", "turn by turn"))
+    sent = []
+    for plan, moves in ((turns, {}), (line, {1: turns})):
+        folder = tmp_path / str(len(sent))
+        monitor = StageMonitor(every_n_steps=1)
+        strategy = HeteroPipelineStrategy(workers[:2], plan)
+        logger = CSVLogger(folder, "", "")
+        run = trainer(strategy, max_steps=3, callbacks=[Moves(moves), monitor], logger=logger)
+        run.fit(TinyModule(NUM_LAYERS), loader(3 * PIECES * 2, PIECES * 2))
+        last = rows_of(folder)[-1]
+        sent.append([last[f"stage/{number}/sent_bytes"] for number in (0, 1, 2)])
+    assert sent[0] == sent[1]
