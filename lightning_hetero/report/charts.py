@@ -25,6 +25,7 @@ from .svg import (
     text,
     titled,
     width_of,
+    wrapped,
 )
 
 Curve = Sequence[tuple[float, float]]
@@ -221,6 +222,8 @@ _STEP_SHARE = 70.0
 _MARGIN = 24.0
 _ROW = 34.0
 _BAR = 24.0
+_LINE = 13.0
+_MOST_LINES = 6
 _TITLE = 30.0
 _AXIS = 26.0
 _LEGEND = 34.0
@@ -261,7 +264,12 @@ class _Panel:
 
     @property
     def height(self) -> float:
-        return _TITLE + _ROW * len(self.processes)
+        return _TITLE + self.row_height * len(self.processes)
+
+    @property
+    def row_height(self) -> float:
+        """The height of a row, with room for the longest list of layers below a name."""
+        return _ROW + _LINE * (max(len(_layer_lines(each)) for each in self.processes) - 1)
 
 
 def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
@@ -308,7 +316,7 @@ def _predicted(prediction: Prediction) -> _Panel:
 def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
     yield text(_MARGIN, 16, panel.title, "name ink")
     for index, process in enumerate(panel.processes):
-        y = _TITLE + index * _ROW
+        y = _TITLE + index * panel.row_height
         yield _label(process, y)
         yield rectangle(left, y, panel.row_seconds * scale, _BAR, "bubble")
         has_stages = len({each.stage for each in process.ranges}) > 1
@@ -321,10 +329,19 @@ def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
 
 def _label(process: ProcessSpans, y: float) -> str:
     """The name of a process, and below it its layers by stages."""
-    held = stages_as_text(process.ranges)
     name = text(_MARGIN, y + 9, elided(process.name, _STEP_LABEL - 8, 12), "normal ink")
-    layers = text(_MARGIN, y + 22, elided(held, _STEP_LABEL - 8, 11), "small soft")
-    return titled(f"{process.name}: {held}", name, layers)
+    layers = [
+        text(_MARGIN, y + 22 + number * _LINE, line, "small soft")
+        for number, line in enumerate(_layer_lines(process))
+    ]
+    return titled(f"{process.name}: {stages_as_text(process.ranges)}", name, *layers)
+
+
+def _layer_lines(process: ProcessSpans) -> list[str]:
+    """The layers by stages in lines that end between stages."""
+    whole = stages_as_text(process.ranges).replace(" ", "\N{NO-BREAK SPACE}")
+    parted = whole.replace(",\N{NO-BREAK SPACE}stage", ", stage")
+    return wrapped(parted, _STEP_LABEL - 8, 11, _MOST_LINES)
 
 
 def _action(span: Span, has_stages: bool, x: float, y: float, scale: float) -> Iterator[str]:

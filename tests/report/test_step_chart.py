@@ -50,7 +50,9 @@ def test_a_process_with_several_stages_has_one_row_that_names_them() -> None:
     # Where a row has one stage, the micro-batch is enough.
     shown = [said for said in texts(chart) if said in ("0", "0F0", "2F0", "1F0", "3B0")]
     assert shown == ["0", "0", "0", "0", "0", "1F0", "3B0"]
-    assert {"layers 0 and 5", "stage 2: layer 3"} <= set(texts(chart))
+    said = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts(chart)]
+    assert {"layers 0 and 5", "stage 2: layer 3"} <= set(said)
+    assert {"stage 1: layers 1–2,", "stage 3: layer 4"} <= set(said)
 
 
 def test_bars_stand_where_the_axis_says() -> None:
