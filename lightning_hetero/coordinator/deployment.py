@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -36,6 +36,7 @@ from ..model.override import ForwardOverride
 from ..model.recipe import write_recipe
 from ..model.tensors import has_four_bit, is_frozen, named_tensors
 from ..pipeline.boundary import Collected
+from ..pipeline.draws import Draws
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.placement import Placement
 from ..pipeline.stage import compiled
@@ -79,6 +80,34 @@ def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[Callable[[], 
             overrides = [kind(layers[number].module) for is_wanted, kind in wanted if is_wanted]
             adjusted += [override.put_on().take_off for override in overrides]
     return adjusted
+
+
+def seed_own(layers: Mapping[int, nn.Module], draws: Draws) -> list[Callable[[], None]]:
+    """Let the coordinator's layers draw the random numbers that they would draw on a worker.
+
+    Call it after `adjust_own`: a layer that runs again below restores its generators by itself.
+
+    Args:
+        layers: The layers by their numbers.
+        draws: Knows the place in the step.
+
+    Returns:
+        Functions that make the layers ordinary again.
+    """
+    return [_Seeded(layer, number, draws).put_on().take_off for number, layer in layers.items()]
+
+
+class _Seeded(ForwardOverride):
+    """A layer's ``forward`` that draws the random numbers of its place in the step."""
+
+    def __init__(self, layer: nn.Module, number: int, draws: Draws) -> None:
+        super().__init__(layer)
+        self._number = number
+        self._draws = draws
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._draws.of_layer(self._number, (args, kwargs)):
+            return self.below(*args, **kwargs)
 
 
 class _Compiled(ForwardOverride):
@@ -226,6 +255,7 @@ class Deployment:
         tensors: The tensors of the layers on workers.
         trained: Knows which of their parameters train.
         hand_overs: Takes hidden states to the stages and back.
+        draws: The random numbers of this process's part of the steps.
 
     Raises:
         ModelError: If the layers cannot live apart.
@@ -245,6 +275,7 @@ class Deployment:
         self.plan = plan
         self.coordinator = coordinator
         self.layers = layers
+        self.draws = Draws(seed)
         self._root = root
         self._saving = threading.Lock()
         self._converts_weights = converts_weights
@@ -270,7 +301,8 @@ class Deployment:
         self._attributes = PlainAttributes(
             away, coordinator.connections, coordinator.layers, changed
         )
-        self._adjusted = adjust_own(layers, plan)
+        own = _own_layers(root, layers, plan)
+        self._adjusted = [*adjust_own(layers, plan), *seed_own(own, self.draws)]
 
     def _send(self, stages: Sequence[RemoteStage], seed: int) -> None:
         """Give the stages to their workers."""
@@ -570,6 +602,21 @@ def _remote_layers(
     stages = [layers_of_stage(root, layers, stage) for stage in plan.remote_stages]
     check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
     return stages
+
+
+def _own_layers(
+    root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan
+) -> dict[int, nn.Module]:
+    """The coordinator's layers by their numbers, with an embedding that could be on a worker."""
+    local = [stage for stage in plan.stages if stage.is_local]
+    found = {number: layers[number].module for stage in local for number in stage.layer_indices}
+    if not any(stage.embedding for stage in plan.stages):
+        with suppress(ModelError):
+            embedding = find_embedding(root, layers).module
+            # torch's own class draws nothing.
+            if type(embedding) is not nn.Embedding:
+                found[EMBEDDING_LAYER] = embedding
+    return found
 
 
 def layers_of_stage(

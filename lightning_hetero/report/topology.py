@@ -17,7 +17,7 @@ from ..planner.candidates import Candidate
 from ..planner.costs import Need
 from ..planner.feasibility import candidate_of
 from ..planner.profile import ENDS, Profile
-from ..telemetry.ranges import Ranges, has_one_range_each, layers_as_text, ranges_of
+from ..telemetry.ranges import Ranges, layers_as_text, ranges_of
 from ..units import in_bytes_per_second, in_micro_batches, in_percent, in_seconds, in_short_bytes
 
 MEMORY_PARTS = ("weights", "training", "in flight", "other")
@@ -298,15 +298,8 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
         PlanError: If the profile does not fit the plan.
     """
     plan.check(len(profile.model.layers), profile.workers)
-    if not has_one_range_each(plan):
-        raise PlanError(
-            "The planner cannot judge a plan in which a process has several ranges of layers; draw "
-            "it without the profile."
-        )
     candidate = candidate_of(plan, profile)
-    coordinator, *workers = (
-        _measured_place(place, candidate, index) for index, place in enumerate(bare.places)
-    )
+    coordinator, *workers = (_measured_place(place, candidate) for place in bare.places)
     frozen_ends = {end for end in ENDS if not profile.model.part(end).trainable_parameters}
     return replace(
         bare,
@@ -344,8 +337,8 @@ def marks_of(ranges: Ranges, marks: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _measured_place(place: Place, candidate: Candidate, index: int) -> Place:
-    if index > 0 and not place.ranges:
+def _measured_place(place: Place, candidate: Candidate) -> Place:
+    if not place.ranges and place.name != COORDINATOR:
         return place
     profile = candidate.costs.profile
     device = profile.device(place.name)
@@ -353,7 +346,7 @@ def _measured_place(place: Place, candidate: Candidate, index: int) -> Place:
     parts = [profile.model.part(kind) for kind in kinds]
     is_frozen = bool(parts) and not any(part.trainable_parameters for part in parts)
     marks = ("frozen",) if is_frozen else ()
-    memory = Memory(float(device.memory_bytes), _by_part(candidate.need(index)))
+    memory = Memory(float(device.memory_bytes), _by_part(candidate.need(place.name)))
     marks = tuple(dict.fromkeys((*place.marks, *marks)))
     return replace(place, device=device.device, memory=memory, marks=marks)
 
@@ -363,7 +356,7 @@ def _by_part(need: Need) -> Mapping[str, float]:
         "weights": float(need.weights),
         "training": float(need.gradients + need.optimizer),
         "in flight": float(need.in_flight),
-        "other": float(need.base + need.working),
+        "other": float(need.base + need.working + need.boundaries),
     }
 
 

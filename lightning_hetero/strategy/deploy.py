@@ -215,14 +215,25 @@ class Site:
         return coordinator
 
     def carry_out(
-        self, plan: Plan, layers: Sequence[DecoderLayer], coordinator: Coordinator
+        self,
+        plan: Plan,
+        layers: Sequence[DecoderLayer],
+        coordinator: Coordinator,
+        seed: int | None = None,
     ) -> Deployment:
-        """Send layers to where a plan has them, over connections that are open."""
+        """Send layers to where a plan has them, over connections that are open.
+
+        Args:
+            plan: One that fits.
+            layers: All decoder layers.
+            coordinator: Connected to the plan's workers.
+            seed: The run's seed of dropout masks; None before the run has one.
+        """
         coordinator.serve(plan.workers, plan.coordinator_narrowing)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
-        seed, batches = dropout_seed(), self.options.batches
+        seed, batches = dropout_seed() if seed is None else seed, self.options.batches
         deployment = Deployment(
             self.module, layers, plan, coordinator, seed, converts_weights, batches
         )

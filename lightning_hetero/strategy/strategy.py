@@ -347,7 +347,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         home = AtHome.of(before.modules_under(plan), self.optimizers)
         deployment = None
         try:
-            deployment = site.carry_out(plan, before.layers, before.coordinator)
+            seed = before.draws.seed
+            deployment = site.carry_out(plan, before.layers, before.coordinator, seed)
             site.bring_weights_here(deployment)
             super().model_to_device()
             run.redeploy(deployment, self.optimizers)

@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -166,11 +166,13 @@ class TrainingRun(Run):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, Lightning runs a backward."""
-        cuts_step = self._options.cuts_step(self._module)
         recorder = self.deployment.coordinator.telemetry.recorder
-        # A cut step records the backwards of its micro-batches by itself.
-        with nullcontext() if cuts_step else recorder.span("backward"):
+        # The backwards of a cut step have run in its micro-batches.
+        if self._options.cuts_step(self._module):
             yield
+        else:
+            with recorder.span("backward"), self.deployment.draws.of_latest():
+                yield
         if self._followed is not None:
             self._remote_steps.note_backward()
 

@@ -43,11 +43,6 @@ def ranges_of(plan: Plan) -> dict[str, tuple[Range, ...]]:
     return found
 
 
-def has_one_range_each(plan: Plan) -> bool:
-    """Whether every process has one range of layers at most, as planner and simulator need it."""
-    return all(len(ranges) <= 1 for ranges in ranges_of(plan).values())
-
-
 def layers_as_text(*layers: tuple[int, int]) -> str:
     """Ranges such as ``layers 2–4 and 8``, where layer 4 is the last one of its range."""
     held = [(first, end) for first, end in layers if end > first]

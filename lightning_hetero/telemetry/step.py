@@ -39,7 +39,7 @@ from ..planner.simulation import (
     predict,
 )
 from ..protocol.fields import ACTIONS, ClockSample, Span, SpanKind
-from .ranges import Ranges, has_one_range_each, ranges_of
+from .ranges import Ranges, ranges_of
 
 WINDOW_SECONDS = 1.0
 """Pings within this time share one offset: even a bad clock drifts by only 0.1 ms in it."""
@@ -344,11 +344,8 @@ def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Pr
     """The prediction of a step.
 
     It is None for steps that the simulator does not know: a micro-batch passes through the stages
-    several times, the batch is cut at the boundary only, or a process has several ranges
-    of layers.
+    several times, or the batch is cut at the boundary only.
     """
-    if not has_one_range_each(plan):
-        return None
     if profile is not None:
         try:
             candidate = candidate_of(plan, profile)
@@ -378,20 +375,24 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
     if len(step.stages) < 2 or not is_plain or not 0 < count == _count(first, "loss"):
         return None
     last = len(step.stages) - 1
+    names = list(dict.fromkeys(stage.worker for stage in step.stages))
+    processes = [names.index(stage.worker) for stage in step.stages]
     return Pipeline(
         [_times(stage) for stage in step.stages],
         _mean(first, "loss"),
         [
-            _hop(step.stages, stage, 0 if stage.stage == last else stage.stage + 1, "Activation")
-            for stage in step.stages
+            _hop(step.stages, processes, index, 0 if index == last else index + 1, "Activation")
+            for index in range(last + 1)
         ],
         [
-            _hop(step.stages, stage, (stage.stage or last + 1) - 1, "Gradient")
-            for stage in step.stages
+            _hop(step.stages, processes, index, (index or last + 1) - 1, "Gradient")
+            for index in range(last + 1)
         ],
         count,
         min(plan.max_in_flight, count),
         plan.starts_on_worker,
+        max_started=plan.max_started,
+        processes=processes,
     )
 
 
@@ -407,19 +408,24 @@ def _count(stage: StageSpans, kind: SpanKind) -> int:
     return sum(span.kind == kind for span in stage.spans)
 
 
-def _hop(stages: Sequence[StageSpans], stage: StageSpans, peer: int, message: str) -> Hop:
+def _hop(
+    stages: Sequence[StageSpans], processes: Sequence[int], index: int, other: int, message: str
+) -> Hop:
     """The mean time of a message from a stage to another one, or over the coordinator if the
-    coordinator forwards between the two."""
-    name = f"{stage.stage} to {peer}"
-    if stage.stage and peer and _sends(stage, 0, message):
-        legs = _sends(stage, 0, message), _sends(stages[0], peer, message)
+    coordinator forwards between the two; nothing inside a process."""
+    stage, here, there = stages[index], processes[index], processes[other]
+    name = f"{here} to {there}"
+    if here == there:
+        return Hop(name, 0.0)
+    if here and there and _sends(stage, 0, message):
+        legs = _sends(stage, 0, message), _sends(stages[0], other, message)
         return Hop(name, sum(map(_mean_seconds, legs)))
-    return Hop(name, _mean_seconds(_sends(stage, peer, message)))
+    return Hop(name, _mean_seconds(_sends(stage, other, message)))
 
 
-def _sends(stage: StageSpans, peer: int, message: str) -> list[Span]:
-    """The spans in which a stage sent messages of a kind to another stage."""
-    sends = (span for span in stage.spans if span.kind == "send" and span.peer == peer)
+def _sends(stage: StageSpans, other: int, message: str) -> list[Span]:
+    """The spans in which a stage sent messages of a kind to another one, or to the coordinator."""
+    sends = (span for span in stage.spans if span.kind == "send" and span.peer == other)
     return [span for span in sends if span.message == message]
 
 

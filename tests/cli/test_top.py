@@ -17,7 +17,7 @@ from lightning_hetero.errors import WorkerUnreachable
 from ..conftest import worker_process
 from ..discovery.answers import answer
 from ..integration.moves import Moves
-from ..integration.test_placements import SHAPES, shaped
+from ..integration.shapes import SHAPES, shaped
 from ..models import TinyModule, loader, trainer
 from .command import run
 

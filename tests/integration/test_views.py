@@ -20,7 +20,7 @@ from lightning_hetero.report.run_record import RunRecord, read_run
 from ..models import TinyModule, loader, trainer
 from ..telemetry.trace_faults import faults_of
 from .moves import Moves
-from .test_placements import SHAPES, shaped
+from .shapes import SHAPES, shaped
 from .yardstick import NUM_LAYERS
 
 PIECES = 2

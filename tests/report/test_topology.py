@@ -89,10 +89,16 @@ def test_a_mark_of_some_stages_says_of_which() -> None:
     assert found.workers[1].marks == ("recomputed",)
 
 
-def test_a_profile_for_a_plan_that_the_planner_cannot_judge_is_refused() -> None:
-    plan = turns("coordinator", *["fast:1"] * 6, "coordinator")
-    with pytest.raises(PlanError, match="several ranges of layers; draw it without the profile"):
-        topology_of(plan, measured())
+def test_a_profile_adds_facts_of_all_ranges_of_a_process() -> None:
+    names = ["coordinator", "fast:1", "fast:1", "local-1", "fast:1", "local-1", "fast:1"]
+    found = topology_of(replace(turns(*names, "coordinator"), micro_batches=8), measured())
+    weights = [0 if p.memory is None else p.memory.used_bytes["weights"] for p in found.places]
+    # Two layers and the embedding; four layers; two layers.
+    assert weights == [3 * GIB, 4 * GIB, 2 * GIB]
+    assert found.workers[0].marks == ("frozen",)
+    known = [hop.link.forward is not None for hop in found.hops]
+    assert known == [True, False, False, False, False, False, False]
+    assert found.hops[-1].link.backward == Speed(1e8, 0.001)
 
 
 def test_a_coordinator_with_the_last_layers_has_them_before_the_head() -> None:

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from lightning_hetero.errors import ChannelError
 from lightning_hetero.protocol.fields import ClockSample, Span
-from lightning_hetero.telemetry.step import align, pipeline_of, prediction_of
+from lightning_hetero.telemetry.step import align, name_of, pipeline_of, prediction_of
 
-from .made_up import COORDINATOR, PLAN, TURNS, WORKER, made_up, made_up_step, turn_by_turn
+from .made_up import COORDINATOR, TURNS, WORKER, made_up, made_up_step, turn_by_turn
 
 
 def ping(asked: float, there: float, back: float, offset: float) -> ClockSample:
@@ -123,8 +123,14 @@ def test_the_times_of_each_hop_are_those_of_its_stages() -> None:
     assert [hop.busy_seconds for hop in pipeline.forward_hops] == [1.0, 1.0, 2.0, 1.0]
     assert [hop.busy_seconds for hop in pipeline.backward_hops] == [1.0, 1.0, 1.0, 1.0]
     assert [stage.forward_seconds for stage in pipeline.stages] == [1.0] * 4
+    # Numbered by the plan, in which `b` comes first.
+    assert list(pipeline.processes) == [0, 1, 2, 1]
 
 
-def test_a_plan_that_the_simulator_does_not_know_has_no_prediction() -> None:
-    assert prediction_of(turn_by_turn(), TURNS, None) is None
-    assert prediction_of(made_up_step(), PLAN, None) is not None
+def test_a_worker_with_several_stages_is_predicted_as_one_process() -> None:
+    found = prediction_of(turn_by_turn(), TURNS, None)
+    assert found is not None
+    assert found.seconds == pytest.approx(18.0)
+    assert [each.name for each in found.processes] == ["coordinator", "a", "b"]
+    names = [[name_of(span) for span in each.actions] for each in found.processes]
+    assert names == [["0F0", "0L0", "0B0"], ["2F0", "2B0"], ["1F0", "3F0", "3B0", "1B0"]]

@@ -12,7 +12,7 @@ import yaml
 from lightning_hetero import cli
 
 from ..conftest import worker_process
-from ..integration.test_placements import SHAPES, shaped
+from ..integration.shapes import SHAPES, shaped
 from ..pretrained import save_tiny
 
 PROJECT = """
