@@ -101,7 +101,7 @@ class StageMonitor(pl.Callback):
     - ``stage/N/sent_bytes``, ``received_bytes`` of a step; ``memory_bytes``, ``memory_peak_bytes``;
       ``temperature_celsius``, ``power_watts``; ``gradient_norm``.
     - ``pipeline/step_seconds``, ``tokens_per_second`` (of all the time that passed, also between
-      steps), ``bubble_share``, ``bottleneck_stage``.
+      steps), ``bubble_share``; ``bottleneck_stage``: the N of the process that computes longest.
     - ``pipeline/bound_share``: the seconds of a step at the sum of the devices' measured speeds,
       divided by the seconds that the step took.
     - ``pipeline/model_flops_utilization``: model FLOPs per second over the sum of the peaks, as

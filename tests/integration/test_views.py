@@ -115,7 +115,10 @@ def test_a_run_of_every_shape_shows_who_did_what(
     plan = shaped(workers, SHAPES[shape], PIECES)
     names = names_in(plan)
     look(tmp_path, HeteroPipelineStrategy(workers[:2], plan), 2)
-    check_trace(trace_in(tmp_path), plan, 1, names)
+    trace = trace_in(tmp_path)
+    check_trace(trace, plan, 1, names)
+    # The rules of a trace hold for predicted actions too: no process does two at a time.
+    assert all("predicted" in step for step in trace["otherData"]["steps"])
     record, row = read_run(tmp_path), rows_of(tmp_path)[-1]
     assert record.problems == []
     assert record.process_numbers == [*range(len(names))]
@@ -154,6 +157,7 @@ def test_processes_keep_their_numbers_when_layers_move(workers: list[str], tmp_p
     trace = trace_in(tmp_path)
     for step, plan in enumerate(plans):
         check_trace(trace, plan, step, names)
+    assert all("predicted" in step for step in trace["otherData"]["steps"])
     rows = rows_of(tmp_path)
     for row, plan in zip(rows, plans, strict=True):
         told = {name for name in row if name.endswith("/busy_share")}
