@@ -11,18 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from lightning_hetero.errors import ChannelError
-from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.protocol.fields import ClockSample, Span
-from lightning_hetero.telemetry.step import (
-    SAME_CLOCK,
-    RecordedStep,
-    align,
-    pipeline_of,
-    prediction_of,
-    recorded_step,
-)
+from lightning_hetero.telemetry.step import align, name_of, pipeline_of, prediction_of
 
-from .made_up import COORDINATOR, PLAN, WORKER, made_up_step
+from .made_up import COORDINATOR, TURNS, WORKER, made_up, made_up_step, turn_by_turn
 
 
 def ping(asked: float, there: float, back: float, offset: float) -> ClockSample:
@@ -63,18 +55,18 @@ def test_without_a_ping_there_is_no_clock_map() -> None:
         align([])
 
 
-def test_a_step_ends_with_the_last_action_of_any_stage() -> None:
+def test_a_step_ends_with_the_last_action_of_any_process() -> None:
     step = made_up_step()
     assert (step.end_seconds, step.seconds) == (21.0, 21.0)
-    first, second = step.stages[1].spans[0], step.stages[1].spans[-1]
+    first, second = step.processes[1].spans[0], step.processes[1].spans[-1]
     assert (first.kind, first.start_seconds) == ("wait", 0.0)
     assert second.kind == "optimizer"
 
 
 def test_the_bubble_is_the_idle_share() -> None:
     step = made_up_step()
-    assert step.stages[0].computing_seconds == 9.0
-    assert step.stages[1].computing_seconds == 6.0
+    assert step.processes[0].computing_seconds == 9.0
+    assert step.processes[1].computing_seconds == 6.0
     assert step.bubble == pytest.approx(1 - 15 / 42)
 
 
@@ -89,67 +81,56 @@ def test_the_times_of_a_worker_are_put_on_our_clock() -> None:
         for span in WORKER
     ]
     clock = align([ClockSample(0.0, 1000.5, 1.0)])
-    step = recorded_step(4, 0.0, PLAN, {0: COORDINATOR, 1: ahead}, {1: clock})
-    assert step.stages[1].spans == made_up_step().stages[1].spans
+    step = made_up({0: COORDINATOR, 1: ahead}, clock)
+    assert step.processes[1].spans == made_up_step().processes[1].spans
 
 
 def test_waiting_inside_an_action_is_not_computing() -> None:
     spans = [Span("forward", 0, 10), Span("wait", 2, 6), Span("pack", 6, 7)]
-    step = recorded_step(0, 0.0, PLAN, {0: spans, 1: WORKER}, {1: align([ClockSample(0, 0, 0)])})
-    assert step.stages[0].computing_seconds == 5.0
+    step = made_up({0: spans, 1: WORKER})
+    assert step.processes[0].computing_seconds == 5.0
 
 
-def sent(message: str, microbatch: int, takes: int, peer: int, start: float) -> Span:
-    """A message that stage ``takes`` of process ``peer`` gets; it travels for half a second."""
-    return Span("send", start, start + 0.5, microbatch, message=message, peer=peer, stage=takes)
+def test_a_process_has_the_spans_of_all_its_stages_once() -> None:
+    coordinator, a, b = turn_by_turn().processes
+    assert [held.layers for held in coordinator.ranges] == [(0, 1), (5, 6)]
+    assert [(held.stage, held.layers) for held in b.ranges] == [(1, (1, 3)), (3, (4, 5))]
+    assert (a.name, [held.stage for held in a.ranges]) == ("a", [2])
+    assert [each.computing_seconds for each in (coordinator, a, b)] == [3.0, 2.0, 4.0]
+    assert turn_by_turn().bubble == pytest.approx(1 - 9 / (3 * 19))
 
 
-def turns() -> RecordedStep:
-    """Worker a has stages 1, 3 and 4, and b has stage 2; one micro-batch, actions of a second."""
-    names = ["a:1", "b:1", "a:1", "a:1"]
-    plan = Plan([StagePlan([name], (n, n + 1)) for n, name in enumerate(names)], 1)
-    moments = {1: (1, 12), 3: (5, 10), 4: (6, 9)}
-    a = [
-        Span(kind, start, start + 1.0, 0, stage=stage)
-        for stage, starts in moments.items()
-        for kind, start in zip(("forward", "backward"), starts, strict=True)
+def test_each_stage_has_its_own_actions_and_messages() -> None:
+    stages = turn_by_turn().stages
+    assert [(stage.stage, stage.worker) for stage in stages] == [
+        *((0, "coordinator"), (1, "b"), (2, "a"), (3, "b"))
     ]
-    a += [Span("wait", 2.5, 5.0), Span("optimizer", 14.0, 14.5)]
-    a += [sent("Activation", 0, 2, 2, 2.0), sent("Gradient", 0, 2, 2, 11.0)]
-    a += [sent("Activation", 0, 0, 0, 7.0), sent("Gradient", 0, 0, 0, 13.0)]
-    b = [Span("forward", 3.0, 4.0, 0, stage=2), Span("backward", 11.5, 12.0, 0, stage=2)]
-    b += [sent("Activation", 0, 3, 1, 4.0), sent("Gradient", 0, 1, 1, 12.0)]
-    own = [Span("forward", 0.0, 1.0, 0), Span("loss", 8.0, 9.0, 0), Span("backward", 14.0, 15.0, 0)]
-    return recorded_step(0, 0.0, plan, {0: own, 1: a, 2: b}, {1: SAME_CLOCK, 2: SAME_CLOCK})
-
-
-def test_the_spans_of_a_worker_with_several_stages_are_those_of_each_stage() -> None:
-    step = turns()
-    assert [stage.worker for stage in step.stages] == ["coordinator", "a:1", "b:1", "a:1", "a:1"]
-    starts = [[span.start_seconds for span in stage.actions] for stage in step.stages]
-    assert starts == [[0, 8, 14], [1, 12, 14], [3, 11.5], [5, 10], [6, 9]]
-    sends = [[s.message for s in stage.spans if s.kind == "send"] for stage in step.stages]
-    assert sends == [
-        [],
-        ["Activation", "Gradient"],
-        ["Activation", "Gradient"],
-        ["Gradient"],
-        ["Activation"],
+    for stage in stages[1:]:
+        assert [span.kind for span in stage.actions] == ["forward", "backward"]
+    # Where a message goes: to the stage, or to the coordinator, which forwards it.
+    sent = [[(s.message, s.peer) for s in stage.spans if s.kind == "send"] for stage in stages]
+    assert sent[1:] == [
+        [("Activation", 2), ("Gradient", 0)],
+        [("Activation", 0), ("Gradient", 1)],
+        [("Activation", 0), ("Gradient", 2)],
     ]
-    # What is of no stage is with the worker's first one.
-    assert {s.kind for s in step.stages[1].spans} >= {"wait", "optimizer"}
-    busy = sum(stage.computing_seconds for stage in step.stages)
-    assert step.bubble == pytest.approx(1 - busy / (3 * step.seconds))
+    assert sent[0] == [("Activation", 1), ("Activation", 3), ("Gradient", 3)]
 
 
-def test_a_step_of_several_stages_on_a_worker_is_simulated_as_one_process() -> None:
-    step = turns()
-    plan = Plan([StagePlan([s.worker], s.layers) for s in step.stages[1:]], 1)
-    pipeline = pipeline_of(step, plan)
+def test_the_times_of_each_hop_are_those_of_its_stages() -> None:
+    pipeline = pipeline_of(turn_by_turn(), TURNS)
     assert pipeline is not None
-    assert list(pipeline.processes) == [0, 1, 2, 1, 1]
-    assert [hop.busy_seconds for hop in pipeline.forward_hops] == [0, 0.5, 0.5, 0, 0.5]
-    assert [hop.busy_seconds for hop in pipeline.backward_hops] == [0, 0.5, 0.5, 0.5, 0]
-    found = prediction_of(step, plan, None)
+    assert [hop.busy_seconds for hop in pipeline.forward_hops] == [1.0, 1.0, 2.0, 1.0]
+    assert [hop.busy_seconds for hop in pipeline.backward_hops] == [1.0, 1.0, 1.0, 1.0]
+    assert [stage.forward_seconds for stage in pipeline.stages] == [1.0] * 4
+    # Numbered by the plan, in which `b` comes first.
+    assert list(pipeline.processes) == [0, 1, 2, 1]
+
+
+def test_a_worker_with_several_stages_is_predicted_as_one_process() -> None:
+    found = prediction_of(turn_by_turn(), TURNS, None)
     assert found is not None
-    assert [len(stage.actions) for stage in found.stages] == [3, 3, 2, 2, 2]
+    assert found.seconds == pytest.approx(18.0)
+    assert [each.name for each in found.processes] == ["coordinator", "a", "b"]
+    names = [[name_of(span) for span in each.actions] for each in found.processes]
+    assert names == [["0F0", "0L0", "0B0"], ["2F0", "2B0"], ["1F0", "3F0", "3B0", "1B0"]]
