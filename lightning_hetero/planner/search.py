@@ -11,7 +11,7 @@ helps.
 
 The search tries all of the coordinator's layers in front of the workers' and all of them behind,
 and keeps them in front on a tie. For one order of devices it takes the split with the fastest
-slowest stage (`Arrangement`).
+slowest stage (`place`).
 
 Where few micro-batches fill the pipeline, other splits and orders are faster. So with up to ten
 workers the search then splits the best orders for each number of the coordinator's layers in front.

@@ -1,4 +1,4 @@
-"""Plans of every shape that tests run: who holds which layers."""
+"""Plans of every shape: the coordinator at both ends, a worker in several stages, turn by turn."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 from lightning_hetero import Plan, StagePlan
 
-# The layers of each stage, by the name of its process: C is the coordinator, a and b are workers.
-SHAPES: dict[str, list[tuple[str, int, int]]] = {
+Shape = list[tuple[str, int, int]]
+"""The process and the layers of each stage: C is the coordinator, a and b are workers."""
+
+SHAPES: dict[str, Shape] = {
     "both ends": [("C", 0, 1), ("a", 1, 3), ("C", 3, 5)],
     "both ends, two workers": [("C", 0, 1), ("a", 1, 2), ("b", 2, 4), ("C", 4, 5)],
     "a worker in two stages": [("a", 0, 2), ("b", 2, 4), ("a", 4, 5)],
@@ -19,10 +21,12 @@ SHAPES: dict[str, list[tuple[str, int, int]]] = {
     "the other way round": [("b", 0, 3), ("a", 3, 5)],
 }
 
+RING: Shape = [(who, n, n + 1) for n, who in enumerate("CabaC")]
+"""Both ends, and the workers linked both ways."""
 
-def shaped(
-    workers: Sequence[str], stages: Sequence[tuple[str, int, int]], pieces: int, **options: Any
-) -> Plan:
+
+def shaped(workers: Sequence[str], stages: Shape, pieces: int, **options: Any) -> Plan:
+    """The plan of a shape; the options are those of every stage."""
     names = dict(zip("Cab", ["coordinator", *workers], strict=False))
     found = [StagePlan([names[who]], (first, end), **options) for who, first, end in stages]
     return Plan(found, micro_batches=pieces)

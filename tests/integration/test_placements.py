@@ -16,7 +16,7 @@ from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule, loader, tiny_llama, trainer
 from .generation import Generating, generate
 from .moves import Moves
-from .shapes import SHAPES, shaped
+from .shapes import SHAPES, Shape, shaped
 from .yardstick import NUM_LAYERS, NUM_PIECES, accumulated_run, plain_run, train
 
 
@@ -32,7 +32,7 @@ def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
 
 
 @st.composite
-def any_shape(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+def any_shape(draw: st.DrawFn) -> Shape:
     cuts = sorted(draw(st.sets(st.integers(1, NUM_LAYERS - 1), max_size=4)))
     ranges = list(pairwise([0, *cuts, NUM_LAYERS]))
     names = [draw(st.sampled_from("ab")) for _ in ranges]
@@ -51,7 +51,7 @@ def any_shape(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 )
 @given(shape=any_shape(), recompute=st.booleans(), pieces=st.integers(1, 4))
 def test_any_shape_is_bit_equal_to_accumulation(
-    workers: list[str], shape: list[tuple[str, int, int]], recompute: bool, pieces: int
+    workers: list[str], shape: Shape, recompute: bool, pieces: int
 ) -> None:
     plan = shaped(workers, shape, pieces, recompute=recompute)
     piped = train(TinyModule(NUM_LAYERS), HeteroPipelineStrategy(workers, plan), padded=False)
