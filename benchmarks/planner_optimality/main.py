@@ -25,7 +25,7 @@ from lightning_hetero.planner.solver import solve
 DEVELOPMENT = range(60)
 """Seeds of the clusters to look at while one changes the search."""
 
-FIGURE = range(1000, 1200)
+FIGURE = range(3000, 3200)
 """Seeds of the clusters for the table; they are not to be looked at one by one."""
 
 BOUND = 0.025

@@ -288,10 +288,8 @@ class Search:
         while True:
             before = best
             near = [*_with_moved_layers(best), *_with_other_in_flight(best)]
+            near += self._rearranged(best, keeps_devices)
             best = _best_near(best, near, played)
-            # Only where moved layers gain nothing more, because these are more work to make.
-            if best is before:
-                best = _best_near(best, self._rearranged(best, keeps_devices), played)
             if best is before:
                 return best
 
