@@ -90,7 +90,7 @@ def test_a_killed_worker_is_named_with_all_its_stages(
     scene: ShapedScene, workers: list[str]
 ) -> None:
     with scene.victim() as victim:
-        watcher = Watcher(lambda: FAULTS["kill -9"].strike(victim), PLACES["backward"])
+        watcher = Watcher(victim.worker.session.kill, PLACES["backward"])
         outcome = scene.run_with_fault(scene.strategy([victim.address, workers[0]]), watcher)
         assert outcome.sentence.startswith(f"stage 1 and 3 on {victim.address} was lost in step 2.")
         assert outcome.saved_step == 1
@@ -206,8 +206,10 @@ class Killing(Moves):
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if batch_idx == 3:
-            self.victim.process.kill()
-            self.victim.process.wait()
+            # The first process would take this one along a moment later.
+            serving = self.victim.session
+            serving.kill()
+            serving.wait(20)
 
 
 def test_the_run_goes_on_without_a_worker_whose_layers_have_left(workers: list[str]) -> None:
