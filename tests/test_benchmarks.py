@@ -9,7 +9,14 @@ from benchmarks.peers.splits import Costs, climb, largest_deviation
 from benchmarks.planner_optimality.brute_force import CLOSE, BruteForce
 from benchmarks.planner_optimality.clusters import draw_cluster
 from benchmarks.planner_optimality.main import BOUND, compare
-from benchmarks.sleeping_stages.main import CASES, bound_seconds, predicted_seconds, stage_times
+from benchmarks.sleeping_stages.main import (
+    CASES,
+    Case,
+    bound_seconds,
+    plan_for,
+    predicted_seconds,
+    stage_times,
+)
 
 COSTS = Costs.from_two_models(
     whole_seconds=9.0, short_seconds=5.0, num_layers=8, num_short_layers=4
@@ -61,11 +68,26 @@ def test_rates() -> None:
         bits_per_second("100 Mbit/s")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_rule_reaches_the_bound_of_fill_and_drain(case: object) -> None:
-    """Two ways to the same number: a formula, and the planner's simulation of the rule."""
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_rule_reaches_the_bound_of_fill_and_drain(case: Case) -> None:
+    """Two ways to the same number: a formula, and the planner's simulation of the rule.
+
+    Workers in several stages sometimes wait for each other; they lose 1.5 % at most.
+    """
     stages = stage_times(case, unit_seconds=1.0)
-    assert bound_seconds(stages, 32) == pytest.approx(predicted_seconds(case, stages, 32, 8))
+    in_flight = plan_for(case, None).max_in_flight
+    bound, simulated = bound_seconds(case, stages), predicted_seconds(case, stages, in_flight)
+    is_line = len(case.stages) == len(set(case.processes))
+    assert bound == pytest.approx(simulated, rel=1e-9 if is_line else 0.016)
+    assert bound <= simulated * (1 + 1e-9)
+
+
+def test_the_bound_of_a_process_counts_all_its_stages() -> None:
+    """Worker a works 6 units on a micro-batch, once the coordinator has worked 3 on the first."""
+    case = Case.of((1, 1, 1), "C1 a1 b1 a1", 4)
+    assert bound_seconds(case, stage_times(case, unit_seconds=1.0)) == 3 + 4 * 6
+    last = Case.of((1, 1, 1), "a1 b1 C3", 1)
+    assert bound_seconds(last, stage_times(last, unit_seconds=1.0)) == 3 + 3 + 9
 
 
 @pytest.mark.parametrize("seed", [19, 20, 22, 31, 42])

@@ -38,6 +38,7 @@ CONFIG = LlamaConfig(
 )
 CORE_A, CORE_B = "core A", "core B"
 TLS = ", TLS"
+LINE, ENDS = ", halves in a line", ", halves at both ends"
 SEQUENCE_LENGTH = 256
 BATCH_SIZE = 16
 TOKENS_PER_STEP = SEQUENCE_LENGTH * BATCH_SIZE
@@ -61,6 +62,21 @@ def plan_for(worker: str, split: int, micro_batches: int, in_flight: int | None)
     return Plan(stages, micro_batches, in_flight)
 
 
+def plan_of_halves(
+    worker: str, first: int, held: int, micro_batches: int, in_flight: int | None
+) -> Plan:
+    """Layers cut in two: so many halves on the worker behind the coordinator's first ones; without
+    any first ones the worker has the embedding too."""
+    ends = [first, first + held, 2 * CONFIG.num_hidden_layers]
+    stages = [
+        StagePlan([worker], (first, ends[1]), embedding=first == 0),
+        StagePlan(["coordinator"], (ends[1], ends[2])),
+    ]
+    if first:
+        stages.insert(0, StagePlan(["coordinator"], (0, first)))
+    return Plan(stages, micro_batches, in_flight)
+
+
 def main() -> None:
     options = parse(sys.argv[1:])
     be_quiet()
@@ -81,6 +97,8 @@ def main() -> None:
     report(speeds)
     if options.tls:
         report_tls(speeds, options.micro_batches)
+    if options.halves:
+        report_ends(speeds, options.micro_batches)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -90,6 +108,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--split", type=int, default=3, help="layers on the coordinator")
     parser.add_argument("--in-flight", type=int)
     parser.add_argument("--micro-batches", type=int, nargs="*", default=[1, 8, 16])
+    parser.add_argument("--halves", action="store_true", help="also a line and both ends of halves")
+    parser.add_argument("--held", type=int, default=9, help="halves on the worker")
+    parser.add_argument("--first", type=int, default=2, help="halves in front of the worker's")
     parser.add_argument("--tls", action="store_true", help="each also under mutual TLS")
     return parser.parse_args(arguments)
 
@@ -107,13 +128,20 @@ def pipelines(
     for ending, token_file in token_files.items():
         worker = stack.enter_context(worker_process(on_core(core), token_file=token_file))
         for count in options.micro_batches:
-            plan = plan_for(worker.address, options.split, count, options.in_flight)
-            made[run_name(count, ending)] = partial(
-                HeteroPipelineStrategy,
-                workers=[worker.address],
-                plan=plan,
-                token_file=token_file,
-            )
+            plans = {"": plan_for(worker.address, options.split, count, options.in_flight)}
+            if options.halves:
+                for name, first in ((LINE, 0), (ENDS, options.first)):
+                    plans[name] = plan_of_halves(
+                        worker.address, first, options.held, count, options.in_flight
+                    )
+            for name, plan in plans.items():
+                made[run_name(count, name + ending)] = partial(
+                    HeteroPipelineStrategy,
+                    workers=[worker.address],
+                    plan=plan,
+                    cut_layers=bool(name),
+                    token_file=token_file,
+                )
     return made
 
 
@@ -141,9 +169,20 @@ def report(speeds: dict[str, list[float]]) -> None:
 def report_tls(speeds: dict[str, list[float]], counts: list[int]) -> None:
     """Print what TLS leaves of the throughput."""
     for count in counts:
-        pairs = zip(speeds[run_name(count, TLS)], speeds[run_name(count, "")], strict=True)
-        left = statistics.median(with_tls / plain for with_tls, plain in pairs)
+        left = ratio_of(speeds, run_name(count, TLS), run_name(count, ""))
         Console().print(f"{count} micro-batches: TLS leaves {left:.1%} of the throughput")
+
+
+def report_ends(speeds: dict[str, list[float]], counts: list[int]) -> None:
+    """Print what the coordinator at both ends gains over a line of the same halves."""
+    for count in counts:
+        gain = ratio_of(speeds, run_name(count, ENDS), run_name(count, LINE))
+        Console().print(f"{count} micro-batches: both ends are {gain:.3f} × the line")
+
+
+def ratio_of(speeds: dict[str, list[float]], run: str, other: str) -> float:
+    """The median over the rounds of one run's speed as a part of another's."""
+    return statistics.median(a / b for a, b in zip(speeds[run], speeds[other], strict=True))
 
 
 if __name__ == "__main__":

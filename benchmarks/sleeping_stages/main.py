@@ -1,8 +1,8 @@
-"""Three and four stages whose compute is exact sleeps: what the pipeline itself loses.
+"""Stages whose compute is exact sleeps: what the pipeline itself loses, in plans of every shape.
 
 Blocks sleep in their forward and backward, so that two cores are enough for any number of stages.
-Measured steps are compared with the bound, below which no schedule can go: the busiest stage's own
-work, and the first micro-batch's way to it and the last one's way back.
+Measured steps are compared with the bound, below which no schedule can go: the busiest process's
+own work, and the first micro-batch's way to it and the last one's way back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -37,26 +37,57 @@ _TRIED_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline: the relative speed and the number of layers of each stage, in their order; the
-    first one's are on the coordinator, or else the last one's."""
+    """A pipeline.
+
+    Args:
+        speeds: The relative speed of each process: of C, the coordinator, and of the workers a, b
+            and c.
+        stages: The process and the number of layers of each stage, in their order.
+        num_microbatches: The micro-batches of a step.
+    """
 
     speeds: tuple[float, ...]
-    layers: tuple[int, ...]
-    ends_here: bool = False
+    stages: tuple[tuple[str, int], ...]
+    num_microbatches: int = 32
+
+    @classmethod
+    def of(cls, speeds: tuple[float, ...], stages: str, num_microbatches: int = 32) -> Case:
+        """The case whose stages are written as ``"C2 a4"``."""
+        pairs = tuple((word[0], int(word[1:])) for word in stages.split())
+        return cls(speeds, pairs, num_microbatches)
 
     @property
     def name(self) -> str:
-        last = ", coordinator last" if self.ends_here else ""
-        return f"{_colons(self.speeds)} with {_colons(self.layers)}{last}"
+        speeds = ":".join(f"{speed:g}" for speed in self.speeds)
+        stages = " ".join(f"{process}{count}" for process, count in self.stages)
+        return f"{speeds}, {stages}"
+
+    @property
+    def processes(self) -> list[int]:
+        """The number of each stage's process; the coordinator is 0."""
+        return [PROCESSES.index(process) for process, _ in self.stages]
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.speeds) - 1
 
 
+PROCESSES = "Cabc"
 CASES = [
-    Case((1, 1, 1), (2, 2, 2)),
-    Case((4, 2, 1), (4, 2, 1)),
-    Case((1, 1, 1, 1), (2, 2, 2, 2)),
-    Case((4, 2, 1, 1), (4, 2, 1, 1)),
-    Case((1, 1, 1), (2, 2, 2), ends_here=True),
-    Case((1, 2, 4), (1, 2, 4), ends_here=True),
+    Case.of((1, 1, 1), "C2 a2 b2"),
+    Case.of((4, 2, 1), "C4 a2 b1"),
+    Case.of((1, 1, 1, 1), "C2 a2 b2 c2"),
+    Case.of((4, 2, 1, 1), "C4 a2 b1 c1"),
+    Case.of((1, 1, 1), "a2 b2 C2"),
+    Case.of((4, 1, 2), "a1 b2 C4"),
+    # The coordinator at both ends, beside a line whose whole layers balance as well.
+    Case.of((1, 1, 1), "C1 a2 b2 C1"),
+    Case.of((4, 2, 1), "C2 a2 b1 C2"),
+    # A worker in two stages.
+    Case.of((1, 2, 1), "C2 a2 b2 a2"),
+    # Halves of layers in turns and in a line; the coordinator has none.
+    Case.of((1, 1, 1), "a1 b1 a1 b1 a1 b1 a1 b1", 16),
+    Case.of((1, 1, 1), "a4 b4", 16),
 ]
 
 
@@ -143,65 +174,71 @@ class Sleepy(pl.LightningModule):
 
 def stage_times(case: Case, unit_seconds: float) -> list[Times]:
     """A layer at speed 1 sleeps one unit forward and two backward."""
-    units = [count / speed for count, speed in zip(case.layers, case.speeds, strict=True)]
+    pairs = zip(case.stages, case.processes, strict=True)
+    units = [count / case.speeds[process] for (_, count), process in pairs]
     return [Times(unit * unit_seconds, 2 * unit * unit_seconds) for unit in units]
 
 
-def bound_seconds(stages: Sequence[Times], num_microbatches: int) -> float:
-    """The least time of a step: a stage does its own work for all micro-batches, after the first
-    one has come through the stages before it, and before the last one has gone back through them.
+def bound_seconds(case: Case, stages: Sequence[Times]) -> float:
+    """The least time of a step: from any stage on, a process does its work for all micro-batches
+    after the first one has come through the stages before, and before the last one has gone back
+    through them.
     """
-    before = [0.0, *itertools.accumulate(times.both_seconds for times in stages)]
+    before = itertools.accumulate((times.both_seconds for times in stages), initial=0.0)
     return max(
-        way + num_microbatches * times.both_seconds
-        for way, times in zip(before, stages, strict=False)
+        way + case.num_microbatches * own_seconds(case, stages, process, first)
+        for first, (way, process) in enumerate(zip(before, case.processes, strict=False))
     )
 
 
-def predicted_seconds(
-    case: Case, stages: Sequence[Times], num_microbatches: int, max_in_flight: int
-) -> float:
+def own_seconds(case: Case, stages: Sequence[Times], process: int, first: int = 0) -> float:
+    """What a process does for one micro-batch, from a stage on."""
+    pairs = zip(stages[first:], case.processes[first:], strict=True)
+    return sum(times.both_seconds for times, other in pairs if other == process)
+
+
+def predicted_seconds(case: Case, stages: Sequence[Times], max_in_flight: int) -> float:
     """What the planner's simulator says, with links that cost nothing."""
-    names = [f"link {number}" for number in range(len(stages))]
-    loss_seconds = 0.0
-    if case.ends_here:
-        *workers, own = stages
-        # All that the coordinator does is behind the workers.
-        stages, loss_seconds = [Times(0.0, 0.0), *workers], own.both_seconds
+    processes, played = case.processes, [*stages]
+    loss_seconds = played.pop().both_seconds if processes[-1] == 0 else 0.0
+    starts_here = processes[0] == 0
+    if not starts_here:
+        played.insert(0, Times(0.0, 0.0))
+    names = [f"link {number}" for number in range(len(played))]
     pipeline = Pipeline(
-        stages=[StageTimes(t.forward_seconds, t.backward_seconds) for t in stages],
+        stages=[StageTimes(t.forward_seconds, t.backward_seconds) for t in played],
         loss_seconds=loss_seconds,
         forward_hops=[Hop(f"{name} forward", 0.0) for name in names],
         backward_hops=[Hop(f"{name} backward", 0.0) for name in names],
-        num_microbatches=num_microbatches,
+        num_microbatches=case.num_microbatches,
         max_in_flight=max_in_flight,
-        starts_first=case.ends_here,
+        starts_first=not starts_here,
+        processes=[0, *(process for process in processes if process > 0)],
     )
     return simulate(pipeline).step_seconds
 
 
-def plan_for(case: Case, num_microbatches: int, in_flight: int | None) -> Plan:
-    """Consecutive layers for the coordinator and each local worker."""
-    ends = [*itertools.accumulate(case.layers)]
-    names = [f"local-{number}" for number in range(1, len(ends))]
-    names.insert(len(names) if case.ends_here else 0, "coordinator")
+def plan_for(case: Case, in_flight: int | None) -> Plan:
+    """Consecutive layers for each stage; the workers are local ones."""
+    names = ["coordinator", *(f"local-{number}" for number in range(1, len(case.speeds)))]
+    ends = itertools.accumulate(count for _, count in case.stages)
     stages = [
-        StagePlan([name], (end - count, end))
-        for name, count, end in zip(names, case.layers, ends, strict=True)
+        StagePlan([names[process]], (end - count, end))
+        for (_, count), process, end in zip(case.stages, case.processes, ends, strict=True)
     ]
-    return Plan(stages, num_microbatches, in_flight)
+    return Plan(stages, case.num_microbatches, in_flight)
 
 
 def measured_seconds(case: Case, plan: Plan, unit_seconds: float, num_steps: int) -> float:
     """The median step, the first left out."""
     seconds = [
-        unit_seconds / speed
-        for speed, count in zip(case.speeds, case.layers, strict=True)
+        unit_seconds / case.speeds[process]
+        for (_, count), process in zip(case.stages, case.processes, strict=True)
         for _ in range(count)
     ]
     module = Sleepy([SleepingBlock(each, 2 * each) for each in seconds])
     data = torch.randn(num_steps * plan.micro_batches, SEQUENCE_LENGTH, HIDDEN_SIZE)
-    strategy = HeteroPipelineStrategy(workers=len(case.speeds) - 1, plan=plan, layers="blocks")
+    strategy = HeteroPipelineStrategy(workers=case.num_workers, plan=plan, layers="blocks")
     fit(module, DataLoader(data, batch_size=plan.micro_batches), strategy)
     return median(end - start for start, end in itertools.pairwise(module.marks))
 
@@ -210,8 +247,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="per run; the first is not timed")
-    parser.add_argument("--micro-batches", type=int, default=32)
+    parser.add_argument("--micro-batches", type=int, help="by default those of each case")
     parser.add_argument("--in-flight", type=int)
+    parser.add_argument("--cases", default="", help="only those whose name has this in it")
     parser.add_argument(
         "--milliseconds", type=float, default=20, help="a layer's forward at speed 1"
     )
@@ -220,45 +258,43 @@ def main() -> None:
     be_quiet()
     console = wide_console()
     unit_seconds = options.milliseconds / 1e3
-    seconds: dict[Case, list[float]] = {case: [] for case in CASES}
+    cases = [case for case in CASES if options.cases in case.name]
+    if options.micro_batches:
+        cases = [replace(case, num_microbatches=options.micro_batches) for case in cases]
+    seconds: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in range(options.rounds):
-        for case in CASES:
-            plan = plan_for(case, options.micro_batches, options.in_flight)
+        for case in cases:
+            plan = plan_for(case, options.in_flight)
             seconds[case].append(measured_seconds(case, plan, unit_seconds, options.steps))
     report(seconds, options, console)
 
 
 def report(seconds: dict[Case, list[float]], options: argparse.Namespace, console: Console) -> None:
     """Print what was reached of the bound, and how far off the simulator was."""
-    table = Table(title=f"{options.micro_batches} micro-batches, compute replaced by sleeps")
-    columns = ["speeds with layers", "ms", "bound", "achieved / bound", "/ steady", "ms lost"]
-    for column in (*columns, "simulated", "/ measured"):
+    table = Table(title="compute replaced by sleeps")
+    columns = ["speeds, stages", "micro-batches", "ms", "bound", "achieved / bound", "/ steady"]
+    for column in (*columns, "ms lost", "simulated", "/ measured"):
         table.add_column(column, justify="right")
     for case, values in seconds.items():
         stages = stage_times(case, options.milliseconds / 1e3)
-        plan = plan_for(case, options.micro_batches, options.in_flight)
-        step_seconds = median(values)
-        bound = bound_seconds(stages, plan.micro_batches)
-        steady = plan.micro_batches * max(times.both_seconds for times in stages)
-        in_flight = plan.max_in_flight
-        predicted = predicted_seconds(case, stages, plan.micro_batches, in_flight)
+        count, step_seconds = case.num_microbatches, median(values)
+        bound = bound_seconds(case, stages)
+        busiest = max(own_seconds(case, stages, process) for process in case.processes)
+        predicted = predicted_seconds(case, stages, plan_for(case, options.in_flight).max_in_flight)
         table.add_row(
             case.name,
+            str(count),
             f"{step_seconds * 1e3:.0f}",
             f"{bound * 1e3:.0f}",
             f"{bound / step_seconds:.3f}",
-            f"{steady / step_seconds:.3f}",
-            f"{(step_seconds - bound) * 1e3 / plan.micro_batches:.1f}",
+            f"{count * busiest / step_seconds:.3f}",
+            f"{(step_seconds - bound) * 1e3 / count:.1f}",
             f"{predicted * 1e3:.0f}",
             f"{predicted / step_seconds:.3f}",
         )
     console.print(table)
-    console.print("steady: without fill and drain; lost: of each micro-batch, beyond the bound")
+    console.print("C: coordinator; steady: without fill and drain; lost: of each micro-batch")
     console.print(machine())
-
-
-def _colons(numbers: Sequence[float]) -> str:
-    return ":".join(f"{number:g}" for number in numbers)
 
 
 if __name__ == "__main__":

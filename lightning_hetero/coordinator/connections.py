@@ -340,9 +340,11 @@ class Connections:
             return None
         if isinstance(message, m.Failure):
             raise self._stage_failed(worker, message)
-        # Both ends of a lost link report it; one report is enough.
-        if isinstance(message, m.NeighborLost) and self._link_loss is None:
-            raise self._neighbor_lost(worker, message)
+        if isinstance(message, m.NeighborLost):
+            # Both ends of a lost link report it; one report is enough.
+            if self._link_loss is None and (error := self._neighbor_lost(worker, message)):
+                raise error
+            return None
         return worker, content
 
     def collect(self, kind: type[Wanted], workers: Sequence[Member]) -> list[tuple[Member, Wanted]]:
@@ -464,14 +466,21 @@ class Connections:
             f"The worker's traceback:\n{failure.traceback}"
         )
 
-    def _neighbor_lost(self, reporter: Member, report: m.NeighborLost) -> WorkerError:
-        """The error to raise for a link that was lost; asks the other end whether it lives."""
-        lost = next((w for w in self.members if w.number == report.member), None)
+    def _neighbor_lost(self, reporter: Member, report: m.NeighborLost) -> WorkerError | None:
+        """The error to raise for a link that was lost; asks the other end whether it lives.
+
+        There is none if the other end had no layers and is lost.
+        """
+        everyone = self._by_channel.values()
+        lost = next((w for w in everyone if w.number == report.member), None)
         if lost is None:
             wrong = f"It lost worker {report.member}, which does not exist."
             return self.lose(reporter, RemoteProtocolError(wrong))
+        if lost not in self.members:
+            return None
         if not lost.channel.peer_answers():
-            return self.lose(lost, self._end_of(lost))
+            loss = self.lose(lost, self._end_of(lost))
+            return loss if lost in self.workers else None
         first, second = sorted((reporter, lost), key=lambda worker: worker.number)
         self._link_loss = LinkLost(
             f"The link between {first} and {second} was lost {self._when}, and both answer the "

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from ..errors import ModelError, RemoteProtocolError
 from .boundary import Activation, Gradients, Surroundings
 from .rule import Action, Key, choose
 from .stage import Stage
 
-Content = TypeVar("Content", Activation, Gradients, Surroundings)
+Content = Activation | Gradients | Surroundings
 
 
 @dataclass
@@ -27,6 +26,7 @@ class _StageInputs:
     surroundings: dict[Key, Surroundings] = field(default_factory=dict)
     activations: dict[Key, Activation] = field(default_factory=dict)
     gradients: dict[Key, Gradients] = field(default_factory=dict)
+    taken: set[tuple[type, Key]] = field(default_factory=set)
     num_forwards: int = 0
     num_backwards: int = 0
 
@@ -45,8 +45,34 @@ class _StageInputs:
             visits.add(key.visit)
         return found
 
+    def take(self, key: Key, arrived: Content) -> None:
+        """Keep an arrival until its action runs.
+
+        Raises:
+            RemoteProtocolError: If it has come before, or if gradients have no forward here.
+        """
+        kind = type(arrived)
+        if (kind, key) in self.taken or (kind is Gradients and key in self.gradients):
+            raise RemoteProtocolError(f"{self._named(kind, key)} came twice in one step.")
+        if isinstance(arrived, Surroundings):
+            self.surroundings[key] = arrived
+        elif isinstance(arrived, Activation):
+            self.activations[key] = arrived
+        elif (Activation, key) in self.taken:
+            self.gradients[key] = arrived
+        else:
+            raise RemoteProtocolError(f"{self._named(kind, key)} came without its activation.")
+        if not (isinstance(arrived, Gradients) and arrived.keeps_graph):
+            self.taken.add((kind, key))
+
+    def _named(self, kind: type, key: Key) -> str:
+        number = self.stage.stage_index
+        of_visit = f" in visit {key.visit}" if key.visit else ""
+        return f"{kind.__name__} for stage {number} and micro-batch {key.microbatch}{of_visit}"
+
     def forget(self) -> None:
         self.stage.forget()
+        self.taken.clear()
         self.surroundings.clear()
         self.activations.clear()
         self.gradients.clear()
@@ -58,6 +84,7 @@ class Runner:
 
     Args:
         stages: The stages of the process.
+        step: The number of the latest step, in which the process had other stages.
 
     Attributes:
         step: The number of the present step.
@@ -65,13 +92,14 @@ class Runner:
         num_ready: How many actions were ready at the latest choice.
     """
 
-    def __init__(self, stages: Iterable[Stage]) -> None:
+    def __init__(self, stages: Iterable[Stage], step: int = 0) -> None:
         self._of = {stage.stage_index: _StageInputs(stage) for stage in stages}
-        self.step = 0
+        self.step = step
         self.max_in_flight = 1
         self.num_ready = 0
         self._in_flight: set[int] = set()
-        self._is_aborted = False
+        # Whether nothing more belongs to the step.
+        self._is_over = True
         self._early: list[Callable[[], None]] = []
 
     @property
@@ -99,7 +127,7 @@ class Runner:
             dropout_step: The step's number for dropout masks; None for ``step``.
         """
         self._forget()
-        self._is_aborted = False
+        self._is_over = False
         self.step = step
         self.max_in_flight = max_in_flight
         for stage in self.stages:
@@ -116,20 +144,24 @@ class Runner:
         # Some stages may have extended the caches in this step, and others may not.
         for stage in self.stages:
             stage.caches.clear()
-        self._is_aborted = True
+        self._is_over = True
         self._drop_gradients()
+
+    def is_late(self, step: int) -> bool:
+        """Whether nothing of this step is used any more."""
+        return step < self.step or (step == self.step and self._is_over)
 
     def take_arguments(self, step: int, number: int, key: Key, surroundings: Surroundings) -> None:
         """Take the arguments that the coordinator's model passed to a stage's layers."""
-        self._take(step, key, surroundings, self._inputs(number).surroundings)
+        self._take(step, number, key, surroundings)
 
     def take_activation(self, step: int, number: int, key: Key, activation: Activation) -> None:
         """Take hidden states from upstream of a stage, with the outputs collected so far."""
-        self._take(step, key, activation, self._inputs(number).activations)
+        self._take(step, number, key, activation)
 
     def take_gradients(self, step: int, number: int, key: Key, gradients: Gradients) -> None:
         """Take gradients from downstream of a stage, in the order of the activation's tensors."""
-        self._take(step, key, gradients, self._inputs(number).gradients)
+        self._take(step, number, key, gradients)
 
     def next_action(self) -> Action | None:
         """The action that the rule chooses among the ready ones of all stages."""
@@ -173,7 +205,7 @@ class Runner:
         Raises:
             ModelError: If a stage has done more.
         """
-        if self.step == 0 or self._is_aborted:
+        if self._is_over:
             return True
         for number, inputs in self._of.items():
             done = inputs.num_forwards, inputs.num_backwards
@@ -196,15 +228,18 @@ class Runner:
             )
         return self._of[number]
 
-    def _take(self, step: int, key: Key, arrived: Content, due: dict[Key, Content]) -> None:
+    def _take(self, step: int, number: int, key: Key, arrived: Content) -> None:
         """Keep an arrival of the present step, and one of a later step until that step begins.
 
         Neighbors may learn of a new step, or of an abort, earlier or later than this process.
         """
+        if self.is_late(step):
+            return
+        inputs = self._inputs(number)
         if step > self.step:
-            self._early.append(partial(self._take, step, key, arrived, due))
-        elif step == self.step and not self._is_aborted:
-            due[key] = arrived
+            self._early.append(partial(self._take, step, number, key, arrived))
+        else:
+            inputs.take(key, arrived)
 
     def _drop_gradients(self) -> None:
         for stage in self.stages:

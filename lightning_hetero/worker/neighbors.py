@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..devices.copies import Copies
-from ..errors import LocalProtocolError, WorkerUnreachable
+from ..errors import LocalProtocolError, RemoteProtocolError, WorkerUnreachable
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..transport.channel import Channel, send_copied
@@ -78,9 +78,31 @@ class Neighbors:
         """Whether another worker has opened the channel."""
         return channel in self._upstream
 
-    def note_source(self, stage: int, channel: Channel) -> None:
-        """Note the channel that a stage's activations come by."""
-        self._before[stage] = channel
+    def check_way(self, message: m.Activation | m.Gradient, channel: Channel) -> None:
+        """Refuse what comes over another channel than all that is for its stage.
+
+        The channel of a stage's first activation is noted, since its gradients go back over it.
+
+        Raises:
+            RemoteProtocolError: With the stage.
+        """
+        stage = message.stage
+        if stage not in self._behind:
+            return  # there is no such stage here, which the runner says
+        expected: Channel | None = None  # it never leaves this process
+        if isinstance(message, m.Gradient):
+            if not self.leads_here(stage):
+                expected = self.downstream_of(stage)
+        elif self._behind.get(stage - 1) != self._number:
+            first = self._coordinator if stage == 1 else channel
+            expected = self._before.setdefault(stage, first)
+        if channel is not expected:
+            number = self.numbers.get(channel)
+            sender = f"worker {number}" if number else "the coordinator"
+            raise RemoteProtocolError(
+                f"{type(message).__name__} for stage {stage} came from {sender}, which does not "
+                "run the stage beside it."
+            )
 
     def leads_here(self, stage: int) -> bool:
         """Whether the activations of a stage stay in this process."""

@@ -74,9 +74,9 @@ class SessionOver(Exception):
     """Ends a session's loop."""
 
 
-def _failure(error: BaseException, in_optimizer_step: bool = False) -> m.Failure:
+def _failure(error: BaseException, in_optimizer_step: bool = False, where: str = "") -> m.Failure:
     """What the coordinator is told of an error."""
-    reason = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+    reason = f"{type(error).__name__}: {error}"[: _MOST_TEXT - len(where)] + where
     trace = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
     return m.Failure(reason, trace, in_optimizer_step)
 
@@ -253,7 +253,7 @@ class StageSession:
                         return
                 except ModelError as error:
                     self._awaiting.popleft()
-                    self._report(error)
+                    self._report(error, isinstance(message, m.ApplyOptimizer))
                     continue
             self._awaiting.popleft()
             self._carry_out(self._handlers[type(message)], arrival, frame)
@@ -266,10 +266,12 @@ class StageSession:
 
     def _carry_out(self, handler: Handler, arrival: Arrival, frame: Frame) -> None:
         message = frame.message
-        if isinstance(message, m.Activation):
-            self._neighbors.note_source(message.stage, arrival.channel)
         self._coordinator.activity = message.requested_activity or self._coordinator.activity
         try:
+            if isinstance(message, (m.Activation, m.Gradient)):
+                if self._runner.is_late(message.step):
+                    return
+                self._neighbors.check_way(message, arrival.channel)
             with self._telemetry.taking(arrival, message):
                 handler(message, frame.tensors)
         except SessionOver:
@@ -289,13 +291,16 @@ class StageSession:
             self._tell_of_buffers()
             self._route(action, content)
         except BaseException as error:
-            self._report(error)
+            several = len(self._runner.stages) > 1
+            self._report(error, where=f" (in stage {action.stage_index})" if several else "")
 
-    def _report(self, error: BaseException, in_optimizer_step: bool = False) -> None:
+    def _report(
+        self, error: BaseException, in_optimizer_step: bool = False, where: str = ""
+    ) -> None:
         """Tell the coordinator that a piece of work has raised, and forget the step."""
-        logger.warning("%s failed: %s", self._served or "the session", error)
+        logger.warning("%s failed: %s%s", self._served or "the session", error, where)
         self._runner.abort()
-        self._coordinator.send(_failure(error, in_optimizer_step))
+        self._coordinator.send(_failure(error, in_optimizer_step, where))
 
     def _on_end(self, channel: Channel, reason: str) -> None:
         """End the session with its coordinator; report a lost neighbor."""
@@ -332,9 +337,10 @@ class StageSession:
             self._budget.reserve(parameters)
         built, held = self._layers.build(message)
         self._neighbors.expect(message)
+        stages = zip(message.stages, built, strict=True)
         self._runner = Runner(
-            self._stage(spec, layers, message.seed)
-            for spec, layers in zip(message.stages, built, strict=True)
+            [self._stage(spec, layers, message.seed) for spec, layers in stages],
+            self._runner.step,
         )
         self._num_stages = message.num_stages
         self._narrowings = {

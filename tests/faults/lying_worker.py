@@ -44,6 +44,13 @@ def _with(function: Callable[[Tensor], Tensor]) -> Change:
     return lambda message, tensors: [(message, (function(tensors[0]), *tensors[1:]))]
 
 
+def _renumbered(stages: dict[int, int]) -> Change:
+    """For another stage."""
+    return lambda said, tensors: [
+        (msgspec.structs.replace(said, stage=stages.get(said.stage, said.stage)), tensors)
+    ]
+
+
 def _twice(message: m.Message, tensors: tuple[Tensor, ...]) -> list[Said]:
     return [(message, tensors)] * 2
 
@@ -116,6 +123,9 @@ FORWARD = {
     "another micro-batch": Lie(m.Activation, _saying(microbatch=77), "of micro-batch 77"),
     "another visit": Lie(m.Activation, _saying(visit=1), "visit 1"),
     "an activation twice": Lie(m.Activation, _twice, "Nobody waits for its activation"),
+    "an activation for its own stage": Lie(
+        m.Activation, _saying(stage=1), "for stage 0; it is for stage 1"
+    ),
     "an output that nobody collects": Lie(
         m.Activation,
         lambda said, t: _same(
@@ -138,6 +148,9 @@ BACKWARD = {
     "gradients in float64": Lie(m.Gradient, _with(Tensor.double), "came as float64"),
     "whole gradients": Lie(m.Gradient, _with(Tensor.long), "came as int64"),
     "gradients twice": Lie(m.Gradient, _twice, "Nobody waits for its gradients"),
+    "gradients for its own stage": Lie(
+        m.Gradient, _saying(stage=1), "for stage 0; it is for stage 1"
+    ),
     "more gradients": Lie(
         m.Gradient,
         lambda said, t: _same(msgspec.structs.replace(said, is_present=[True] * 2), t[0], t[0]),
@@ -149,6 +162,25 @@ TO_NEIGHBOR = {
     "gradients in float64": Lie(m.Gradient, _with(Tensor.double), "came as torch.float64"),
     "a part of the gradients": Lie(m.Gradient, _with(lambda t: t[:1]), r"of the shape \[1, 10"),
     "whole hidden states": Lie(m.Activation, _with(Tensor.long), "came as torch.int64"),
+    "an activation twice": Lie(m.Activation, _twice, "Activation for stage 2 .* came twice"),
+    "gradients twice": Lie(m.Gradient, _twice, "Gradients for stage 1 .* came twice"),
+    "an activation for nobody": Lie(m.Activation, _saying(stage=9), r"for stage 9, .* has \[2\]"),
+    "gradients for nobody": Lie(m.Gradient, _saying(stage=9), r"for stage 9, .* has \[1\]"),
+}
+# Where the liar has stages 1 and 3, and who hears it stages 2 and 4.
+IN_TURNS = {
+    "the late activation for the early stage": Lie(
+        m.Activation, _renumbered({4: 2}), "Activation for stage 2 .* came twice"
+    ),
+    "the early activation for the late stage": Lie(
+        m.Activation, _renumbered({2: 4}), "Gradients for stage 3 .* came without its activation"
+    ),
+    "an activation for its own stage": Lie(
+        m.Activation, _renumbered({2: 3}), r"for stage 3, .* has \[2, 4\]"
+    ),
+    "gradients of the other boundary": Lie(
+        m.Gradient, _renumbered({2: 4}), "Gradient for stage 4 came from worker 1"
+    ),
 }
 TO_COORDINATOR = {**CONTENT, **STATE, **NORMS, **FORWARD, **BACKWARD}
 
@@ -156,9 +188,10 @@ _send = Channel.send
 
 
 def _lying_send(channel: Channel, message: m.Message, *tensors: Tensor) -> None:
-    lies = TO_COORDINATOR if channel._session.ours is Speaker.WORKER else TO_NEIGHBOR
+    is_neighbor = channel._session.ours is not Speaker.WORKER
+    lies = {**TO_NEIGHBOR, **IN_TURNS} if is_neighbor else TO_COORDINATOR
     to_whom, _, name = Path(os.environ[FILE_VARIABLE]).read_text().partition(": ")
-    lie = lies.get(name) if to_whom == ("c" if lies is TO_COORDINATOR else "n") else None
+    lie = lies.get(name) if to_whom == ("n" if is_neighbor else "c") else None
     if lie is None or not isinstance(message, lie.kind):
         _send(channel, message, *tensors)
         return

@@ -10,18 +10,24 @@ from lightning_hetero import Plan, StagePlan
 Shape = list[tuple[str, int, int]]
 """The process and the layers of each stage: C is the coordinator, a and b are workers."""
 
+
+def one_each(processes: str) -> Shape:
+    """One layer for each stage."""
+    return [(who, number, number + 1) for number, who in enumerate(processes)]
+
+
 SHAPES: dict[str, Shape] = {
     "both ends": [("C", 0, 1), ("a", 1, 3), ("C", 3, 5)],
     "both ends, two workers": [("C", 0, 1), ("a", 1, 2), ("b", 2, 4), ("C", 4, 5)],
     "a worker in two stages": [("a", 0, 2), ("b", 2, 4), ("a", 4, 5)],
-    "a worker in three stages": [(who, n, n + 1) for n, who in enumerate("Cabaa")],
-    "turn by turn": [(who, n, n + 1) for n, who in enumerate("ababa")],
+    "a worker in three stages": one_each("Cabaa"),
+    "turn by turn": one_each("ababa"),
     "twice in a row": [("a", 0, 2), ("a", 2, 4), ("C", 4, 5)],
     "line": [("C", 0, 1), ("a", 1, 3), ("b", 3, 5)],
     "the other way round": [("b", 0, 3), ("a", 3, 5)],
 }
 
-RING: Shape = [(who, n, n + 1) for n, who in enumerate("CabaC")]
+RING: Shape = one_each("CabaC")
 """Both ends, and the workers linked both ways."""
 
 

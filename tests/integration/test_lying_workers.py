@@ -19,12 +19,14 @@ from ..faults.lying_worker import (
     CONTENT,
     FILE_VARIABLE,
     FORWARD,
+    IN_TURNS,
     NORMS,
     STATE,
     TO_NEIGHBOR,
     Lie,
 )
 from ..models import TinyModule, fit, loader, trainer
+from .shapes import one_each, shaped
 
 LYING = "import tests.faults.lying_worker"
 
@@ -132,4 +134,14 @@ def test_a_neighbors_gradients_must_match_the_activations_it_got(
     hears = f"stage {2 if is_upstream else 1} on {workers[0]} failed in step 1"
     with pytest.raises(StageFailed, match=rf"{hears}: RemoteProtocolError: .*{lie.says}"):
         train(chain, TinyModule(3))
+    assert_tells_truth(liar)
+
+
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_a_result_for_another_stage_is_refused(name: str, liar: Liar, workers: list[str]) -> None:
+    liar.tell(f"n: {name}")
+    plan = shaped([liar.address, workers[0]], one_each("abab"), 2)
+    strategy = HeteroPipelineStrategy([liar.address, workers[0]], plan)
+    with pytest.raises(StageFailed, match=f"failed in step 1: .*{IN_TURNS[name].says}"):
+        fit(TinyModule(4), strategy, loader(12, 6))
     assert_tells_truth(liar)

@@ -19,7 +19,7 @@ from ..equality import differing
 from ..families import FamilyModule, assert_equal_runs, fit_by_hand, fit_family, tiny_model
 from ..models import TinyModule, fit, loader, scaled_precision, trainer
 from ..qlora import in_four_bits, with_lora
-from .shapes import RING, SHAPES, Shape, shaped
+from .shapes import RING, SHAPES, Shape, one_each, shaped
 from .test_compiling import CAN_COMPILE, Rows, rows
 from .test_manual_optimization import WAYS, Manual
 
@@ -123,11 +123,6 @@ LINES = [
     (RING, [("C", 0, 1), ("a", 1, 4), ("C", 4, 5)]),
     (SHAPES["turn by turn"], [("a", 0, 3), ("b", 3, 5)]),
 ]
-
-
-def one_each(processes: str) -> Shape:
-    """One layer for each stage."""
-    return [(who, number, number + 1) for number, who in enumerate(processes)]
 
 
 @pytest.mark.parametrize(("shape", "line"), LINES, ids=["ring", "turn by turn"])

@@ -256,6 +256,43 @@ def test_one_rule_chooses_among_the_actions_of_all_stages() -> None:
     assert run_all(runner) == ["1B0", "1F2"]
 
 
+def test_what_comes_twice_is_refused() -> None:
+    runner = begun()
+    give_forward(runner, Key(0))
+    with pytest.raises(RemoteProtocolError, match="Activation for stage 1 and micro-batch 0 came"):
+        runner.take_activation(1, 1, Key(0), INCOMING)
+    run_next(runner)  # what has been used counts too
+    with pytest.raises(RemoteProtocolError, match="Surroundings for stage 1 .* came twice"):
+        runner.take_arguments(1, 1, Key(0), TRAINING)
+    for keeps_graph in (True, False):
+        runner.take_gradients(1, 1, Key(0), Gradients((ONES,), keeps_graph))
+        with pytest.raises(RemoteProtocolError, match="Gradients for stage 1 .* came twice"):
+            runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+        assert isinstance(run_next(runner), Gradients)
+    with pytest.raises(RemoteProtocolError, match="Gradients for stage 1 .* came twice"):
+        runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    runner.begin(2, 2, accumulate=False)
+    give_forward(runner, Key(0), step=2)
+    assert next_name(runner) == "1F0"
+
+
+def test_gradients_of_a_forward_that_never_came_are_refused() -> None:
+    runner = begun()
+    give_forward(runner, Key(0))
+    with pytest.raises(RemoteProtocolError, match="micro-batch 0 in visit 1 came without its"):
+        runner.take_gradients(1, 1, Key(0, 1), Gradients((ONES,)))
+
+
+def test_what_comes_late_is_dropped_also_after_a_move() -> None:
+    """It may be for a stage that has left."""
+    runner = Runner(two_stages().stages, step=4)
+    assert [runner.is_late(step) for step in (3, 4, 5)] == [True, True, False]
+    runner.take_activation(4, 2, Key(0), INCOMING)
+    runner.begin(5, 2, accumulate=False)
+    runner.take_activation(4, 2, Key(0), INCOMING)
+    assert runner.has_done(0, 0, is_exact=True)
+
+
 def test_a_stage_that_is_elsewhere_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match=r"stage 2, and this process has \[1, 3\]"):
         two_stages().take_activation(1, 2, Key(0), INCOMING)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from itertools import product
+from typing import Any
+
+import msgspec
 import pytest
 import torch
 
 from lightning_hetero.devices.copies import PlainCopies
-from lightning_hetero.errors import LocalProtocolError, WorkerUnreachable
+from lightning_hetero.errors import LocalProtocolError, RemoteProtocolError, WorkerUnreachable
 from lightning_hetero.pipeline.boundary import Activation, Gradients
 from lightning_hetero.pipeline.codec import encode_activation, encode_gradients
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.frames import Frame
+from lightning_hetero.protocol.frames import Content, Frame
 from lightning_hetero.transport.channel import Channel
 from lightning_hetero.worker.neighbors import Neighbors
 
@@ -32,6 +37,11 @@ def arrived(end: End) -> m.Message:
 
 def nobody(address: str, _session: str, _member: int) -> Channel:
     raise AssertionError(f"{address!r} is dialled.")
+
+
+def saying(content: Content, stage: int) -> Any:
+    """The message for another stage."""
+    return msgspec.structs.replace(content[0], stage=stage)
 
 
 def deploy(*downstream: int) -> m.Deploy:
@@ -80,7 +90,7 @@ def test_what_stays_in_a_process_goes_over_no_channel() -> None:
     with channel_pair() as (_, coordinator):
         neighbors = Neighbors(coordinator.channel, nobody)
         neighbors.expect(deploy(1, 0))
-        neighbors.note_source(1, coordinator.channel)
+        neighbors.check_way(saying(ACTIVATION, 1), coordinator.channel)
         assert [neighbors.leads_here(stage) for stage in (1, 2)] == [True, False]
         assert [neighbors.comes_from_here(stage) for stage in (1, 2)] == [False, True]
 
@@ -107,11 +117,47 @@ def test_gradients_go_back_where_activations_have_come_from() -> None:
         neighbors = Neighbors(coordinator.channel, nobody)
         neighbors.expect(deploy(0, 0))
         neighbors.attach(upstream.channel, 2)
-        neighbors.note_source(1, upstream.channel)
-        neighbors.note_source(2, coordinator.channel)
-        neighbors.pass_on(neighbors.upstream_of(1), GRADIENT, COPIES)
+        neighbors.check_way(saying(ACTIVATION, 2), upstream.channel)
+        neighbors.check_way(saying(ACTIVATION, 1), coordinator.channel)
+        neighbors.pass_on(neighbors.upstream_of(2), GRADIENT, COPIES)
         assert isinstance(arrived(above), m.Gradient)
-        assert neighbors.upstream_of(2) is coordinator.channel
+        assert neighbors.upstream_of(1) is coordinator.channel
+
+
+def test_what_comes_another_way_than_its_stage_is_refused() -> None:
+    """Stages 1, 2 and 4 are here; others run stages 3 and 5."""
+    deployed = m.Deploy(
+        1,
+        [
+            m.StageSpec(number, "", [], recompute=False, downstream=behind)
+            for number, behind in ((1, 1), (2, 2), (4, 3))
+        ],
+        5,
+        [m.PeerSpec(2, "2:1", ""), m.PeerSpec(3, "3:1", "")],
+        seed=0,
+    )
+    with ExitStack() as stack:
+        ends = [stack.enter_context(channel_pair())[1].channel for _ in range(5)]
+        coordinator, two, three, upstream, stranger = ends
+        dialled = {"2:1": two, "3:1": three}
+        neighbors = Neighbors(coordinator, lambda address, *_: dialled[address])
+        neighbors.expect(deployed)
+        neighbors.connect(lambda _channel: None)
+        neighbors.attach(upstream, 2)
+        neighbors.attach(stranger, 3)
+        right = [
+            (ACTIVATION, 1, coordinator),
+            (ACTIVATION, 4, upstream),
+            (GRADIENT, 2, two),
+            (GRADIENT, 4, three),
+        ]
+        for content, stage, channel in right:
+            neighbors.check_way(saying(content, stage), channel)
+        allowed = {(type(content[0]), stage, channel) for content, stage, channel in right}
+        for content, stage, channel in product((ACTIVATION, GRADIENT), (1, 2, 4), ends):
+            if (type(content[0]), stage, channel) not in allowed:
+                with pytest.raises(RemoteProtocolError, match=f"for stage {stage} came from"):
+                    neighbors.check_way(saying(content, stage), channel)
 
 
 def test_a_neighbor_that_said_goodbye_is_told_nothing_more() -> None:

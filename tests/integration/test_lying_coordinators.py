@@ -1,0 +1,128 @@
+"""What a coordinator asks of the wrong stage, or at a time that never comes, is refused or ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy
+from lightning_hetero.errors import HeteroError, StageFailed, WeightsLost, WorkerLost
+from lightning_hetero.protocol import messages as m
+from lightning_hetero.transport.channel import Channel
+from lightning_hetero.transport.deadlines import Deadlines
+
+from ..models import TinyModule, fit, loader, trainer
+from .shapes import Shape, shaped
+
+SHAPE: Shape = [("C", 0, 1), ("a", 1, 2), ("a", 2, 3), ("b", 3, 4), ("a", 4, 5)]
+"""Stages 1, 2 and 4 on the first worker, which a lie is told to, and stage 3 on the second."""
+
+
+@dataclass(frozen=True)
+class Lie:
+    """What the coordinator says instead, in its second step, and the error that follows."""
+
+    kind: type[m.Message]
+    change: Callable[[Any], dict[str, Any]]
+    says: str
+    error: type[HeteroError] = StageFailed
+
+
+def instead(**changes: Any) -> Callable[[Any], dict[str, Any]]:
+    return lambda _: changes
+
+
+LIES = {
+    "arguments for nobody": Lie(m.Arguments, instead(stage=9), r"stage 9, and .* has \[1, 2, 4\]"),
+    "arguments twice": Lie(
+        m.Arguments,
+        lambda said: {"stage": 2 if said.stage == 4 else said.stage},
+        "Surroundings for stage 2 .* came twice",
+    ),
+    "an activation for nobody": Lie(m.Activation, instead(stage=9), "came for stage 9"),
+    "an activation inside the worker": Lie(
+        m.Activation, instead(stage=2), "Activation for stage 2 came from the coordinator"
+    ),
+    "an activation between workers": Lie(
+        m.Activation, instead(stage=4), "for stage 4 came from (the coordinator|worker 2)"
+    ),
+    "gradients for nobody": Lie(m.Gradient, instead(stage=9), "came for stage 9"),
+    "gradients inside the worker": Lie(
+        m.Gradient, instead(stage=1), "Gradient for stage 1 came from the coordinator"
+    ),
+    "gradients between workers": Lie(
+        m.Gradient, instead(stage=2), "Gradient for stage 2 came from the coordinator"
+    ),
+    "a stamp of the past": Lie(
+        m.ApplyOptimizer, instead(forwards=0), "belongs behind 0 forwards and 3 backwards of step 2"
+    ),
+    "a stamp that never comes true": Lie(
+        m.BeginStep,
+        instead(forwards=99),
+        "No stage returned a result for 2 s in step 2",
+        WorkerLost,
+    ),
+    "a backward that never comes": Lie(
+        m.BeginStep,
+        instead(backwards=4),
+        "No stage returned a result for 2 s in step 2",
+        WorkerLost,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_ends_the_run_and_the_worker_serves_the_next_one(
+    name: str, workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lie, send, told = LIES[name], Channel.send, []
+
+    def lying(channel: Channel, message: m.Message, *tensors: Tensor) -> None:
+        if isinstance(message, lie.kind) and message.step == 2:
+            told.append(message)
+            message = msgspec.structs.replace(message, **lie.change(message))  # type: ignore[type-var]
+        send(channel, message, *tensors)
+
+    def trained(deadlines: Deadlines) -> TinyModule:
+        strategy = HeteroPipelineStrategy(workers[:2], shaped(workers, SHAPE, 3))
+        strategy.deadlines = deadlines
+        return fit(TinyModule(), strategy)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "send", lying)
+        with pytest.raises(lie.error, match=lie.says):
+            trained(Deadlines(progress_seconds=2.0) if lie.error is WorkerLost else Deadlines())
+    assert told
+    assert len(trained(Deadlines()).losses) == 3
+
+
+def test_an_optimizer_step_that_one_worker_refuses_is_torn(
+    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Channel.send
+
+    def lying(channel: Channel, message: m.Message, *tensors: Tensor) -> None:
+        if (
+            isinstance(message, m.ApplyOptimizer)
+            and channel is strategy.deployment.coordinator.connections.serving[1].channel
+        ):
+            message = msgspec.structs.replace(message, forwards=0)
+        send(channel, message, *tensors)
+
+    strategy = HeteroPipelineStrategy(workers[:2], shaped(workers, SHAPE, 3))
+    checkpoint = ModelCheckpoint(tmp_path, save_on_exception=True)
+    run = trainer(strategy, max_steps=2, callbacks=[checkpoint], enable_checkpointing=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "send", lying)
+        with pytest.raises(StageFailed, match="belongs behind 0 forwards"):
+            run.fit(TinyModule(), loader(24, 12))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(WeightsLost, match="of two different steps"):
+        run.save_checkpoint(tmp_path / "later.ckpt")
