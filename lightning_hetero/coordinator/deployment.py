@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import cached_property
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +40,7 @@ from ..pipeline.boundary import Collected
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.placement import Placement
 from ..pipeline.stage import compiled
+from ..pipeline.transfers import coming_home
 from ..plan import Plan, StagePlan
 from ..protocol.messages import Equipment
 from ..protocol.tensors import DTYPES
@@ -50,6 +52,7 @@ from .layers import (
     obstacles_to_compiling,
     remote_stages,
 )
+from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
 from .progress import Progress
 from .session import Coordinator
@@ -131,9 +134,12 @@ class TensorsAway:
         layers: The layers on workers by their numbers.
         remote: Fetches and stores their tensors.
         weights: The checkpoint that the model is loaded from, if its weights are still there.
+        changed: Tensors that may differ from that checkpoint, because they were trained.
+        are_there: The layers that workers have already.
 
     Attributes:
         names_of: The name of each tensor on its worker.
+        changed: Tensors that may differ from the checkpoint: as given, and those that are here.
         loss: The reason why the weights are lost; None while they are not lost.
         progress: Shows how far fetches have come; None if nothing shows it.
     """
@@ -143,8 +149,11 @@ class TensorsAway:
         layers: Mapping[int, nn.Module],
         remote: RemoteLayers,
         weights: CheckpointWeights | None,
+        changed: Collection[Tensor] = (),
+        are_there: Collection[int] = (),
     ) -> None:
-        _check_weights_can_be_sent(layers, weights)
+        leaving = {number: layer for number, layer in layers.items() if number not in are_there}
+        _check_weights_can_be_sent(leaving, weights)
         self.names_of = {tensor: name for name, tensor in named_tensors(layers)}
         self.loss: WeightsLost | None = None
         self.progress: Progress | None = None
@@ -153,7 +162,8 @@ class TensorsAway:
         self._weights = weights
         self._sent = {name for name, _ in named_tensors(layers)}
         # A tensor that is here now may have been trained before layers moved.
-        self._was_here = {tensor for tensor in self.names_of if not tensor.is_meta}
+        here = (tensor for tensor in self.names_of if not tensor.is_meta)
+        self.changed = {*here, *(tensor for tensor in changed if tensor in self.names_of)}
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
         self.check_not_lost()
@@ -181,22 +191,29 @@ class TensorsAway:
         )
         return self.loss
 
-    def bring(self, trained: Collection[Tensor]) -> dict[str, Tensor]:
+    def bring(
+        self, trained: Collection[Tensor], numbers: Collection[int] | None = None
+    ) -> dict[str, Tensor]:
         """Fetch the tensors that are not in the checkpoint, or have been changed since.
 
         Args:
             trained: The tensors that train at present or ever did.
+            numbers: The layers; None for all.
         """
+        wanted = {n: layer for n, layer in self._layers.items() if numbers is None or n in numbers}
         coming = {
             name: tensor.nbytes
-            for name, tensor in named_tensors(self._layers)
-            if name in self._sent
-            and (tensor in trained or tensor in self._was_here or not self.is_on_disk(tensor))
+            for name, tensor in named_tensors(wanted)
+            if name in self._sent and not (self.is_unchanged(tensor) and tensor not in trained)
         }
         what = "Bringing the layers back"
         with closing(self._remote.progress(what, sum(coming.values()))) as progress:
             # Without a request nothing is lost when a worker is gone.
             return self._remote.fetch(list(coming), progress) if coming else {}
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether the content of a tensor is that of the checkpoint, unless it trains or did."""
+        return tensor not in self.changed and self.is_on_disk(tensor)
 
     def is_on_disk(self, tensor: Tensor) -> bool:
         """Whether the checkpoint that the model is loaded from has a tensor."""
@@ -210,7 +227,7 @@ class TensorsAway:
 class Deployment:
     """Some layers of a model live on workers from construction until `bring_back`.
 
-    When layers move, `bring_here` ends it and another one begins, with the same coordinator.
+    When layers move, another one takes its place, with the same coordinator.
 
     Args:
         root: The LightningModule.
@@ -221,6 +238,8 @@ class Deployment:
         converts_weights: Whether a stage's ``dtype`` holds for its weights too; under autocast it
             does not.
         batches: The user's options for batches.
+        before: The deployment whose place this one takes. After an error it is in its place again,
+            and if layers have begun to move, it runs no step any more.
 
     Attributes:
         tensors: The tensors of the layers on workers.
@@ -241,6 +260,7 @@ class Deployment:
         seed: int,
         converts_weights: bool = True,
         batches: BatchOptions = NOTHING_SAID,
+        before: Deployment | None = None,
     ) -> None:
         self.plan = plan
         self.coordinator = coordinator
@@ -248,12 +268,26 @@ class Deployment:
         self._root = root
         self._saving = threading.Lock()
         self._converts_weights = converts_weights
+        home = {} if before is None else before._bring_leaving(plan)
+        with nullcontext() if before is None else before._giving_way():
+            self._begin(seed, batches, before, home)
+
+    def _begin(
+        self,
+        seed: int,
+        batches: BatchOptions,
+        before: Deployment | None,
+        home: Mapping[str, Tensor],
+    ) -> None:
+        """Make the layers hollow and send them, or move them from where they were before."""
+        root, layers, plan, coordinator = self._root, self.layers, self.plan, self.coordinator
         stages = _remote_layers(root, layers, plan)
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._names = {number: layer.name for number, layer in away.items()}
         self._away = {number: layer.module for number, layer in away.items()}
         weights = weights_in_checkpoint(root)
-        self.tensors = TensorsAway(self._away, coordinator.layers, weights)
+        changed, are_there = ((), ()) if before is None else before._changed_and_away
+        self.tensors = TensorsAway(self._away, coordinator.layers, weights, changed, are_there)
         rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
         self.trained = TrainedParameters(coordinator.training, self.tensors.names_of, rounded)
         recorder = coordinator.telemetry.recorder
@@ -264,11 +298,15 @@ class Deployment:
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.connections.equipment)
         remote = remote_stages(root, stages, plan, weights, self.weights_dtype_of)
-        changed = changed_since_recipe(remote, away)
-        self._send(remote, seed)
+        differing = changed_since_recipe(remote, away)
+        if before is None:
+            self._send(remote, seed)
+        else:
+            self._move(remote, seed)
+            before._hollow.fill(home)
         self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(
-            away, coordinator.connections, coordinator.layers, changed
+            away, coordinator.connections, coordinator.layers, differing
         )
         self._adjusted = adjust_own(layers, plan)
 
@@ -280,6 +318,72 @@ class Deployment:
         with closing(self.coordinator.layers.progress(what, sum(sizes.values()))) as progress:
             for name in self.coordinator.layers.deploy(stages, placement, seed):
                 progress.advance(sizes[name])
+
+    def _move(self, stages: Sequence[RemoteStage], seed: int) -> None:
+        """Let the workers pass on what changes hands."""
+        tensors = {name: tensor for tensor, name in self.tensors.names_of.items()}
+        remote = self.coordinator.layers
+
+        def is_on_disk(name: str) -> bool:
+            tensor = tensors.get(name)
+            return tensor is not None and self.tensors.is_unchanged(tensor)
+
+        move = LayerMove(remote, stages, Placement.of(self.plan), seed, is_on_disk)
+        with closing(remote.progress("Moving layers", move.num_bytes)) as progress:
+            for name in move.run():
+                progress.advance(move.bytes_of(name))
+
+    def paths(self) -> dict[str, str]:
+        """The path in the module of each tensor on a worker, by its name there."""
+        tensors = chain(self._root.named_parameters(), self._root.named_buffers())
+        path_of = {id(tensor): path for path, tensor in tensors}
+        found = ((name, path_of.get(id(t))) for name, t in named_tensors(self._away))
+        return {name: path for name, path in found if path is not None}
+
+    def coming_home(self, plan: Plan) -> set[str]:
+        """The names of the tensors of layers that this process gets under another plan."""
+        numbers = coming_home(Placement.of(self.plan), Placement.of(plan))
+        return {name for name, _ in named_tensors({n: self._away[n] for n in numbers})}
+
+    def leaving_home(self, plan: Plan) -> set[Tensor]:
+        """The tensors of layers that workers get from this process under another plan."""
+        leaving = {number: layer.module for number, layer in self._leaving(plan).items()}
+        return {tensor for _, tensor in named_tensors(leaving)}
+
+    def _bring_leaving(self, plan: Plan) -> dict[str, Tensor]:
+        """Fetch what comes home under another plan; nothing has changed if it raises.
+
+        Raises:
+            WorkerError: If a worker does not send its tensors.
+            ModelError: If only some of the layers have made the latest step.
+        """
+        self.coordinator.layers.wait_for_all()
+        self.check_between_steps()
+        numbers = coming_home(Placement.of(self.plan), Placement.of(plan))
+        found = self.tensors.bring(self.trained.ever, numbers)
+        self._warn_of_buffers()
+        return found
+
+    @property
+    def _changed_and_away(self) -> tuple[set[Tensor], set[int]]:
+        """The tensors that were trained during the run, and the layers that workers have."""
+        return self.tensors.changed | self.trained.ever, {*self._away}
+
+    @contextmanager
+    def _giving_way(self) -> Iterator[None]:
+        """Inside, the layers are ordinary, and empty, so that another deployment takes them.
+
+        After an error they are hollow again.
+        """
+        self._release_local_layers()
+        self._hollow.release()
+        self._hooks.close()
+        try:
+            yield
+        except BaseException:
+            self._hooks = self._hollow_out()
+            self._adjusted = adjust_own(self.layers, self.plan)
+            raise
 
     def _hollow_out(self) -> ExitStack:
         """Make the layers hollow; returns their hooks on the model, which `close` removes."""
@@ -319,7 +423,8 @@ class Deployment:
     def abort(self) -> None:
         """Make every process forget the present step, after an exception in it."""
         self._hollow.forget_calls()
-        if self.coordinator.connections.lost is None:
+        is_between_plans = self.coordinator.layers.is_between_plans
+        if self.coordinator.connections.lost is None and not is_between_plans:
             self.coordinator.stages.abort_step()
 
     def weights_dtype_of(self, stage: StagePlan) -> torch.dtype | None:
@@ -341,13 +446,6 @@ class Deployment:
         """The modules of a stage, by their numbers."""
         held = layers_of_stage(self._root, self.layers, stage)
         return {number: layer.module for number, layer in held.items()}
-
-    def modules_under(self, plan: Plan) -> dict[int, nn.Module]:
-        """All modules that may be on workers under a plan, by their numbers."""
-        found = {number: layer.module for number, layer in enumerate(self.layers)}
-        for stage in plan.remote_stages:
-            found |= self.modules_of(stage)
-        return found
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -431,15 +529,15 @@ class Deployment:
 
     def _bring_what_there_is(self) -> None:
         try:
-            self.bring_here()
+            self._bring_here()
         except StageFailed:
             if self.coordinator.training.is_between_steps:
                 raise
             # The stage failed in the optimizer's step, and still hands out its weights.
-            self.bring_here()
+            self._bring_here()
 
-    def bring_here(self) -> None:
-        """Make the layers ordinary again before they move; nothing has changed if it raises.
+    def _bring_here(self) -> None:
+        """Make the layers ordinary again; nothing has changed if it raises.
 
         Raises:
             WorkerError: If a worker does not send its tensors.
@@ -454,19 +552,34 @@ class Deployment:
         self._hollow.refill(tensors)
         self._hooks.close()
 
+    def check_placed(self) -> None:
+        """Refuse a step after a move of layers has failed.
+
+        Raises:
+            ModelError: With the remedy.
+        """
+        if self.coordinator.layers.is_between_plans:
+            raise ModelError(
+                "A move of layers has failed, so the workers run no step any more. End the run, "
+                "which brings the weights home, save a checkpoint, and continue from it."
+            )
+
     def check_can_move(self, plan: Plan) -> None:
         """Refuse a plan whose layers cannot live apart, before anything has changed.
 
         Raises:
             ModelError: With the reason.
         """
-        leaving = {
+        HollowLayers(self._leaving(plan), self._exchange, self.tensors).check()
+
+    def _leaving(self, plan: Plan) -> dict[int, DecoderLayer]:
+        """The layers that workers get from this process under another plan, by their numbers."""
+        return {
             number: layer
             for stage in _remote_layers(self._root, self.layers, plan)
             for number, layer in stage.items()
             if number not in self._away
         }
-        HollowLayers(leaving, self._exchange, self.tensors).check()
 
     def _release_local_layers(self) -> None:
         for put_back in self._adjusted:
@@ -482,6 +595,7 @@ class Deployment:
     ) -> tuple[Tensor, tuple[Collected, ...]]:
         """Send the hidden states of the last hollow layer through the stages."""
         self.tensors.check_not_lost()
+        self.check_placed()
         forgotten = self._hollow.caches.take_forgotten()
         if forgotten:
             self.coordinator.stages.drop_caches(forgotten)

@@ -215,17 +215,31 @@ class Site:
         return coordinator
 
     def carry_out(
-        self, plan: Plan, layers: Sequence[DecoderLayer], coordinator: Coordinator
+        self,
+        plan: Plan,
+        layers: Sequence[DecoderLayer],
+        coordinator: Coordinator,
+        before: Deployment | None = None,
     ) -> Deployment:
-        """Send layers to where a plan has them, over connections that are open."""
-        coordinator.serve(plan.workers, plan.coordinator_narrowing)
+        """Bring layers to where a plan has them, over connections that are open.
+
+        Args:
+            plan: A plan that fits the layers.
+            layers: All decoder layers of the module.
+            coordinator: Connected to the workers.
+            before: Where the layers are now, if they move.
+        """
+        if before is None:
+            coordinator.serve(plan.workers, plan.coordinator_narrowing)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
         seed, batches = dropout_seed(), self.options.batches
         deployment = Deployment(
-            self.module, layers, plan, coordinator, seed, converts_weights, batches
+            self.module, layers, plan, coordinator, seed, converts_weights, batches, before
         )
+        if before is not None:  # a plan that is refused changes nothing
+            coordinator.serve(plan.workers, plan.coordinator_narrowing)
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment
