@@ -371,18 +371,18 @@ class Deployment:
 
     @contextmanager
     def _giving_way(self) -> Iterator[None]:
-        """Inside, the layers are ordinary, and empty, so that another deployment takes them.
-
-        After an error they are hollow again.
-        """
+        """Inside, the layers are ordinary, and empty; after an error they are hollow again."""
         self._release_local_layers()
         self._hollow.release()
         self._hooks.close()
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._hooks = self._hollow_out()
             self._adjusted = adjust_own(self.layers, self.plan)
+            if self.coordinator.layers.holdings.placement != Placement.of(self.plan):
+                # The workers have moved, and this process has not followed.
+                self.tensors.lose(error, "continue from the last checkpoint")
             raise
 
     def _hollow_out(self) -> ExitStack:

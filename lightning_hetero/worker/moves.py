@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..errors import RemoteProtocolError
+from ..errors import LocalProtocolError, RemoteProtocolError
 from ..pipeline.stage_layers import Content
 from ..protocol import messages as m
 from ..protocol.values import Packer, Value, unpack
@@ -51,7 +51,12 @@ class MovedSide:
         for name in message.names:
             packer = Packer()
             moved = self._packed(packer, name, message.member)
-            channel.send(moved, *packer.tensors)
+            try:
+                channel.send(moved, *packer.tensors)
+            except LocalProtocolError:
+                if not channel.has_ended:
+                    raise
+                return  # the coordinator is told that the neighbor is lost, and why
             channel.wait_until_sent(MOST_COPIES)
 
     def _packed(self, packer: Packer, name: str, member: int) -> m.MovedTensor:

@@ -83,7 +83,8 @@ class TrainedSide:
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages({})
         # What belongs to tensors here, until their optimizers are built and averages go on.
-        self._awaiting = self.leaving = Belongings()
+        self._awaiting = Belongings()
+        self.leaving = Belongings()
         self.handlers: dict[type, Handler] = {
             m.BuildOptimizer: self._on_build_optimizer,
             m.LoadOptimizerState: self._on_load_optimizer_state,

@@ -14,11 +14,15 @@ from torch import Tensor
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
 from lightning_hetero.callbacks import StageWeightAveraging
 from lightning_hetero.discovery.status import ask_status
+from lightning_hetero.errors import WorkerError
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
 
+from ..conftest import worker_process
+from ..equality import assert_close, weights_of
 from ..models import TinyModule, loader, trainer
+from .moves import Moves
 
 NUM_LAYERS = 8
 # What messages without weights may take over the coordinator's channels, both ways together.
@@ -146,3 +150,28 @@ def test_averages_go_from_holder_to_holder_too(workers: list[str]) -> None:
     expected = 4 * module.layer_bytes
     assert expected <= move.from_first <= SLACK * expected
     assert max(move.of_coordinator, move.from_second) < MOST_SAID_BYTES
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        pytest.param("6MiB", "These layers need 6.26 MiB", id="weights and gradients"),
+        pytest.param("7MiB", "this session would take", id="and moments"),
+    ],
+)
+def test_a_worker_without_memory_for_what_comes_is_named_and_nothing_is_lost(
+    workers: list[str], limit: str, reason: str
+) -> None:
+    with worker_process("--memory", limit) as small:
+        chain = [workers[0], small.address]
+        module = Wide()
+        strategy = HeteroPipelineStrategy(chain, plan_of_cuts(chain, (1, 5)))
+        move = Moves({2: plan_of_cuts(chain, (1, 4))})
+        run = trainer(strategy, callbacks=[move], max_steps=4)
+        with pytest.raises(WorkerError, match=r"\(`--memory`\)") as caught:
+            run.fit(module, loader(8 * 4, 8))
+        assert reason in str(caught.value)
+        assert small.address in str(caught.value)
+    expected = Wide()
+    trainer(max_steps=2).fit(expected, loader(8 * 4, 8))
+    assert_close(weights_of(module), weights_of(expected))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,11 @@ def test_a_worker_that_dies_during_a_move_is_named_with_the_remedy(
         module.state_dict()
 
 
+def raise_error(error: type[BaseException]) -> None:
+    raise error("stop here")
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("count", [1, 7, 18], ids=["first", "middle", "last"])
 def test_nothing_is_lost_when_a_move_is_interrupted(
     workers: list[str],
@@ -253,17 +259,14 @@ def test_nothing_is_lost_when_a_move_is_interrupted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     count: int,
+    error: type[BaseException],
 ) -> None:
-    """18 tensors move from each worker or to it; each has its optimizer state."""
+    """18 tensors move, each with its optimizer state."""
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=99, save_on_exception=True)
-
-    def interrupt() -> None:
-        raise OSError("stop here")
-
-    Interrupting(monkeypatch, count, interrupt)
+    Interrupting(monkeypatch, count, partial(raise_error, error))
     module = TinyModule(NUM_LAYERS)
     moves = {4: plan_of(workers, MOVES["of the workers"])}
-    with pytest.raises(OSError, match="stop here"):
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
         train(workers, moves, lambda: module, callbacks=(saving,), enable_checkpointing=True)
     monkeypatch.undo()
     resumed = TinyModule(NUM_LAYERS)
@@ -285,10 +288,7 @@ def test_no_step_runs_after_a_move_that_failed(
             with suppress(OSError):
                 super().on_train_batch_start(*given)
 
-    def interrupt() -> None:
-        raise OSError("stop here")
-
-    Interrupting(monkeypatch, 3, interrupt)
+    Interrupting(monkeypatch, 3, partial(raise_error, OSError))
     moves = Stubborn({2: plan_of(workers, MOVES["of the workers"])})
     strategy = HeteroPipelineStrategy(workers[:2], plan_of(workers, START))
     run = trainer(strategy, callbacks=[moves], max_steps=4)
