@@ -45,7 +45,7 @@ class StagePlan:
             rounded. Weights that train are never narrowed, since rounding would lose their steps.
         activation_dtype: The dtype to which activations are rounded on both boundaries of the
             stage, for a slow link; None to send them as they are. ``int8`` has a scale for each 64
-            values.
+            values. Between two stages of one process nothing is rounded.
         gradient_dtype: The dtype to which gradients are rounded on both boundaries of the stage.
         compile: Compile each layer by `torch.compile`; sums may then be added in another order.
         embedding: Hold the model's input embedding too: the stage receives token ids instead of

@@ -68,7 +68,7 @@ def forked_worker(
     The end of the block ends the process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_hetero.cli", *NEEDED_BY_LAYERS])
+    context.set_forkserver_preload(["lightning_hetero.cli", *NEEDED_BY_LAYERS, "tests.warm"])
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = context.Process(
         target=_serve, args=(theirs, list(options), before, dict(environment)), daemon=True

@@ -57,7 +57,7 @@ KEYS_OF_PROFILES: dict[type, str] = {
     ),
     profile.Part: (
         "name parameter_bytes trainable_parameters gradient_bytes optimizer_bytes "
-        "parameter_bytes_in"
+        "parameter_bytes_in is_experts"
     ),
     profile.DeviceProfile: (
         "name device memory_bytes base_bytes timings optimizer_seconds largest_micro_batch "

@@ -167,8 +167,8 @@ def comparisons(seen: Seen) -> list[Comparison]:
     worst = max(range(count), key=lambda n: abs(traced[n] / seen.wall_seconds[n] - 1))
     mean = sum(traced) / count
     by_trace = 1 - sum(
-        stage.computing_seconds for step in seen.steps for stage in step.stages
-    ) / sum(len(step.stages) * step.seconds for step in seen.steps)
+        process.computing_seconds for step in seen.steps for process in step.processes
+    ) / sum(len(step.processes) * step.seconds for step in seen.steps)
     found = [
         _ms("a step in the trace", median(traced), median(seen.wall_seconds), "wall, median"),
         _ms("the same", traced[worst], seen.wall_seconds[worst], "wall, the worst step"),
@@ -186,7 +186,7 @@ def _of_stage(seen: Seen, stage: int) -> list[Comparison]:
     def share(*names: str) -> float:
         return sum(seen.logged.get(f"stage/{stage}/{name}_share", 0.0) for name in names)
 
-    computing = sum(step.stages[stage].computing_seconds for step in seen.steps) / count
+    computing = sum(step.processes[stage].computing_seconds for step in seen.steps) / count
     cpu = sum(both[stage] for both in seen.cpu_seconds) / count
     active = share("busy", "transferring", "other") * seen.logged["pipeline/step_seconds"]
     return [

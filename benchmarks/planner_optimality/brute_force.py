@@ -1,4 +1,8 @@
-"""The shortest step over all subsets, orders, forms, splits and numbers of micro-batches."""
+"""The shortest step over all subsets, orders, splits and numbers of micro-batches.
+
+The coordinator may have layers at both ends, and the embedding may be on the first worker. Each
+worker has one seat.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.plan import most_started
-from lightning_hetero.planner.candidates import (
-    Arrangement,
-    Candidate,
-    Costs,
-    Form,
-    forms_for,
-    hops_between,
-)
-from lightning_hetero.planner.costs import Holder
+from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs, boundary_hops
+from lightning_hetero.planner.costs import BothEnds, Holder
 from lightning_hetero.planner.profile import HEAD, Profile
 from lightning_hetero.planner.search import speeds_of
 from lightning_hetero.planner.simulation import busy_seconds_of_media, least_bottleneck
@@ -34,11 +31,16 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True)
 class Tables:
-    """The seconds of all stages of a holder; entry [first, end], infinite if it does not fit."""
+    """The seconds of all stages of a holder; entry [first, end], infinite if it does not fit.
+
+    The coordinator has the layers before ``first`` and those from ``end`` on; ``forward`` and
+    ``backward`` are those before, and ``behind`` those behind.
+    """
 
     forward: Numbers
     backward: Numbers
     optimizer: Numbers
+    behind: Numbers | float = 0.0
 
 
 class BruteForce:
@@ -88,20 +90,21 @@ class BruteForce:
     def _ways_of(self, order: Sequence[str], pieces: int) -> Iterator[tuple[Arrangement, int]]:
         num = len(order) + 1
         counts = {1, 2, math.ceil(num / 2), num, 2 * num, 3 * num} if order else {1}
-        forms = forms_for(self._profile.model) if order else (Form.FIRST,)
-        for form in forms:
-            way = Arrangement(self._costs, order, pieces, form)
+        may_leave = self._profile.model.embedding_may_leave and bool(order)
+        for left in (False, True) if may_leave else (False,):
+            way = Arrangement(self._costs, order, pieces, left)
             for in_flight in sorted({min(count, pieces) for count in counts}):
                 yield way, in_flight
 
     def _try_splits(self, way: Arrangement, in_flight: int) -> None:
-        spans = all_splits(len(self._profile.model.layers), len(way.names), way.form)
-        tables = [self._table(holder, in_flight) for holder in way.holders]
+        spans = all_splits(len(self._profile.model.layers), len(way.workers))
+        tables = [self._own_table(way.own, in_flight)]
+        tables += [self._table(holder, in_flight) for holder in way.holders]
         fits = [
             np.isfinite(table.forward[each[:, 0], each[:, 1]])
-            for table, each in zip(tables, spans.transpose(1, 0, 2), strict=True)
+            for table, each in zip(tables, of_devices(spans), strict=True)
         ]
-        spans = spans[np.all(fits, axis=0) & math.isfinite(way.holders[0].end_seconds(HEAD))]
+        spans = spans[np.all(fits, axis=0) & math.isfinite(way.own.end_seconds)]
         least = Bounds(way, in_flight, tables, spans).least_seconds
         for index in np.argsort(least):
             if self._uses_bounds and least[index] >= self._seconds * (1 - CLOSE):
@@ -117,6 +120,27 @@ class BruteForce:
         if key not in self._tables:
             self._tables[key] = self._make_table(holder, in_flight)
         return self._tables[key]
+
+    def _own_table(self, own: BothEnds, in_flight: int) -> Tables:
+        key = id(own), in_flight
+        if key not in self._tables:
+            self._tables[key] = self._make_own_table(own, in_flight)
+        return self._tables[key]
+
+    def _make_own_table(self, own: BothEnds, in_flight: int) -> Tables:
+        layers = self._profile.model.layers
+        num = len(layers)
+        tables = Tables(*(np.full((num + 1, num + 1), np.inf) for _ in range(4)))
+        steps = own.front.device.optimizer_seconds
+        for first, end in np.argwhere(np.isfinite(own.matrix(in_flight))):
+            before, behind = own.options_for(first, end, in_flight)
+            tables.forward[first, end] = before.forward[first]
+            tables.backward[first, end] = before.backward[first]
+            sums = behind.forward + behind.backward
+            tables.behind[first, end] = sums[num] - sums[end]
+            held = [*layers[:first], *layers[end:]]
+            tables.optimizer[first, end] = sum(steps.get(kind, 0) for kind in held)
+        return tables
 
     def _make_table(self, holder: Holder, in_flight: int) -> Tables:
         layers = self._profile.model.layers
@@ -138,30 +162,33 @@ class Bounds:
         way: Devices in an order.
         in_flight: The most micro-batches in flight.
         tables: The tables of each device, the coordinator first.
-        spans: The layers of each device in each split, with the shape (splits, devices, 2).
+        spans: The layers of each seat in each split, with the shape (splits, seats, 2).
     """
 
     def __init__(
         self, way: Arrangement, in_flight: int, tables: Sequence[Tables], spans: Spans
     ) -> None:
         self._way, self._count, self._in_flight = way, way.micro_batches, in_flight
-        firsts, ends = spans[..., 0].T, spans[..., 1].T
-        triples = list(zip(tables, firsts, ends, strict=True))
+        triples = [
+            (table, each[:, 0], each[:, 1])
+            for table, each in zip(tables, of_devices(spans), strict=True)
+        ]
         forward = [table.forward[first, end] for table, first, end in triples]
         backward = [table.backward[first, end] for table, first, end in triples]
         optimizer = [table.optimizer[first, end] for table, first, end in triples]
-        self._loss: Numbers | float = way.holders[0].end_seconds(HEAD)
-        if way.form is not Form.FIRST:
-            self._loss = self._loss + forward[0] + backward[0]
-            forward[0], backward[0] = np.zeros_like(forward[0]), np.zeros_like(backward[0])
+        own, first, end = triples[0]
+        self._loss = way.own.behind.end_seconds(HEAD) + np.asarray(own.behind)[first, end]
         self._own = []
-        for holder, ahead, behind in zip(way.holders, forward, backward, strict=True):
+        holders = [way.own.front, *way.holders]
+        for holder, ahead, behind in zip(holders, forward, backward, strict=True):
             before = holder.before_layers
             self._own.append(ahead + behind + before.forward_seconds + before.backward_seconds)
+        of_ends = [[*way.own.front.ends.values(), *way.own.behind.ends.values()]]
+        of_ends += [[*holder.ends.values()] for holder in way.holders]
         self._optimizer = np.max(
             [
-                seconds + sum(end.optimizer_seconds for end in holder.ends.values())
-                for holder, seconds in zip(way.holders, optimizer, strict=True)
+                seconds + sum(end.optimizer_seconds for end in ends)
+                for ends, seconds in zip(of_ends, optimizer, strict=True)
             ],
             axis=0,
         )
@@ -172,11 +199,11 @@ class Bounds:
         if len(self._own) == 1:
             return np.asarray(self._count * (self._own[0] + self._loss) + self._optimizer)
         way, count = self._way, self._count
-        there, back = hops_between(way.costs, way.names, way.size, form=way.form)
+        there, back = boundary_hops(way.costs, way.names, way.size, way.embedding_left)
         passing = [hop.busy_seconds + hop.latency_seconds for hop in (*there, *back)]
         whole = sum(self._own) + self._loss + sum(passing)
         busiest = max(busy_seconds_of_media([*there, *back]).values())
-        started = most_started(self._in_flight, sends_token_ids=way.form is Form.LINE)
+        started = most_started(self._in_flight, sends_token_ids=way.embedding_left)
         bounds = [
             math.ceil(count / started) * whole,
             count * (self._own[0] + self._loss),
@@ -192,14 +219,18 @@ class Bounds:
         return np.asarray(np.max(bounds, axis=0) + self._optimizer)
 
 
+def of_devices(spans: Spans) -> list[Spans]:
+    """The splits by devices, the coordinator first with the range that it leaves to the workers."""
+    left = np.stack([spans[:, 0, 1], spans[:, -1, 0]], axis=1)
+    return [left, *spans[:, 1:-1].transpose(1, 0, 2)]
+
+
 @lru_cache
-def all_splits(num_layers: int, num_devices: int, form: Form) -> Spans:
-    """All splits in which only the coordinator may have no layers, the coordinator first."""
+def all_splits(num_layers: int, num_workers: int) -> Spans:
+    """All splits; the coordinator has the first and the last seat, which may have no layers."""
     found = []
-    for cuts in combinations(range(num_layers), num_devices - 1):
-        sizes = np.diff([0, *cuts, num_layers])
-        sizes = sizes if form is Form.FIRST else [*sizes[1:], sizes[0]]
-        bounds = np.concatenate([[0], np.cumsum(sizes)])
-        spans = list(zip(bounds, bounds[1:], strict=False))
-        found.append(form.coordinator_first(spans))
-    return np.array(found, dtype=np.int64).reshape(-1, num_devices, 2)
+    for cuts in combinations(range(num_layers + 1), num_workers + 1):
+        bounds = [0, *cuts, num_layers]
+        if num_workers or cuts[0] == num_layers:
+            found.append(list(zip(bounds, bounds[1:], strict=False)))
+    return np.array(found, dtype=np.int64).reshape(-1, num_workers + 2, 2)

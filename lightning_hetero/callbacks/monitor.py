@@ -1,4 +1,4 @@
-"""StageMonitor: what every stage does with its time, in the run's own loggers."""
+"""StageMonitor: what every process does with its time, in the run's own loggers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from ..coordinator.deployment import Deployment
-from ..model.layers import EMBEDDING_LAYER
 from ..pipeline.optimizer import gradient_norms, total_norm
+from ..pipeline.placement import Placement
 from ..plan import COORDINATOR
 from ..planner.profile import Profile
 from ..protocol.fields import Totals
-from ..telemetry.metrics import Window, difference, flops_per_token, pipeline_metrics, stage_metrics
+from ..telemetry.metrics import (
+    Window,
+    difference,
+    flops_per_token,
+    pipeline_metrics,
+    process_metrics,
+)
 from ..telemetry.step import bound_seconds
 
 
@@ -33,6 +39,12 @@ def profile_of(trainer: pl.Trainer) -> Profile | None:
     """The profile that was measured before the run, if there is one."""
     choice = getattr(trainer.strategy, "plan_choice", None)
     return cast("Profile | None", getattr(choice, "profile", None))
+
+
+def process_names(deployment: Deployment) -> dict[int, str]:
+    """The names of the processes that have layers, by their numbers, and the coordinator's."""
+    workers = deployment.coordinator.connections.workers
+    return {0: COORDINATOR, **{worker.number: worker.name for worker in workers}}
 
 
 def warn_of_no_stages(trainer: pl.Trainer, callback: pl.Callback) -> None:
@@ -54,32 +66,42 @@ _WHO = "monitor"
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question to all processes, and the values to log with their answers."""
+    """A question to all processes, and the values to log with their answers.
+
+    Args:
+        number: The number of the question.
+        names: The names of the processes that were asked, by their numbers.
+    """
 
     number: int
+    names: Mapping[int, str]
     step: int
     wall_seconds: float
     norms: Mapping[str, float]
 
 
 class StageMonitor(pl.Callback):
-    """Logs the time, the device and the traffic of every stage, and the speed of the pipeline.
+    """Logs the time, the device and the traffic of every process, and the speed of the pipeline.
 
-    The values are means over the steps since they were last logged. ``stage/0`` is the coordinator;
-    the plan's stages on workers follow in their order. Unknown values are left out:
+    The values are means over the steps since they were last logged. N in ``stage/N`` is the number
+    of a process: 0 is the coordinator, and the workers have the numbers from 1 on in the order in
+    which the layers come to them in the first plan. A worker keeps its number when layers move;
+    without layers it logs nothing. The values of a worker with several stages, and those of a
+    coordinator with the first and the last layers, are of all its layers together. If each worker
+    has one stage, N is the number of the stage. Unknown values are left out:
 
     - ``stage/N/busy_share``, ``transferring_share``, ``waiting_share``: the shares of the step in
-      which the stage computes, packs and unpacks messages, and has nothing to do. They add up to
+      which the process computes, packs and unpacks messages, and has nothing to do. They add up to
       1, on the coordinator together with ``other_share``: data, Lightning, other callbacks.
     - ``stage/N/bubble_share``: 1 less ``busy_share``. ``stage/N/sending_share``: the share of the
-      step in which the stage's links were sending, also while it computed.
+      step in which the links of the process were sending, also while it computed.
     - ``stage/N/forward_ms``, ``backward_ms``, ``loss_ms`` of a micro-batch, ``optimizer_ms`` of a
-      step; ``stage/N/tokens_per_second``: the speed of the stage if it never had to wait.
+      step; ``stage/N/tokens_per_second``: the speed of the process if it never had to wait.
     - ``stage/N/queue_depth``: the mean number of actions that were ready when one was chosen.
     - ``stage/N/sent_bytes``, ``received_bytes`` of a step; ``memory_bytes``, ``memory_peak_bytes``;
       ``temperature_celsius``, ``power_watts``; ``gradient_norm``.
     - ``pipeline/step_seconds``, ``tokens_per_second`` (of all the time that passed, also between
-      steps), ``bubble_share``, ``bottleneck_stage``.
+      steps), ``bubble_share``; ``bottleneck_stage``: the N of the process that computes longest.
     - ``pipeline/bound_share``: the seconds of a step at the sum of the devices' measured speeds,
       divided by the seconds that the step took.
     - ``pipeline/model_flops_utilization``: model FLOPs per second over the sum of the peaks, as
@@ -89,7 +111,7 @@ class StageMonitor(pl.Callback):
     Args:
         every_n_steps: The number of optimizer steps from one log to the next; None for the
             Trainer's ``log_every_n_steps``.
-        gradient_norms: Whether to log each stage's gradient norm, which takes a round trip.
+        gradient_norms: Whether to log the gradient norm of each process, which takes a round trip.
         peak_flops: The peak of each device in FLOPs per second: one number for all devices, or a
             number for each device, the coordinator's too, by the names that plans use.
         flops_per_token: The FLOPs of the model for one token; None to derive them from its
@@ -165,7 +187,8 @@ class StageMonitor(pl.Callback):
             now = time.perf_counter()
             number = deployment.coordinator.telemetry.ask_records(with_spans=False)
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
-            self._asked = _Asked(number, step, now - self._since_seconds, self._norms)
+            names = process_names(deployment)
+            self._asked = _Asked(number, names, step, now - self._since_seconds, self._norms)
             self._since_seconds, self._last_step = now, trainer.global_step
 
     @override
@@ -191,21 +214,26 @@ class StageMonitor(pl.Callback):
             {n: difference(t, self._before.get(n, Totals())) for n, t in totals.items()},
             asked.wall_seconds,
         )
-        self._before = totals
+        # A worker that has no layers at present may get some again.
+        self._before |= totals
         if window.is_empty:
             return
         found = {**asked.norms}
         for number, record in records.items():
-            metrics = stage_metrics(window, number) | record.health
+            metrics = process_metrics(window, number) | record.health
             found |= _named(f"stage/{number}", metrics)
         found |= _named("pipeline", pipeline_metrics(window))
-        found |= _named("pipeline", self._compared(trainer, deployment, window))
+        found |= _named("pipeline", self._compared(trainer, deployment, window, asked.names))
         for logger in trainer.loggers:
             logger.log_metrics(found, step=asked.step)
             logger.save()
 
     def _compared(
-        self, trainer: pl.Trainer, deployment: Deployment, window: Window
+        self,
+        trainer: pl.Trainer,
+        deployment: Deployment,
+        window: Window,
+        names: Mapping[int, str],
     ) -> dict[str, float]:
         """The metrics that compare the run with the speeds of its devices, if these are known."""
         found = {}
@@ -213,8 +241,7 @@ class StageMonitor(pl.Callback):
         if profile is not None and profile.batch_size is not None:
             num_batches = window.totals[0].num_microbatches / plan.micro_batches
             found["bound_share"] = num_batches * bound_seconds(plan, profile) / window.step_seconds
-        names = [COORDINATOR, *(stage.worker for stage in plan.remote_stages)]
-        peak = self._peak(names)
+        peak = self._peak([*names.values()])
         if peak is not None:
             each = self._flops_per_token or flops_per_token(trainer.lightning_module)
             speed = each * window.num_tokens / window.wall_seconds
@@ -234,14 +261,12 @@ def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _gradient_norms(module: pl.LightningModule, deployment: Deployment) -> dict[str, float]:
-    """The norm of each stage's gradients, by the metric's name."""
+    """The norm of the gradients on each process, by the metric's name."""
     here = [p.grad for p in module.parameters() if p.grad is not None]
-    stage_of = {
-        layer: number
-        for number, stage in enumerate(deployment.plan.remote_stages, start=1)
-        for layer in (*stage.layer_indices, *([EMBEDDING_LAYER] if stage.embedding else []))
-    }
+    number_of = {name: number for number, name in process_names(deployment).items()}
+    placement = Placement.of(deployment.plan)
     norms: dict[int, list[float]] = {0: gradient_norms(here)}
     for name, norm in deployment.coordinator.training.gradient_norms().items():
-        norms.setdefault(stage_of[int(name.partition(".")[0])], []).append(norm)
+        owner = placement.owner(int(name.partition(".")[0]))
+        norms.setdefault(number_of[owner], []).append(norm)
     return {f"stage/{number}/gradient_norm": total_norm(found) for number, found in norms.items()}

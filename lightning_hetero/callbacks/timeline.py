@@ -1,4 +1,4 @@
-"""PipelineTimeline: the times of every stage's work, as a trace and as a picture."""
+"""PipelineTimeline: the times of every process's work, as a trace and as a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..coordinator.deployment import Deployment
 from ..report.charts import chart_of
 from ..telemetry.chrome_trace import StepAndPrediction, trace_of
 from ..telemetry.step import RecordedStep, align, prediction_of, recorded_step
-from .monitor import deployment_of, profile_of, run_folder, warn_of_no_stages
+from .monitor import deployment_of, process_names, profile_of, run_folder, warn_of_no_stages
 
 TRACE_NAME, CHART_NAME = "timeline.json", "timeline.svg"
 
@@ -25,12 +25,14 @@ _WHO = "timeline"
 
 
 class PipelineTimeline(pl.Callback):
-    """Records when every stage computed, waited, packed and sent in some training steps.
+    """Records when every process computed, waited, packed and sent in some training steps.
 
-    ``timeline.json`` is a trace for https://ui.perfetto.dev. It shows all stages on the
-    coordinator's clock, and beside each step its prediction by the simulator. ``timeline.svg``
-    shows the step that was recorded last. Both files are beside the run's logs and are written
-    after each recorded step. Other steps are not slowed down.
+    ``timeline.json`` is a trace for https://ui.perfetto.dev. It shows all processes on the
+    coordinator's clock, and beside each step its prediction by the simulator, if the simulator
+    knows the plan. Actions have the number of their stage in their name: ``2F0`` is the forward of
+    stage 2 on micro-batch 0. ``timeline.svg`` shows the step that was recorded last. Both files
+    are beside the run's logs and are written after each recorded step. Other steps are not slowed
+    down. Workers that have no layers are left out.
 
     Args:
         steps: The numbers of the optimizer steps to record; the first step is 0. The first steps
@@ -120,4 +122,5 @@ def _gather(deployment: Deployment, step: int, start_seconds: float) -> Recorded
     clocks = {number: align(found) for number, found in telemetry.clock_samples().items()}
     spans = {number: record.spans for number, record in records.items()}
     dropped = sum(record.num_dropped for record in records.values())
-    return recorded_step(step, start_seconds, deployment.plan, spans, clocks, dropped)
+    names = process_names(deployment)
+    return recorded_step(step, start_seconds, deployment.plan, names, spans, clocks, dropped)

@@ -41,6 +41,7 @@ _COLOURS = {
     "training": "green",
     "measuring": "magenta",
     "in a run": "yellow",
+    "idle": "yellow",
     "free": "cyan",
     "gone": "red",
 }
@@ -126,6 +127,8 @@ def _cells_of_run(each: Sighting) -> list[Text]:
         for each in stage.stages
         if each.end_layer > each.first_layer
     )
+    if each.state == "idle":
+        held = "none"
     return [
         Text(f"{stage.run}\n{stage.coordinator.rpartition(':')[0]}"),
         Text(held),

@@ -7,7 +7,6 @@ in `asides`. Any other message is returned to the caller that waits.
 
 from __future__ import annotations
 
-import enum
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,14 +52,6 @@ _MOST_FORWARDED_EACH = 4
 _MOST_FORWARDED = 64
 
 
-class MemberState(enum.Enum):
-    """What a member does for the run."""
-
-    IDLE = "idle"
-    SERVING = "serving"
-    LOST = "lost"
-
-
 @dataclass(eq=False)
 class Member:
     """A worker of the run as the coordinator sees it, and the conversation with it.
@@ -68,9 +59,8 @@ class Member:
     Attributes:
         number: From 1 on; it stays when layers move.
         session: The name of the conversation, by which a neighbor shows that it means this worker.
-        state: What the worker does; an idle one has no stage.
+        stages: The numbers of the stages that it serves, or is about to; an idle one has none.
         loss: Why the worker is lost; None while it is not.
-        stages: The numbers of the stages that it serves, or is about to.
         cannot_reach: The workers to which its messages are forwarded, and whose messages are
             forwarded to it.
         num_unanswered: Requests whose ``Done`` has not come: more than one after an interruption.
@@ -83,9 +73,8 @@ class Member:
     channel: Channel
     equipment: m.Equipment
     session: str
-    state: MemberState = MemberState.IDLE
-    loss: WorkerError | None = None
     stages: tuple[int, ...] = ()
+    loss: WorkerError | None = None
     cannot_reach: set[Member] = field(default_factory=set)
     constants: SentConstants = field(default_factory=SentConstants)
     # The thread that writes to the channel reads the constants too.
@@ -162,7 +151,9 @@ class Connections:
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
-        self._fault: WorkerError | None = None
+        # Why the run is over, and which link between two workers is lost.
+        self._end: WorkerError | None = None
+        self._link_loss: LinkLost | None = None
         run = secrets.token_hex(4)
         try:
             for number, (name, address) in enumerate(workers, start=1):
@@ -184,10 +175,10 @@ class Connections:
 
     def close(self) -> None:
         """End all conversations in good order. May be called twice."""
+        self._end = self.lost or WorkerLost("The coordinator has ended the session.")
         members, self.members, self.workers = self.members, [], []
         for worker in members:
             worker.channel.close(m.Goodbye())
-        self._fault = self.lost or WorkerLost("The coordinator has ended the session.")
 
     def named(self, name: str) -> Member:
         """The worker of that name."""
@@ -212,7 +203,6 @@ class Connections:
         """Note the stages of each worker, by its name; workers without any are idle."""
         for worker in self.members:
             worker.stages = stages_of.get(worker.name, ())
-            worker.state = MemberState.SERVING if worker.stages else MemberState.IDLE
         self.workers = [worker for worker in self.members if worker.stages]
         serving = [(number, worker) for worker in self.workers for number in worker.stages]
         self.serving = dict(sorted(serving, key=lambda pair: pair[0]))
@@ -228,7 +218,8 @@ class Connections:
 
         A lost link between two workers ends steps only: both still answer requests.
         """
-        return None if isinstance(self._fault, LinkLost) else self._fault
+        losses = (worker.loss for worker in self.workers)
+        return self._end or next((loss for loss in losses if loss is not None), None)
 
     def check_usable(self) -> None:
         """Refuse requests after a worker was lost, or after `close`.
@@ -246,8 +237,9 @@ class Connections:
             WorkerLost: If a worker was lost.
             LinkLost: If a link was lost.
         """
-        if self._fault is not None:
-            raise _copy_of(self._fault)
+        self.check_usable()
+        if self._link_loss is not None:
+            raise _copy_of(self._link_loss)
 
     def lose(self, worker: Member, cause: HeteroError) -> WorkerError:
         """Give a worker up; the caller must raise the error that is returned."""
@@ -265,12 +257,10 @@ class Connections:
             )
         loss = WorkerLost(text)
         loss.__cause__ = cause
-        worker.state, worker.loss = MemberState.LOST, loss
+        worker.loss = loss
         if worker in self.members and worker not in self.workers:
             self.members.remove(worker)
             rank_zero_warn(f"{text} It had no layers, so the run goes on without it.")
-        else:
-            self._fault = loss
         # The strategy adds to the error that is raised how to go on.
         return _copy_of(loss)
 
@@ -351,7 +341,7 @@ class Connections:
         if isinstance(message, m.Failure):
             raise self._stage_failed(worker, message)
         # Both ends of a lost link report it; one report is enough.
-        if isinstance(message, m.NeighborLost) and not isinstance(self._fault, LinkLost):
+        if isinstance(message, m.NeighborLost) and self._link_loss is None:
             raise self._neighbor_lost(worker, message)
         return worker, content
 
@@ -455,11 +445,11 @@ class Connections:
     def _give_up(self, words: str, seconds: float) -> WorkerError:
         """Note that workers do not answer; the caller must raise the error that is returned."""
         known = " ".join(worker.last_known for worker in self.workers)
-        self._fault = WorkerLost(
+        self._end = WorkerLost(
             f"{words} stage returned a result for {seconds:.0f} s {self._when}, although all "
             f"workers answer heartbeats. {known}".rstrip()
         )
-        return _copy_of(self._fault)
+        return _copy_of(self._end)
 
     def _stage_failed(self, worker: Member, failure: m.Failure) -> StageFailed:
         """The error to raise for a worker whose code raised."""
@@ -483,12 +473,12 @@ class Connections:
         if not lost.channel.peer_answers():
             return self.lose(lost, self._end_of(lost))
         first, second = sorted((reporter, lost), key=lambda worker: worker.number)
-        self._fault = LinkLost(
+        self._link_loss = LinkLost(
             f"The link between {first} and {second} was lost {self._when}, and both answer the "
             f"coordinator. {report.reason} On the machine of {first.name}, "
             f"{advice(second.address)}"
         )
-        return self._fault
+        return self._link_loss
 
     def _on_neighbor_unreachable(self, worker: Member, message: m.NeighborUnreachable) -> None:
         """Forward from now on what two workers exchange that cannot reach each other."""

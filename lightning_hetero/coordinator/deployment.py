@@ -8,22 +8,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from functools import cached_property
 from itertools import chain
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..errors import HeteroError, ModelError, StageFailed, WeightsLost
 from ..model.captured_outputs import CollectingHooks
 from ..model.half_layers import absent_in
 from ..model.hollow import HollowLayers, is_hollow, no_copy, remote_of
-from ..model.layer_call import LayerCall, caches_among, without_cache
+from ..model.layer_call import LayerCall
 from ..model.layers import (
     EMBEDDING_LAYER,
     DecoderLayer,
@@ -33,86 +31,28 @@ from ..model.layers import (
     find_embedding,
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
-from ..model.override import ForwardOverride
 from ..model.recipe import write_recipe
-from ..model.tensors import has_four_bit, is_frozen, named_tensors
+from ..model.tensors import is_frozen, named_tensors
 from ..pipeline.boundary import Collected
+from ..pipeline.draws import Draws
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.placement import Placement
-from ..pipeline.stage import compiled
 from ..pipeline.transfers import coming_home
 from ..plan import Plan, StagePlan
-from ..protocol.messages import Equipment
 from ..protocol.tensors import DTYPES
 from .layers import (
     PlainAttributes,
     RemoteLayers,
     RemoteStage,
     changed_since_recipe,
-    obstacles_to_compiling,
     remote_stages,
 )
 from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
+from .own_layers import check_can_be_compiled, prepare_own
 from .progress import Progress
 from .session import Coordinator
 from .whole_batches import NOTHING_SAID, BatchOptions, HandOvers
-
-
-def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment: Equipment) -> None:
-    """Refuse a plan by which this process should compile layers and cannot.
-
-    Raises:
-        ModelError: With the remedy.
-    """
-    for stage in plan.stages:
-        if stage.is_local and stage.compile:
-            own = {number: layers[number].module for number in stage.layer_indices}
-            if found := obstacles_to_compiling(equipment, has_four_bit(own)):
-                raise ModelError(f"The coordinator cannot compile its layers: {' '.join(found)}")
-
-
-def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[Callable[[], None]]:
-    """Compile the coordinator's layers, and let them run again in the backward, if the plan wants
-    it. Returns functions that make the layers ordinary again."""
-    adjusted: list[Callable[[], None]] = []
-    for stage in plan.stages:
-        wanted = [(stage.compile, _Compiled), (stage.recompute, _Recomputed)]
-        for number in stage.layer_indices if stage.is_local else ():
-            overrides = [kind(layers[number].module) for is_wanted, kind in wanted if is_wanted]
-            adjusted += [override.put_on().take_off for override in overrides]
-    return adjusted
-
-
-class _Compiled(ForwardOverride):
-    """A layer's ``forward``, compiled where no cache grows from call to call."""
-
-    @cached_property
-    def _compiled(self) -> Callable[..., Any]:
-        return compiled(self.below)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the layer must not run what torch has compiled for the first one.
-        return {name: value for name, value in vars(self).items() if name != "_compiled"}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            args, kwargs = without_cache(args, kwargs)  # which nobody reads in a training step
-        elif caches_among(args, kwargs):
-            return self.below(*args, **kwargs)
-        return self._compiled(*args, **kwargs)
-
-
-class _Recomputed(ForwardOverride):
-    """A layer's ``forward`` that keeps its inputs only."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.below(*args, **kwargs)
-        # A second forward must not find what the first one left in a cache.
-        args, kwargs = without_cache(args, kwargs)
-        return checkpoint(self.below, *args, use_reentrant=False, **kwargs)
-
 
 _MOST_NAMES = 12
 # How often buffers are updated, and what to do about it.
@@ -245,6 +185,7 @@ class Deployment:
         tensors: The tensors of the layers on workers.
         trained: Knows which of their parameters train.
         hand_overs: Takes hidden states to the stages and back.
+        draws: The random numbers of this process's part of the steps.
 
     Raises:
         ModelError: If the layers cannot live apart.
@@ -265,6 +206,7 @@ class Deployment:
         self.plan = plan
         self.coordinator = coordinator
         self.layers = layers
+        self.draws = Draws(seed)
         self._root = root
         self._saving = threading.Lock()
         self._converts_weights = converts_weights
@@ -308,7 +250,7 @@ class Deployment:
         self._attributes = PlainAttributes(
             away, coordinator.connections, coordinator.layers, differing
         )
-        self._adjusted = adjust_own(layers, plan)
+        self._adjusted = prepare_own(root, layers, plan, self.draws)
 
     def _send(self, stages: Sequence[RemoteStage], seed: int) -> None:
         """Give the stages to their workers."""
@@ -379,7 +321,7 @@ class Deployment:
             yield
         except BaseException as error:
             self._hooks = self._hollow_out()
-            self._adjusted = adjust_own(self.layers, self.plan)
+            self._adjusted = prepare_own(self._root, self.layers, self.plan, self.draws)
             if self.coordinator.layers.holdings.placement != Placement.of(self.plan):
                 # The workers have moved, and this process has not followed.
                 self.tensors.lose(error, "continue from the last checkpoint")

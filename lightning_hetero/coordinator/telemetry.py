@@ -31,6 +31,8 @@ class Telemetry:
         self._wishes: dict[str, bool] = {}
         # The records that have come so far, by the number of the request and by process.
         self._records: dict[int, dict[int, m.StageRecord]] = {}
+        # Who was asked under that number: layers may move before the answers are taken.
+        self._asked: dict[int, list[Member]] = {}
         self._num_asked = 0
         connections.asides[m.StageRecord] = self._take_record
 
@@ -44,19 +46,22 @@ class Telemetry:
             self._wish({name: wish for name, wish in self._wishes.items() if name != who})
 
     def ask_records(self, with_spans: bool) -> int:
-        """Ask all stages for their records; `records` returns the answers under this number."""
+        """Ask all processes that have layers for their records; `records` returns the answers under
+        this number."""
         self._connections.check_usable()
         self._num_asked += 1
         number = self._num_asked
         totals, spans, dropped = self.recorder.record(with_spans)
         health = self.recorder.device.health()
         self._records[number] = {0: m.StageRecord(number, totals, spans, dropped, health)}
+        self._asked[number] = list(self._connections.workers)
         self._connections.broadcast(m.FetchRecord(number, with_spans))
         return number
 
     def records(self, number: int) -> dict[int, m.StageRecord]:
         """The records by the process's number, 0 for this one; waits for those still to come."""
-        while len(self._records[number]) <= len(self._connections.workers):
+        asked, found = self._asked.pop(number), self._records[number]
+        while any(w.number not in found and w in self._connections.members for w in asked):
             self._connections.hear()
         return self._records.pop(number)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,15 +299,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return may_say_so and any(text in str(error) for text in texts)
 
 
+GeneratorStates = Mapping[type[Device], list[Tensor]]
+"""The states of all generators in use, by the class of their devices."""
+
+
+def generator_states() -> GeneratorStates:
+    """The present states of all generators in use."""
+    return {kind: kind.generator_states() for kind in BACKENDS.values()}
+
+
+def restore_generators(states: GeneratorStates) -> None:
+    """Set the generators to states that `generator_states` returned."""
+    for kind, before in states.items():
+        kind.restore_generators(before)
+
+
 @contextmanager
 def forked_generators() -> Iterator[None]:
     """Inside, anything may draw or seed; afterwards all generators in use are as before."""
-    states = {kind: kind.generator_states() for kind in BACKENDS.values()}
+    states = generator_states()
     try:
         yield
     finally:
-        for kind, before in states.items():
-            kind.restore_generators(before)
+        restore_generators(states)
 
 
 def seed_generators(seed: int) -> None:

@@ -66,7 +66,7 @@ class Sighting:
         problem: Why it did not answer this time; empty if it answered.
         num_missed: How many looks in a row it has missed.
         busy_share: The share of its training time that it computed between the last two looks with
-            a step between them; None before its first step.
+            a step between them; None before its first step and while it has no layers.
     """
 
     name: str
@@ -85,7 +85,9 @@ class Sighting:
             return "free"
         if self.stage.is_measuring:
             return "measuring"
-        return "training" if self.stage.step else "in a run"
+        if not self.stage.step:
+            return "in a run"
+        return "training" if self.stage.stages else "idle"
 
     @property
     def stage(self) -> StageStatus | None:
@@ -117,14 +119,15 @@ def seen_again(last: Sighting, answer: WorkerStatus | str) -> Sighting:
         return Sighting(last.name, last.seen, None, answer, last.num_missed + 1, busy_share=None)
     before = last.seen if not last.problem and _are_of_one_run(last.seen, answer) else None
     share = _busy_share(before, answer)
-    if share is None and before is not None:
+    if share is None and before is not None and answer.status.stage and answer.status.stage.stages:
         share = last.busy_share
     return Sighting(last.name, answer, before, busy_share=share)
 
 
 def _busy_share(before: WorkerStatus | None, now: WorkerStatus) -> float | None:
     stage, earlier = now.status.stage, _stage(before)
-    if stage is None:
+    # Without layers, what was measured before says nothing of the present.
+    if stage is None or not stage.stages:
         return None
     seconds = stage.training_seconds - (earlier.training_seconds if earlier else 0.0)
     busy = stage.busy_seconds - (earlier.busy_seconds if earlier else 0.0)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, get_args
 
 from msgspec.structs import replace
 
 from ..errors import TrustError
-from ..plan import Plan
-from ..planner.candidates import Candidate, Form
+from ..plan import COORDINATOR, Plan
+from ..planner.candidates import Candidate, crossing_bytes
 from ..planner.feasibility import candidate_of
 from ..planner.profile import Link, Profile
 from ..planner.solver import solve
@@ -322,13 +323,18 @@ def against_plan(wanted: Wanted, worker: str, measured: Sequence[Link]) -> Findi
 
 def _bytes_per_step(candidate: Candidate, worker: str) -> tuple[int, int]:
     """The bytes that a step sends from the coordinator to the worker, and back."""
-    model, batch_size = candidate.costs.profile.model, candidate.costs.batch_size
-    activations = model.activation_bytes_per_sample * batch_size
-    gradients = model.gradient_bytes_per_sample * batch_size
-    first_there, first_back = activations, gradients
-    if candidate.form is Form.LINE:
-        first_there, first_back = model.token_id_bytes_per_sample * batch_size, 0
-    is_first, is_last = worker == candidate.workers[0], worker == candidate.workers[-1]
-    there = is_first * first_there + is_last * gradients
-    back = is_last * activations + is_first * first_back
-    return there, back
+    costs, names = candidate.costs, [seat.name for seat in candidate.seats]
+    crossing = crossing_bytes(
+        costs.profile.model,
+        len(names) - 1,
+        costs.batch_size,
+        candidate.embedding_left,
+        candidate.narrowings,
+    )
+    there = back = 0.0
+    for (activations, gradients), pair in zip(crossing, pairwise(names), strict=True):
+        if pair == (COORDINATOR, worker):
+            there, back = there + activations, back + gradients
+        elif pair == (worker, COORDINATOR):
+            there, back = there + gradients, back + activations
+    return round(there), round(back)

@@ -114,6 +114,12 @@ def is_second_half(layer: nn.Module) -> bool:
     return any(_is_attention(name) for name in absent_in(layer))
 
 
+def is_half_with_experts(layer: nn.Module) -> bool:
+    """Whether a layer is a half without attention that has the experts of a mixture."""
+    names = (f"{path} {type(module).__name__}" for path, module in layer.named_modules())
+    return is_second_half(layer) and any("experts" in name.lower() for name in names)
+
+
 def in_tree(layer: nn.Module) -> list[nn.Module]:
     """The modules of the user's tree that a layer stands for: itself, or the children of a half."""
     if not absent_in(layer):

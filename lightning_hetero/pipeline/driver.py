@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from ..devices.device import forked_generators
 from ..errors import BatchError
 from .boundary import Activation, Gradients
+from .draws import Draws, MicrobatchDraws
 from .handover import Request, Returned, Stages
+from .placement import COORDINATOR_STAGE
 from .recorder import ActionKind, Recorder
 from .rule import Action, GradientOrder, Key, choose
-from .stage import seed_action
 from .turns import Finished, HandedOver, Turn, TurnThreads
-
-COORDINATOR_STAGE = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Driver:
         stages: The remote stages.
         gradients: The coordinator's own gradients.
         loss_of: Returns the loss in a result of ``training_step``; None skips the backward.
-        seed: Seeds the coordinator's dropout masks.
+        draws: The coordinator's own random numbers.
         starts_first: Whether micro-batches begin as early as they may; see `choose`.
         recorder: Sums up the coordinator's own actions.
     """
@@ -66,7 +65,7 @@ class Driver:
     stages: Stages
     gradients: StepGradients
     loss_of: Callable[[Any], Tensor | None]
-    seed: int
+    draws: Draws
     starts_first: bool = False
     recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")))
 
@@ -95,7 +94,7 @@ class Driver:
         if not has_begun:
             self.stages.begin_step(max_in_flight, accumulate)
         self.gradients.begin(accumulate)
-        # Each action is seeded for itself; the user's own random numbers go on undisturbed.
+        # Micro-batches are seeded; the user's own random numbers go on undisturbed.
         with forked_generators():
             try:
                 return running.run()
@@ -122,6 +121,7 @@ class _Microbatch:
 
     turn: Turn
     loss_factor: Callable[[], float]
+    draws: MicrobatchDraws
     visits: list[_Visit] = field(default_factory=list)
     visits_several_times: bool = False
 
@@ -202,23 +202,21 @@ class _RunningStep:
             self._not_started.remove(index)
             work = self.work[index]
             turn = Turn(work.run, f"micro-batch {index}", self._threads)
-            self._in_flight[index] = _Microbatch(turn, work.loss_factor)
-            self._seed(key, segment=0)
-            self._go_on(index, turn.start())
+            draws = self.driver.draws.microbatch(self.dropout_step, index)
+            self._in_flight[index] = _Microbatch(turn, work.loss_factor, draws)
+            self._go_on(index, turn.start)
             return
         visit = self._in_flight[index].visits[key.visit]
         arrived = self._activations.pop(key)
         arrived.land()
         activation = arrived.map(partial(_leaf_on, visit.out.device))
         visit.leaves = activation.tensors
-        self._seed(key, segment=1)
-        self._go_on(index, self._in_flight[index].turn.resume(activation))
+        self._go_on(index, partial(self._in_flight[index].turn.resume, activation))
 
-    def _seed(self, key: Key, segment: int) -> None:
-        seed_action(self.driver.seed, self.dropout_step, COORDINATOR_STAGE, *key, segment)
-
-    def _go_on(self, index: int, report: HandedOver | Finished) -> None:
+    def _go_on(self, index: int, run: Callable[[], HandedOver | Finished]) -> None:
         microbatch = self._in_flight[index]
+        with self.driver.draws.of(microbatch.draws), microbatch.draws.going_on():
+            report = run()
         if isinstance(report, Finished):
             self._finish_forward(index, report.result)
             return
@@ -285,7 +283,8 @@ class _RunningStep:
         """Run a piece's backward, and retain the graph that earlier pieces may share."""
         microbatch = self._in_flight[index]
         has_more = bool(microbatch.visits)
-        with self.driver.gradients.of_microbatch(index, microbatch.visits_several_times):
+        apart = self.driver.gradients.of_microbatch(index, microbatch.visits_several_times)
+        with apart, self.driver.draws.of(microbatch.draws):
             torch.autograd.backward(start, gradient, retain_graph=has_more)
 
     def _send_gradients(self, index: int) -> None:

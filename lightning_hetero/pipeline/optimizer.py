@@ -200,8 +200,11 @@ def clip_gradients(gradients: Sequence[Tensor], clipping: Clipping) -> None:
 
 
 def total_norm(norms: Sequence[float]) -> float:
-    """The norm of all gradients together: the root of the sum of the squared norms."""
-    return math.sqrt(sum(norm * norm for norm in norms))
+    """The norm of all gradients together: the root of the sum of the squared norms.
+
+    It is summed by size, so that it depends neither on the plan nor on whose norms come first.
+    """
+    return math.sqrt(sum(sorted(norm * norm for norm in norms)))
 
 
 def clipping_factor(max_norm: float, norm: float) -> float:

@@ -1,13 +1,12 @@
 """A stage: consecutive layers, with their forward and backward on one micro-batch at a time.
 
-The file begins with what a forward needs: the seed of its dropout masks, compiled layers and
-trials. Then come `StageCaches`, the key-value caches that the stage keeps between forwards, and
-`LayerState`, which refuses or reports any other state that layers keep. `Stage` is at the end.
+The file begins with what a forward needs: compiled layers and trials. Then come `StageCaches`, the
+key-value caches that the stage keeps between forwards, and `LayerState`, which refuses or reports
+any other state that layers keep. `Stage` is at the end.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..devices.device import seed_generators
 from ..errors import ModelError, RemoteProtocolError
 from ..model.attributes import AttributeState
 from ..model.captured_outputs import collect_embedded, collecting
@@ -27,6 +25,7 @@ from ..model.kv_cache import cache_index
 from ..model.layer_call import CacheUse, LayerCall, hidden_of
 from ..model.layers import EMBEDDING_LAYER, describe_layer
 from .boundary import Activation, Collected, Gradients, Surroundings, leaf_of
+from .draws import seed_action
 from .rule import Key
 
 Call = Callable[..., Any]
@@ -38,15 +37,6 @@ MOST_CACHES = 1024
 
 # Layers of these libraries change no attribute that another forward computes with.
 _TRUSTED = frozenset({"torch", "bitsandbytes", "peft"})
-
-
-def seed_action(seed: int, *place: int) -> None:
-    """Seed torch for one action by its place: step, stage, micro-batch and visit.
-
-    So a replayed step and a recomputed forward draw the same dropout masks.
-    """
-    digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
-    seed_generators(int.from_bytes(digest, "little") >> 1)
 
 
 def compiled(function: Call, backend: str = INDUCTOR) -> Call:
@@ -475,7 +465,6 @@ class Stage:
     def _run_layers(
         self, key: Key, hidden: Tensor, surroundings: Surroundings, keep_graph: bool
     ) -> Activation:
-        seed_action(self.seed, self.dropout_step, self.stage_index, *key)
         # Under Lightning's own autocast hidden states keep the dtype of the input.
         given, inside = hidden.dtype, self.dtype if surroundings.autocast_dtype is None else None
         # Compiled layers skip the hooks that collect outputs, and a growing cache or the modes of a
@@ -493,6 +482,7 @@ class Stage:
                 layer = self.layers[str(call.layer_index)]
                 call.set_modes(layer)
                 args, kwargs = self.caches.arguments(call, layer, hidden)
+                seed_action(self.seed, self.dropout_step, call.layer_index, *key)
                 run = layer if compiled is None or call.cache is not None else compiled.of(layer)
                 with on_trial(layer) if surroundings.is_trial else nullcontext():
                     hidden = hidden_of(run(hidden, *args, **kwargs), layer, call)

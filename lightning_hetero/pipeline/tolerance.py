@@ -195,8 +195,8 @@ class Verdict:
 
     @property
     def wrong(self) -> list[str]:
-        """The workers whose results are wrong."""
-        return [stage.who for stage in self.stages if not stage.is_right]
+        """The workers of which a stage has wrong results, each once."""
+        return list(dict.fromkeys(stage.who for stage in self.stages if not stage.is_right))
 
     @property
     def sentence(self) -> str:

@@ -1,24 +1,23 @@
-"""Candidates: orders of devices with their layers, as the simulator plays them and as plans.
+"""Candidates: devices with their layers, as the simulator plays them and as plans.
 
-A candidate has one of three forms, which say where the coordinator's layers and the input embedding
-are:
+A candidate is a list of seats in the order of the layers. A seat is a process with consecutive
+layers. The coordinator has the first seat and the last one, and each of them may be without layers:
 
-    first   embedding, layers ─▶ worker 1 ─▶ worker 2 ─▶ head, loss
-    last    embedding ─────────▶ worker 1 ─▶ worker 2 ─▶ layers, head, loss
-    line    start ─▶ embedding, worker 1 ─────▶ worker 2 ─▶ layers, head, loss
+    coordinator ─────────────▶ worker 1 ─▶ worker 2 ─▶ worker 1 ─▶ coordinator
+    start, embedding, layers   layers      layers      layers      layers, head, loss
 
-The coordinator is at both ends of the arrows, and it is stage 0 in every form. In a line it still
-starts each micro-batch, with masks, positions and the user's own code, and sends token ids.
+A worker may have any number of seats. The embedding may be on the worker with the first layer. Then
+the coordinator still starts each micro-batch, with masks, positions and the user's own code, and
+sends token ids.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from itertools import accumulate, pairwise
 
 import msgspec
 
@@ -31,8 +30,8 @@ from ..plan import (
     WireDtype,
     most_started,
 )
-from .costs import START, WORKER, Cost, End, Holder, Need, Option, Role, cost_at, layer_seconds
-from .profile import EMBEDDING, ENDS, HEAD, DeviceProfile, Link, ModelProfile, Profile
+from .costs import START, BothEnds, Cost, End, Holder, Need, Option, cost_at, layer_seconds
+from .profile import EMBEDDING, HEAD, DeviceProfile, Link, ModelProfile, Profile
 from .simulation import (
     Hop,
     Pipeline,
@@ -41,71 +40,11 @@ from .simulation import (
     busy_seconds_of_media,
     least_seconds,
     predict,
+    predict_below,
 )
-from .split import Matrix, Split, best_split, bottleneck, only
 
-OfStage = TypeVar("OfStage")
-
-
-class Form(Enum):
-    """Where the coordinator's layers and the input embedding are."""
-
-    FIRST = "first"
-    LAST = "last"
-    LINE = "line"
-
-    @classmethod
-    def of(cls, plan: Plan) -> Form:
-        """The form of a plan."""
-        if any(stage.embedding for stage in plan.stages):
-            return cls.LINE
-        has_workers_first = bool(plan.remote_stages) and not plan.stages[0].is_local
-        return cls.LAST if has_workers_first and plan.stages[-1].is_local else cls.FIRST
-
-    def role(self, index: int) -> Role:
-        """The role of the stage with this index; the coordinator's index is 0."""
-        return _ROLES[self].get(index, WORKER)
-
-    def no_layers(self, num_layers: int) -> tuple[int, int]:
-        """The range of a coordinator without layers."""
-        return (0, 0) if self is Form.FIRST else (num_layers, num_layers)
-
-    def in_layer_order(self, stages: Sequence[OfStage]) -> list[OfStage]:
-        """Reorder a list that begins with the coordinator into the order of the layers."""
-        return list(stages) if self is Form.FIRST else [*stages[1:], stages[0]]
-
-    def coordinator_first(self, stages: Sequence[OfStage]) -> list[OfStage]:
-        """Reorder a list in the order of the layers so that it begins with the coordinator."""
-        return list(stages) if self is Form.FIRST else [stages[-1], *stages[:-1]]
-
-
-_ROLES: dict[Form, dict[int, Role]] = {
-    Form.FIRST: {0: Role(ENDS, is_coordinator=True, has_first=True)},
-    Form.LAST: {0: Role(ENDS, is_coordinator=True, has_last=True)},
-    Form.LINE: {
-        0: Role((START, HEAD), is_coordinator=True, has_last=True, num_boundaries=1),
-        1: Role((EMBEDDING,), has_first=True, num_boundaries=1),
-    },
-}
-
-
-def forms_for(model: ModelProfile) -> tuple[Form, ...]:
-    """The forms in which a model can train."""
-    return tuple(Form) if model.embedding_may_leave else (Form.FIRST, Form.LAST)
-
-
-def lightest_form(model: ModelProfile, workers: Sequence[str]) -> Form:
-    """The form in which the coordinator has the fewest ends of the model."""
-    return Form.LINE if workers and model.embedding_may_leave else Form.FIRST
-
-
-def with_coordinator(plan: Plan) -> list[StagePlan]:
-    """The stages in the order of the layers; a coordinator without layers is added as a stage."""
-    if any(stage.is_local for stage in plan.stages):
-        return list(plan.stages)
-    form, num_layers = Form.of(plan), max((stage.layers[1] for stage in plan.stages), default=0)
-    own = StagePlan([COORDINATOR], form.no_layers(num_layers))
-    return form.in_layer_order([own, *plan.stages])
+Range = tuple[int, int]
+Hops = tuple[Sequence[Hop], Sequence[Hop]]
 
 
 class Costs:
@@ -119,55 +58,63 @@ class Costs:
         kinds: A key for each device; it is equal for devices with equal measurements.
     """
 
-    def __init__(self, profile: Profile, pins: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, profile: Profile, pins: Mapping[str, Range]) -> None:
         self.profile = profile
         self.pins = pins
         self.batch_size = profile.batch_size or 1
+        self.num_layers = len(profile.model.layers)
         self.kinds = {device.name: _kind_of(device) for device in profile.devices}
         self._links = {(link.source, link.target): link for link in profile.links}
-        self._holders: dict[tuple[bytes, int, Role], Holder] = {}
+        self._holders: dict[tuple[bytes, int, tuple[str, ...]], Holder] = {}
+        self._both_ends: dict[tuple[int, bool], BothEnds] = {}
         self._hops: dict[tuple[str, str, float], Hop] = {}
+        self._hops_of: dict[tuple[tuple[str, ...], int, bool], Hops] = {}
 
     def size(self, micro_batches: int) -> int:
         """Samples in the largest micro-batch, if the batch is cut into this many."""
         return math.ceil(self.batch_size / micro_batches)
 
-    def holder(self, name: str, size: int, role: Role | None = None) -> Holder:
-        """The device at a micro-batch size. The default role is that of the form with the
-        coordinator first."""
-        if role is None:
-            role = Form.FIRST.role(0) if name == COORDINATOR else WORKER
-        key = (self.kinds[name], size, role)
+    def holder(self, name: str, size: int, ends: tuple[str, ...] = ()) -> Holder:
+        """The device at a micro-batch size, with these ends of the model."""
+        key = (self.kinds[name], size, ends)
         if key not in self._holders:
-            device, ends = self.profile.device(name), self._ends(name, size, role)
-            self._holders[key] = Holder(device, self.profile.model, size, role, ends)
+            device, made = self.profile.device(name), [self._end(e, name, size) for e in ends]
+            self._holders[key] = Holder(device, self.profile.model, size, made)
         return self._holders[key]
 
-    def _ends(self, name: str, size: int, role: Role) -> list[End]:
-        """The costs of the ends of a role."""
-        own, model = self.profile.device(COORDINATOR), self.profile.model
-        found = []
-        for end in role.ends:
-            part = EMBEDDING if end == START else end
-            cost = cost_at(own, part, model.dtype, False, size)
-            found.append(End(end, cost, own.optimizer_seconds.get(end, 0.0)))
-        return found if role.ends == ENDS else [self._apart(end, name, size) for end in found]
+    def both_ends(self, size: int, embedding_left: bool) -> BothEnds:
+        """The coordinator at a micro-batch size.
 
-    def _apart(self, end: End, name: str, size: int) -> End:
-        """The cost of an end in a line, where the embedding is on a worker.
+        Args:
+            size: Samples in a micro-batch.
+            embedding_left: Whether a worker has the embedding.
+        """
+        key = (size, embedding_left)
+        if key not in self._both_ends:
+            ends = ((START if embedding_left else EMBEDDING,), (HEAD,))
+            front, behind = (self.holder(COORDINATOR, size, each) for each in ends)
+            self._both_ends[key] = BothEnds(front, behind)
+        return self._both_ends[key]
+
+    def _end(self, end: str, name: str, size: int) -> End:
+        """The cost of an end of the model.
 
         Both ends were measured on the coordinator, with the embedding there. Nearly all of the
         measured forward is the start, which stays on the coordinator. Backward, optimizer step and
         memory belong to the embedding. A worker's factor for them is its factor for decoder layers.
         """
-        if end.cost is None or end.name == HEAD:
-            return end
-        if end.name == START:
-            return End(START, Cost(end.cost.forward_seconds, 0.0, 0.0, 0.0))
-        factor = self._slowdown(name, size)
-        backward = end.cost.backward_seconds * factor
-        cost = end.cost._replace(forward_seconds=0.0, backward_seconds=backward)
-        return End(EMBEDDING, cost, end.optimizer_seconds * factor)
+        own, model = self.profile.device(COORDINATOR), self.profile.model
+        part = EMBEDDING if end == START else end
+        cost = cost_at(own, part, model.dtype, False, size)
+        optimizer_seconds = own.optimizer_seconds.get(end, 0.0)
+        if cost is not None and end == START:
+            return End(START, Cost(cost.forward_seconds, 0.0, 0.0, 0.0))
+        if cost is not None and name != COORDINATOR:
+            factor = self._slowdown(name, size)
+            backward = cost.backward_seconds * factor
+            cost = cost._replace(forward_seconds=0.0, backward_seconds=backward)
+            optimizer_seconds *= factor
+        return End(end, cost, optimizer_seconds)
 
     def _slowdown(self, name: str, size: int) -> float:
         """The worker's seconds for decoder layers over the coordinator's; 1 if one is unknown."""
@@ -178,21 +125,19 @@ class Costs:
         )
         return its / own if 0 < own < math.inf and its < math.inf else 1.0
 
-    def matrix(self, name: str, holder: Holder, in_flight: int) -> Matrix:
-        """The seconds of every stage that the device may hold under its pin."""
-        seconds = holder.matrix(in_flight)
-        if name not in self.pins:
-            return seconds
-        first, end = self.pins[name]
-        if first == end:  # a coordinator without layers
-            first = end = len(seconds) - 1 if holder.role.has_last else 0
-        return only(seconds, (first, end))
-
     def link(self, source: str, target: str) -> Link:
         """The link of this direction, measured or assumed."""
         speed = self.profile.default_link
         assumed = Link(source, target, speed.latency_seconds, speed.bytes_per_second)
         return self._links.get((source, target), assumed)
+
+    def hops(self, names: Sequence[str], size: int, embedding_left: bool) -> Hops:
+        """The forward and the backward hop that leaves each stage, the coordinator's stage first,
+        without rounding."""
+        key = (tuple(names), size, embedding_left)
+        if key not in self._hops_of:
+            self._hops_of[key] = boundary_hops(self, names, size, embedding_left)
+        return self._hops_of[key]
 
     def hop(self, source: str, target: str, num_bytes: float) -> Hop:
         """The transfer of this many bytes over a link."""
@@ -210,79 +155,146 @@ def _kind_of(device: DeviceProfile) -> bytes:
 
 
 @dataclass(frozen=True)
+class Seat:
+    """A process with consecutive layers.
+
+    Args:
+        name: The process.
+        layers: Its layers here; the coordinator may have none.
+        option: How it runs them.
+        ends: The ends of the model that it has here, as for `Holder`.
+    """
+
+    name: str
+    layers: Range
+    option: Option
+    ends: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """The number of its layers."""
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def layer_seconds(self) -> tuple[float, float]:
+        """Forward and backward of its layers for one micro-batch."""
+        first, end = self.layers
+        forward, backward = self.option.forward, self.option.backward
+        return float(forward[end] - forward[first]), float(backward[end] - backward[first])
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether it is a worker with the embedding."""
+        return EMBEDDING in self.ends and self.name != COORDINATOR
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """An order of devices with layers for each.
+    """Devices with layers for each.
 
     Args:
         costs: The costs of devices and links.
-        names: The coordinator first, in any form, then the workers in the order of the layers.
-        ranges: The layers of each device.
-        options: How each device runs its layers.
+        seats: In the order of the layers. The first and the last one are the coordinator's.
         micro_batches: Pieces of the batch.
         in_flight: The most micro-batches in flight.
         narrowings: The rounding of a given plan at its boundaries; the planner rounds nothing.
-        form: Where the coordinator's layers and the embedding are.
     """
 
     costs: Costs
-    names: Sequence[str]
-    ranges: Sequence[tuple[int, int]]
-    options: Sequence[Option]
+    seats: Sequence[Seat]
     micro_batches: int
     in_flight: int
     narrowings: Sequence[Narrowing] = ()
-    form: Form = Form.FIRST
 
     @property
     def size(self) -> int:
         """Samples in a micro-batch."""
         return self.costs.size(self.micro_batches)
 
-    @property
+    @cached_property
     def workers(self) -> tuple[str, ...]:
-        """The workers in the order of the layers."""
-        return tuple(self.names[1:])
+        """The workers, each once, as the layers come to them."""
+        return tuple(dict.fromkeys(seat.name for seat in self.seats[1:-1]))
 
-    def holder(self, index: int) -> Holder:
-        """The device of a stage, in its role."""
-        return self.costs.holder(self.names[index], self.size, self.form.role(index))
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """The coordinator and the workers."""
+        return (COORDINATOR, *self.workers)
+
+    @property
+    def embedding_left(self) -> bool:
+        """Whether a worker has the embedding."""
+        return START in self.seats[0].ends
+
+    @property
+    def ranges(self) -> list[Range]:
+        """The layers of each seat."""
+        return [seat.layers for seat in self.seats]
+
+    @property
+    def has_lone_seats(self) -> bool:
+        """Whether each worker has one seat."""
+        return len(self.workers) == len(self.seats) - 2
+
+    def seats_of(self, name: str) -> list[Seat]:
+        """The seats of a process."""
+        return [seat for seat in self.seats if seat.name == name]
+
+    def holder(self, seat: Seat) -> Holder:
+        """The device of a seat."""
+        return self.costs.holder(seat.name, self.size, seat.ends)
 
     @cached_property
     def pipeline(self) -> Pipeline:
         """The step that the simulator plays."""
-        there, back = hops_between(self.costs, self.names, self.size, self.narrowings, self.form)
-        first, end = self.ranges[0]
-        behind_seconds = 0.0 if self.form is Form.FIRST else sum(self.layer_seconds(0))
+        names = [seat.name for seat in self.seats[:-1]]
+        hops = self.costs.hops(names, self.size, self.embedding_left)
+        if self.narrowings:
+            hops = boundary_hops(self.costs, names, self.size, self.embedding_left, self.narrowings)
+        numbers = {name: number for number, name in enumerate(self.processes)}
+        own, behind = self.seats[0], self.seats[-1]
+        loss_seconds = self.holder(behind).end_seconds(HEAD) + sum(behind.layer_seconds)
         return Pipeline(
-            [self._times(index) for index in range(len(self.names))],
-            self.holder(0).end_seconds(HEAD) + behind_seconds,
-            there,
-            back,
+            [self._times(seat) for seat in self.seats[:-1]],
+            loss_seconds,
+            *hops,
             self.micro_batches,
             self.in_flight,
             # The same condition as `Plan.starts_on_worker`.
-            starts_first=self.form is not Form.FIRST or first == end,
-            max_started=most_started(self.in_flight, sends_token_ids=self.form is Form.LINE),
+            starts_first=not own.num_layers,
+            max_started=most_started(self.in_flight, sends_token_ids=self.embedding_left),
+            processes=() if self.has_lone_seats else [numbers[name] for name in names],
+        )
+
+    def _times(self, seat: Seat) -> StageTimes:
+        holder, (forward, backward) = self.holder(seat), seat.layer_seconds
+        before, optimizer = holder.before_layers, holder.optimizer_seconds(*seat.layers)
+        if seat.name == COORDINATOR:
+            last = self.seats[-1]
+            optimizer += self.holder(last).optimizer_seconds(*last.layers)
+        return StageTimes(
+            forward + before.forward_seconds, backward + before.backward_seconds, optimizer
         )
 
     @property
-    def stage_seconds(self) -> list[float]:
-        """The seconds of each stage for one micro-batch; the coordinator's include the loss."""
+    def process_seconds(self) -> dict[str, float]:
+        """The seconds of each process for one micro-batch; the coordinator's include the loss."""
         seconds = [stage.forward_seconds + stage.backward_seconds for stage in self.pipeline.stages]
         seconds[0] += self.pipeline.loss_seconds
-        return seconds
+        return dict(zip(self.processes, self.pipeline.sums(seconds), strict=True))
 
     @property
     def bottleneck_seconds(self) -> float:
-        """The slowest stage's time for one micro-batch."""
-        return max(self.stage_seconds)
+        """The slowest process's time for one micro-batch."""
+        return max(self.process_seconds.values())
 
     @property
     def busy_seconds_of_media(self) -> dict[str, float]:
         """The seconds for which one micro-batch occupies each link or shared medium."""
         if self.pipeline.is_alone:
             return {}
-        return busy_seconds_of_media([*self.pipeline.forward_hops, *self.pipeline.backward_hops])
+        hops = [*self.pipeline.forward_hops, *self.pipeline.backward_hops]
+        return busy_seconds_of_media(hop for hop in hops if hop != NO_HOP)
 
     @cached_property
     def least_seconds(self) -> float:
@@ -299,70 +311,94 @@ class Candidate:
         """The predicted step."""
         return self.simulation.step_seconds
 
+    def is_below(self, seconds: float) -> bool:
+        """Whether the predicted step is shorter; the simulation ends as soon as it cannot be."""
+        known = vars(self)
+        if "simulation" in known:
+            return self.step_seconds < seconds
+        if seconds <= known.get("_at_least", 0.0):
+            return False
+        found = predict_below(self.pipeline, seconds)
+        if found is None:
+            known["_at_least"] = seconds
+            return False
+        known["simulation"] = found  # what the cached property is to return
+        return True
+
     @property
     def identity(self) -> Hashable:
         """Equal for candidates of one search that are the same plan."""
-        return self.workers, tuple(self.ranges), self.micro_batches, self.in_flight, self.form
+        left = self.embedding_left
+        return self.workers, tuple(self.ranges), self.micro_batches, self.in_flight, left
 
-    def need(self, index: int) -> Need:
-        """The memory that a stage needs."""
-        return self.holder(index).need(self.options[index], *self.ranges[index], self.in_flight)
-
-    def layer_seconds(self, index: int) -> tuple[float, float]:
-        """Forward and backward of a stage's layers for one micro-batch."""
-        (first, end), option = self.ranges[index], self.options[index]
-        forward, backward = (sums[end] - sums[first] for sums in (option.forward, option.backward))
-        return float(forward), float(backward)
-
-    def has_embedding(self, index: int) -> bool:
-        """Whether the stage is on a worker and has the embedding."""
-        role = self.form.role(index)
-        return EMBEDDING in role.ends and not role.is_coordinator
+    def need(self, name: str) -> Need:
+        """The memory that a process needs."""
+        first, *others = (
+            self.holder(seat).need(seat.option, *seat.layers, self.in_flight)
+            for seat in self.seats_of(name)
+        )
+        return sum(others, start=first)
 
     def plan(self) -> Plan:
-        """The candidate as a plan, without a stage for a coordinator that has no layers."""
-        stages = [self._stage_plan(index) for index in range(len(self.names))]
-        held = [stage for stage in self.form.in_layer_order(stages) if stage.layer_indices]
+        """The candidate as a plan, without stages that have no layers."""
+        held = [self._stage_plan(seat) for seat in self.seats if seat.num_layers]
         return Plan(held, self.micro_batches, self.in_flight)
 
-    def _stage_plan(self, index: int) -> StagePlan:
-        option, dtype = self.options[index], self.costs.profile.model.dtype
+    def _stage_plan(self, seat: Seat) -> StagePlan:
+        option, dtype = seat.option, self.costs.profile.model.dtype
         return StagePlan(
-            [self.names[index]],
-            self.ranges[index],
+            [seat.name],
+            seat.layers,
             option.recompute,
             None if option.dtype == dtype else option.dtype,
-            embedding=self.has_embedding(index),
+            embedding=seat.has_embedding,
         )
 
-    def _times(self, index: int) -> StageTimes:
-        (first, end), holder = self.ranges[index], self.holder(index)
-        is_behind = index == 0 and self.form is not Form.FIRST
-        forward, backward = (0.0, 0.0) if is_behind else self.layer_seconds(index)
-        before = holder.before_layers
-        forward, backward = forward + before.forward_seconds, backward + before.backward_seconds
-        return StageTimes(forward, backward, holder.optimizer_seconds(first, end))
+
+NO_HOP = Hop("inside a process", 0.0)
 
 
-def hops_between(
+def boundary_hops(
     costs: Costs,
     names: Sequence[str],
     size: int,
+    embedding_left: bool = False,
     narrowings: Sequence[Narrowing] = (),
-    form: Form = Form.FIRST,
-) -> tuple[list[Hop], list[Hop]]:
-    """The forward and the backward hop that leaves each stage."""
-    model = costs.profile.model
-    narrowings = narrowings or [Narrowing()] * len(names)
-    activation_bytes = model.activation_bytes_per_sample * size
-    gradient_bytes = model.gradient_bytes_per_sample * size
-    there = [activation_bytes * _share(model, each.activation_dtype) for each in narrowings]
-    around = [narrowings[-1], *narrowings[:-1]]
-    back = [gradient_bytes * _share(model, each.gradient_dtype) for each in around]
-    if form is Form.LINE:
-        there[0], back[1] = model.token_id_bytes_per_sample * size, 0.0
+) -> Hops:
+    """The forward and the backward hop that leaves each stage, the coordinator's stage first."""
+    crossing = crossing_bytes(costs.profile.model, len(names), size, embedding_left, narrowings)
+    there, back = ([each[way] for each in crossing] for way in (0, 1))
     behind, before = [*names[1:], names[0]], [names[-1], *names[:-1]]
-    return list(map(costs.hop, names, behind, there)), list(map(costs.hop, names, before, back))
+    return (
+        [_hop(costs, *each) for each in zip(names, behind, there, strict=True)],
+        [_hop(costs, *each) for each in zip(names, before, [back[-1], *back[:-1]], strict=True)],
+    )
+
+
+def _hop(costs: Costs, source: str, target: str, num_bytes: float) -> Hop:
+    return NO_HOP if source == target else costs.hop(source, target, num_bytes)
+
+
+def crossing_bytes(
+    model: ModelProfile,
+    num_stages: int,
+    num_samples: int,
+    embedding_left: bool = False,
+    narrowings: Sequence[Narrowing] = (),
+) -> list[tuple[float, float]]:
+    """The bytes that cross each boundary forward and backward, beginning behind the coordinator."""
+    activation_bytes = model.activation_bytes_per_sample * num_samples
+    gradient_bytes = model.gradient_bytes_per_sample * num_samples
+    crossing = [
+        (
+            activation_bytes * _share(model, each.activation_dtype),
+            gradient_bytes * _share(model, each.gradient_dtype),
+        )
+        for each in narrowings or [Narrowing()] * num_stages
+    ]
+    if embedding_left:
+        crossing[0] = model.token_id_bytes_per_sample * num_samples, 0.0
+    return crossing
 
 
 def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
@@ -374,19 +410,25 @@ def _share(model: ModelProfile, wire_dtype: WireDtype | None) -> float:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A candidate whose layers are not chosen yet.
+    """A candidate whose layers are not chosen yet; each worker has one seat.
 
     Args:
         costs: The costs of devices and links.
         workers: The workers in the order of the layers.
         micro_batches: Pieces of the batch.
-        form: Where the coordinator's layers and the embedding are.
+        embedding_left: Whether the first worker has the embedding.
     """
 
     costs: Costs
     workers: Sequence[str]
     micro_batches: int
-    form: Form = Form.FIRST
+    embedding_left: bool = False
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> Arrangement:
+        """The arrangement of a candidate."""
+        pieces, left = candidate.micro_batches, candidate.embedding_left
+        return cls(candidate.costs, candidate.workers, pieces, left)
 
     @property
     def names(self) -> list[str]:
@@ -399,131 +441,73 @@ class Arrangement:
         return self.costs.size(self.micro_batches)
 
     @cached_property
+    def own(self) -> BothEnds:
+        """The coordinator."""
+        return self.costs.both_ends(self.size, self.embedding_left)
+
+    @cached_property
     def holders(self) -> list[Holder]:
-        """The devices in their roles, the coordinator first."""
-        names = enumerate(self.names)
-        return [self.costs.holder(name, self.size, self.form.role(index)) for index, name in names]
+        """The workers."""
+        return [
+            self.costs.holder(name, self.size, self._ends_of(index))
+            for index, name in enumerate(self.workers)
+        ]
+
+    def _ends_of(self, index: int) -> tuple[str, ...]:
+        return (EMBEDDING,) if self.embedding_left and index == 0 else ()
 
     @cached_property
-    def least_bottleneck_seconds(self) -> float:
-        """The bottleneck with one micro-batch in flight, which leaves the most memory."""
-        return bottleneck(self._matrices(1))
-
-    @cached_property
-    def busiest_seconds(self) -> float:
-        """The seconds of a micro-batch on the link or shared medium that it occupies longest."""
-        there, back = self._hops
-        return max(busy_seconds_of_media([*there, *back]).values(), default=0.0)
-
-    def place(self, below: float = math.inf) -> list[Candidate]:
-        """Split the layers exactly, for several numbers of micro-batches in flight.
-
-        Twice as many micro-batches in flight as processes hide the transfers. Fewer are tried if
-        they leave memory for a better split. The list is empty if no step can be shorter than
-        ``below``.
-        """
-        processes = len(self.names)
-        levels = {2 * processes, processes, math.ceil(processes / 2), 1} if self.workers else {1}
-        found: list[Candidate] = []
-        if self.micro_batches * self.least_bottleneck_seconds >= below:
-            return found
-        for in_flight in sorted({min(level, self.micro_batches) for level in levels}, reverse=True):
-            candidate = self.place_at(in_flight, below)
-            if candidate is not None:
-                found.append(candidate)
-                # The two sum in different orders, so their last digits may differ.
-                if candidate.bottleneck_seconds <= self.least_bottleneck_seconds * (1 + 1e-9):
-                    break
-        return found
-
-    def place_at(self, in_flight: int, below: float = math.inf) -> Candidate | None:
-        """Split the layers exactly for this number in flight; None if they do not fit, or if the
-        step cannot be shorter than ``below``."""
-        split = best_split(self._matrices(in_flight), self.busiest_seconds)
-        if split is None or self._least_seconds(split) >= below:
-            return None
-        return self.with_ranges(self.form.coordinator_first(split.ranges), in_flight)
-
-    def _least_seconds(self, split: Split) -> float:
-        """The bounds of `least_seconds` by each stage's work, without making a candidate."""
-        own = self.form.coordinator_first(split.stage_seconds)
-        holder, (there, back) = self.holders[0], self._hops
-        start = holder.before_layers
-        loss = own[0] - start.forward_seconds - start.backward_seconds
-        if self.form is Form.FIRST:
-            loss = holder.end_seconds(HEAD)
-        most, own[0] = self.micro_batches * own[0], own[0] - loss
-        before, more = 0.0, self.micro_batches - 1
-        for index, seconds in enumerate(own):
-            most = max(most, before + self.micro_batches * seconds)
-            before += seconds
-            if there:
-                before += there[index].busy_seconds + there[index].latency_seconds
-                after = back[(index + 1) % len(back)]
-                before += after.busy_seconds + after.latency_seconds
-        return max(most, before + loss + more * loss)
-
-    @cached_property
-    def _hops(self) -> tuple[Sequence[Hop], Sequence[Hop]]:
+    def hops(self) -> Hops:
         """The forward and the backward hop that leaves each stage; none without workers."""
         if not self.workers:
             return (), ()
-        return hops_between(self.costs, self.names, self.size, form=self.form)
+        return self.costs.hops(self.names, self.size, self.embedding_left)
 
-    def with_ranges(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> Candidate:
-        """The candidate with these layers, where each device uses its fastest option that fits."""
-        options = [
-            holder.option_for(*span, in_flight)
-            for holder, span in zip(self.holders, ranges, strict=True)
+    @property
+    def travel_seconds(self) -> list[float]:
+        """The seconds behind each stage, there and back."""
+        there, back = self.hops
+        return [
+            hop.busy_seconds + hop.latency_seconds + after.busy_seconds + after.latency_seconds
+            for hop, after in zip(there, [*back[1:], *back[:1]], strict=True)
         ]
-        count = self.micro_batches
-        return Candidate(self.costs, self.names, ranges, options, count, in_flight, form=self.form)
 
-    def fits(self, ranges: Sequence[tuple[int, int]], in_flight: int) -> bool:
-        """Whether each device can hold its layers."""
-        return all(
-            math.isfinite(holder.matrix(in_flight)[span])
-            for holder, span in zip(self.holders, ranges, strict=True)
-        )
+    def with_ranges(self, ranges: Sequence[Range], in_flight: int) -> Candidate:
+        """The candidate with these layers, where each device uses its fastest option that fits.
 
-    def keeps_pins(self, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether each pinned device has its layers; all ranges without layers are alike."""
-        spans = dict(zip(self.names, ranges, strict=True))
-        pinned = [(spans[name], pin) for name, pin in self.costs.pins.items() if name in spans]
-        return all(span == pin or span[0] == span[1] and pin[0] == pin[1] for span, pin in pinned)
+        Args:
+            ranges: The layers of each seat, those of the coordinator at both ends.
+            in_flight: The most micro-batches in flight.
+        """
+        (_, first), *between, (end, _) = ranges
+        before, behind = self.own.options_for(first, end, in_flight)
+        seats = [Seat(COORDINATOR, ranges[0], before, tuple(self.own.front.ends))]
+        for index, (name, span) in enumerate(zip(self.workers, between, strict=True)):
+            option = self.holders[index].option_for(*span, in_flight)
+            seats.append(Seat(name, span, option, self._ends_of(index)))
+        seats.append(Seat(COORDINATOR, ranges[-1], behind, (HEAD,)))
+        return Candidate(self.costs, seats, self.micro_batches, in_flight)
 
-    def _matrices(self, in_flight: int) -> list[Matrix]:
-        """The matrix of seconds of each stage, in the order of the layers."""
-        pairs = zip(self.names, self.holders, strict=True)
-        return self.form.in_layer_order(
-            [self.costs.matrix(name, holder, in_flight) for name, holder in pairs]
-        )
+    def slowest_seconds(self, ranges: Sequence[Range], in_flight: int) -> float:
+        """The slowest process's time for one micro-batch; infinite if the layers do not fit."""
+        (_, first), *between, (end, _) = ranges
+        seconds = [float(self.own.matrix(in_flight)[first, end])]
+        for holder, span in zip(self.holders, between, strict=True):
+            seconds.append(float(holder.matrix(in_flight)[span]))
+        return max(seconds)
+
+    def keeps_pins(self, ranges: Sequence[Range]) -> bool:
+        """Whether each pinned device has its layers."""
+        pins = self.costs.pins
+        if COORDINATOR in pins:
+            held = [span for span in (ranges[0], ranges[-1]) if span[0] < span[1]]
+            wanted = pins[COORDINATOR]
+            if held != ([wanted] if wanted[0] < wanted[1] else []):
+                return False
+        spans = zip(self.workers, ranges[1:-1], strict=True)
+        return all(pins.get(name, span) == span for name, span in spans)
 
 
-def place_both(
-    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
-) -> list[Candidate]:
-    """Split the layers with the coordinator first and, if there are workers, also last."""
-    found = Arrangement(costs, workers, micro_batches).place(below)
-    return found + place_last(costs, workers, micro_batches, below)
-
-
-def place_last(
-    costs: Costs, workers: Sequence[str], micro_batches: int, below: float = math.inf
-) -> list[Candidate]:
-    """Split the layers with the coordinator's layers behind those of the workers.
-
-    A line is tried if the embedding may leave, because its links carry less. The embedding stays
-    with the coordinator where a line would have a slower stage or link.
-    """
-    if not workers:
-        return []
-    last = Arrangement(costs, workers, micro_batches, Form.LAST)
-    if not costs.profile.model.embedding_may_leave:
-        return last.place(below)
-    line = replace(last, form=Form.LINE)
-    slowest_last, slowest_in_line = (
-        max(each.least_bottleneck_seconds, each.busiest_seconds) for each in (last, line)
-    )
-    found = line.place(below)
-    return found + last.place(below) if slowest_last < slowest_in_line else found
+def spans_of(counts: Sequence[int]) -> list[Range]:
+    """Consecutive ranges with these numbers of layers."""
+    return list(pairwise(accumulate(counts, initial=0)))

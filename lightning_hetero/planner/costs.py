@@ -1,8 +1,9 @@
 """Seconds and bytes of every possible stage on one device, at one micro-batch size.
 
 `cost_at` gives the cost of one layer, `Option` sums it over layers for one dtype, and `Holder` adds
-the device's memory and its role in the pipeline. All sums over layers are differences of prefix
-sums, so one formula serves a single stage and, with arrays for `first` and `end`, all stages.
+the device's memory and the ends of the model that it has. `BothEnds` is the coordinator, which may
+have the first layers and the last ones. All sums over layers are differences of prefix sums, so one
+formula serves a single stage and, with arrays for `first` and `end`, all stages.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -29,29 +31,6 @@ START = "start"
 
 Numbers = float | npt.NDArray[np.float64]
 Index = int | npt.NDArray[np.int64]
-
-
-# Roles are few and often compared, so they compare by identity.
-@dataclass(frozen=True, eq=False)
-class Role:
-    """What a stage does besides computing layers.
-
-    Args:
-        ends: The ends of the model that the stage has.
-        is_coordinator: Whether the stage may be without layers and runs in the user's process.
-        has_first: Whether its layers can only be the first ones.
-        has_last: Whether its layers can only be the last ones; the loss and their backward follow.
-        num_boundaries: Boundaries that carry activations one way and gradients the other way.
-    """
-
-    ends: tuple[str, ...] = ()
-    is_coordinator: bool = False
-    has_first: bool = False
-    has_last: bool = False
-    num_boundaries: int = 2
-
-
-WORKER = Role()
 
 
 class Cost(NamedTuple):
@@ -143,7 +122,8 @@ class Need:
         gradients: Gradients of the parameters that train.
         optimizer: Optimizer state.
         in_flight: What micro-batches in flight keep for their backwards.
-        working: Temporary memory of one action, and one boundary sent and one received.
+        working: Temporary memory of one action.
+        boundaries: One activation and one gradient on each boundary.
     """
 
     base: Numbers
@@ -152,12 +132,25 @@ class Need:
     optimizer: Numbers
     in_flight: Numbers
     working: Numbers
+    boundaries: Numbers
 
     @property
     def total(self) -> Numbers:
         """The sum of all fields."""
         held = self.base + self.weights + self.gradients + self.optimizer
-        return held + self.in_flight + self.working
+        return held + self.in_flight + self.working + self.boundaries
+
+    def __add__(self, other: Need) -> Need:
+        """The need of a process that has the stages of both needs; it runs one action at a time."""
+        return Need(
+            base=np.maximum(self.base, other.base),
+            weights=self.weights + other.weights,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+            in_flight=self.in_flight + other.in_flight,
+            working=np.maximum(self.working, other.working),
+            boundaries=self.boundaries + other.boundaries,
+        )
 
 
 class Option:
@@ -228,20 +221,16 @@ class Holder:
         device: Its profile.
         model: What is trained.
         size: Samples in a micro-batch.
-        role: What the device does besides computing layers.
-        ends: The ends of the model that the role gives it.
+        ends: The ends of the model that it has: `EMBEDDING`, or on the coordinator also `START` in
+            its place, or `HEAD`. They say which layers a stage here can have: the first ones, the
+            last ones, or, without ends, any.
     """
 
     def __init__(
-        self,
-        device: DeviceProfile,
-        model: ModelProfile,
-        size: int,
-        role: Role = WORKER,
-        ends: Sequence[End] = (),
+        self, device: DeviceProfile, model: ModelProfile, size: int, ends: Sequence[End] = ()
     ) -> None:
         self.device = device
-        self.role = role
+        self.is_coordinator = device.name == COORDINATOR
         self.ends = {end.name: end for end in ends}
         self._model = model
         self._size = size
@@ -284,7 +273,7 @@ class Holder:
 
     def optimizer_seconds(self, first: int, end: int) -> float:
         """The optimizer step of the layers and the ends."""
-        layers = float(_over(self._optimizer_sums, first, end))
+        layers = float(self._optimizer_sums[end] - self._optimizer_sums[first])
         return layers + sum(each.optimizer_seconds for each in self.ends.values())
 
     @cached_property
@@ -303,6 +292,7 @@ class Holder:
             optimizer=_over(option.optimizer, first, end) + sum(p.optimizer_bytes for p in parts),
             in_flight=in_flight * kept,
             working=working,
+            boundaries=self._num_boundaries * self._boundary_bytes,
         )
 
     def short_bytes(self, option: Option, first: Index, end: Index, in_flight: int) -> Numbers:
@@ -316,15 +306,13 @@ class Holder:
     def matrix_of(self, option: Option, in_flight: int) -> Matrix:
         """The seconds of every possible stage with this option; infinite if it does not fit."""
         num = len(self._model.layers) + 1
-        # Only these rows and columns have stages, and thousands of layers make large matrices.
-        rows = slice(0, 1 if self.role.has_first else num)
-        columns = slice(num - 1 if self.role.has_last else 0, num)
-        first, end = np.ogrid[rows, columns]
-        is_stage = (first <= end) if self.role.is_coordinator else (first < end)
+        # Only these rows have stages, and thousands of layers make large matrices.
+        rows = slice(0, 1 if EMBEDDING in self.ends else num)
+        first, end = np.ogrid[rows, :num]
         is_fitting = self.short_bytes(option, first, end, in_flight) <= 0
         matrix = np.full((num, num), np.inf)
-        possible = np.where(is_stage & is_fitting, self.seconds(option, first, end), np.inf)
-        matrix[rows, columns] = possible
+        seconds = self.seconds(option, first, end)
+        matrix[rows] = np.where((first < end) & is_fitting, seconds, np.inf)
         return matrix
 
     def option_for(self, first: int, end: int, in_flight: int) -> Option:
@@ -334,27 +322,29 @@ class Holder:
     @cached_property
     def speed(self) -> Speed:
         """For bounds: the seconds of the cheapest layer here, and how many layers fit at most."""
-        seconds = self.matrix(in_flight=1)
-        fixed = sum(each.seconds for each in self.ends.values())
-        held = np.argwhere(np.isfinite(seconds))
+        held = np.argwhere(np.isfinite(self.matrix(in_flight=1)))
         most = int((held[:, 1] - held[:, 0]).max(initial=0))
+        fixed = sum(each.seconds for each in self.ends.values())
+        return Speed(self.least_layer_seconds, fixed, most)
+
+    @property
+    def least_layer_seconds(self) -> float:
+        """The seconds of the cheapest layer here."""
         layers = np.arange(len(self._model.layers))
-        each = np.min([np.asarray(o.seconds(layers, layers + 1)) for o in self.options])
-        return Speed(float(each), fixed, most)
+        return float(np.min([o.seconds(layers, layers + 1) for o in self.options]))
 
     def _fastest(self, in_flight: int) -> tuple[Matrix, npt.NDArray[np.int8]]:
         """For every possible stage the seconds of the fastest option that fits, and its index."""
         if in_flight not in self._matrices:
-            ways = np.stack([self.matrix_of(option, in_flight) for option in self.options])
-            fastest = np.argmin(ways, axis=0).astype(np.int8)
-            self._matrices[in_flight] = np.min(ways, axis=0), fastest
+            ways = [self.matrix_of(option, in_flight) for option in self.options]
+            self._matrices[in_flight] = fastest_of(ways)
         return self._matrices[in_flight]
 
     def _kept(self, option: Option, first: Index, end: Index) -> Numbers:
         """The bytes that each micro-batch in flight keeps."""
         activation = self._model.activation_bytes_per_sample * self._size
-        kept: Numbers = 0.0 if self.role.has_last else self._graph(option, first, end)
-        if EMBEDDING in self.ends or not self.role.is_coordinator:
+        kept: Numbers = 0.0 if HEAD in self.ends else self._graph(option, first, end)
+        if EMBEDDING in self.ends or not self.is_coordinator:
             kept = kept + activation  # the outgoing activation is part of the graph
         if HEAD in self.ends:
             # Returned activations wait for the coordinator.
@@ -364,7 +354,7 @@ class Holder:
     def _recomputes_stage(self, option: Option) -> bool:
         """Whether the stage keeps only its input, as workers do; the coordinator keeps the input of
         each of its layers."""
-        return option.recompute and not self.role.is_coordinator
+        return option.recompute and not self.is_coordinator
 
     def _graph(self, option: Option, first: Index, end: Index) -> Numbers:
         """The bytes that the layers keep of a micro-batch for its backward."""
@@ -378,24 +368,129 @@ class Holder:
         return activation * np.asarray(inputs, np.float64)
 
     def _working(self, option: Option, first: Index, end: Index) -> Numbers:
-        """The temporary bytes of one action, with one boundary sent and one received."""
-        model = self._model
-        both_ways = model.activation_bytes_per_sample + model.gradient_bytes_per_sample
+        """The temporary bytes of one action."""
         if not option.recompute:
             working = option.scratch(first, end)
-        elif self.role.is_coordinator:
+        elif self.is_coordinator:
             working = option.peak(first, end)
         else:
             # The backward recomputes the graph of all layers of the stage.
             working = option.scratch(first, end) + _over(option.saved, first, end)
         head = self.ends.get(HEAD)
-        if head is not None and head.cost is not None:
-            working = np.maximum(working, head.cost.peak_bytes)
-        if self.role.has_last:
+        if head is not None:
             # Forward, head, loss and backward are one action, so one graph exists at a time.
-            working = working + self._graph(option, first, end)
-        working = np.maximum(working, self.before_layers.peak_bytes)
-        return working + self.role.num_boundaries * both_ways * self._size
+            peak_bytes = head.cost.peak_bytes if head.cost else 0.0
+            working = np.maximum(working, peak_bytes) + self._graph(option, first, end)
+        return np.maximum(working, self.before_layers.peak_bytes)
+
+    @property
+    def _num_boundaries(self) -> int:
+        """Boundaries that carry activations one way and gradients the other way. Token ids take
+        next to nothing."""
+        if START in self.ends:
+            return 0
+        return 1 if self.ends else 2
+
+    @property
+    def _boundary_bytes(self) -> int:
+        model = self._model
+        both_ways = model.activation_bytes_per_sample + model.gradient_bytes_per_sample
+        return both_ways * self._size
+
+
+class BothEnds:
+    """The coordinator: its seat in front of the workers' layers and its seat behind them.
+
+    The entry [first, end] of a matrix is for the layers from ``first`` to ``end`` on workers: the
+    coordinator has those before and those behind. Each seat may be without layers.
+
+    Args:
+        front: The coordinator with the embedding, or with the start alone.
+        behind: The coordinator with the head.
+    """
+
+    def __init__(self, front: Holder, behind: Holder) -> None:
+        self.front = front
+        self.behind = behind
+        self._num_layers = len(front.options[0].forward) - 1
+        self._matrices: dict[int, tuple[Matrix, npt.NDArray[np.int8]]] = {}
+        self._fronts: dict[int, Matrix] = {}
+
+    @cached_property
+    def options(self) -> list[tuple[Option, Option]]:
+        """The options of the seat in front, each with those of the seat behind."""
+        return list(product(self.front.options, self.behind.options))
+
+    @property
+    def usable_bytes(self) -> float:
+        """The coordinator's memory without the share kept free."""
+        return self.front.usable_bytes
+
+    @property
+    def end_seconds(self) -> float:
+        """Forward and backward of what is not a decoder layer; infinite if it does not fit."""
+        ends = (*self.front.ends.values(), *self.behind.ends.values())
+        return sum(each.seconds for each in ends)
+
+    def front_seconds(self, num_layers: int) -> float:
+        """The least seconds of the seat in front with so many layers."""
+        return min(float(o.seconds(0, num_layers)) for o in self.front.options)
+
+    def need(
+        self, options: tuple[Option, Option], first: Index, end: Index, in_flight: int
+    ) -> Need:
+        """The memory of both seats."""
+        before = self.front.need(options[0], 0, first, in_flight)
+        return before + self.behind.need(options[1], end, self._num_layers, in_flight)
+
+    def matrix(self, in_flight: int) -> Matrix:
+        """The seconds of both seats for one micro-batch; infinite where they do not fit."""
+        return self._fastest(in_flight)[0]
+
+    def matrix_of(self, options: tuple[Option, Option], in_flight: int) -> Matrix:
+        """The seconds of both seats with these options; infinite where they do not fit."""
+        # With the embedding on a worker, that worker has the first layer.
+        num = self._num_layers + 1
+        rows = slice(0, 1 if START in self.front.ends else num)
+        first, end = np.ogrid[rows, :num]
+        is_fitting = self.need(options, first, end, in_flight).total <= self.usable_bytes
+        seconds = self.front.seconds(options[0], 0, first)
+        seconds = seconds + self.behind.seconds(options[1], end, self._num_layers)
+        matrix = np.full((num, num), np.inf)
+        matrix[rows] = np.where((first <= end) & is_fitting, seconds, np.inf)
+        return matrix
+
+    def options_for(self, first: int, end: int, in_flight: int) -> tuple[Option, Option]:
+        """The fastest options that fit."""
+        return self.options[int(self._fastest(in_flight)[1][first, end])]
+
+    @cached_property
+    def speed(self) -> Speed:
+        """For bounds: the seconds of the cheapest layer here, and how many layers fit at most."""
+        left = np.argwhere(np.isfinite(self.matrix(in_flight=1)))
+        most = int((self._num_layers - left[:, 1] + left[:, 0]).max(initial=0))
+        return Speed(self.front.least_layer_seconds, self.end_seconds, most)
+
+    def _fastest(self, in_flight: int) -> tuple[Matrix, npt.NDArray[np.int8]]:
+        if in_flight not in self._matrices:
+            ways = [self.matrix_of(options, in_flight) for options in self.options]
+            self._matrices[in_flight] = fastest_of(ways)
+        return self._matrices[in_flight]
+
+    def front_matrix(self, in_flight: int) -> Matrix:
+        """The seconds of the seat in front, with the options of `matrix`."""
+        if in_flight not in self._fronts:
+            first = np.arange(self._num_layers + 1)
+            ways = np.stack([self.front.seconds(options[0], 0, first) for options in self.options])
+            fastest = self._fastest(in_flight)[1]
+            self._fronts[in_flight] = ways[fastest, first[:, None]]
+        return self._fronts[in_flight]
+
+
+def fastest_of(ways: Sequence[Matrix]) -> tuple[Matrix, npt.NDArray[np.int8]]:
+    """The least seconds of every stage, and the number of the way that has them."""
+    every = np.stack(ways)
+    return np.min(every, axis=0), np.argmin(every, axis=0).astype(np.int8)
 
 
 def _sums(values: Iterable[float]) -> npt.NDArray[np.float64]:

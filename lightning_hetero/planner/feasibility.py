@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
-from ..plan import COORDINATOR, Plan
+from ..plan import COORDINATOR, Plan, StagePlan
 from ..units import in_bytes, in_layers
-from .candidates import Candidate, Costs, Form, forms_for, lightest_form, with_coordinator
-from .costs import WORKER, Holder
-from .profile import ENDS, Profile
+from .candidates import Candidate, Costs, Seat
+from .costs import START, BothEnds, Holder
+from .profile import EMBEDDING, ENDS, HEAD, Profile
 
 
 def as_measured(plan: Plan, profile: Profile) -> Plan:
@@ -43,25 +43,33 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     if profile.batch_size is None:
         raise PlanError("The profile names no batch size, so micro-batches have none; add it.")
     check_micro_batches(plan.micro_batches, profile.batch_size)
-    form, costs = Form.of(plan), Costs(profile, {})
-    stages = form.coordinator_first(with_coordinator(plan))
+    costs = Costs(profile, {})
     size = costs.size(plan.micro_batches)
-    options = [
-        costs.holder(stage.worker, size, form.role(index)).option(
-            stage.dtype or profile.model.dtype, stage.recompute
-        )
-        for index, stage in enumerate(stages)
+    seats = []
+    for stage, ends in _with_ends(plan, costs.num_layers):
+        holder = costs.holder(stage.worker, size, ends)
+        option = holder.option(stage.dtype or profile.model.dtype, stage.recompute)
+        seats.append(Seat(stage.worker, stage.layers, option, ends))
+    in_flight = min(plan.max_in_flight, plan.micro_batches)
+    return Candidate(costs, seats, plan.micro_batches, in_flight, plan.narrowings)
+
+
+def _with_ends(plan: Plan, num_layers: int) -> list[tuple[StagePlan, tuple[str, ...]]]:
+    """The stages with the ends of the model that they have; the coordinator's seats without layers
+    are added."""
+    workers = plan.remote_stages
+    local = [stage for stage in plan.stages if stage.is_local and stage.layer_indices]
+    front = next((stage for stage in local if stage.layers[0] == 0), None)
+    behind = next((stage for stage in local if stage is not front), None)
+    embedding_left = any(stage.embedding for stage in workers)
+    return [
+        (
+            front or StagePlan([COORDINATOR], (0, 0)),
+            (START if embedding_left else EMBEDDING,),
+        ),
+        *((stage, (EMBEDDING,) if stage.embedding else ()) for stage in workers),
+        (behind or StagePlan([COORDINATOR], (num_layers, num_layers)), (HEAD,)),
     ]
-    return Candidate(
-        costs,
-        [stage.worker for stage in stages],
-        [stage.layers for stage in stages],
-        options,
-        plan.micro_batches,
-        min(plan.max_in_flight, plan.micro_batches),
-        plan.narrowings,
-        form,
-    )
 
 
 def check_micro_batches(count: int, batch_size: int) -> None:
@@ -79,14 +87,14 @@ def check_micro_batches(count: int, batch_size: int) -> None:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A stage that does not fit its device.
+    """A device that its layers do not fit.
 
     Args:
         name: The device.
-        layers: Number of layers of the stage.
-        short_bytes: Bytes that the device lacks; infinite if it was not measured for this stage.
+        layers: The number of its layers.
+        short_bytes: Bytes that the device lacks; infinite if it was not measured for these layers.
         fits_with_recompute: Whether recomputation alone would help.
-        excess_layers: Number of layers without which the stage would fit.
+        excess_layers: Number of layers without which the others would fit.
     """
 
     name: str
@@ -112,30 +120,48 @@ class Shortage:
 
 
 def shortages(candidate: Candidate) -> list[Shortage]:
-    """The stages of a candidate that do not fit."""
-    found = (_shortage(candidate, index) for index in range(len(candidate.names)))
+    """The processes of a candidate whose layers do not fit."""
+    found = (_shortage(candidate, name) for name in candidate.processes)
     return [shortage for shortage in found if shortage is not None]
 
 
-def _shortage(candidate: Candidate, index: int) -> Shortage | None:
-    name, (first, end) = candidate.names[index], candidate.ranges[index]
-    holder = candidate.holder(index)
-    option = candidate.options[index]
-    if math.isinf(float(holder.seconds(option, first, end))):
-        return Shortage(name, end - first, math.inf, False, 0)
-    in_flight = candidate.in_flight
-    short = float(holder.short_bytes(option, first, end, in_flight))
+def _shortage(candidate: Candidate, name: str) -> Shortage | None:
+    seats = candidate.seats_of(name)
+    holders = [candidate.holder(seat) for seat in seats]
+    num_layers = sum(seat.num_layers for seat in seats)
+    pairs = list(zip(holders, seats, strict=True))
+    if any(math.isinf(float(h.seconds(seat.option, *seat.layers))) for h, seat in pairs):
+        return Shortage(name, num_layers, math.inf, False, 0)
+
+    def short_bytes(tried: Sequence[Seat]) -> float:
+        needs = [
+            holder.need(seat.option, *seat.layers, candidate.in_flight)
+            for holder, seat in zip(holders, tried, strict=True)
+        ]
+        return float(sum(needs[1:], start=needs[0]).total) - holders[0].usable_bytes
+
+    short = short_bytes(seats)
     if short <= 0:
         return None
-    again = holder.option(option.dtype, recompute=True)
-    fits_with_recompute = float(holder.short_bytes(again, first, end, in_flight)) <= 0
+    again = [replace(s, option=h.option(s.option.dtype, recompute=True)) for h, s in pairs]
     excess = 0
-    for number in range(1, end - first + 1):
-        left = (first + number, end) if holder.role.has_last else (first, end - number)
-        if float(holder.short_bytes(option, *left, in_flight)) <= 0:
+    for number in range(1, num_layers + 1):
+        if short_bytes(_without_layers(seats, number)) <= 0:
             excess = number
             break
-    return Shortage(name, end - first, short, fits_with_recompute, excess)
+    return Shortage(name, num_layers, short, short_bytes(again) <= 0, excess)
+
+
+def _without_layers(seats: Sequence[Seat], count: int) -> list[Seat]:
+    """The seats of a process without this many layers, of its last seats first."""
+    left: list[Seat] = []
+    for seat in reversed(seats):
+        (first, end), taken = seat.layers, min(count, seat.num_layers)
+        count -= taken
+        # The layers behind the workers' end with the head.
+        span = (first + taken, end) if HEAD in seat.ends else (first, end - taken)
+        left.append(replace(seat, layers=span))
+    return left[::-1]
 
 
 def explain_shortage(costs: Costs, micro_batches: Sequence[int]) -> PlanError:
@@ -147,46 +173,61 @@ def explain_shortage(costs: Costs, micro_batches: Sequence[int]) -> PlanError:
 
 def _ends_that_do_not_fit(costs: Costs, size: int) -> list[str]:
     model = costs.profile.model
-    form = lightest_form(model, costs.profile.workers)
-    holder = costs.holder(COORDINATOR, size, form.role(0))
-    unfit = [end.name for end in holder.ends.values() if end.cost is None]
+    own = _lightest(costs, size)
+    ends = {**own.front.ends, **own.behind.ends}
+    unfit = [end.name for end in ends.values() if end.cost is None]
     if unfit:
         return [
             f"The coordinator cannot run its {' and its '.join(unfit)} on {size} samples at once: "
-            f"at most {holder.device.largest_micro_batch} fit, and its precision is "
+            f"at most {own.front.device.largest_micro_batch} fit, and its precision is "
             f"{model.dtype}. Use more micro-batches or a smaller batch."
         ]
-    short = _short_bytes(holder, *form.no_layers(len(model.layers)))
+    short = _short_bytes_of_ends(own, 0, costs.num_layers)
     if short <= 0:
         return []
-    ends = [end for end in holder.ends if end in ENDS]
-    do = "do" if len(ends) > 1 else "does"
+    held = [end for end in ends if end in ENDS]
+    do = "do" if len(held) > 1 else "does"
     return [
-        f"The {' and the '.join(ends)} {do} not fit: the coordinator is {in_bytes(short)} short. "
+        f"The {' and the '.join(held)} {do} not fit: the coordinator is {in_bytes(short)} short. "
         "Free memory there, or use more micro-batches, a smaller batch or a quantised model."
     ]
+
+
+def _lightest(costs: Costs, size: int) -> BothEnds:
+    """The coordinator with the fewest ends of the model."""
+    may_leave = costs.profile.model.embedding_may_leave and bool(costs.profile.workers)
+    return costs.both_ends(size, may_leave)
 
 
 def _pins_that_do_not_fit(costs: Costs, size: int) -> list[str]:
     reasons = []
     for name, (start, end) in costs.pins.items():
-        is_behind = name == COORDINATOR and start > 0
-        holder = costs.holder(name, size, Form.LAST.role(0) if is_behind else None)
-        if math.isfinite(holder.matrix(1)[start, end]):
+        if name == COORDINATOR:
+            own = costs.both_ends(size, embedding_left=False)
+            left = (end, costs.num_layers) if start == 0 else (0, start)
+            seconds, short = own.matrix(1)[left], _short_bytes_of_ends(own, *left)
+            most_layers = own.speed.most_layers
+        else:
+            holder = costs.holder(name, size)
+            seconds, short = holder.matrix(1)[start, end], _short_bytes(holder, start, end)
+            most_layers = holder.speed.most_layers
+        if math.isfinite(seconds):
             continue
-        short = _short_bytes(holder, start, end)
         why = "was not measured with these layers" if short <= 0 else f"is {in_bytes(short)} short"
         reasons.append(
             f"The pin {name}={start}:{end} cannot be honoured: `{name}` {why}. "
-            f"At most {in_layers(holder.speed.most_layers)} fit there."
+            f"At most {in_layers(int(most_layers))} fit there."
         )
     return reasons
 
 
 def _too_many_layers(costs: Costs, size: int) -> list[str]:
     model = costs.profile.model
-    layers = len(model.layers)
-    most = {device.name: _most_layers(costs, device.name, size) for device in costs.profile.devices}
+    layers = costs.num_layers
+    most = {name: int(costs.holder(name, size).speed.most_layers) for name in costs.profile.workers}
+    ways = {False, model.embedding_may_leave and bool(costs.profile.workers)}
+    own = max(costs.both_ends(size, left).speed.most_layers for left in ways)
+    most = {COORDINATOR: int(own), **most}
     each = ", ".join(f"`{name}` {count}" for name, count in most.items())
     if sum(most.values()) >= layers:
         pins = ", ".join(f"{name}={start}:{end}" for name, (start, end) in costs.pins.items())
@@ -208,14 +249,10 @@ def _too_many_layers(costs: Costs, size: int) -> list[str]:
     ]
 
 
-def _most_layers(costs: Costs, name: str, size: int) -> int:
-    """The most layers that fit a device, in the form that leaves most room for them."""
-    roles = [WORKER]
-    if name == COORDINATOR:
-        forms = forms_for(costs.profile.model) if costs.profile.workers else (Form.FIRST,)
-        roles = [form.role(0) for form in forms]
-    return int(max(costs.holder(name, size, role).speed.most_layers for role in roles))
-
-
 def _short_bytes(holder: Holder, first: int, end: int) -> float:
     return min(float(holder.short_bytes(option, first, end, 1)) for option in holder.options)
+
+
+def _short_bytes_of_ends(own: BothEnds, first: int, end: int) -> float:
+    needs = [float(own.need(options, first, end, 1).total) for options in own.options]
+    return min(needs) - own.usable_bytes

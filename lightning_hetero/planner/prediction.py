@@ -38,8 +38,8 @@ def predict_given(plan: Plan, profile: Profile, wishes: Wishes) -> Solution:
 
 
 def bottleneck(candidate: Candidate) -> str:
-    """The slowest stage or link of a plan, as a sentence."""
-    seconds = dict(zip(candidate.names, candidate.stage_seconds, strict=True))
+    """The slowest process or link of a plan, as a sentence."""
+    seconds = candidate.process_seconds
     seconds |= {f"the link {name}": s for name, s in candidate.busy_seconds_of_media.items()}
     slowest = max(seconds, key=lambda name: seconds[name])
     return (
@@ -49,7 +49,7 @@ def bottleneck(candidate: Candidate) -> str:
 
 def running_costs(candidate: Candidate) -> list[str]:
     """Money and energy for a million tokens, for devices whose price or watts the profile has."""
-    devices = [candidate.costs.profile.device(name) for name in candidate.names]
+    devices = [candidate.costs.profile.device(name) for name in candidate.processes]
     hours = _A_MILLION * candidate.step_seconds / 3600 / _tokens(candidate)
     lines = []
     price, missing = _sum_of(devices, lambda device: device.price_per_hour)
@@ -96,10 +96,11 @@ class Side:
 
     def held(self, name: str) -> str:
         """The layers that a device holds."""
-        if name not in self.candidate.names:
-            return "–"
-        first, end = self.candidate.ranges[self.candidate.names.index(name)]
-        return f"{first}:{end} ({end - first})"
+        held = [seat.layers for seat in self.candidate.seats_of(name) if seat.num_layers]
+        if held or name in self.candidate.processes:
+            ranges = ", ".join(f"{first}:{end}" for first, end in held or [(0, 0)])
+            return f"{ranges} ({sum(end - first for first, end in held)})"
+        return "–"
 
     def layer_seconds(self, name: str) -> float:
         """One layer for one sample, forward and backward; infinite if it was not measured."""

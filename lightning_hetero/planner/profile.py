@@ -51,6 +51,8 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         gradient_bytes: Their gradients.
         optimizer_bytes: Their optimizer state.
         parameter_bytes_in: ``parameter_bytes`` for stages whose own dtype changes their size.
+        is_experts: Whether it is the half of a layer that has the experts of a mixture, and no
+            attention.
     """
 
     name: Name
@@ -60,6 +62,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     gradient_bytes: Count = msgspec.field(default_factory=int)
     optimizer_bytes: Count = msgspec.field(default_factory=int)
     parameter_bytes_in: dict[Dtype, Count] = {}
+    is_experts: bool = False
 
 
 class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -12,19 +12,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, permutations, product
 
-import numpy as np
 from msgspec.structs import replace
 
 from ..errors import PlanError
 from ..plan import COORDINATOR, Plan, StagePlan
-from .candidates import with_coordinator
-from .feasibility import candidate_of
+from .candidates import Candidate, spans_of
+from .feasibility import candidate_of, shortages
 from .profile import DeviceProfile, Profile
-from .split import Matrix, best_split, only
+from .search import EXCHANGES_UP_TO, LAYERS_MOVED, LEAST_GAIN_OF_CHANGE, MOST_NEAR_PLAYED
+from .split import best_splits, nowhere_but, only
 
 THRESHOLD = 0.2
 """Share by which the slowest stage must become slower or faster to count as drifted."""
@@ -252,12 +253,12 @@ class Replanned:
 
 
 def expected_seconds(plan: Plan, profile: Profile) -> dict[str, float] | None:
-    """The profile's seconds of each stage for a micro-batch; None if they are not known."""
+    """The profile's seconds of each process for a micro-batch; None if they are not known."""
     try:
         candidate = candidate_of(plan, profile)
     except PlanError:
         return None
-    found = dict(zip(candidate.names, candidate.stage_seconds, strict=True))
+    found = candidate.process_seconds
     return found if all(0 < seconds < math.inf for seconds in found.values()) else None
 
 
@@ -267,8 +268,8 @@ def replan(
     """Find the best layers for the plan's stages.
 
     With a profile, the function scales its times to the present ones, respects the memory, and
-    simulates steps. Without one, it takes all layers of a stage for equal and minimizes the time
-    of the slowest stage. Then a coordinator without layers gets none, and a coordinator with the
+    simulates steps. Without one, it takes all layers of a process for equal and minimizes the time
+    of the slowest process. Then a coordinator without layers gets none, and a coordinator with the
     last layers keeps them, because their time is not known apart from the head's. A coordinator
     that is missing from ``seconds`` keeps its layers.
 
@@ -285,47 +286,170 @@ def replan(
 def _by_profile(
     plan: Plan, profile: Profile, seconds: Mapping[str, StageSeconds]
 ) -> Replanned | None:
+    """The candidate with the shortest simulated step among splits of the same seats.
+
+    The first ones are exact: those with the fastest slowest stage for each number of the
+    coordinator's layers in front. Then layers move between seats while the step gets shorter.
+    """
     before = candidate_of(plan, profile)
-    matrices = [
-        before.holder(index).matrix_of(option, before.in_flight)
-        for index, option in enumerate(before.options)
-    ]
-    if COORDINATOR not in seconds:
-        matrices[0] = only(matrices[0], before.ranges[0])
-    media = before.busy_seconds_of_media
-    split = best_split(before.form.in_layer_order(matrices), max(media.values(), default=0.0))
-    if split is None:
+    tried = [*_splits(before, keeps_own=COORDINATOR not in seconds)]
+    if not shortages(before):
+        tried.insert(0, before)
+    if not tried:
         return None
-    after = dataclasses.replace(before, ranges=before.form.coordinator_first(split.ranges))
-    gain = 1 - after.step_seconds / before.step_seconds
-    return Replanned(_with_ranges(plan, split.ranges), gain, profile)
+    best = min(sorted(tried, key=_least)[:MOST_NEAR_PLAYED], key=_step)
+    if len(best.workers) <= EXCHANGES_UP_TO:
+        best = _descended(best, keeps_own=COORDINATOR not in seconds)
+    gain = 1 - best.step_seconds / before.step_seconds
+    return Replanned(_with_ranges(plan, best.ranges), gain, profile)
+
+
+def _descended(best: Candidate, keeps_own: bool) -> Candidate:
+    """The candidate to which moves of layers between seats lead while the step gets shorter."""
+    while True:
+        near = sorted(_with_moved_layers(best, keeps_own), key=_least)[:MOST_NEAR_PLAYED]
+        found = next((other for other in near if _is_better(other, best)), None)
+        if found is None:
+            return best
+        best = found
+
+
+def _least(candidate: Candidate) -> float:
+    return candidate.least_seconds
+
+
+def _step(candidate: Candidate) -> float:
+    return candidate.step_seconds
+
+
+def _is_better(other: Candidate, best: Candidate) -> bool:
+    limit = best.step_seconds * (1 - LEAST_GAIN_OF_CHANGE)
+    return other.least_seconds < limit and other.is_below(limit) and not shortages(other)
+
+
+def _splits(before: Candidate, keeps_own: bool) -> Iterator[Candidate]:
+    """The exact splits; none if a worker has several seats."""
+    if not before.has_lone_seats:
+        return
+    num_layers, in_flight = before.costs.num_layers, before.in_flight
+    own, *workers, behind = before.seats
+    ends = before.costs.both_ends(before.size, before.embedding_left)
+    seconds = ends.matrix_of((own.option, behind.option), in_flight)
+    if keeps_own:
+        seconds = only(seconds, (own.layers[1], behind.layers[0]))
+    stages = [before.holder(seat).matrix_of(seat.option, in_flight)[None] for seat in workers]
+    floor_seconds = max(before.busy_seconds_of_media.values(), default=0.0)
+    for front in range(num_layers + 1):
+        alone = nowhere_but(front, num_layers + 1)
+        splits = best_splits(stages, alone, seconds[front], floor_seconds)
+        if math.isfinite(splits.own_seconds[0]):
+            bounds = [0, *splits.cuts[0].tolist(), num_layers]
+            yield _with_layers(before, list(pairwise(bounds)))
+
+
+def _with_moved_layers(before: Candidate, keeps_own: bool) -> Iterator[Candidate]:
+    """Candidates in which one seat has some layers less and another one more."""
+    last = len(before.seats) - 1
+    places = range(1, last) if keeps_own else range(int(before.embedding_left), last + 1)
+    stages = [StagePlan([seat.name], seat.layers) for seat in before.seats]
+    for ranges in _moved(stages, before.ranges, places):
+        yield _with_layers(before, ranges)
+
+
+def _with_layers(before: Candidate, ranges: Sequence[tuple[int, int]]) -> Candidate:
+    seats = [
+        dataclasses.replace(seat, layers=layers)
+        for seat, layers in zip(before.seats, ranges, strict=True)
+    ]
+    return dataclasses.replace(before, seats=seats)
 
 
 def _by_seconds(plan: Plan, seconds: Mapping[str, StageSeconds]) -> Replanned | None:
-    stages = with_coordinator(plan)
-    num_layers = stages[-1].layers[1]
-    matrices = [_matrix(stage, seconds.get(stage.worker), num_layers) for stage in stages]
-    split = best_split(matrices)
-    if split is None:
-        return None
-    before = max(float(m[s.layers]) for m, s in zip(matrices, stages, strict=True))
-    gain = 1 - split.bottleneck_seconds / before
-    return Replanned(_with_ranges(plan, split.ranges), gain, None)
+    """The split with the fastest slowest process, where all layers of a process count as equal."""
+    stages = _with_both_ends(plan)
+    load = Load.of(stages, seconds)
+    before = [stage.layers for stage in stages]
+    after = load.climbed(before)
+    gain = 1 - load.of_processes(after)[0] / load.of_processes(before)[0]
+    return Replanned(_with_ranges(plan, after), gain, None)
 
 
-def _matrix(stage: StagePlan, seconds: StageSeconds | None, num_layers: int) -> Matrix:
-    """The seconds of every stage that the worker of this stage may hold."""
-    first, end = np.ogrid[: num_layers + 1, : num_layers + 1]
-    present = seconds or StageSeconds(0.0)
-    num_present = len(stage.layer_indices)
-    each = present.layers / max(1, num_present)
-    matrix = np.where(first <= end, present.ends + each * (end - first), np.inf)
-    if not stage.is_local:
-        return np.where(first < end, matrix, np.inf)
-    if present.layers == 0 or num_present == 0:
-        return only(matrix, stage.layers)
-    is_possible = first == 0 if stage.layers[0] == 0 else end == num_layers
-    return np.where(is_possible, matrix, np.inf)
+@dataclass(frozen=True)
+class Load:
+    """The present seconds of the processes of a plan, without a profile.
+
+    Args:
+        stages: The plan's stages, with those of the coordinator at both ends.
+        layer_seconds: One layer of each process; None for a process that keeps its layers.
+        fixed_seconds: What each process has besides layers that may move.
+    """
+
+    stages: Sequence[StagePlan]
+    layer_seconds: Mapping[str, float | None]
+    fixed_seconds: Mapping[str, float]
+
+    @classmethod
+    def of(cls, stages: Sequence[StagePlan], seconds: Mapping[str, StageSeconds]) -> Load:
+        """The load by the present seconds."""
+        # The coordinator's layers behind the workers' run in one action with the head.
+        counts: Counter[str] = Counter()
+        for stage in stages[:-1]:
+            counts[stage.worker] += len(stage.layer_indices)
+        each = {
+            name: seconds[name].layers / count
+            if count and name in seconds and (name != COORDINATOR or seconds[name].layers)
+            else None
+            for name, count in counts.items()
+        }
+        fixed = {name: seconds[name].ends if name in seconds else 0.0 for name in counts}
+        return cls(stages, each, fixed)
+
+    def of_processes(self, ranges: Sequence[tuple[int, int]]) -> list[float]:
+        """The seconds of the processes for a micro-batch, the slowest one first."""
+        total = dict(self.fixed_seconds)
+        for stage, (first, end) in zip(self.stages[:-1], ranges, strict=False):
+            total[stage.worker] += (self.layer_seconds[stage.worker] or 0.0) * (end - first)
+        return sorted(total.values(), reverse=True)
+
+    def climbed(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Move layers between stages while the slowest process becomes faster, or as fast processes
+        as it become fewer. Where layers are equal this ends at the best split."""
+        places = [
+            index
+            for index, stage in enumerate(self.stages[:-1])
+            if self.layer_seconds[stage.worker] is not None
+        ]
+        best = list(ranges)
+        while True:
+            found = min(_moved(self.stages, best, places), key=self.of_processes, default=best)
+            if self.of_processes(found) >= self.of_processes(best):
+                return best
+            best = found
+
+
+def _moved(
+    stages: Sequence[StagePlan], ranges: Sequence[tuple[int, int]], places: Sequence[int]
+) -> Iterator[list[tuple[int, int]]]:
+    """The ranges in which one stage has some layers less and another one more."""
+    for (giver, taker), by in product(permutations(places, 2), LAYERS_MOVED):
+        counts = [end - first for first, end in ranges]
+        counts[giver] -= by
+        counts[taker] += by
+        if counts[giver] >= (0 if stages[giver].is_local else 1):
+            yield spans_of(counts)
+
+
+def _with_both_ends(plan: Plan) -> list[StagePlan]:
+    """The stages with those of the coordinator at both ends, which may be without layers."""
+    num_layers = max((stage.layers[1] for stage in plan.stages), default=0)
+    own = next((stage for stage in plan.stages if stage.is_local), StagePlan([COORDINATOR], (0, 0)))
+    front, behind = (dataclasses.replace(own, layers=(n, n)) for n in (0, num_layers))
+    stages = list(plan.stages)
+    if not stages or not stages[0].is_local:
+        stages.insert(0, front)
+    if len(stages) < 2 or not stages[-1].is_local:
+        stages.append(behind)
+    return stages
 
 
 def _scaled(
@@ -350,10 +474,12 @@ def _slowed(device: DeviceProfile, factor: float) -> DeviceProfile:
 
 
 def _with_ranges(plan: Plan, ranges: Sequence[tuple[int, int]]) -> Plan:
-    had_coordinator = any(stage.is_local for stage in plan.stages)
+    """The plan with the layers of each stage; ``ranges`` has the coordinator's at both ends."""
+    own = [bool(plan.stages) and plan.stages[index].is_local for index in (0, -1)]
+    was_there = [own[0], *(True for _ in plan.remote_stages), own[1] and len(plan.stages) > 1]
     stages = [
         dataclasses.replace(stage, layers=layers)
-        for stage, layers in zip(with_coordinator(plan), ranges, strict=True)
-        if had_coordinator or not stage.is_local or layers[0] < layers[1]
+        for stage, layers, is_old in zip(_with_both_ends(plan), ranges, was_there, strict=True)
+        if is_old or layers[0] < layers[1]
     ]
     return dataclasses.replace(plan, stages=stages)

@@ -9,37 +9,32 @@ micro-batch is least, and simulates the splits with the lowest bounds. With up t
 then exchanges two workers, removes or adds one, or changes the number of micro-batches, while that
 helps.
 
-The search tries the coordinator first and last (see `Form`), and keeps it first on a tie. For one
-order of devices it takes the split with the fastest slowest stage (`Arrangement`).
+The search tries all of the coordinator's layers in front of the workers' and all of them behind,
+and keeps them in front on a tie. For one order of devices it takes the split with the fastest
+slowest stage (`place`).
 
 Where few micro-batches fill the pipeline, other splits and orders are faster. So with up to ten
-workers the search then makes small changes to the best candidates, while the simulated step gets
-shorter: it moves layers between stages, exchanges, removes or adds a worker, or changes the form,
-the number of micro-batches or of those in flight.
+workers the search then splits the best orders for each number of the coordinator's layers in front.
+From the best of all it makes small changes while the simulated step gets shorter: it moves layers
+between seats, exchanges, removes or adds a worker, or changes the place of the embedding, the
+number of micro-batches or of those in flight.
 
-At the end it takes as few micro-batches in flight as are nearly as fast.
+At the end it takes as few micro-batches in flight as are nearly as fast. For a mixture in halves it
+also tries the experts on one worker and all else on another (`experts`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, combinations, pairwise, permutations, product
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, permutations, product
 
 from ..plan import COORDINATOR
-from .candidates import (
-    Arrangement,
-    Candidate,
-    Costs,
-    Form,
-    forms_for,
-    hops_between,
-    lightest_form,
-    place_both,
-    place_last,
-)
+from .candidates import Arrangement, Candidate, Costs, spans_of
+from .experts import best_apart
+from .orders import Orders, interchangeable, place, place_all, place_at, place_behind
 from .simulation import Speed, least_bottleneck
 
 ALL_ORDERS_UP_TO = 5
@@ -55,7 +50,7 @@ MOST_SPLIT, MOST_OF_MANY_PLAYED = 16, 4
 """With more workers: choices that are split, and candidates that are simulated at a time."""
 
 NUM_STARTS = 4
-"""The best candidates with unlike devices or forms, from which the search makes small changes."""
+"""The best candidates with unlike devices, from which the search makes small changes."""
 
 MOST_NEAR_PLAYED = 12
 """Small changes of one candidate that are simulated, those with the lowest bounds first."""
@@ -69,8 +64,8 @@ LEAST_GAIN_OF_CHANGE = 1e-9
 LEAST_GAIN = 0.02
 """Share of the step that a device must save, because each additional device can drift or fail."""
 
-LEAST_GAIN_OF_FORM = 1e-9
-"""Share of the step that a coordinator in the last place must save; less is rounding of sums."""
+LEAST_GAIN_BEHIND = 1e-9
+"""Share of the step that the coordinator's layers behind must save; less is rounding of sums."""
 
 LEAST_GAIN_IN_FLIGHT = 0.005
 """Share of the step that more micro-batches in flight must save, because each keeps activations."""
@@ -104,20 +99,32 @@ class Search:
     def best(self) -> Candidate | None:
         """The best candidate without devices that gain too little; None if nothing fits."""
         best = self._best_devices()
-        return None if best is None else self._with_enough_in_flight(best)
+        found = None if best is None else self._with_enough_in_flight(best)
+        limit = math.inf if found is None else found.step_seconds * (1 - LEAST_GAIN)
+        return self.apart if self.apart is not None and self.apart.is_below(limit) else found
+
+    @cached_property
+    def apart(self) -> Candidate | None:
+        """The fastest plan with the experts of a mixture apart; None if there is none."""
+        return best_apart(self._costs, self._orders.by_speed, self.micro_batches)
 
     def _best_devices(self) -> Candidate | None:
         subsets = list(self._subsets())
         if self._looks_at_all:
             best = self._best_among(subsets, math.inf)
-            return None if best is None else self._without_idlers(self._descend(self._starts))
+            if best is None:
+                return None
+            starts = [*self._starts, *self._with_both_ends(self._starts)]
+            return self._without_idlers(self._descend(starts))
         placed = self._place_likely(self._choices(subsets))
         best = self._best_played(placed, math.inf, MOST_OF_MANY_PLAYED)
         if best is None:
             return None
         if len(best.workers) > EXCHANGES_UP_TO:
             return _fewest(placed, best)
-        return self._without_idlers(self._descend([self._improve(best)]))
+        improved = self._improve(best)
+        starts = [improved, *self._with_both_ends([improved])]
+        return self._without_idlers(self._descend(starts))
 
     def best_with(self, workers: Iterable[str], below: float = math.inf) -> Candidate | None:
         """The best candidate with exactly these workers, if its step is shorter than ``below``."""
@@ -128,19 +135,23 @@ class Search:
 
     def best_alone(self, name: str) -> Candidate | None:
         """The best candidate with all layers on one device; None if they do not fit."""
-        model = self._costs.profile.model
-        layers, alone = len(model.layers), name == COORDINATOR
+        num_layers = self._costs.num_layers
+        workers = [] if name == COORDINATOR else [name]
+        ranges = spans_of([0, num_layers, 0] if workers else [num_layers, 0])
         placed = []
-        forms = (Form.FIRST,) if alone else forms_for(model)
-        for form, pieces in product(forms, self.micro_batches):
-            way = Arrangement(self._costs, [] if alone else [name], pieces, form)
-            ranges = [(0, layers)] if alone else [form.no_layers(layers), (0, layers)]
+        for pieces, left in product(self.micro_batches, self._embeddings if workers else (False,)):
+            way = Arrangement(self._costs, workers, pieces, left)
             placed += [
                 way.with_ranges(ranges, min(in_flight, pieces))
-                for in_flight in ((1,) if alone else (4, 2, 1))
-                if way.fits(ranges, in_flight)
+                for in_flight in ((4, 2, 1) if workers else (1,))
+                if math.isfinite(way.slowest_seconds(ranges, in_flight))
             ]
         return self._best_played(placed, math.inf, MOST_PLAYED)
+
+    @property
+    def _embeddings(self) -> tuple[bool, ...]:
+        """Whether a worker has the embedding: what may be."""
+        return (False, True) if self._costs.profile.model.embedding_may_leave else (False,)
 
     def one_of_each(self, workers: Sequence[str] | None = None) -> list[str]:
         """One worker of each class of interchangeable ones, among these or all workers."""
@@ -179,16 +190,18 @@ class Search:
             if candidate.least_seconds >= below:
                 break
             self._note_start(candidate)
-            if candidate.step_seconds < below:
+            if candidate.is_below(below):
                 best, below = candidate, candidate.step_seconds
         return best
 
     def _note_start(self, candidate: Candidate) -> None:
-        """Keep the candidate if it is among the best ones with unlike devices or forms."""
+        """Keep the candidate if it is among the best ones with unlike devices."""
         alike = [start for start in self._starts if _is_akin(start, candidate)]
         others = [start for start in self._starts if start not in alike]
-        ranked = sorted([*others, min([*alike, candidate], key=_step_of)], key=_step_of)
-        self._starts = ranked[:NUM_STARTS]
+        ranked = alike or others[NUM_STARTS - 1 :]
+        if ranked and not candidate.is_below(ranked[0].step_seconds):
+            return
+        self._starts = sorted([*others, candidate], key=_step_of)[:NUM_STARTS]
 
     def _place_likely(self, choices: Sequence[Choice]) -> list[Candidate]:
         """Split the choices with the shortest estimated steps, until enough of them have fit."""
@@ -199,7 +212,7 @@ class Search:
             found = [
                 candidate
                 for order in self._orders.usual(choice.workers)
-                for candidate in place_both(self._costs, order, choice.micro_batches)
+                for candidate in place_all(Arrangement(self._costs, order, choice.micro_batches))
             ]
             placed += found
             num_split += bool(found)
@@ -219,13 +232,12 @@ class Search:
 
     def _best_order(self, choice: Choice, below: float) -> Candidate | None:
         orders, pieces = self._all_orders(choice.workers), choice.micro_batches
-        placed = [
-            c for order in orders for c in Arrangement(self._costs, order, pieces).place(below)
-        ]
-        first = self._best_played(placed, below, MOST_PLAYED)
-        below = (below if first is None else first.step_seconds) * (1 - LEAST_GAIN_OF_FORM)
-        placed = [c for order in orders for c in place_last(self._costs, order, pieces, below)]
-        return self._best_played(placed, below, MOST_PLAYED) or first
+        ways = [Arrangement(self._costs, order, pieces) for order in orders]
+        first = self._best_played(place(ways, None, below), below, MOST_PLAYED)
+        if not choice.workers:
+            return first
+        below = (below if first is None else first.step_seconds) * (1 - LEAST_GAIN_BEHIND)
+        return self._best_played(place_behind(ways, below), below, MOST_PLAYED) or first
 
     def _subsets(self) -> Iterator[tuple[str, ...]]:
         """Subsets of the workers; each has all pinned workers."""
@@ -253,7 +265,7 @@ class Search:
             climbed = self._climb(best)
             placed = [climbed, *self._changed(climbed)]
             for pieces in self.micro_batches:
-                placed += place_both(self._costs, climbed.workers, pieces)
+                placed += place_all(Arrangement(self._costs, climbed.workers, pieces))
             found = self._best_played(placed, best.step_seconds, MOST_OF_MANY_PLAYED)
             if found is None:
                 return best
@@ -275,50 +287,64 @@ class Search:
         while True:
             before = best
             near = [*_with_moved_layers(best), *_with_other_in_flight(best)]
-            near += self._rearranged(best, keeps_devices)
-            for candidate in sorted(near, key=lambda near: near.least_seconds)[:MOST_NEAR_PLAYED]:
-                limit = best.step_seconds * (1 - LEAST_GAIN_OF_CHANGE)
-                if candidate.least_seconds >= limit:
-                    break
-                if candidate.identity not in played and candidate.step_seconds < limit:
-                    best = candidate
-                played.add(candidate.identity)
+            best = _best_near(best, near, played)
+            # Only where moved layers gain nothing more, because these are more work to make.
+            if best is before:
+                best = _best_near(best, self._rearranged(best, keeps_devices), played)
             if best is before:
                 return best
 
-    def _rearranged(self, best: Candidate, keeps_devices: bool) -> Iterator[Candidate]:
-        """Candidates with another order, form or number of micro-batches, or a worker more or less.
+    def _with_both_ends(self, starts: Sequence[Candidate]) -> list[Candidate]:
+        """Candidates in which the coordinator has other numbers of its layers in front, for the
+        orders of some candidates; all layers are split anew."""
+        found = []
+        for start in starts:
+            way = replace(Arrangement.of(start), embedding_left=False)
+            placed = []
+            for front in range(1, self._costs.num_layers if way.workers else 0):
+                if way.own.front_seconds(front) * way.micro_batches >= start.step_seconds:
+                    break
+                candidate = place_at(way, start.in_flight, front, start.step_seconds)
+                placed += [] if candidate is None else [candidate]
+            best = self._best_played(placed, start.step_seconds, MOST_NEAR_PLAYED)
+            found += [] if best is None else [best]
+        return found
 
-        Each device keeps its number of layers if the devices stay; the layers are also split anew.
+    def _rearranged(self, best: Candidate, keeps_devices: bool) -> Iterator[Candidate]:
+        """Candidates with another order, place of the embedding or number of micro-batches, or a
+        worker more or less.
+
+        Each seat keeps its number of layers if the devices stay; the layers are also split anew.
         """
-        costs, pieces, below = self._costs, best.micro_batches, best.step_seconds
-        counts = _counts_of(best)
-        orders = [*self._exchanged(best.workers)]
-        forms = forms_for(costs.profile.model) if best.workers else ()
-        ways = [Arrangement(costs, order, pieces, best.form) for order in orders]
-        ways += [Arrangement(costs, best.workers, pieces, form) for form in forms]
-        ways += [Arrangement(costs, best.workers, n, best.form) for n in self.micro_batches]
-        for way in ways:
-            yield from _with_counts(way, counts, best.in_flight)
+        way = Arrangement.of(best)
+        own, counts = _own_counts(best), _counts_of(best)
+        ways = [replace(way, workers=order) for order in self._exchanged(best.workers)]
+        ways += [replace(way, embedding_left=left) for left in self._embeddings if best.workers]
+        ways += [replace(way, micro_batches=pieces) for pieces in self.micro_batches]
+        for each in ways:
+            yield from _with_counts(each, own, counts, best)
         if not keeps_devices:
-            fewer, more = self._one_less(best.workers), self._one_more_anywhere(best.workers)
-            longer = [Arrangement(costs, order, pieces, best.form) for order in more]
-            for way in longer:
-                yield from _with_one_more(way, counts, best.in_flight)
-            forms_of_fewer = ((order, best.form if order else Form.FIRST) for order in fewer)
-            ways += [*longer, *(Arrangement(costs, o, pieces, form) for o, form in forms_of_fewer)]
-        for way in ways:
-            levels = {best.in_flight, 2 * len(way.names)} if way.workers else {1}
-            for in_flight in sorted({min(level, way.micro_batches) for level in levels}):
-                placed = way.place_at(in_flight, below)
-                if placed is not None:
-                    yield placed
+            for order in self._one_more_anywhere(best.workers):
+                longer = replace(way, workers=order)
+                yield from _with_one_more(longer, own, counts, best)
+                ways.append(longer)
+            for order in self._one_less(best.workers):
+                left = bool(order) and way.embedding_left
+                ways.append(replace(way, workers=order, embedding_left=left))
+        for each in ways:
+            levels = {best.in_flight, 2 * len(each.names)} if each.workers else {1}
+            sizes = sorted({min(level, each.micro_batches) for level in levels})
+            is_same_order = each.workers and each.workers == best.workers
+            fronts = _fronts_of(best) if is_same_order else [_front_of(best)]
+            for in_flight, front in product(sizes, fronts if each.workers else [None]):
+                placed = place_at(each, in_flight, front, best.step_seconds)
+                yield from [] if placed is None else [placed]
 
     def _one_more_anywhere(self, workers: Sequence[str]) -> Iterator[list[str]]:
         """The workers with another one, in each place."""
         spare = [name for name in self._orders.by_speed if name not in workers]
-        for name, place in product(self.one_of_each(spare), range(len(workers) + 1)):
-            yield [*workers[:place], name, *workers[place:]]
+        for name, index in product(self.one_of_each(spare), range(len(workers) + 1)):
+            yield [*workers[:index], name, *workers[index:]]
 
     def _climb(self, best: Candidate) -> Candidate:
         """Exchange, remove or add a worker while the bound falls, without a simulation."""
@@ -331,11 +357,13 @@ class Search:
     def _changed(self, best: Candidate) -> list[Candidate]:
         orders = [*self._exchanged(best.workers), *self._one_less(best.workers)]
         orders += self._one_more(best.workers)
-        placed = (
-            Arrangement(self._costs, order, best.micro_batches, best.form).place_at(best.in_flight)
-            for order in orders
-            if order or best.form is Form.FIRST
-        )
+        way = Arrangement.of(best)
+        placed = []
+        for order in orders:
+            left = bool(order) and way.embedding_left
+            other = replace(way, workers=order, embedding_left=left)
+            front = _front_of(best) if order else None
+            placed.append(place_at(other, best.in_flight, front))
         return [candidate for candidate in placed if candidate is not None]
 
     def _exchanged(self, workers: Sequence[str]) -> Iterator[list[str]]:
@@ -370,32 +398,37 @@ class Search:
     def _with_enough_in_flight(self, best: Candidate) -> Candidate:
         """Take the fewest micro-batches in flight that are nearly as fast as the best number.
 
-        The numbers are one to three times that of the processes. An exhaustive search also tries
-        every form.
+        The numbers are one to three times that of the processes.
         """
-        processes = len(best.workers) + 1
+        processes = len(best.processes)
         if processes == 1:
             return best
         counts = {min(processes * quarters // 4, best.micro_batches) for quarters in range(4, 13)}
-        forms = forms_for(self._costs.profile.model) if self._looks_at_all else (best.form,)
-        trials = [
-            Arrangement(self._costs, best.workers, best.micro_batches, form).place_at(count)
-            for form in forms
+        trials = [_with_in_flight(best, count) for count in counts]
+        trials += [
+            place_at(Arrangement.of(best), count, front)
+            for front in _fronts_of(best)
             for count in counts
         ]
-        trials += [_with_in_flight(best, count) for count in counts]
-        found = [best, *(trial for trial in trials if trial is not None)]
-        limit = min(c.step_seconds for c in found) * (1 + LEAST_GAIN_IN_FLIGHT)
-        fast = [candidate for candidate in found if candidate.step_seconds <= limit]
+        found = {trial.identity: trial for trial in trials if trial is not None}
+        found[best.identity] = best
+        limit = best.step_seconds * (1 + LEAST_GAIN_IN_FLIGHT)
+        fast = [trial for trial in found.values() if trial is best or trial.is_below(limit)]
+        limit = min(map(_step_of, fast)) * (1 + LEAST_GAIN_IN_FLIGHT)
+        fast = [candidate for candidate in fast if candidate.step_seconds <= limit]
         return min(fast, key=lambda candidate: (candidate.in_flight, candidate.step_seconds))
 
 
 def speeds_of(costs: Costs, workers: Sequence[str], micro_batches: int) -> list[Speed]:
-    """Speeds for a bound that holds in every form: the coordinator has the fewest ends of the
+    """Speeds for a bound that holds for every plan: the coordinator has the fewest ends of the
     model, and the other ends cost nothing."""
-    form = lightest_form(costs.profile.model, workers)
     size = costs.size(micro_batches)
-    own = costs.holder(COORDINATOR, size, form.role(0)).speed
+    may_leave = costs.profile.model.embedding_may_leave and bool(workers)
+    own = costs.both_ends(size, may_leave).speed
+    if may_leave:
+        # Its layers may be in front if the embedding stays.
+        most_layers = costs.both_ends(size, embedding_left=False).speed.most_layers
+        own = replace(own, most_layers=max(own.most_layers, most_layers))
     return [own, *(costs.holder(name, size).speed for name in workers)]
 
 
@@ -403,58 +436,102 @@ def _step_of(candidate: Candidate) -> float:
     return candidate.step_seconds
 
 
+def _best_near(best: Candidate, near: Iterable[Candidate], played: set[Hashable]) -> Candidate:
+    """The best one of some candidates, of which those with the lowest bounds are simulated."""
+    for candidate in sorted(near, key=lambda near: near.least_seconds)[:MOST_NEAR_PLAYED]:
+        limit = best.step_seconds * (1 - LEAST_GAIN_OF_CHANGE)
+        if candidate.least_seconds >= limit:
+            break
+        if candidate.identity not in played and candidate.is_below(limit):
+            best = candidate
+        played.add(candidate.identity)
+    return best
+
+
 def _is_akin(one: Candidate, other: Candidate) -> bool:
     """Whether candidates differ at most in their splits and in flight."""
-    return (one.workers, one.micro_batches, one.form) == (
-        other.workers,
-        other.micro_batches,
-        other.form,
-    )
+    return _kin_of(one) == _kin_of(other)
 
 
-def _with_moved_layers(candidate: Candidate) -> Iterator[Candidate]:
-    """Candidates in which one stage has some layers less and another one more; the stages between
-    them keep their number."""
-    way, counts = _way_of(candidate), _counts_of(candidate)
-    for (giver, taker), by in product(permutations(counts, 2), LAYERS_MOVED):
-        moved = {**counts, giver: counts[giver] - by, taker: counts[taker] + by}
-        yield from _with_counts(way, moved, candidate.in_flight)
+def _kin_of(candidate: Candidate) -> Hashable:
+    own = [count > 0 for count in _own_counts(candidate)]
+    return candidate.workers, candidate.micro_batches, candidate.embedding_left, *own
+
+
+def _front_of(candidate: Candidate) -> int | None:
+    """The coordinator's layers in front; None if it has no others."""
+    front, behind = _own_counts(candidate)
+    return None if front and not behind else front
+
+
+def _fronts_of(candidate: Candidate) -> list[int | None]:
+    """Numbers of the coordinator's layers in front that a change tries."""
+    if candidate.embedding_left or not Arrangement.of(candidate).own.speed.most_layers:
+        return [0]
+    return [None, *sorted({0, _own_counts(candidate)[0]})]
+
+
+def _own_counts(candidate: Candidate) -> tuple[int, int]:
+    """The numbers of the coordinator's layers in front and behind."""
+    return candidate.seats[0].num_layers, candidate.seats[-1].num_layers
 
 
 def _counts_of(candidate: Candidate) -> dict[str, int]:
-    """The number of layers of each device."""
-    spans = zip(candidate.names, candidate.ranges, strict=True)
-    return {name: end - first for name, (first, end) in spans}
+    """The number of layers of each worker."""
+    return {seat.name: seat.num_layers for seat in candidate.seats[1:-1]}
+
+
+def _with_moved_layers(best: Candidate) -> Iterator[Candidate]:
+    """Candidates in which one seat has some layers less and another one more; the seats between
+    them keep their number."""
+    way, counts = Arrangement.of(best), [seat.num_layers for seat in best.seats]
+    for (giver, taker), by in product(permutations(range(len(counts)), 2), LAYERS_MOVED):
+        moved = list(counts)
+        moved[giver] -= by
+        moved[taker] += by
+        yield from _with_spans(way, moved, best)
 
 
 def _with_counts(
-    way: Arrangement, counts: Mapping[str, int], in_flight: int
+    way: Arrangement, own: tuple[int, int], counts: dict[str, int], best: Candidate
 ) -> Iterator[Candidate]:
-    """The candidate with these numbers of layers, if they fit the devices and the pins."""
-    if any(counts[name] < (name != COORDINATOR) for name in way.names):
+    """The candidate in which these devices keep their numbers of layers, if they can."""
+    front, behind = own
+    in_order = [front, *(counts[name] for name in way.workers), behind]
+    yield from _with_spans(way, in_order, best)
+
+
+def _with_spans(way: Arrangement, counts: Sequence[int], best: Candidate) -> Iterator[Candidate]:
+    """The candidate with these numbers of layers, if they fit the devices and the pins, and if the
+    slowest process alone does not make it slower than the best candidate."""
+    front, *of_workers, behind = counts
+    if min(front, behind) < 0 or min(of_workers, default=1) < 1:
         return
-    in_layer_order = [counts[name] for name in way.form.in_layer_order(way.names)]
-    spans = list(pairwise(accumulate(in_layer_order, initial=0)))
-    ranges = way.form.coordinator_first(spans)
-    in_flight = min(in_flight, way.micro_batches)
-    if way.keeps_pins(ranges) and way.fits(ranges, in_flight):
+    if not of_workers and behind or way.embedding_left and front:
+        return
+    ranges, in_flight = spans_of(counts), min(best.in_flight, way.micro_batches)
+    least_seconds = way.micro_batches * way.slowest_seconds(ranges, in_flight)
+    if least_seconds < best.step_seconds and way.keeps_pins(ranges):
         yield way.with_ranges(ranges, in_flight)
 
 
 def _with_one_more(
-    way: Arrangement, counts: Mapping[str, int], in_flight: int
+    way: Arrangement, own: tuple[int, int], counts: dict[str, int], best: Candidate
 ) -> Iterator[Candidate]:
-    """Candidates in which a new worker takes layers from one other stage."""
+    """Candidates in which a new worker takes layers from one other seat."""
     new = next(name for name in way.workers if name not in counts)
-    for giver, by in product(counts, LAYERS_MOVED):
-        taken = {**counts, giver: counts[giver] - by, new: by}
-        yield from _with_counts(way, taken, in_flight)
+    for by in LAYERS_MOVED:
+        yield from _with_counts(way, (own[0] - by, own[1]), {**counts, new: by}, best)
+        yield from _with_counts(way, (own[0], own[1] - by), {**counts, new: by}, best)
+        for giver in counts:
+            taken = {**counts, giver: counts[giver] - by, new: by}
+            yield from _with_counts(way, own, taken, best)
 
 
 def _with_other_in_flight(candidate: Candidate) -> Iterator[Candidate]:
     """Candidates with the same layers and other numbers of micro-batches in flight."""
     if candidate.workers:
-        num, present = len(candidate.names), candidate.in_flight
+        num, present = len(candidate.processes), candidate.in_flight
         counts = {1, present - 1, present + 1, num, 2 * num, 3 * num}
         for count in sorted({min(max(count, 1), candidate.micro_batches) for count in counts}):
             other = _with_in_flight(candidate, count)
@@ -464,12 +541,9 @@ def _with_other_in_flight(candidate: Candidate) -> Iterator[Candidate]:
 
 def _with_in_flight(candidate: Candidate, in_flight: int) -> Candidate | None:
     """The same layers with this number in flight; None if they do not fit."""
-    way, ranges = _way_of(candidate), candidate.ranges
-    return way.with_ranges(ranges, in_flight) if way.fits(ranges, in_flight) else None
-
-
-def _way_of(candidate: Candidate) -> Arrangement:
-    return Arrangement(candidate.costs, candidate.workers, candidate.micro_batches, candidate.form)
+    way, ranges = Arrangement.of(candidate), candidate.ranges
+    fits = math.isfinite(way.slowest_seconds(ranges, in_flight))
+    return way.with_ranges(ranges, in_flight) if fits else None
 
 
 def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
@@ -481,100 +555,3 @@ def _fewest(placed: Iterable[Candidate], best: Candidate) -> Candidate:
         if candidate.step_seconds < limit:
             return candidate
     return best
-
-
-class Orders:
-    """Orders of workers with which the search begins.
-
-    Args:
-        costs: The costs of devices and links.
-        size: Samples in the micro-batch at which speeds are compared.
-    """
-
-    def __init__(self, costs: Costs, size: int) -> None:
-        self._costs = costs
-        workers = costs.profile.workers
-        self._seconds = {name: costs.holder(name, size).speed.layer_seconds for name in workers}
-        self.by_speed = sorted(workers, key=lambda name: self._seconds[name])
-
-    def usual(self, workers: Sequence[str]) -> list[list[str]]:
-        """The order by speed and, if links were measured, the order along the fastest links."""
-        usual = self.by_speed_and_pins(workers)
-        are_pinned = any(name in self._costs.pins for name in workers)
-        if are_pinned or len(workers) > EXCHANGES_UP_TO or not self._costs.profile.links:
-            return [usual]
-        chained = self._chained(usual)
-        return [usual] if chained == usual else [usual, chained]
-
-    def by_speed_and_pins(self, workers: Sequence[str]) -> list[str]:
-        """Order workers by speed; each gap between pins gets workers for its layers."""
-        pins = {name: self._costs.pins[name] for name in workers if name in self._costs.pins}
-        fixed = sorted(pins, key=lambda name: pins[name])
-        free = [name for name in self.by_speed if name in workers and name not in pins]
-        start, end = self._free_layers()
-        starts = [start, *(pins[name][1] for name in fixed)]
-        ends = [*(pins[name][0] for name in fixed), end]
-        gaps = self._filled([end - first for first, end in zip(starts, ends, strict=True)], free)
-        order = gaps[0]
-        for name, gap_after in zip(fixed, gaps[1:], strict=True):
-            order = [*order, name, *gap_after]
-        return order
-
-    def _free_layers(self) -> tuple[int, int]:
-        """The layers that no pin gives to the coordinator."""
-        num_layers = len(self._costs.profile.model.layers)
-        start, end = self._costs.pins.get(COORDINATOR, (0, 0))
-        return (end, num_layers) if start == 0 else (0, start)
-
-    def _filled(self, num_layers: Sequence[int], free: Sequence[str]) -> list[list[str]]:
-        """Distribute free devices over gaps of layers: each goes where most layers are left."""
-        left = [float(count) for count in num_layers]
-        gaps: list[list[str]] = [[] for _ in left]
-        speeds = {name: 1 / max(self._seconds[name], 1e-12) for name in free}
-        layers_per_speed = sum(left) / (sum(speeds.values()) or 1)
-        for name in free:
-            gap = left.index(max(left))
-            gaps[gap].append(name)
-            left[gap] -= speeds[name] * layers_per_speed
-        return gaps
-
-    def _chained(self, workers: Sequence[str]) -> list[str]:
-        chain, left = [COORDINATOR], list(workers)
-        while left:
-            nearest = min(left, key=partial(self._travel_seconds, chain[-1]))
-            left.remove(nearest)
-            chain.append(nearest)
-        return chain[1:]
-
-    def _travel_seconds(self, one: str, other: str) -> float:
-        there, back = hops_between(self._costs, [one, other], self._costs.batch_size)
-        return sum(hop.busy_seconds + hop.latency_seconds for hop in (there[0], back[1]))
-
-
-def interchangeable(costs: Costs) -> dict[str, int]:
-    """A number for each worker; interchangeable workers have the same number."""
-    workers = costs.profile.workers
-    members: list[list[str]] = []
-    for name in workers:
-        for known in members:
-            if _are_alike(costs, known[0], name):
-                known.append(name)
-                break
-        else:
-            members.append([name])
-    return {name: number for number, names in enumerate(members) for name in names}
-
-
-def _are_alike(costs: Costs, one: str, other: str) -> bool:
-    if costs.kinds[one] != costs.kinds[other] or {one, other} & set(costs.pins):
-        return False
-    others = [d.name for d in costs.profile.devices if d.name not in (one, other)]
-    pairs = [((one, name), (other, name)) for name in others]
-    pairs += [((name, one), (name, other)) for name in others]
-    pairs += [((one, other), (other, one))]
-    return all(_speed(costs, *first) == _speed(costs, *second) for first, second in pairs)
-
-
-def _speed(costs: Costs, source: str, target: str) -> tuple[float, float, str | None]:
-    link = costs.link(source, target)
-    return link.latency_seconds, link.bytes_per_second, link.shared

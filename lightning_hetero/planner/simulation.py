@@ -2,8 +2,9 @@
 
 The simulation follows the runtime. The coordinator is stage 0 and starts the micro-batches. When a
 micro-batch returns, the coordinator runs the rest of it as one action: its own last layers, the
-head, the loss, and their backward. A stage runs one action at a time and computes while its results
-travel. A link carries one transfer at a time.
+head, the loss, and their backward. A process may have several stages. It runs one action at a time,
+of those that are ready in all its stages, and computes while its results travel. A link carries one
+transfer at a time.
 
 `least_bottleneck` and `least_seconds` bound a step by the devices' speeds, memory, links and order.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -67,9 +69,14 @@ class Pipeline:
             leads to the last stage. Entry i leaves stage i, as in ``forward_hops``.
         num_microbatches: Pieces of the batch.
         max_in_flight: The bound of the plan.
-        max_started: The bound of the plan for the coordinator; None for ``max_in_flight``.
         starts_first: Whether the coordinator starts micro-batches as early as possible, as it does
             without layers before those of the workers. See `choose`.
+        max_started: The bound of the plan for the coordinator; None for ``max_in_flight``.
+        processes: The number of each stage's process, as `Placement` numbers them; left out, each
+            stage has a process of its own. A hop between two stages of one process takes no time.
+
+    Raises:
+        PlanError: If the numbers of stages, hops and processes do not fit together.
     """
 
     stages: Sequence[StageTimes]
@@ -80,6 +87,7 @@ class Pipeline:
     max_in_flight: int
     starts_first: bool = False
     max_started: int | None = None
+    processes: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not len(self.stages) == len(self.forward_hops) == len(self.backward_hops):
@@ -87,12 +95,46 @@ class Pipeline:
                 f"A pipeline of {len(self.stages)} stages has {len(self.forward_hops)} forward and "
                 f"{len(self.backward_hops)} backward hops; it needs one of each per stage."
             )
+        if self.processes:
+            self._check_processes()
 
-    def limit(self, index: int) -> int:
-        """The most micro-batches that a stage may have in flight."""
-        if index == 0 and self.max_started is not None:
+    def _check_processes(self) -> None:
+        first, *others = self.processes
+        if len(self.processes) != len(self.stages) or first != 0 or 0 in others:
+            raise PlanError(
+                f"A pipeline of {len(self.stages)} stages has the processes {self.processes}; it "
+                "needs one per stage, and 0 for the first stage alone."
+            )
+        for index, (one, other) in enumerate(pairwise(self.processes)):
+            inside = self.forward_hops[index], self.backward_hops[index + 1]
+            if one == other and any(hop.busy_seconds or hop.latency_seconds for hop in inside):
+                raise PlanError(
+                    f"Stages {index} and {index + 1} have the same process {one}, and a hop "
+                    "between them takes time; give it 0 seconds."
+                )
+
+    @cached_property
+    def process_of(self) -> Sequence[int]:
+        """The number of each stage's process."""
+        return self.processes or range(len(self.stages))
+
+    @cached_property
+    def num_processes(self) -> int:
+        """The number of processes."""
+        return max(self.process_of) + 1
+
+    def limit(self, process: int) -> int:
+        """The most micro-batches that a process may have in flight."""
+        if process == 0 and self.max_started is not None:
             return self.max_started
         return self.max_in_flight
+
+    def sums(self, of_stages: Sequence[float]) -> list[float]:
+        """The sum of a number of each stage over the stages of each process."""
+        found = [0.0] * self.num_processes
+        for process, number in zip(self.process_of, of_stages, strict=True):
+            found[process] += number
+        return found
 
     @property
     def is_alone(self) -> bool:
@@ -114,8 +156,8 @@ class Simulation:
 
     Args:
         spans: Every simulated action, in the order of their starts.
-        busy_seconds: Seconds for which each stage computed, its optimizer step included.
-        peak_in_flight: The most micro-batches that each stage had in flight.
+        busy_seconds: Seconds for which each process computed, its optimizer steps included.
+        peak_in_flight: The most micro-batches that each process had in flight.
         step_seconds: From the first action to the end of the slowest optimizer step.
     """
 
@@ -126,18 +168,25 @@ class Simulation:
 
     @property
     def busy_shares(self) -> list[float]:
-        """The share of the step for which each stage computed."""
+        """The share of the step for which each process computed."""
         return [busy / self.step_seconds if self.step_seconds else 0 for busy in self.busy_seconds]
 
     @property
     def bubble(self) -> float:
-        """The idle share of all stages' time."""
+        """The idle share of all processes' time."""
         return 1 - sum(self.busy_shares) / len(self.busy_seconds)
 
 
 def simulate(pipeline: Pipeline) -> Simulation:
     """Simulate the whole step."""
     return _Run(pipeline).play()
+
+
+def predict_below(pipeline: Pipeline, below: float) -> Simulation | None:
+    """The prediction of `predict`, or None as soon as the step cannot be shorter than ``below``."""
+    is_short = pipeline.num_microbatches <= MOST_PLAYED
+    found = _Run(pipeline, below).play() if is_short else predict(pipeline)
+    return found if found.step_seconds < below else None
 
 
 def predict(pipeline: Pipeline) -> Simulation:
@@ -159,11 +208,11 @@ def predict(pipeline: Pipeline) -> Simulation:
     )
 
 
-class _Stage:
-    """The state of a stage: ready actions, micro-batches in flight, and sums."""
+class _Process:
+    """The state of a process: ready actions of its stages, micro-batches in flight, and sums."""
 
-    def __init__(self, index: int, num_microbatches: int) -> None:
-        self.forwards, self.backwards, self.losses = _actions(index, num_microbatches)
+    def __init__(self, stages: Sequence[int]) -> None:
+        self.first_stage = stages[0]
         self.ready: list[Action] = []
         self.in_flight: set[int] = set()
         self.peak_in_flight = 0
@@ -172,7 +221,7 @@ class _Stage:
 
 
 # A search simulates thousands of steps with the same actions.
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=512)
 def _actions(index: int, num_microbatches: int) -> tuple[list[Action], list[Action], list[Action]]:
     """The forwards and backwards of a stage, and the coordinator's losses, by micro-batch."""
     keys = [Key(microbatch) for microbatch in range(num_microbatches)]
@@ -183,15 +232,31 @@ def _actions(index: int, num_microbatches: int) -> tuple[list[Action], list[Acti
     )
 
 
+def _first_ones(ready: Sequence[Action]) -> Collection[Action]:
+    """Of each stage and kind the first action, as a worker offers them to the rule."""
+    first: dict[tuple[int, str], Action] = {}
+    for action in ready:
+        first.setdefault((action.stage_index, action.kind), action)
+    return first.values()
+
+
 class _Run:
     """A running simulation. Events are arrivals of inputs and ends of actions."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, below: float = math.inf) -> None:
         self._pipeline = pipeline
         self._is_alone = pipeline.is_alone
-        self._stages = [
-            _Stage(index, pipeline.num_microbatches) for index in range(len(pipeline.stages))
+        self._process_of = pipeline.process_of
+        self._actions = [
+            _actions(index, pipeline.num_microbatches) for index in range(len(pipeline.stages))
         ]
+        self._processes = [
+            _Process([i for i, other in enumerate(self._process_of) if other == process])
+            for process in range(pipeline.num_processes)
+        ]
+        self._most_idle = [math.inf] * len(self._processes)
+        if below < math.inf:
+            self._most_idle = [below - seconds for seconds in _least_seconds_of(pipeline)]
         self._media_free_at: dict[str, float] = {}
         self._events: list[tuple[float, int, bool, Action]] = []
         self._num_events = 0
@@ -199,61 +264,68 @@ class _Run:
         self._spans: list[Span] = []
 
     def play(self) -> Simulation:
+        """The step; it is infinite if the simulation has ended early, at the limit."""
         self._offer_next_microbatch()
         self._begin_action(0, 0.0)
         now = 0.0
         while self._events:
             now = self._events[0][0]
             touched = set()
-            # Take in all events of one moment before any stage chooses.
+            # Take in all events of one moment before any process chooses.
             while self._events and self._events[0][0] == now:
                 _, _, is_end, action = heapq.heappop(self._events)
+                process = self._process_of[action.stage_index]
                 if is_end:
                     self._end_action(action, now)
                 else:
-                    self._stages[action.stage_index].ready.append(action)
-                touched.add(action.stage_index)
-            for index in touched:
-                self._begin_action(index, now)
+                    self._processes[process].ready.append(action)
+                touched.add(process)
+            for number in touched:
+                if not self._begin_action(number, now):
+                    return self._result(math.inf)
         return self._result(now)
 
     def _result(self, end_seconds: float) -> Simulation:
-        last = [times.optimizer_seconds for times in self._pipeline.stages]
-        busy = [s.busy_seconds + step for s, step in zip(self._stages, last, strict=True)]
-        peaks = [stage.peak_in_flight for stage in self._stages]
+        last = self._pipeline.sums([times.optimizer_seconds for times in self._pipeline.stages])
+        busy = [p.busy_seconds + step for p, step in zip(self._processes, last, strict=True)]
+        peaks = [process.peak_in_flight for process in self._processes]
         return Simulation(self._spans, busy, peaks, end_seconds + max(last))
 
     def _offer_next_microbatch(self) -> None:
         # Only the oldest one not started, because the rule takes it before all others.
         if self._num_started < self._pipeline.num_microbatches:
-            self._stages[0].ready.append(self._stages[0].forwards[self._num_started])
+            self._processes[0].ready.append(self._actions[0][0][self._num_started])
 
-    def _begin_action(self, index: int, now: float) -> None:
-        stage = self._stages[index]
-        if stage.is_busy or not stage.ready:
-            return
+    def _begin_action(self, number: int, now: float) -> bool:
+        """Let a process that is free choose an action; False if it has been idle for too long."""
+        process = self._processes[number]
+        if process.is_busy or not process.ready:
+            return True
         pipeline = self._pipeline
-        starts_first = pipeline.starts_first and index == 0
-        action = choose(stage.ready, stage.in_flight, pipeline.limit(index), starts_first)
+        starts_first = pipeline.starts_first and number == 0
+        ready = _first_ones(process.ready) if number else process.ready
+        action = choose(ready, process.in_flight, pipeline.limit(number), starts_first)
         if action is None:
-            return
-        stage.ready.remove(action)
-        if index == 0 and action.kind == "F" and action.key.visit != LOSS:
+            return True
+        process.ready.remove(action)
+        if number == 0 and action.kind == "F" and action.key.visit != LOSS:
             self._num_started += 1
             self._offer_next_microbatch()
-        stage.in_flight.add(action.key.microbatch)
-        stage.peak_in_flight = max(stage.peak_in_flight, len(stage.in_flight))
+        process.in_flight.add(action.key.microbatch)
+        process.peak_in_flight = max(process.peak_in_flight, len(process.in_flight))
         seconds = self._seconds_of(action)
-        stage.is_busy = True
-        stage.busy_seconds += seconds
+        is_late = now - process.busy_seconds >= self._most_idle[number]
+        process.is_busy = True
+        process.busy_seconds += seconds
         self._spans.append(Span(action, now, now + seconds))
         self._add_event(now + seconds, True, action)
+        return not is_late
 
     def _end_action(self, action: Action, now: float) -> None:
-        stage = self._stages[action.stage_index]
-        stage.is_busy = False
-        if action.kind == "B" or self._is_alone:
-            stage.in_flight.discard(action.key.microbatch)
+        process = self._processes[self._process_of[action.stage_index]]
+        process.is_busy = False
+        if self._is_alone or action.kind == "B" and action.stage_index == process.first_stage:
+            process.in_flight.discard(action.key.microbatch)
         following = self._following(action)
         if following is not None:
             self._send(action, following, now)
@@ -262,6 +334,9 @@ class _Run:
         is_backward = following.kind == "B"
         hops = self._pipeline.backward_hops if is_backward else self._pipeline.forward_hops
         hop = hops[action.stage_index]
+        if self._process_of[action.stage_index] == self._process_of[following.stage_index]:
+            self._add_event(now, False, following)
+            return
         free_at = max(now, self._media_free_at.get(hop.medium, 0.0)) + hop.busy_seconds
         self._media_free_at[hop.medium] = free_at
         self._add_event(free_at + hop.latency_seconds, False, following)
@@ -271,13 +346,14 @@ class _Run:
         index, (microbatch, visit) = action.stage_index, action.key
         if self._is_alone or (index == 0 and action.kind == "B"):
             return None
+        forwards, backwards, losses = range(3)
         if action.kind == "B":
-            return self._stages[index - 1].backwards[microbatch]
+            return self._actions[index - 1][backwards][microbatch]
         if index == 0 and visit == LOSS:
-            return self._stages[-1].backwards[microbatch]
-        if index == len(self._stages) - 1:
-            return self._stages[0].losses[microbatch]
-        return self._stages[index + 1].forwards[microbatch]
+            return self._actions[-1][backwards][microbatch]
+        if index == len(self._actions) - 1:
+            return self._actions[0][losses][microbatch]
+        return self._actions[index + 1][forwards][microbatch]
 
     def _seconds_of(self, action: Action) -> float:
         times = self._pipeline.stages[action.stage_index]
@@ -351,27 +427,48 @@ def busy_seconds_of_media(hops: Iterable[Hop]) -> dict[str, float]:
 def least_seconds(pipeline: Pipeline) -> float:
     """A lower bound of the step for every schedule of the pipeline.
 
-    A stage is idle until the first micro-batch has passed the stages before it, and these still
-    work after its last backward. This also holds for the coordinator's last part and everything
-    before it. A medium carries all micro-batches. The number of micro-batches in flight is bounded
-    from each stage on.
+    From each stage on, a process works off its part of all micro-batches. It cannot begin before
+    the first micro-batch has passed the stages before it, and these still work after its last
+    backward. This also holds for the coordinator's last part and everything before it. A medium
+    carries all micro-batches. The number of micro-batches in flight is bounded from the first
+    stage of each process on.
     """
     count = pipeline.num_microbatches
-    stages, loss = pipeline.stages, pipeline.loss_seconds
+    stages, processes = pipeline.stages, pipeline.process_of
     own = [times.forward_seconds + times.backward_seconds for times in stages]
-    optimizer = max(times.optimizer_seconds for times in stages)
+    optimizer = max(pipeline.sums([times.optimizer_seconds for times in stages]))
     if pipeline.is_alone:
-        return count * (own[0] + loss) + optimizer
+        return count * (own[0] + pipeline.loss_seconds) + optimizer
     hops = [*pipeline.forward_hops, *pipeline.backward_hops]
-    travel = sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
-    way = sum(own) + loss + travel
-    bounds = [math.ceil(count / pipeline.limit(0)) * way, count * (own[0] + loss)]
-    bounds.append(way + (count - 1) * loss)
-    bounds += [count * busy for busy in busy_seconds_of_media(hops).values()]
-    before = 0.0
-    for index in range(1, len(stages)):
-        there, back = pipeline.forward_hops[index - 1], pipeline.backward_hops[index]
-        before += own[index - 1] + sum(h.busy_seconds + h.latency_seconds for h in (there, back))
-        bounds.append(math.ceil(count / pipeline.limit(index)) * (way - before))
-        bounds.append(before + count * own[index])
+    bounds = [count * busy for busy in busy_seconds_of_media(hops).values()]
+    # From the loss back to the first stage: what follows a point, and each process's work there.
+    num, behind = len(stages), pipeline.loss_seconds
+    whole = sum(own) + behind + sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
+    left = [0.0] * pipeline.num_processes
+    left[0] = behind
+    bounds.append(whole + (count - 1) * behind)
+    for index in reversed(range(num)):
+        there, back = pipeline.forward_hops[index], pipeline.backward_hops[(index + 1) % num]
+        behind += sum(hop.busy_seconds + hop.latency_seconds for hop in (there, back)) + own[index]
+        process = processes[index]
+        left[process] += own[index]
+        bounds.append(whole - behind + count * left[process])
+        if index == processes.index(process):
+            bounds.append(math.ceil(count / pipeline.limit(process)) * behind)
     return max(bounds) + optimizer
+
+
+def _least_seconds_of(pipeline: Pipeline) -> list[float]:
+    """For each process, the least seconds from its first action to the end of the step."""
+    count, stages = pipeline.num_microbatches, pipeline.stages
+    own = [times.forward_seconds + times.backward_seconds for times in stages]
+    own[0] += pipeline.loss_seconds
+    last = max(pipeline.sums([times.optimizer_seconds for times in stages]))
+    found = []
+    for process, busy in enumerate(pipeline.sums(own)):
+        first = pipeline.process_of.index(process)
+        hops = pipeline.backward_hops[1 : first + 1]
+        after = sum(hop.busy_seconds + hop.latency_seconds for hop in hops)
+        after += sum(times.backward_seconds for times in stages[:first])
+        found.append(count * busy + after + last)
+    return found

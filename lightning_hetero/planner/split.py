@@ -1,7 +1,8 @@
-"""The exact split: which consecutive layers each stage of an order takes.
+"""The exact split: which consecutive layers each worker of an order takes, for many orders at once.
 
 A stage is a matrix of seconds: row `first`, column `end`, infinite where the stage cannot hold the
-layers. So memory limits, pins and layers of different kinds need no special case.
+layers. So memory limits, pins and layers of different kinds need no special case. The coordinator
+is two vectors: its seconds by the first layer of the workers, and by the end of their layers.
 """
 
 from __future__ import annotations
@@ -12,33 +13,36 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Matrix = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+Choice = npt.NDArray[np.bool_]
+
+Matrix = Numbers
+"""The seconds of every stage, [first, end]."""
 
 # Sums differ in their last digits; a stage that equals the bottleneck must not count as above it.
 _TOLERANCE = 1 + 1e-12
 
 
 @dataclass(frozen=True)
-class Split:
-    """Layers for each stage, and the seconds of one micro-batch.
+class Splits:
+    """A split for each order of workers.
 
     Args:
-        ranges: Half-open ranges of layers, in the order of the stages.
-        stage_seconds: The seconds of each stage.
+        cuts: For each order, the first layer of each worker and the end of the last one's layers.
+        stage_seconds: For each order, the seconds of each worker.
+        own_seconds: For each order, the coordinator's seconds; infinite if the layers do not fit.
     """
 
-    ranges: list[tuple[int, int]]
-    stage_seconds: list[float]
+    cuts: Indices
+    stage_seconds: Numbers
+    own_seconds: Numbers
 
     @property
-    def bottleneck_seconds(self) -> float:
-        """The seconds of the slowest stage."""
-        return max(self.stage_seconds)
-
-    @property
-    def total_seconds(self) -> float:
-        """The sum over all stages."""
-        return sum(self.stage_seconds)
+    def bottleneck_seconds(self) -> Numbers:
+        """The seconds of the slowest process of each order."""
+        slowest: Numbers = self.stage_seconds.max(axis=1, initial=0.0)
+        return np.maximum(self.own_seconds, slowest)
 
 
 def only(seconds: Matrix, layers: tuple[int, int]) -> Matrix:
@@ -48,48 +52,51 @@ def only(seconds: Matrix, layers: tuple[int, int]) -> Matrix:
     return kept
 
 
-def bottleneck(stages: Sequence[Matrix]) -> float:
-    """The least possible seconds of the slowest stage; infinite if the layers do not fit."""
-    best = _nothing_placed(stages)
+def nowhere_but(index: int, size: int) -> Numbers:
+    """The vector of a coordinator that takes no time at one place and cannot be elsewhere."""
+    vector = np.full(size, np.inf)
+    vector[index] = 0.0
+    return vector
+
+
+def bottlenecks(stages: Sequence[Numbers], before: Numbers, behind: Numbers) -> Numbers:
+    """For each order the least possible seconds of the slowest process; infinite if the layers do
+    not fit. The arguments are those of `best_splits`."""
+    best = before[None]
     for seconds in stages:
-        best = np.maximum(best[:, None], seconds).min(axis=0)
-    return float(best[-1])
+        best = np.maximum(best[:, :, None], seconds).min(axis=1)
+    return np.asarray(np.maximum(best, behind).min(axis=1))
 
 
-def best_split(stages: Sequence[Matrix], floor_seconds: float = 0.0) -> Split | None:
-    """The split with the fastest slowest stage and, among those, with the least sum.
+def best_splits(
+    stages: Sequence[Numbers],
+    before: Numbers,
+    behind: Numbers,
+    floor_seconds: float | Numbers = 0.0,
+) -> Splits:
+    """For each order the split with the fastest slowest process and, among those, the least sum.
 
     Args:
-        stages: One matrix per stage in the order of the layers.
+        stages: For each place in the order of the layers, the matrices of the workers that have it
+            in each order.
+        before: The coordinator's seconds, or a part of them, by the first layer of the workers.
+        behind: Its other seconds, by the end of their layers; one of the two parts is 0 where it is
+            not infinite.
         floor_seconds: A bottleneck elsewhere, such as a link; faster stages gain nothing below it.
-
-    Returns:
-        None if the layers do not fit.
     """
-    slowest = max(bottleneck(stages), floor_seconds)
-    if not np.isfinite(slowest):
-        return None
-    capped = np.stack(stages)
-    capped[capped > slowest * _TOLERANCE] = np.inf
-    totals = [_nothing_placed(stages)]
+    slowest = np.maximum(bottlenecks(stages, before, behind), floor_seconds) * _TOLERANCE
+    limit = slowest[:, None, None]
+    capped = [np.where(seconds > limit, np.inf, seconds) for seconds in stages]
+    totals = [np.where(before > slowest[:, None], np.inf, before)]
     for seconds in capped:
-        totals.append((totals[-1][:, None] + seconds).min(axis=0))
-    ranges = _trace_back(capped, totals)
-    times = [float(seconds[span]) for seconds, span in zip(stages, ranges, strict=True)]
-    return Split(ranges, times)
-
-
-def _trace_back(capped: Matrix, totals: Sequence[Matrix]) -> list[tuple[int, int]]:
-    ranges: list[tuple[int, int]] = []
-    end = len(totals[0]) - 1
+        totals.append((totals[-1][:, :, None] + seconds).min(axis=1))
+    last = totals[-1] + np.where(behind > slowest[:, None], np.inf, behind)
+    orders, cuts = np.arange(len(slowest)), [np.argmin(last, axis=1)]
+    times = []
     for index in reversed(range(len(capped))):
-        first = int(np.argmin(totals[index] + capped[index][:, end]))
-        ranges.append((first, end))
-        end = first
-    return ranges[::-1]
-
-
-def _nothing_placed(stages: Sequence[Matrix]) -> Matrix:
-    best = np.full(stages[0].shape[0], np.inf)
-    best[0] = 0.0
-    return best
+        end = cuts[-1]
+        cuts.append(np.argmin(totals[index] + capped[index][orders, :, end], axis=1))
+        times.append(stages[index][orders, cuts[-1], end])
+    own = np.where(np.isfinite(last.min(axis=1)), before[cuts[-1]] + behind[cuts[0]], np.inf)
+    of_stages = np.array(times[::-1]).reshape(len(times), len(slowest)).T
+    return Splits(np.stack(cuts[::-1], axis=1), of_stages, own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from rich import box
@@ -14,13 +15,14 @@ from rich.text import Text
 
 from ..plan import COORDINATOR
 from ..units import in_bytes, in_duration, in_micro_batches, in_percent, in_percent_apart
+from . import experts
 from .candidates import Candidate
 from .costs import Option
 from .feasibility import shortages
 from .prediction import running_costs
 from .profile import HEAD, DeviceProfile
 from .search import LEAST_GAIN, Search, speeds_of
-from .simulation import Speed, least_bottleneck
+from .simulation import Hop, Speed, least_bottleneck
 from .solver import Solution
 
 NO_GAIN = 1.005
@@ -62,12 +64,13 @@ class StageVerdict:
         device: The worker that holds the stage, or the coordinator.
         layers: Half-open range of layers.
         option: The dtype of its multiplications, and whether the stage recomputes.
-        needed_bytes: The memory that the stage needs.
+        needed_bytes: The memory that all stages of the process need.
         forward_seconds: Forward of one micro-batch, including the embedding if the stage has it.
         backward_seconds: Backward of one micro-batch; the coordinator's includes head and loss.
         link_seconds: Seconds for which its activation and gradient of one micro-batch travel.
-        busy_share: The share of the step for which the stage computes.
+        busy_share: The share of the step for which the process computes.
         embedding: Whether the stage is on a worker and has the embedding.
+        is_another: Whether the process also has a stage before this one.
     """
 
     device: DeviceProfile
@@ -79,6 +82,7 @@ class StageVerdict:
     link_seconds: float
     busy_share: float
     embedding: bool = False
+    is_another: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Verdict:
         advice: Sentences for the user.
         assumed_links: Number of hops over links that were not measured.
         no_gain: Why more machines are not faster than the best single device; empty if they are.
+        experts: Why the experts of a mixture are apart or not; empty without halves of a mixture.
     """
 
     candidate: Candidate
@@ -111,6 +116,7 @@ class Verdict:
     advice: Sequence[Advice]
     assumed_links: int
     no_gain: str = ""
+    experts: str = ""
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,15 +127,17 @@ class Verdict:
 def judge(solution: Solution) -> Verdict:
     """The verdict on the solver's choice, compared with what its search finds for other devices."""
     candidate, search = solution.chosen, solution.search
-    stages = [_stage(candidate, index) for index in range(len(candidate.names))]
     bounds, single = _bounds(candidate, search), _best_single(search)
     return Verdict(
         candidate,
-        stages=candidate.form.in_layer_order(stages),
+        stages=_stages(candidate),
         bounds=bounds,
-        best_single=None if single is None else (single.names[-1], _tokens_per_second(single)),
+        best_single=None if single is None else (single.processes[-1], _tokens_per_second(single)),
         advice=advise(candidate, search),
         assumed_links=_assumed_links(candidate),
+        experts=(
+            experts.verdict(search.apart, candidate) if experts.has_experts(candidate.costs) else ""
+        ),
         no_gain="" if single is None else _why_no_gain(candidate, search, single, bounds),
     )
 
@@ -143,22 +151,48 @@ def _tokens_per_second(candidate: Candidate) -> float:
     return _tokens(candidate) / seconds if seconds > 0 else math.inf
 
 
-def _stage(candidate: Candidate, index: int) -> StageVerdict:
-    pipeline, holder = candidate.pipeline, candidate.holder(index)
-    forward, backward = candidate.layer_seconds(index)
-    before = holder.before_layers
-    hops = [pipeline.forward_hops[index], pipeline.backward_hops[index]]
-    travel = 0.0 if pipeline.is_alone else sum(h.busy_seconds + h.latency_seconds for h in hops)
+def _stages(candidate: Candidate) -> list[StageVerdict]:
+    """The seats, where the coordinator has two entries only if it has layers at both ends. Without
+    layers, its entry is where the embedding is, or, if that is on a worker, where the head is."""
+    last = len(candidate.seats) - 1
+    has_layers = [seat.num_layers > 0 for seat in candidate.seats]
+    own = {0: [0], last: [last]}
+    if not (has_layers[0] and has_layers[last]):
+        is_behind = has_layers[last] or candidate.embedding_left
+        own = {last if is_behind else 0: [0, last]}
+    return [
+        _stage(candidate, index, own.get(index, [index]))
+        for index in range(last + 1)
+        if index in own or 0 < index < last
+    ]
+
+
+def _stage(candidate: Candidate, index: int, parts: Sequence[int]) -> StageVerdict:
+    """A seat, with the ends of the model and the hops of the seats whose indices are ``parts``."""
+    seat, pipeline = candidate.seats[index], candidate.pipeline
+    forward, backward = seat.layer_seconds
+    hops: list[Hop] = []
+    for part in parts:
+        holder = candidate.holder(candidate.seats[part])
+        forward += holder.before_layers.forward_seconds
+        backward += holder.before_layers.backward_seconds + holder.end_seconds(HEAD)
+        # The coordinator's gradients leave its last seat, and are the first entry.
+        hops += pipeline.forward_hops[part : part + 1]
+        hops += [pipeline.backward_hops[part % len(pipeline.stages)]] if part else []
+    before = {each.name for each in candidate.seats[:index] if each.num_layers}
     return StageVerdict(
-        device=candidate.costs.profile.device(candidate.names[index]),
-        layers=candidate.ranges[index],
-        option=candidate.options[index],
-        needed_bytes=float(candidate.need(index).total),
-        forward_seconds=forward + before.forward_seconds,
-        backward_seconds=backward + before.backward_seconds + holder.end_seconds(HEAD),
-        link_seconds=travel,
-        busy_share=candidate.simulation.busy_shares[index],
-        embedding=candidate.has_embedding(index),
+        device=candidate.costs.profile.device(seat.name),
+        layers=seat.layers,
+        option=seat.option,
+        needed_bytes=float(candidate.need(seat.name).total),
+        forward_seconds=forward,
+        backward_seconds=backward,
+        link_seconds=(
+            0.0 if pipeline.is_alone else sum(h.busy_seconds + h.latency_seconds for h in hops)
+        ),
+        busy_share=candidate.simulation.busy_shares[candidate.processes.index(seat.name)],
+        embedding=seat.has_embedding,
+        is_another=seat.name in before,
     )
 
 
@@ -203,14 +237,14 @@ def _why_no_gain(
     if not math.isfinite(single_rate) or _tokens_per_second(candidate) > single_rate * NO_GAIN:
         return ""
     costs = candidate.costs
-    others = [name for name in costs.profile.workers if name not in single.names]
+    others = [name for name in costs.profile.workers if name not in single.processes]
     able = [name for name in others if costs.holder(name, candidate.size).speed.most_layers > 0]
     rates = {bound.name: bound.tokens_per_second for bound in bounds}
     for name in (BY_SPEEDS, BY_MEMORY):
         if rates.get(name, math.inf) <= single_rate * (1 + LEAST_GAIN):
             more = in_percent(max(0.0, rates[name] / single_rate - 1))
             return f"{name} allow at most {more} more, and links take time"
-    if not able and single.names[-1] == COORDINATOR:
+    if not able and not single.workers:
         return "no worker can hold a layer"
     if not able:
         return "no other worker can hold a layer, and the coordinator's layers save no time"
@@ -239,11 +273,9 @@ def _held_up_by(spread: Candidate) -> str:
 
 
 def _assumed_links(candidate: Candidate) -> int:
-    names = candidate.names
-    if len(names) == 1:
-        return 0
     known = {(link.source, link.target) for link in candidate.costs.profile.links}
-    hops = set(zip(names, [*names[1:], names[0]], strict=True))
+    names = [seat.name for seat in candidate.seats]
+    hops = {(one, other) for one, other in pairwise(names) if one != other}
     return len({*hops, *((target, source) for source, target in hops)} - known)
 
 
@@ -260,8 +292,10 @@ def advise(candidate: Candidate, search: Search) -> list[Advice]:
 
 
 def _better_without(candidate: Candidate, search: Search) -> Iterator[Advice]:
-    spans = zip(candidate.names, candidate.ranges, strict=True)
-    num_layers = {name: end - first for name, (first, end) in spans}
+    num_layers = {
+        name: sum(seat.num_layers for seat in candidate.seats_of(name))
+        for name in candidate.workers
+    }
     few_layers_first = sorted(candidate.workers, key=lambda name: num_layers[name])
     for name in search.one_of_each(few_layers_first)[:MOST_TRIED]:
         others = [other for other in candidate.workers if other != name]
@@ -349,6 +383,7 @@ def sentences(verdict: Verdict) -> list[str]:
         if stage.embedding
     ]
     lines += [*_bound_lines(verdict), *_idle_link(verdict.candidate), _single(verdict)]
+    lines += [verdict.experts] if verdict.experts else []
     if verdict.assumed_links:
         are = "link was" if verdict.assumed_links == 1 else "links were"
         lines.append(f"{verdict.assumed_links} {are} not measured; the speed is assumed.")
@@ -405,16 +440,17 @@ def _single(verdict: Verdict) -> str:
 
 
 def _cells(stage: StageVerdict, has_embedding: bool) -> list[str]:
+    memory = f"{in_bytes(stage.needed_bytes)} of {in_bytes(stage.device.memory_bytes)}"
     return [
         stage.device.name,
         stage.device.device,
         _layers_text(stage, has_embedding),
         stage.option.dtype + (" recompute" if stage.option.recompute else ""),
-        f"{in_bytes(stage.needed_bytes)} of {in_bytes(stage.device.memory_bytes)}",
+        memory if not stage.is_another else "as above",
         in_duration(stage.forward_seconds),
         in_duration(stage.backward_seconds),
         in_duration(stage.link_seconds),
-        in_percent(stage.busy_share),
+        in_percent(stage.busy_share) if not stage.is_another else "as above",
     ]
 
 

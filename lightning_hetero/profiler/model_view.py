@@ -15,6 +15,7 @@ from torch import nn
 
 from ..devices.device import device_for, is_out_of_memory
 from ..errors import BatchError, ModelError
+from ..model.half_layers import is_half_with_experts
 from ..model.layers import DecoderLayer
 from ..model.tensors import ends_of, gradient_bytes, num_trained, stored_bytes, tied_parameters
 from ..pipeline.bench import Bench, LayerTrial, OptimizerTrial
@@ -285,7 +286,8 @@ def _layer_part(subject: Subject, kind: str, optimizers: Mapping[str, m.Optimize
         and (num_bytes := stored_bytes({number: layer}, DTYPES[dtype])) != plain
     }
     part = _part(kind, plain, list(layer.parameters()), optimizers)
-    return structs.replace(part, parameter_bytes_in=inside)
+    experts = is_half_with_experts(layer)
+    return structs.replace(part, parameter_bytes_in=inside, is_experts=experts)
 
 
 def _end_parts(

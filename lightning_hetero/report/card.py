@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..telemetry.ranges import layers_as_text, stages_as_text
 from .svg import (
     element,
     elided,
@@ -24,12 +25,12 @@ from .topology import (
     Memory,
     Place,
     is_loopback,
-    layers_as_text,
     memory_as_text,
     short_device,
     split_address,
 )
 
+CARD_WIDTH = 252.0
 PADDING = 16
 HEADER_HEIGHT = 40
 DEVICE_LINE_HEIGHT = 16
@@ -102,7 +103,7 @@ def card(place: Place, number: int, num_layers: int, machine: int, grid: CardGri
     y += grid.has_memory * MEMORY_HEIGHT
     for row, marks in enumerate(mark_rows(_other_marks(place), inner)):
         parts.append(moved(PADDING, y + row * MARKS_HEIGHT, marks_row(marks)))
-    said = [place.name, place.device, layers_as_text(place.layers), *place.marks]
+    said = [place.name, place.device, stages_as_text(place.ranges), *place.marks]
     return titled(", ".join(part for part in said if part), *parts, class_="place")
 
 
@@ -142,31 +143,37 @@ def header(place: Place, number: str, machine: int, width: float) -> str:
 def layers_row(place: Place, num_layers: int, machine: int, width: float) -> str:
     """The layers of a place, and their position in the model."""
     count = f"{place.num_layers} of {num_layers}"
-    words = text(0, 12, layers_as_text(place.layers), "strong ink")
+    layers = [each.layers for each in place.ranges]
+    room = width - width_of(count, 11) - 8
+    words = text(0, 12, elided(layers_as_text(*layers), room, 13, is_bold=True), "strong ink")
     words += text(width, 12, count, "small soft", "end")
-    return words + moved(0, 20, layer_map(place.layers, num_layers, machine, width))
+    return words + moved(0, 20, layer_map(layers, num_layers, machine, width))
 
 
 def layer_map(
-    layers: tuple[int, int], num_layers: int, machine: int, width: float, height: float = 10
+    ranges: Sequence[tuple[int, int]],
+    num_layers: int,
+    machine: int,
+    width: float,
+    height: float = 10,
 ) -> str:
     """All layers of the model in a row; the place's own layers are coloured."""
-    first, end = layers
     # The last cell ends with the row, as bars below it do.
     cell = (width + _CELL_GAP) / max(num_layers, 1)
     if cell >= _LEAST_CELL:
-        colours = [hue(machine) if first <= n < end else "track" for n in range(num_layers)]
+        held = {number for layers in ranges for number in range(*layers)}
+        colours = [hue(machine) if n in held else "track" for n in range(num_layers)]
         return "".join(
             rectangle(index * cell, 0, cell - _CELL_GAP, height, colour, radius=2)
             for index, colour in enumerate(colours)
         )
+    parts = [rectangle(0, 0, width, height, "track", radius=3)]
     cell = width / num_layers
-    track = rectangle(0, 0, width, height, "track", radius=3)
-    if first >= end:
-        return track
-    held = max((end - first) * cell, 3)
-    start = min(first * cell, width - held)
-    return track + rectangle(start, 0, held, height, hue(machine), radius=2)
+    for first, end in ranges:
+        length = max((end - first) * cell, 3)
+        start = min(first * cell, width - length)
+        parts.append(rectangle(start, 0, length, height, hue(machine), radius=2))
+    return "".join(parts)
 
 
 def memory_row(memory: Memory, width: float) -> str:

@@ -1,4 +1,4 @@
-"""Charts as SVG: curves over steps, shares of the time over steps, and the stages of one step."""
+"""Charts as SVG: curves over steps, shares of the time over steps, and what happens in one step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..protocol.fields import Span
-from ..telemetry.step import Prediction, RecordedStep, StageSpans
+from ..telemetry.ranges import stages_as_text
+from ..telemetry.step import Prediction, ProcessSpans, RecordedStep, name_of
 from ..units import in_duration, in_percent, time_unit
 from .svg import (
     HUES,
@@ -24,6 +25,7 @@ from .svg import (
     text,
     titled,
     width_of,
+    wrapped,
 )
 
 Curve = Sequence[tuple[float, float]]
@@ -220,6 +222,8 @@ _STEP_SHARE = 70.0
 _MARGIN = 24.0
 _ROW = 34.0
 _BAR = 24.0
+_LINE = 13.0
+_MOST_LINES = 6
 _TITLE = 30.0
 _AXIS = 26.0
 _LEGEND = 34.0
@@ -242,31 +246,36 @@ _HATCH = (
 
 @dataclass(frozen=True)
 class _Panel:
-    """The rows under one title, one for each stage.
+    """The rows under one title, one for each process.
 
     Args:
         title: Names the panel.
-        stages: The actions of each row.
+        processes: The actions of each row.
         start_seconds: When the first action starts, on the clock of the actions.
         row_seconds: The time from there to the end of a row.
         step_seconds: The duration of the step, of which the busy shares are parts.
     """
 
     title: str
-    stages: Sequence[StageSpans]
+    processes: Sequence[ProcessSpans]
     start_seconds: float
     row_seconds: float
     step_seconds: float
 
     @property
     def height(self) -> float:
-        return _TITLE + _ROW * len(self.stages)
+        return _TITLE + self.row_height * len(self.processes)
+
+    @property
+    def row_height(self) -> float:
+        """The height of a row, with room for the longest list of layers below a name."""
+        return _ROW + _LINE * (max(len(_layer_lines(each)) for each in self.processes) - 1)
 
 
 def chart_of(step: RecordedStep, prediction: Prediction | None) -> str:
-    """A step as an SVG file: a row for each stage, as recorded and as predicted.
+    """A step as an SVG file: a row for each process, as recorded and as predicted.
 
-    A stage computes nothing where its row is hatched: the bubble.
+    A process computes nothing where its row is hatched: the bubble.
     """
     panels = [_measured(step)]
     if prediction is not None:
@@ -289,7 +298,7 @@ def _measured(step: RecordedStep) -> _Panel:
     lasted, bubble = in_duration(step.seconds), in_percent(step.bubble)
     title = f"Step {step.step} as recorded: {lasted}, bubble {bubble}"
     start = step.first_action_seconds
-    return _Panel(title, step.stages, start, step.end_seconds - start, step.seconds)
+    return _Panel(title, step.processes, start, step.end_seconds - start, step.seconds)
 
 
 def _predicted(prediction: Prediction) -> _Panel:
@@ -301,31 +310,52 @@ def _predicted(prediction: Prediction) -> _Panel:
         f"Simulated {sources[prediction.source]}: {in_duration(prediction.seconds)}, "
         f"bubble {in_percent(prediction.bubble)}"
     )
-    return _Panel(title, prediction.stages, 0.0, prediction.seconds, prediction.seconds)
+    return _Panel(title, prediction.processes, 0.0, prediction.seconds, prediction.seconds)
 
 
 def _drawn(panel: _Panel, left: float, scale: float) -> Iterator[str]:
     yield text(_MARGIN, 16, panel.title, "name ink")
-    for index, stage in enumerate(panel.stages):
-        y = _TITLE + index * _ROW
-        yield text(_MARGIN, y + 16, elided(_label(stage), _STEP_LABEL - 8, 12), "normal ink")
+    for index, process in enumerate(panel.processes):
+        y = _TITLE + index * panel.row_height
+        yield _label(process, y)
         yield rectangle(left, y, panel.row_seconds * scale, _BAR, "bubble")
-        for span in stage.actions:
+        has_stages = len({each.stage for each in process.ranges}) > 1
+        for span in process.actions:
             x = left + (span.start_seconds - panel.start_seconds) * scale
-            yield from _action(stage.name_of(span), span, x, y, scale)
-        share = stage.computing_seconds / panel.step_seconds if panel.step_seconds > 0 else 0.0
+            yield from _action(span, has_stages, x, y, scale)
+        share = process.computing_seconds / panel.step_seconds if panel.step_seconds > 0 else 0.0
         yield text(_STEP_WIDTH - _MARGIN, y + 16, f"{in_percent(share)} busy", "normal ink", "end")
 
 
-def _action(name: str, span: Span, x: float, y: float, scale: float) -> Iterator[str]:
-    seconds = span.end_seconds - span.start_seconds
+def _label(process: ProcessSpans, y: float) -> str:
+    """The name of a process, and below it its layers by stages."""
+    name = text(_MARGIN, y + 9, elided(process.name, _STEP_LABEL - 8, 12), "normal ink")
+    layers = [
+        text(_MARGIN, y + 22 + number * _LINE, line, "small soft")
+        for number, line in enumerate(_layer_lines(process))
+    ]
+    return titled(f"{process.name}: {stages_as_text(process.ranges)}", name, *layers)
+
+
+def _layer_lines(process: ProcessSpans) -> list[str]:
+    """The layers by stages in lines that end between stages."""
+    whole = stages_as_text(process.ranges).replace(" ", "\N{NO-BREAK SPACE}")
+    parted = whole.replace(",\N{NO-BREAK SPACE}stage", ", stage")
+    return wrapped(parted, _STEP_LABEL - 8, 11, _MOST_LINES)
+
+
+def _action(span: Span, has_stages: bool, x: float, y: float, scale: float) -> Iterator[str]:
+    """A bar with its micro-batch, or with its whole name if the process has several stages."""
+    name, seconds = name_of(span), span.end_seconds - span.start_seconds
     width = seconds * scale
     # A narrow gap separates neighbouring bars.
     shown = rectangle(x, y, max(0.4, width - 0.6), _BAR, span.kind)
     yield titled(f"{name}: {in_duration(seconds)}", shown)
-    number = "" if span.microbatch is None else str(span.microbatch)
-    if number and width >= width_of(number, 12) + _AROUND:
-        yield text(x + width / 2, y + 16, number, "inside", "middle")
+    if span.microbatch is None:
+        return
+    said = name if has_stages else str(span.microbatch)
+    if width >= width_of(said, 12) + _AROUND:
+        yield text(x + width / 2, y + 16, said, "inside", "middle")
 
 
 def _seconds_axis(longest: float, scale: float) -> Iterator[str]:
@@ -335,7 +365,3 @@ def _seconds_axis(longest: float, scale: float) -> Iterator[str]:
             x = tick * size * scale
             yield element("path", d=f"M{x:.1f} 0V6", class_="grid")
             yield text(x, 20, f"{tick:,.6g} {unit}", "small soft", "middle")
-
-
-def _label(stage: StageSpans) -> str:
-    return stage.worker if stage.stage == 0 else f"stage {stage.stage}: {stage.worker}"

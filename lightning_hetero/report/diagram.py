@@ -7,19 +7,22 @@
            │ stage 1 ├────▶│ stage 2 │      at most three in a row
            └─────────┘     └─────────┘
 
-Each link is two lines: activations go one way, gradients go back beside them.
+Each link is two lines: activations go one way, gradients go back beside them. Where a worker has
+several stages, `lanes` draws the picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import PurePath
 
 from ..errors import PictureError
+from ..telemetry.ranges import layers_as_text, stages_as_text
 from .card import (
+    CARD_WIDTH,
     MARK_HEIGHT,
     CardGrid,
     card,
@@ -29,125 +32,17 @@ from .card import (
     mark_at,
     marks_row,
     marks_width,
-    memory_class,
     memory_row,
 )
-from .svg import (
-    HUES,
-    Point,
-    arrow,
-    beside,
-    element,
-    elided,
-    escaped,
-    in_rows,
-    moved,
-    picture_file,
-    png,
-    rectangle,
-    text,
-    titled,
-    width_of,
-    wrapped,
-)
-from .topology import (
-    EMBEDDING,
-    MEMORY_PARTS,
-    Link,
-    Memory,
-    Place,
-    Speed,
-    Topology,
-    layers_as_text,
-    memory_as_text,
-    speed_as_text,
-)
-
-APART = 5.0
-LABEL_HEIGHT = 14
-_ALIKE = 0.1
-
-_BOTH = "small soft"
-_ACTIVATIONS = "small activation-head"
-_GRADIENTS = "small gradient-head"
-
-
-@dataclass(frozen=True)
-class Label:
-    """A text beside a link, with the style class of its direction."""
-
-    content: str
-    class_: str
-
-
-def both_ways(points: Sequence[Point], link: Link) -> str:
-    """The two lines of a link: activations along the points, gradients back. A one-way link carries
-    only token ids."""
-    if link.is_one_way:
-        lines = arrow(points, "token")
-    else:
-        lines = arrow(beside(points, APART), "activation")
-        lines += arrow(list(reversed(beside(points, -APART))), "gradient")
-    said = [label.content for side in labels(link) for label in side]
-    return titled(", ".join(said), lines, class_="link") if said else lines
-
-
-def labels(link: Link) -> tuple[list[Label], list[Label]]:
-    """The labels on the activations' side and on the gradients' side, from the line outwards."""
-    forward, backward = link.forward, None if link.is_one_way else link.backward
-    above = [Label(link.activation_dtype, _ACTIVATIONS)] if link.activation_dtype else []
-    below = [Label(link.gradient_dtype, _GRADIENTS)] if link.gradient_dtype else []
-    if forward is None or backward is None or _are_alike(forward, backward):
-        known = forward or backward
-        rate, latency = speed_as_text(known) if known else ("", "")
-        both = [[Label(rate, _BOTH)], [Label(latency, _BOTH)]] if known else [[], []]
-        return [*both[0], *above], [*both[1], *below]
-    there = [Label(said, _ACTIVATIONS) for said in speed_as_text(forward)]
-    back = [Label(said, _GRADIENTS) for said in speed_as_text(backward)]
-    return [*there, *above], [*back, *below]
-
-
-def label_across(x: float, y: float, link: Link) -> str:
-    """Labels above and below the middle of a horizontal link, one per line."""
-    above, below = labels(link)
-    rows = [(y - 11 - number * LABEL_HEIGHT, one) for number, one in enumerate(above)]
-    rows += [(y + 20 + number * LABEL_HEIGHT, one) for number, one in enumerate(below)]
-    return "".join(text(x, row, one.content, one.class_, "middle") for row, one in rows)
-
-
-def label_along(x: float, y: float, link: Link) -> str:
-    """Labels in one line above a horizontal link that goes back to the left."""
-    both = [one for side in labels(link) for one in side]
-    return _in_a_line(x, y - 12, both, "middle") if both else ""
-
-
-def label_beside(x: float, y: float, link: Link, anchor: str) -> str:
-    """Labels beside the middle of a vertical link, two per line and direction."""
-    lines = [side[i : i + 2] for side in labels(link) for i in range(0, len(side), 2)]
-    top = y - (len(lines) - 1) * LABEL_HEIGHT / 2 + 4
-    return "".join(
-        _in_a_line(x, top + number * LABEL_HEIGHT, line, anchor)
-        for number, line in enumerate(lines)
-    )
-
-
-def _in_a_line(x: float, y: float, parts: Sequence[Label], anchor: str) -> str:
-    spans = [
-        element("tspan", escaped(f"{' · ' * (number > 0)}{part.content}"), class_=part.class_)
-        for number, part in enumerate(parts)
-    ]
-    return element("text", *spans, x=x, y=y, text_anchor=anchor)
-
-
-def _are_alike(one: Speed, other: Speed) -> bool:
-    return abs(one.bytes_per_second / other.bytes_per_second - 1) < _ALIKE
-
+from .frame import LEGEND_ROW, MARGIN, heading, heading_height, legend, legend_rows, size_of
+from .lanes import lanes
+from .links import both_ways, label_across, label_along, label_beside, labels
+from .svg import HUES, Point, element, moved, picture_file, png, rectangle, text, width_of
+from .topology import EMBEDDING, Hop, Memory, Part, Place, Topology, memory_as_text
 
 COLUMNS = 3
-CARD_WIDTH = 252.0
 GAP = 96.0
 GUTTER = 76.0
-MARGIN = 36.0
 RAIL = 34.0
 LEAST_WIDTH = 2 * CARD_WIDTH + GAP
 
@@ -155,12 +50,11 @@ _BAND_PADDING = 18
 _PILL_HEIGHT = 38
 _PILL_GAP = 22
 _LAYERS_PILL = 136.0
-_LEGEND_ROW = 22
 
 
 def diagram(topology: Topology) -> str:
     """The picture as the text of a self-contained SVG file."""
-    return _Diagram(topology).svg()
+    return _Diagram(topology).svg() if topology.is_line else lanes(topology)
 
 
 @dataclass(frozen=True)
@@ -184,30 +78,33 @@ class _Box:
 
 
 class _Diagram:
-    """The layout of the picture. Coordinates are pixels from the upper left corner."""
+    """The layout of the picture of workers with one stage each.
+
+    Coordinates are pixels from the upper left corner.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._columns = max(1, min(COLUMNS, len(topology.stages)))
-        self._is_wrapped = len(topology.stages) > COLUMNS
+        self._columns = max(1, min(COLUMNS, len(topology.workers)))
+        self._is_wrapped = len(topology.workers) > COLUMNS
         cards = self._columns * CARD_WIDTH + (self._columns - 1) * GAP
-        self._inner = max(cards, LEAST_WIDTH)
-        self._card_width = CARD_WIDTH if self._columns > 1 else self._inner
+        self._inner = max(cards, LEAST_WIDTH, self._width_of_parts())
+        self._card_width = (self._inner - (self._columns - 1) * GAP) / self._columns
         self._left = MARGIN + (RAIL if self._is_wrapped else 0)
         self._width = self._left + self._inner + MARGIN + (2 * RAIL if self._is_wrapped else 0)
-        self._grid = CardGrid.around(topology.stages, self._card_width)
+        self._grid = CardGrid.around(topology.workers, self._card_width)
 
     def svg(self) -> str:
         return picture_file(
             self._width,
             self._height,
-            f"Topology: {self._topology.title or self._size}",
-            self._heading(),
+            f"Topology: {self._topology.title or size_of(self._topology)}",
+            heading(self._topology, self._left, self._inner),
             self._band_content(),
-            *(self._card(index) for index in range(len(self._topology.stages))),
+            *(self._card(index) for index in range(len(self._topology.workers))),
             *(self._wire(index) for index in range(len(self._topology.links))),
             self._arrival(),
-            self._legend(),
+            legend(self._legend_rows, self._left, self._bottom + 30),
             radius=14,
         )
 
@@ -217,7 +114,7 @@ class _Diagram:
     def _band(self) -> _Box:
         header_height = 52 if self._topology.coordinator.device else 38
         height = 2 * _BAND_PADDING + header_height + _PILL_HEIGHT
-        top = MARGIN + 38 + 17 * len(self._fact_lines)
+        top = heading_height(self._topology, self._inner)
         return _Box(self._left, top, self._inner, height)
 
     @cached_property
@@ -231,7 +128,7 @@ class _Diagram:
                 self._card_width,
                 self._grid.height,
             )
-            for index in range(len(self._topology.stages))
+            for index in range(len(self._topology.workers))
         ]
 
     @property
@@ -240,30 +137,11 @@ class _Diagram:
 
     @property
     def _height(self) -> float:
-        return self._bottom + 30 + _LEGEND_ROW * len(self._legend_rows) + MARGIN - 12
-
-    # heading
-
-    @cached_property
-    def _fact_lines(self) -> list[str]:
-        facts = [*([self._size] if self._topology.title else []), *self._topology.facts]
-        # Non-breaking spaces make lines end between facts where possible.
-        whole = (fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts)
-        lines = wrapped(" · ".join(whole), self._inner, 12, most_lines=4)
-        return [line.removesuffix(" ·") for line in lines]
+        return self._bottom + 30 + LEGEND_ROW * len(self._legend_rows) + MARGIN - 12
 
     @property
-    def _size(self) -> str:
-        places = len(self._topology.places)
-        processes = f"{places} processes" if places > 1 else "one process"
-        return f"{self._topology.num_layers} layers over {processes}"
-
-    def _heading(self) -> str:
-        title = elided(self._topology.title or self._size, self._inner, 20, is_bold=True)
-        lines = [text(self._left, MARGIN + 16, title, "title ink")]
-        for number, line in enumerate(self._fact_lines):
-            lines.append(text(self._left, MARGIN + 40 + 17 * number, line, "normal soft"))
-        return "".join(lines)
+    def _legend_rows(self) -> list[list[tuple[str, str]]]:
+        return legend_rows(self._topology, self._inner)
 
     # the coordinator
 
@@ -293,44 +171,59 @@ class _Diagram:
         return element("g", *parts, *self._pills(), class_="place")
 
     @cached_property
-    def _pill_boxes(self) -> dict[str, _Box]:
+    def _pill_boxes(self) -> dict[Part, _Box]:
         """The boxes of the coordinator's own parts, aligned to the left and to the right edge."""
         band = self._band
         y = band.bottom - _BAND_PADDING - _PILL_HEIGHT
-        boxes: dict[str, _Box] = {}
+        boxes: dict[Part, _Box] = {}
         before, behind = self._topology.own_parts
         left, right = band.x + _BAND_PADDING, band.right - _BAND_PADDING
-        for name in before:
-            boxes[name] = _Box(left, y, self._pill_width(name), _PILL_HEIGHT)
-            left = boxes[name].right + _PILL_GAP
-        for name in reversed(behind):
-            width = self._pill_width(name)
-            boxes[name] = _Box(right - width, y, width, _PILL_HEIGHT)
+        for part in before:
+            boxes[part] = _Box(left, y, self._pill_width(part), _PILL_HEIGHT)
+            left = boxes[part].right + _PILL_GAP
+        for part in reversed(behind):
+            width = self._pill_width(part)
+            boxes[part] = _Box(right - width, y, width, _PILL_HEIGHT)
             right -= width + _PILL_GAP
         return boxes
 
-    def _pill_width(self, name: str) -> float:
-        return _LAYERS_PILL if name == "layers" else width_of(self._pill_text(name), 12) + 22
+    def _width_of_parts(self) -> float:
+        """The width that the coordinator needs for its parts in a row."""
+        before, behind = self._topology.own_parts
+        widths = [self._pill_width(part) for part in [*before, *behind]]
+        gaps = _PILL_GAP * (len(widths) - 1) + 2 * _BAND_PADDING
+        # The links of first and last layers side by side need room for their labels.
+        has_both = before[-1].layers is not None and behind[0].layers is not None
+        return sum(widths) + gaps + has_both * GAP / 2
 
-    def _pill_text(self, name: str) -> str:
-        return f"{name}, frozen" if name in self._topology.frozen_ends else name
+    def _pill_width(self, part: Part) -> float:
+        if part.layers is not None:
+            return max(_LAYERS_PILL, width_of(part.name, 12) + 22)
+        return width_of(self._pill_text(part), 12) + 22
+
+    def _pill_text(self, part: Part) -> str:
+        return f"{part.name}, frozen" if part.name in self._topology.frozen_ends else part.name
 
     def _pills(self) -> list[str]:
         place, boxes = self._topology.coordinator, self._pill_boxes
         parts = []
-        for name, box in boxes.items():
+        for part, box in boxes.items():
             x, y = box.middle
             parts.append(rectangle(box.x, box.y, box.width, box.height, "pill", radius=9))
-            if name == "layers":
+            if part.layers is not None:
                 strip = layer_map(
-                    place.layers, self._topology.num_layers, self._machine(place), box.width - 20, 7
+                    [part.layers],
+                    self._topology.num_layers,
+                    self._machine(place),
+                    box.width - 20,
+                    7,
                 )
-                parts.append(text(x, y - 1, layers_as_text(place.layers), "normal ink", "middle"))
+                parts.append(text(x, y - 1, part.name, "normal ink", "middle"))
                 parts.append(moved(box.x + 10, y + 6, strip))
             else:
-                parts.append(text(x, y + 4.5, self._pill_text(name), "normal ink", "middle"))
+                parts.append(text(x, y + 4.5, self._pill_text(part), "normal ink", "middle"))
         before, behind = self._topology.own_parts
-        chains = [before, behind] if self._topology.stages else [[*before, *behind]]
+        chains = [before, behind] if self._topology.links else [[*before, *behind]]
         parts += [
             _small_arrow(boxes[one], boxes[next_one])
             for chain in chains
@@ -341,7 +234,7 @@ class _Diagram:
     # the stages
 
     def _card(self, index: int) -> str:
-        place, box = self._topology.stages[index], self._boxes[index]
+        place, box = self._topology.workers[index], self._boxes[index]
         machine, num_layers = self._machine(place), self._topology.num_layers
         return moved(box.x, box.y, card(place, index + 1, num_layers, machine, self._grid))
 
@@ -351,7 +244,7 @@ class _Diagram:
     # the links
 
     def _wire(self, index: int) -> str:
-        link, last = self._topology.links[index], len(self._boxes)
+        link, last = self._topology.links[index], len(self._topology.links) - 1
         if index == 0:
             points = self._way_out()
             (x, _), is_straight = points[0], len(points) == 2
@@ -383,8 +276,8 @@ class _Diagram:
 
     @property
     def _embeds_on_worker(self) -> bool:
-        stages = self._topology.stages
-        return bool(stages) and EMBEDDING in stages[0].marks
+        workers = self._topology.workers
+        return bool(workers) and EMBEDDING in workers[0].marks
 
     def _way_out(self) -> list[Point]:
         """The line from the coordinator's last part before the stages to the first stage, or to
@@ -401,7 +294,8 @@ class _Diagram:
 
     def _way_home(self) -> list[Point]:
         """The line from the last stage to the coordinator's first part after the stages."""
-        first, last = self._pill_boxes[self._topology.own_parts[1][0]], self._boxes[-1]
+        first = self._pill_boxes[self._topology.own_parts[1][0]]
+        last = self._boxes[self._topology.route[-2] - 1]
         x = first.middle[0]
         if not self._is_wrapped and last.x + 20 <= x <= last.right - 20:
             return [(x, last.y), (x, first.bottom)]
@@ -426,44 +320,6 @@ class _Diagram:
         out = [(before.right, start), (right, start), (right, level)]
         return [*out, (left, level), (left, end), (after.x, end)]
 
-    # the legend
-
-    @cached_property
-    def _legend_rows(self) -> list[list[tuple[str, str]]]:
-        """The kind of each item and its words, in rows."""
-        items = []
-        if self._topology.links:
-            ways = [link.is_one_way for link in self._topology.links]
-            items += [("token", "token ids")] if any(ways) else []
-            items += [("activation", "activations"), ("gradient", "gradients")]
-        used = {
-            name
-            for place in self._topology.places
-            if place.memory is not None and place.memory.total_bytes
-            for name, amount in place.memory.used_bytes.items()
-            if amount
-        }
-        words = {"training": "gradients and optimizer", "other": "working memory"}
-        items += [(name, words.get(name, name)) for name in MEMORY_PARTS if name in used]
-        return in_rows(items, lambda item: 28 + width_of(item[1], 11), 22, self._inner)
-
-    def _legend(self) -> str:
-        parts = []
-        y = self._bottom + 30
-        for row in self._legend_rows:
-            x = self._left
-            for kind, words in row:
-                parts.append(moved(x, y, _swatch(kind), text(28, 11, words, "small soft")))
-                x += 28 + width_of(words, 11) + 22
-            y += _LEGEND_ROW
-        return element("g", *parts, class_="legend")
-
-
-def _swatch(kind: str) -> str:
-    if kind in MEMORY_PARTS:
-        return rectangle(6, 2, 14, 10, memory_class(kind), radius=2)
-    return element("path", d="M0 7 L22 7", class_=f"line {kind}-line")
-
 
 def _small_arrow(before: _Box, after: _Box) -> str:
     y = before.middle[1]
@@ -480,32 +336,38 @@ def mermaid(topology: Topology) -> str:
 
 def _lines(topology: Topology) -> Iterator[str]:
     yield "flowchart LR"
-    ids = {place.name: f"stage{number}" for number, place in enumerate(topology.places)}
+    ids = [f"process{number}" for number in range(len(topology.places))]
     for number, machine in enumerate(topology.machines):
         name = next(p.machine_name for p in topology.places if p.machine == machine)
         yield f'  subgraph machine{number}["{_said(name)}"]'
-        for place in topology.places:
+        for own, place in zip(ids, topology.places, strict=True):
             if place.machine == machine:
-                yield f'    {ids[place.name]}["{_content(place, topology)}"]'
+                yield f'    {own}["{_content(place, topology)}"]'
         yield "  end"
-    around = [*topology.places, topology.coordinator]
-    for link, source, target in zip(topology.links, around, around[1:], strict=False):
-        yield f"  {ids[source.name]} {_mermaid_arrow(link)} {ids[target.name]}"
-    for place in topology.places:
+    for hop in topology.hops:
+        if not hop.is_inside:
+            arrow = _mermaid_arrow(hop, topology)
+            yield f"  {ids[hop.source]} {arrow} {ids[hop.target]}"
+    for own, place in zip(ids, topology.places, strict=True):
         hue = HUES[topology.machines.index(place.machine) % len(HUES)]
-        yield f"  style {ids[place.name]} stroke:{hue},stroke-width:2px"
+        yield f"  style {own} stroke:{hue},stroke-width:2px"
 
 
 def _content(place: Place, topology: Topology) -> str:
-    held = layers_as_text(place.layers)
+    held = stages_as_text(place.ranges) if len(place.ranges) > 1 else _layers_of(place)
     if place is topology.coordinator:
         before, behind = topology.own_parts
-        said = {"layers": held} | {end: f"{end}, frozen" for end in topology.frozen_ends}
-        held = " · ".join(said.get(part, part) for part in [*before, *behind] if part != "data")
+        frozen = {end: f"{end}, frozen" for end in topology.frozen_ends}
+        names = [part.name for part in [*before, *behind] if part.name != "data"]
+        held = " · ".join(frozen.get(name, name) for name in names)
     memory = "" if place.memory is None else _memory_in_words(place.memory)
     lines = [place.device, held, memory, " · ".join(place.marks)]
     name = f"<b>{_said(place.name)}</b>"
     return "<br/>".join([name, *(_said(line) for line in lines if line)])
+
+
+def _layers_of(place: Place) -> str:
+    return layers_as_text(*(each.layers for each in place.ranges))
 
 
 def _memory_in_words(memory: Memory) -> str:
@@ -515,9 +377,12 @@ def _memory_in_words(memory: Memory) -> str:
     return f"{what}: {memory_as_text(memory)} of memory"
 
 
-def _mermaid_arrow(link: Link) -> str:
+def _mermaid_arrow(hop: Hop, topology: Topology) -> str:
+    """The arrow of a link; it tells its two stages if a worker has several."""
+    link, last = hop.link, len(topology.links) - 1
     above, below = labels(link)
-    what = ["token ids"] if link.is_one_way else []
+    what = [] if topology.is_line else [f"{hop.stage} ▸ {(hop.stage + 1) % (last + 1)}"]
+    what += ["token ids"] if link.is_one_way else []
     said = " · ".join([*what, *(label.content for label in (*above, *below))])
     back = "" if link.is_one_way else "<"
     return f'{back}-- "{_said(said)}" -->' if said else f"{back}-->"

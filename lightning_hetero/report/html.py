@@ -53,7 +53,7 @@ def report(record: RunRecord) -> str:
         shares=_shares(record),
         speed=_speed(record),
         compared=_compared(record),
-        stages=[_stage_row(record, number) for number in record.stage_numbers],
+        figures=[_row(record, number) for number in record.process_numbers],
         fonts=FONTS,
         picture_style=style_sheet(),
     )
@@ -81,7 +81,7 @@ def _summary(record: RunRecord) -> str:
     plan = record.plan
     if plan is None or not plan.stages:
         return "A run of lightning-hetero."
-    processes = len(plan.remote_stages) + 1
+    processes = len(plan.workers) + 1
     return (
         f"{plan.stages[-1].layers[1]} layers over {processes} processes, "
         f"{in_micro_batches(plan.micro_batches)}, at most {plan.max_in_flight} in flight."
@@ -97,9 +97,9 @@ def _key_numbers(record: RunRecord) -> Iterator[tuple[str, str]]:
         # A step shorter than its bound is a wrong measurement, which the findings name.
         if value is not None and not (name == "bound_share" and value > 1):
             yield label, form(value)
-    if busy := record.typical_of_stages("busy_share"):
+    if busy := record.typical_of_processes("busy_share"):
         slowest = max(busy, key=lambda number: busy[number])
-        yield f"busiest stage, {record.worker_of(slowest)}", f"{slowest}"
+        yield f"busiest process, {record.name_of(slowest)}", f"{slowest}"
 
 
 def _columns(count: int) -> int:
@@ -113,8 +113,8 @@ def _missing(record: RunRecord) -> str:
     parts = []
     if not _losses(record):
         parts.append("the loss (log one with self.log, and give the Trainer a CSVLogger)")
-    if not record.stage_numbers:
-        parts.append("the stages and the speed (callback StageMonitor, with a CSVLogger)")
+    if not record.process_numbers:
+        parts.append("the processes and the speed (callback StageMonitor, with a CSVLogger)")
     if not record.timeline or not _compared(record):
         parts.append("a step's timeline and prediction (callback PipelineTimeline)")
     return f"Not recorded in this run: {'; '.join(parts)}." if parts else ""
@@ -182,13 +182,13 @@ def _loss(record: RunRecord) -> str:
 
 def _shares(record: RunRecord) -> str:
     rows = {
-        f"{number} · {record.worker_of(number)}": {
-            kind: record.stage_metric(number, f"{kind}_share") for kind in _SHARES
+        f"{number} · {record.name_of(number)}": {
+            kind: record.process_metric(number, f"{kind}_share") for kind in _SHARES
         }
-        for number in record.stage_numbers
-        if record.stage_metric(number, "busy_share")
+        for number in record.process_numbers
+        if record.process_metric(number, "busy_share")
     }
-    return shares_chart(rows, _SHARES, "Shares of the step, by stage")
+    return shares_chart(rows, _SHARES, "Shares of the step, by process")
 
 
 def _speed(record: RunRecord) -> str:
@@ -212,14 +212,14 @@ def _compared(record: RunRecord) -> list[list[str]]:
     ][-_MOST_COMPARED:]
 
 
-def _stage_row(record: RunRecord, number: int) -> list[str]:
+def _row(record: RunRecord, number: int) -> list[str]:
     def shown(name: str, form: Callable[[float], str]) -> str:
         found = record.last if name.startswith("memory") else record.typical
         value = found(f"stage/{number}/{name}")
         return "–" if value is None else form(value)
 
     return [
-        f"{number} · {record.worker_of(number)}",
+        f"{number} · {record.name_of(number)}",
         _layers_of(record, number),
         shown("busy_share", in_percent),
         shown("forward_ms", "{:.3g} ms".format),
@@ -231,8 +231,10 @@ def _stage_row(record: RunRecord, number: int) -> list[str]:
 
 
 def _layers_of(record: RunRecord, number: int) -> str:
-    for stage in [] if record.plan is None else record.plan.stages:
-        if stage.worker == record.worker_of(number):
-            first, end = stage.layers
-            return f"{first} to {end - 1}" if end > first else "none"
-    return "–"
+    if record.plan is None:
+        return "–"
+    if record.is_idle(number):
+        return "none since a move"
+    ranges = record.ranges.get(record.name_of(number), ())
+    held = [each.layers for each in ranges]
+    return ", ".join(f"{first} to {end - 1}" for first, end in held) or "none"

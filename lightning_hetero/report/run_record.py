@@ -16,6 +16,7 @@ import yaml
 
 from ..errors import PictureError, PlanError
 from ..plan import Plan
+from ..telemetry.ranges import Range, ranges_of
 from ..units import in_duration, in_micro_batches, in_percent
 from .charts import Curve, typical
 from .diagram import PICTURE_NAME, PLAN_NAME
@@ -56,18 +57,18 @@ class RecordedStep(msgspec.Struct, frozen=True):
         return (self.end_us - self.start_us) / 1e6
 
 
-class RecordedStage(msgspec.Struct, frozen=True):
-    """A stage in the timeline, as of its last step."""
+class RecordedProcess(msgspec.Struct, frozen=True):
+    """A process in the timeline, as of its last step."""
 
-    stage: int
-    layers: tuple[int, int]
+    name: str
+    ranges: tuple[Range, ...]
 
 
 class Recorded(msgspec.Struct, frozen=True):
     """The summary in a timeline, without its spans."""
 
     steps: list[RecordedStep] = []
-    stages: list[RecordedStage] = []
+    processes: list[RecordedProcess] = []
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -119,7 +120,7 @@ class RunRecord:
         plan: The plan that was deployed last.
         topology: The markup of the topology's picture.
         timeline: The markup of the timeline's picture.
-        recorded: The steps and stages in the timeline.
+        recorded: The steps and processes in the timeline.
         problems: A sentence for each file that cannot be read.
         facts: When, where and with what the run ran; None for a folder that does not tell.
         hyperparameters: The values that Lightning saved, by their names, as text.
@@ -147,18 +148,22 @@ class RunRecord:
         """Whether layers have moved since the timeline's last step."""
         if self.plan is None:
             return False
-        present = dict(enumerate((stage.layers for stage in self.plan.remote_stages), start=1))
-        then = {stage.stage: stage.layers for stage in self.recorded.stages if stage.stage > 0}
-        return bool(then) and then != present
+        then = {each.name: each.ranges for each in self.recorded.processes}
+        return bool(then) and then != self.ranges
 
     @property
-    def stage_numbers(self) -> list[int]:
-        """The numbers of the stages with metrics."""
+    def ranges(self) -> dict[str, tuple[Range, ...]]:
+        """The layers of each process of the last plan, by its name; empty without a plan."""
+        return {} if self.plan is None else ranges_of(self.plan)
+
+    @property
+    def process_numbers(self) -> list[int]:
+        """The numbers of the processes with metrics."""
         matches = (_STAGE_METRIC.fullmatch(name) for name in self.metrics)
         return sorted({int(match[1]) for match in matches if match})
 
-    def stage_metric(self, number: int, name: str) -> Curve:
-        """A metric of a stage; empty if the run has no such metric."""
+    def process_metric(self, number: int, name: str) -> Curve:
+        """A metric of a process; empty if the run has no such metric."""
         return self.metrics.get(f"stage/{number}/{name}", ())
 
     def last(self, name: str) -> float | None:
@@ -170,17 +175,26 @@ class RunRecord:
         """The median of a metric over the last half of the run; None if it has no value."""
         return typical(self.metrics.get(name, ()))
 
-    def typical_of_stages(self, name: str) -> dict[int, float]:
-        """The median of a metric over the last half of the run, for each stage that has it."""
-        found = {n: typical(self.stage_metric(n, name)) for n in self.stage_numbers}
+    def typical_of_processes(self, name: str) -> dict[int, float]:
+        """The median of a metric over the last half of the run, for each process that has it and
+        that has layers under the last plan."""
+        having = [n for n in self.process_numbers if self.plan is None or not self.is_idle(n)]
+        found = {n: typical(self.process_metric(n, name)) for n in having}
         return {number: value for number, value in found.items() if value is not None}
 
-    def worker_of(self, number: int) -> str:
-        """The worker of a stage, or the stage's number if the plan does not tell the worker."""
-        if number == 0:
-            return "coordinator"
-        remote = [] if self.plan is None else self.plan.remote_stages
-        return remote[number - 1].worker if number <= len(remote) else f"stage {number}"
+    def is_idle(self, number: int) -> bool:
+        """Whether a worker has no layers under the last plan."""
+        return number > 0 and not self.ranges.get(self.name_of(number))
+
+    def name_of(self, number: int) -> str:
+        """The name of a process; ``worker 2`` if neither the run's facts nor its plan tell it.
+
+        A worker keeps its number when layers move, so the facts, which are as of the beginning,
+        come first.
+        """
+        names = [each.name for each in self.facts.processes] if self.facts else []
+        names = names or list(self.ranges)
+        return names[number] if number < len(names) else f"worker {number}"
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -305,7 +319,7 @@ def _number(cell: Any) -> float | None:
 
 
 UNEVEN = 0.15
-"""A finding names the busiest stage if it exceeds the others by this share of the step."""
+"""A finding names the busiest process if it exceeds the others by this share of the step."""
 
 LARGE_BUBBLE = 0.25
 MUCH_TRANSFER = 0.15
@@ -333,9 +347,9 @@ def findings(record: RunRecord) -> list[str]:
         *_of_links(record),
         *_of_prediction(record),
     ]
-    if found or not record.stage_numbers:
+    if found or not record.process_numbers:
         return found
-    return ["Nothing stands out: the stages are evenly busy, and no link holds them up."]
+    return ["Nothing stands out: the processes are evenly busy, and no link holds them up."]
 
 
 def _of_end(record: RunRecord) -> Iterator[str]:
@@ -369,7 +383,7 @@ def _of_loss(record: RunRecord) -> Iterator[str]:
 
 
 def _of_balance(record: RunRecord) -> Iterator[str]:
-    shares = record.typical_of_stages("busy_share")
+    shares = record.typical_of_processes("busy_share")
     if len(shares) < 2:
         return
     busiest = max(shares, key=lambda number: shares[number])
@@ -386,18 +400,18 @@ def _of_bubble(record: RunRecord) -> Iterator[str]:
     bubble = record.typical("pipeline/bubble_share")
     if bubble is None or bubble <= LARGE_BUBBLE or record.plan is None:
         return
-    pieces, stages = record.plan.micro_batches, len(record.plan.remote_stages) + 1
-    if pieces < 4 * stages:
+    pieces, processes = record.plan.micro_batches, len(record.plan.workers) + 1
+    if pieces < 4 * processes:
         yield (
             f"The devices idle {in_percent(bubble)} of the time. A batch is cut into "
-            f"{in_micro_batches(pieces)} for {stages} stages; more micro-batches fill the pipeline "
-            "better, if the batch allows it."
+            f"{in_micro_batches(pieces)} for {processes} processes; more micro-batches fill the "
+            "pipeline better, if the batch allows it."
         )
 
 
 def _of_links(record: RunRecord) -> Iterator[str]:
-    packing = record.typical_of_stages("transferring_share")
-    sending = record.typical_of_stages("sending_share")
+    packing = record.typical_of_processes("transferring_share")
+    sending = record.typical_of_processes("sending_share")
     much = {number: share for number, share in packing.items() if share > MUCH_TRANSFER}
     for number, share in much.items():
         what = f"{_said(record, number)} spends {in_percent(share)} of the step on transfers."
@@ -423,4 +437,4 @@ def _of_prediction(record: RunRecord) -> Iterator[str]:
 
 
 def _said(record: RunRecord, number: int) -> str:
-    return "The coordinator" if number == 0 else f"Stage {number} ({record.worker_of(number)})"
+    return "The coordinator" if number == 0 else f"Worker {number} ({record.name_of(number)})"

@@ -233,6 +233,7 @@ HUES = ("#2f6fde", "#0f9d76", "#d4772a", "#8b5cd6", "#cf4a6f", "#1795b8", "#7d8a
 # Class: (property, light, dark).
 _COLOURS = {
     "paper": ("fill", "#ffffff", "#10161f"),
+    "lane": ("fill", "#f3f6fa", "#151d29"),
     "card": ("fill", "#f8fafc", "#1a2330"),
     "edge": ("stroke", "#d5dce6", "#334155"),
     "ink": ("fill", "#172033", "#e8edf4"),

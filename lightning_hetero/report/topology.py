@@ -17,6 +17,7 @@ from ..planner.candidates import Candidate
 from ..planner.costs import Need
 from ..planner.feasibility import candidate_of
 from ..planner.profile import ENDS, Profile
+from ..telemetry.ranges import Ranges, layers_as_text, ranges_of
 from ..units import in_bytes_per_second, in_micro_batches, in_percent, in_seconds, in_short_bytes
 
 MEMORY_PARTS = ("weights", "training", "in flight", "other")
@@ -54,17 +55,17 @@ class Place:
         name: The name in the plan.
         host: The machine, if the name does not contain it.
         device: The name of the device that computes.
-        layers: Half-open range.
+        ranges: Its layers; empty for a worker that has none at present.
         memory: The memory of the device.
         marks: What is special: ``embedding`` (the place holds it), ``4-bit``, ``frozen``,
-            ``recomputed``, ``float16``.
+            ``recomputed``, ``float16``; with the stages if it is not true of all stages.
         identity: Equal for all processes on one machine; empty if it is unknown.
     """
 
     name: str
     host: str = ""
     device: str = ""
-    layers: tuple[int, int] = (0, 0)
+    ranges: Ranges = ()
     memory: Memory | None = None
     marks: tuple[str, ...] = ()
     identity: str = ""
@@ -72,7 +73,7 @@ class Place:
     @property
     def num_layers(self) -> int:
         """The number of its layers."""
-        return self.layers[1] - self.layers[0]
+        return sum(each.num_layers for each in self.ranges)
 
     @property
     def machine(self) -> str:
@@ -113,17 +114,51 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Hop:
+    """A step of the route.
+
+    Args:
+        stage: The number of the stage that sends activations; 0 is the coordinator's.
+        source: The index of its place.
+        target: The index of the place that takes them.
+        link: The link between the two.
+    """
+
+    stage: int
+    source: int
+    target: int
+    link: Link
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether nothing is sent, since both stages have the same place."""
+        return self.source == self.target
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model on the coordinator; ``layers`` is the half-open range of decoder layers,
+    or None for another part."""
+
+    name: str
+    layers: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class Topology:
     """The processes of a run and the links between them.
 
     Args:
         title: The name of the model.
         num_layers: The number of layers of the whole model.
-        coordinator: The place with the head, the loss, its own first or last layers, and the
+        coordinator: The place with the head, the loss, its own first and last layers, and the
             embedding unless the first stage holds it.
-        stages: The workers in the order of their layers.
-        links: The links from the coordinator through all stages and back to the coordinator: one
-            more than stages, or none if there are no stages.
+        workers: The workers in the order in which the layers come to them, then those without
+            layers.
+        route: The way of the activations: the index of each stage's place in `places`, from the
+            coordinator through all stages and back to the coordinator; empty without stages.
+        links: The links between each two neighbors of the route, also between two stages of one
+            place, which need none.
         facts: Short phrases about the whole run.
         frozen_ends: Which of ``embedding`` and ``head`` do not train.
     """
@@ -131,28 +166,39 @@ class Topology:
     title: str
     num_layers: int
     coordinator: Place
-    stages: Sequence[Place]
+    workers: Sequence[Place]
+    route: Sequence[int]
     links: Sequence[Link]
     facts: Sequence[str] = ()
     frozen_ends: frozenset[str] = frozenset()
 
     @property
     def places(self) -> list[Place]:
-        """The coordinator and the stages."""
-        return [self.coordinator, *self.stages]
+        """The coordinator and the workers."""
+        return [self.coordinator, *self.workers]
 
     @property
-    def own_parts(self) -> tuple[list[str], list[str]]:
+    def hops(self) -> list[Hop]:
+        """The links with their ends, along the route."""
+        ends = pairwise(self.route)
+        return [
+            Hop(n, *pair, link) for n, (pair, link) in enumerate(zip(ends, self.links, strict=True))
+        ]
+
+    @property
+    def is_line(self) -> bool:
+        """Whether each worker has one stage, or none of them has any."""
+        return not self.links or all(len(place.ranges) == 1 for place in self.workers)
+
+    @property
+    def own_parts(self) -> tuple[list[Part], list[Part]]:
         """The coordinator's own parts before the stages, and after the stages."""
-        place = self.coordinator
-        before, behind = ["data", EMBEDDING], ["head", "loss"]
-        if self.stages and EMBEDDING in self.stages[0].marks:
-            before.remove(EMBEDDING)
-        if place.num_layers and place.layers[0] > 0:
-            behind.insert(0, "layers")
-        elif place.num_layers:
-            before.append("layers")
-        return before, behind
+        before, behind = [Part("data")], [Part("head"), Part("loss")]
+        if not (self.workers and EMBEDDING in self.workers[0].marks):
+            before.append(Part(EMBEDDING))
+        parts = [Part(layers_as_text(each.layers), each.layers) for each in self.coordinator.ranges]
+        first = [part for part in parts if part.layers is not None and part.layers[0] == 0]
+        return [*before, *first], [*(part for part in parts if part not in first), *behind]
 
     @property
     def machines(self) -> list[str]:
@@ -169,14 +215,6 @@ def split_address(name: str) -> tuple[str, str]:
     """The host and the ``:port`` of an address; for another name, the name and an empty string."""
     host, colon, port = name.rpartition(":")
     return (host.strip("[]"), f":{port}") if colon and port.isdigit() else (name, "")
-
-
-def layers_as_text(layers: tuple[int, int]) -> str:
-    """A range of layers such as ``layers 2–4``, where layer 4 is the last one."""
-    first, end = layers
-    if first >= end:
-        return "no layers"
-    return f"layer {first}" if end - first == 1 else f"layers {first}–{end - 1}"
 
 
 _MARKS = re.compile(r"\((?:R|TM|C)\)|[®™©]", re.IGNORECASE)
@@ -231,19 +269,22 @@ def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> 
     num_layers = plan.stages[-1].layers[1] if plan.stages else 0
     if num_layers < 1:
         raise PlanError("The plan has no layers to draw; give it stages.")
-    plan.check(num_layers, [stage.worker for stage in plan.remote_stages])
-    local = next((stage for stage in plan.stages if stage.is_local), None)
-    stages = [_place(stage) for stage in plan.remote_stages]
+    plan.check(num_layers, plan.workers)
+    ranges = ranges_of(plan)
+    coordinator, *workers = (_place(name, ranges[name], plan) for name in ranges)
+    names = [*ranges]
+    route = [0, *(names.index(stage.worker) for stage in plan.remote_stages), 0]
     links = []
-    if stages:
+    if workers:
         links = [Link(None, None, n.activation_dtype, n.gradient_dtype) for n in plan.narrowings]
-        if EMBEDDING in stages[0].marks:
+        if EMBEDDING in workers[0].marks:
             links[0] = Link(is_one_way=True)
     bare = Topology(
         title=title,
         num_layers=num_layers,
-        coordinator=_place(local or StagePlan([COORDINATOR], (0, 0))),
-        stages=stages,
+        coordinator=coordinator,
+        workers=workers,
+        route=route if workers else [],
         links=links,
         facts=[f"{in_micro_batches(plan.micro_batches)}, at most {plan.max_in_flight} in flight"],
     )
@@ -258,14 +299,12 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
     """
     plan.check(len(profile.model.layers), profile.workers)
     candidate = candidate_of(plan, profile)
-    coordinator, *stages = (
-        _measured_place(place, candidate, index) for index, place in enumerate(bare.places)
-    )
+    coordinator, *workers = (_measured_place(place, candidate) for place in bare.places)
     frozen_ends = {end for end in ENDS if not profile.model.part(end).trainable_parameters}
     return replace(
         bare,
         coordinator=coordinator,
-        stages=stages,
+        workers=workers,
         links=_measured_links(bare, profile),
         facts=[*bare.facts, _prediction(candidate)],
         # A head that shares the embedding's weight has no parameters of its own.
@@ -273,22 +312,41 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
     )
 
 
-def _place(stage: StagePlan) -> Place:
-    is_here = stage.is_local or stage.worker.startswith("local-")
+def _place(name: str, ranges: Ranges, plan: Plan) -> Place:
+    is_here = name == COORDINATOR or name.startswith("local-")
+    stages = [stage for stage in plan.stages if stage.worker == name and stage.layer_indices]
+    marks = marks_of(ranges, [_marks_of_stage(stage) for stage in stages])
+    return Place(name, THIS_MACHINE if is_here else "", ranges=ranges, marks=marks)
+
+
+def _marks_of_stage(stage: StagePlan) -> list[str]:
     marks = [EMBEDDING] if stage.embedding else []
     marks += ["recomputed"] if stage.recompute else []
-    marks += [stage.dtype] if stage.dtype else []
-    host = THIS_MACHINE if is_here else ""
-    return Place(stage.worker, host, layers=stage.layers, marks=tuple(marks))
+    return marks + ([stage.dtype] if stage.dtype else [])
 
 
-def _measured_place(place: Place, candidate: Candidate, index: int) -> Place:
+def marks_of(ranges: Ranges, marks: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The marks of a place from those of its ranges; a mark that not all of them have says which
+    do."""
+    found = []
+    for mark in dict.fromkeys(each for some in marks for each in some):
+        having = [held for held, some in zip(ranges, marks, strict=True) if mark in some]
+        is_of_all = len(having) == len(ranges) or mark == EMBEDDING
+        layers = layers_as_text(*(held.layers for held in having))
+        found.append(mark if is_of_all else f"{mark}: {layers}")
+    return tuple(found)
+
+
+def _measured_place(place: Place, candidate: Candidate) -> Place:
+    if not place.ranges and place.name != COORDINATOR:
+        return place
     profile = candidate.costs.profile
     device = profile.device(place.name)
-    parts = [profile.model.part(kind) for kind in profile.model.layers[slice(*place.layers)]]
+    kinds = [kind for each in place.ranges for kind in profile.model.layers[slice(*each.layers)]]
+    parts = [profile.model.part(kind) for kind in kinds]
     is_frozen = bool(parts) and not any(part.trainable_parameters for part in parts)
     marks = ("frozen",) if is_frozen else ()
-    memory = Memory(float(device.memory_bytes), _by_part(candidate.need(index)))
+    memory = Memory(float(device.memory_bytes), _by_part(candidate.need(place.name)))
     marks = tuple(dict.fromkeys((*place.marks, *marks)))
     return replace(place, device=device.device, memory=memory, marks=marks)
 
@@ -298,7 +356,7 @@ def _by_part(need: Need) -> Mapping[str, float]:
         "weights": float(need.weights),
         "training": float(need.gradients + need.optimizer),
         "in flight": float(need.in_flight),
-        "other": float(need.base + need.working),
+        "other": float(need.base + need.working + need.boundaries),
     }
 
 
@@ -307,11 +365,13 @@ def _measured_links(bare: Topology, profile: Profile) -> list[Link]:
         (link.source, link.target): Speed(link.bytes_per_second, link.latency_seconds)
         for link in profile.links
     }
-    around = [place.name for place in (*bare.places, bare.coordinator)]
-    return [
-        replace(link, forward=speeds.get((source, target)), backward=speeds.get((target, source)))
-        for link, (source, target) in zip(bare.links, pairwise(around), strict=False)
-    ]
+    names = [place.name for place in bare.places]
+    found = []
+    for hop in bare.hops:
+        source, target = names[hop.source], names[hop.target]
+        there, back = speeds.get((source, target)), speeds.get((target, source))
+        found.append(replace(hop.link, forward=there, backward=back))
+    return found
 
 
 def _prediction(candidate: Candidate) -> str:

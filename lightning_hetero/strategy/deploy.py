@@ -234,9 +234,16 @@ class Site:
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
-        seed, batches = dropout_seed(), self.options.batches
+        seed = dropout_seed() if before is None else before.draws.seed
         deployment = Deployment(
-            self.module, layers, plan, coordinator, seed, converts_weights, batches, before
+            self.module,
+            layers,
+            plan,
+            coordinator,
+            seed,
+            converts_weights,
+            self.options.batches,
+            before,
         )
         if before is not None:  # a plan that is refused changes nothing
             coordinator.serve(plan.workers, plan.coordinator_narrowing)

@@ -19,6 +19,7 @@ from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
 from ..errors import ModelError, PlanError
 from ..pipeline.optimizer import beside
+from ..pipeline.placement import Placement
 from ..pipeline.recorder import Recorder
 from ..plan import COORDINATOR, Plan
 from ..planner.replan import (
@@ -201,10 +202,11 @@ class Watch:
 
     @property
     def bottleneck(self) -> str:
-        """The slowest stage of the latest steps; empty while it is not known."""
+        """The stages of the slowest process of the latest steps; empty while it is not known."""
         slowest = self._watcher.slowest()
         if slowest in self._workers:
-            return f"stage {self._workers.index(slowest) + 1}"
+            stages = Placement.of(self._deployment.plan).stages_of(slowest)
+            return f"stage {' and '.join(map(str, stages))}"
         return slowest or ""
 
     def _look(self) -> list[Drift]:

@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -38,14 +38,14 @@ from ..errors import HeteroError, PictureError, PlanError, WeightsLost
 from ..model.layers import DecoderLayer
 from ..model.override import stand_in
 from ..model.tensors import ends_of, named_tensors, stored_bytes, stored_in_four_bits
-from ..plan import COORDINATOR, Plan, StagePlan
+from ..plan import COORDINATOR, Plan
 from ..planner.feasibility import as_measured
 from ..planner.profile import EMBEDDING, HEAD, Profile
 from ..profiler.kept import Measured
 from ..protocol.messages import Equipment
 from ..report.diagram import PICTURE_NAME, PLAN_NAME, picture_for
 from ..report.run_record import FACTS, Process, RunFacts
-from ..report.topology import Memory, Place, Topology, topology_of, with_profile
+from ..report.topology import Memory, Place, Topology, marks_of, topology_of, with_profile
 from .arguments import StepOptions, check_precision
 from .first_batch import first_batch_check
 from .optimizers import FollowedZeroGrad, RemoteSteps
@@ -167,11 +167,13 @@ class TrainingRun(Run):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, Lightning runs a backward."""
-        cuts_step = self._options.cuts_step(self._module)
         recorder = self.deployment.coordinator.telemetry.recorder
-        # A cut step records the backwards of its micro-batches by itself.
-        with nullcontext() if cuts_step else recorder.span("backward"):
+        # The backwards of a cut step have run in its micro-batches.
+        if self._options.cuts_step(self._module):
             yield
+        else:
+            with recorder.span("backward"), self.deployment.draws.of_latest():
+                yield
         if self._followed is not None:
             self._remote_steps.note_backward()
 
@@ -397,13 +399,13 @@ def topology_here(
     plan = deployment.plan
     bare = topology_of(plan, title=_title(module))
     equipment = deployment.coordinator.connections.worker_equipment
-    stages = {stage.worker: stage for stage in plan.remote_stages}
+    placed = {place.name for place in bare.workers}
+    idle = [Place(name) for name in equipment if name not in placed]
     found = replace(
         bare,
         coordinator=_coordinator(bare.coordinator, module, deployment.layers),
-        stages=[
-            _stage(place, equipment[place.name], stages[place.name], deployment)
-            for place in bare.stages
+        workers=[
+            _worker(place, equipment[place.name], deployment) for place in [*bare.workers, *idle]
         ],
         frozen_ends=_frozen_ends(module, deployment.layers),
     )
@@ -453,27 +455,41 @@ def _coordinator(place: Place, module: pl.LightningModule, layers: Sequence[Deco
     tensors = chain(module.parameters(), module.buffers())
     own = {id(tensor): tensor for tensor in tensors if not tensor.is_meta}
     weights = sum(tensor.nbytes for tensor in own.values())
-    held = {number: layers[number].module for number in range(*place.layers)}
+    held = [
+        {number: layers[number].module for number in range(*each.layers)} for each in place.ranges
+    ]
     here = replace(place, host=platform.node())
     return _equipped(here, equipment_here(module.device), weights, held)
 
 
-def _stage(place: Place, equipment: Equipment, stage: StagePlan, deployment: Deployment) -> Place:
-    layers = deployment.modules_of(stage)
-    weights = stored_bytes(layers, deployment.weights_dtype_of(stage))
+def _worker(place: Place, equipment: Equipment, deployment: Deployment) -> Place:
+    stages = [stage for stage in deployment.plan.remote_stages if stage.worker == place.name]
+    layers = [deployment.modules_of(stage) for stage in stages]
+    weights = sum(
+        stored_bytes(held, deployment.weights_dtype_of(stage))
+        for stage, held in zip(stages, layers, strict=True)
+    )
     there = replace(place, host=equipment.host or (platform.node() if place.host else ""))
     return _equipped(there, equipment, weights, layers)
 
 
 def _equipped(
-    place: Place, equipment: Equipment, weights_bytes: int, layers: dict[int, nn.Module]
+    place: Place,
+    equipment: Equipment,
+    weights_bytes: int,
+    layers: Sequence[dict[int, nn.Module]],
 ) -> Place:
+    """The place on its device.
+
+    Args:
+        layers: The layers of each of the place's ranges.
+    """
     return replace(
         place,
         device=equipment.device_name,
         identity=equipment.machine,
         memory=Memory(equipment.memory_bytes, {"weights": weights_bytes}),
-        marks=(*_marks_of(layers), *place.marks),
+        marks=(*marks_of(place.ranges, [_marks_of(held) for held in layers]), *place.marks),
     )
 
 

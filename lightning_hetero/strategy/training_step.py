@@ -39,7 +39,7 @@ from ..pipeline.results import (
     merge_values,
     weighted_mean,
 )
-from .arguments import FirstCheck, StepOptions, dropout_seed, scaler_of
+from .arguments import FirstCheck, StepOptions, scaler_of
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,13 @@ class BatchStep:
         """
         raise NotImplementedError
 
+    def _number_step(self) -> int:
+        """Number the step that begins next for dropout masks, by the batches of the training so
+        far: a checkpoint has that number, and evaluations do not change it."""
+        step = self._module.trainer.fit_loop.total_batch_idx + 1
+        self._deployment.coordinator.stages.dropout_step = step - 1  # it counts on from here
+        return step
+
     @property
     def _accumulates(self) -> bool:
         """Whether gradients of earlier batches are kept: the user's code drops them under manual
@@ -169,10 +176,12 @@ class WholeBatchStep(BatchStep):
     @override
     def run(self, training_step: Callable[[], Any], args: Sequence[Any]) -> Any:
         batch, *rest = args
-        num_pieces = self._deployment.plan.micro_batches
+        num_pieces, draws = self._deployment.plan.micro_batches, self._deployment.draws
+        step = self._number_step()
         with (
             self._deployment.hand_overs.batch_of(self._reader.count(batch, rest)),
             self._deployment.hand_overs.whole_batch_step(num_pieces, self._accumulates),
+            draws.of(draws.microbatch(step, 0)),
         ):
             result = training_step()
         self._deployment.check_forward_finished()
@@ -206,7 +215,7 @@ class MicrobatchedStep(BatchStep):
             coordinator.stages,
             self._gradients,
             loss_of,
-            dropout_seed(),
+            deployment.draws,
             deployment.plan.starts_on_worker,
             self.recorder,
         )
@@ -221,7 +230,7 @@ class MicrobatchedStep(BatchStep):
         self._scaling.check_last()
         batch, *rest = args
         cut, weights = self._cut(batch, rest)
-        accumulates = self._accumulates
+        accumulates, step = self._accumulates, self._number_step()
         has_begun = self._check_first(cut, rest, accumulates)
         shares = cut.weights("samples", self._copies) if self._adds_up else weights
         scale = self._loss_scale
@@ -235,7 +244,6 @@ class MicrobatchedStep(BatchStep):
             for index, microbatch in enumerate(cut.microbatches)
         ]
         plan = self._deployment.plan
-        step = self._deployment.coordinator.stages.dropout_step + (not has_begun)
         with ExitStack() as stack:
             stack.enter_context(self._deployment.hand_overs.cut_step())
             stack.callback(stand_in(self._module, "log", log.log))

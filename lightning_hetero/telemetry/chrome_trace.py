@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
+from ..pipeline.placement import COORDINATOR_STAGE
 from ..protocol.fields import ACTIONS, Span
-from .step import Prediction, RecordedStep, StageSpans
+from .ranges import stages_as_text
+from .step import Prediction, ProcessSpans, RecordedStep, name_of
 
-FORMAT = "lightning-hetero timeline 1"
+FORMAT = "lightning-hetero timeline 2"
 PREDICTED = 1000
-"""Add this to a stage's number to get the process id that shows its predicted actions."""
+"""Add this to the number of a process to get the process id that shows its predicted actions."""
 
 _COMPUTES, _HANDLES, _SENDS = 1, 2, 3
 _TRACKS = {_COMPUTES: "computes", _HANDLES: "waits, takes, packs"}
@@ -32,7 +34,7 @@ def trace_of(steps: Sequence[StepAndPrediction]) -> dict[str, Any]:
             events += writer.predicted(step, prediction)
     other = {
         "format": FORMAT,
-        "stages": [_stage(stage) for stage in steps[-1][0].stages],
+        "processes": [_process(process) for process in steps[-1][0].processes],
         "steps": [writer.summary(*each) for each in steps],
     }
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": other}
@@ -46,22 +48,22 @@ class _Writer:
         self._flows = count(1)
 
     def events(self, step: RecordedStep) -> Iterator[Event]:
-        for stage in step.stages:
-            for span in stage.spans:
-                yield self._slice(step, stage, span)
-        for stage in step.stages:
-            for span in stage.spans:
-                yield from self._flow(step, stage, span)
+        for process in step.processes:
+            for span in process.spans:
+                yield self._slice(step, process, span)
+        for process in step.processes:
+            for span in process.spans:
+                yield from self._flow(step, process, span)
 
     def predicted(self, step: RecordedStep, prediction: Prediction) -> Iterator[Event]:
         start = step.first_action_seconds
-        for stage in prediction.stages:
-            for span in stage.spans:
+        for process in prediction.processes:
+            for span in process.spans:
                 yield {
                     "ph": "X",
                     "cat": "predicted",
-                    "name": stage.name_of(span),
-                    "pid": PREDICTED + stage.stage,
+                    "name": name_of(span),
+                    "pid": PREDICTED + process.number,
                     "tid": _COMPUTES,
                     "ts": self._micro(start + span.start_seconds),
                     "dur": 1e6 * (span.end_seconds - span.start_seconds),
@@ -75,7 +77,7 @@ class _Writer:
             "end_us": self._micro(step.end_seconds),
             "bubble_share": step.bubble,
             "num_dropped": step.num_dropped,
-            "stages": [_shares(stage) for stage in step.stages],
+            "processes": [_shares(process) for process in step.processes],
         }
         if prediction is not None:
             found["predicted"] = {
@@ -85,11 +87,11 @@ class _Writer:
             }
         return found
 
-    def _slice(self, step: RecordedStep, stage: StageSpans, span: Span) -> Event:
-        category, track, name = _shown(stage, span)
+    def _slice(self, step: RecordedStep, process: ProcessSpans, span: Span) -> Event:
+        category, track, name = _shown(process, span)
         args: dict[str, Any] = {"step": step.step}
         if category == "action":
-            args["kind"] = span.kind
+            args |= {"kind": span.kind, "stage": span.stage}
         if span.microbatch is not None:
             args |= {"microbatch": span.microbatch, "visit": span.visit}
         if span.num_bytes:
@@ -102,98 +104,97 @@ class _Writer:
             "ph": "X",
             "cat": category,
             "name": name,
-            "pid": stage.stage,
+            "pid": process.number,
             "tid": track + (span.peer or 0) if category == "send" else track,
             "ts": self._micro(span.start_seconds),
             "dur": 1e6 * (span.end_seconds - span.start_seconds),
             "args": args,
         }
 
-    def _flow(self, step: RecordedStep, stage: StageSpans, span: Span) -> Iterator[Event]:
+    def _flow(self, step: RecordedStep, process: ProcessSpans, span: Span) -> Iterator[Event]:
         """An arrow from a sent tensor to the action that used it."""
-        target = _receiving_action(step, stage.stage, span)
-        if target is None:
+        action = _receiving_action(step, span)
+        if action is None or span.peer is None:
             return
-        receiver, action = target
         shared = {"cat": "flow", "name": span.message, "id": next(self._flows)}
-        start = {"pid": stage.stage, "tid": _SENDS + (span.peer or 0)}
+        start = {"pid": process.number, "tid": _SENDS + span.peer}
         yield {"ph": "s", **shared, **start, "ts": self._micro(span.start_seconds)}
-        end = {"pid": receiver, "tid": _COMPUTES, "ts": self._micro(action.start_seconds)}
+        end = {"pid": span.peer, "tid": _COMPUTES, "ts": self._micro(action.start_seconds)}
         yield {"ph": "f", "bp": "e", **shared, **end}
 
     def _micro(self, seconds: float) -> float:
         return 1e6 * (seconds - self._zero)
 
 
-def _shown(stage: StageSpans, span: Span) -> tuple[str, int, str]:
+def _shown(process: ProcessSpans, span: Span) -> tuple[str, int, str]:
     """Category, track and name."""
     if span.kind in ACTIONS:
-        return "action", _COMPUTES, stage.name_of(span)
+        return "action", _COMPUTES, name_of(span)
     number = "" if span.microbatch is None else f" {span.microbatch}"
     if span.kind == "send":
         return "send", _SENDS, f"{span.message}{number}"
     if span.kind == "wait":
-        return "wait", _HANDLES, f"waits for {_awaited(stage, span)}"
+        return "wait", _HANDLES, f"waits for {_awaited(process, span)}"
     return "transfer", _HANDLES, f"{span.kind}s {span.message}{number}"
 
 
-def _awaited(stage: StageSpans, wait: Span) -> str:
+def _awaited(process: ProcessSpans, wait: Span) -> str:
     """The name of the first action after the wait."""
-    after = (stage.name_of(s) for s in stage.actions if s.start_seconds >= wait.end_seconds)
+    after = (name_of(s) for s in process.actions if s.start_seconds >= wait.end_seconds)
     return next(after, "the next step")
 
 
-def _receiving_action(step: RecordedStep, sender: int, sent: Span) -> tuple[int, Span] | None:
-    if sent.kind != "send" or sent.peer is None or sent.message not in ("Activation", "Gradient"):
+def _receiving_action(step: RecordedStep, sent: Span) -> Span | None:
+    """The action that used a sent tensor, in the process that it was sent to."""
+    if sent.kind != "send" or sent.message not in ("Activation", "Gradient"):
         return None
-    if sent.peer >= len(step.stages):
+    # The coordinator forwards it: an arrow leaves with the coordinator's own message.
+    if sent.peer == 0 and sent.stage != COORDINATOR_STAGE:
         return None
-    # What the coordinator forwards is drawn as the coordinator's own message to the next stage.
-    ends_at_coordinator = sender == (len(step.stages) - 1 if sent.message == "Activation" else 1)
-    if sender and sent.peer == 0 and not ends_at_coordinator:
-        return None
-    forward = "loss" if sent.peer == 0 else "forward"
+    forward = "loss" if sent.stage == COORDINATOR_STAGE else "forward"
     kind = forward if sent.message == "Activation" else "backward"
-    wanted = kind, sent.microbatch, sent.visit
-    for action in step.stages[sent.peer].actions:
-        found = action.kind, action.microbatch, action.visit
+    wanted = kind, sent.stage, sent.microbatch, sent.visit
+    actions = (a for each in step.processes if each.number == sent.peer for a in each.actions)
+    for action in actions:
+        found = action.kind, action.stage, action.microbatch, action.visit
         if found == wanted and action.start_seconds >= sent.start_seconds:
-            return sent.peer, action
+            return action
     return None
 
 
 def _names(steps: Sequence[StepAndPrediction]) -> Iterator[Event]:
-    stages = steps[-1][0].stages
+    """Names of the processes and of their tracks, as of each process's last recorded step."""
+    processes = {each.number: each for step, _ in steps for each in step.processes}
     is_predicted = any(prediction is not None for _, prediction in steps)
-    for stage in stages:
-        shown = [(stage.stage, f"stage {stage.stage}: {stage.worker}")]
+    for process in processes.values():
+        shown = [(process.number, f"{process.name} ({stages_as_text(process.ranges)})")]
         if is_predicted:
-            shown.append((PREDICTED + stage.stage, f"predicted stage {stage.stage}"))
+            shown.append((PREDICTED + process.number, f"predicted: {process.name}"))
         for pid, name in shown:
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-        peers = (other.stage for other in stages if other.stage != stage.stage)
-        sends = {_SENDS + peer: f"sends to stage {peer}" for peer in peers}
+        peers = (other for other in processes.values() if other.number != process.number)
+        sends = {_SENDS + peer.number: f"sends to {peer.name}" for peer in peers}
         for tid, name in {**_TRACKS, **sends}.items():
-            args = {"name": name}
-            yield {"ph": "M", "name": "thread_name", "pid": stage.stage, "tid": tid, "args": args}
+            args, pid = {"name": name}, process.number
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": args}
 
 
-def _stage(stage: StageSpans) -> dict[str, Any]:
+def _process(process: ProcessSpans) -> dict[str, Any]:
     return {
-        "stage": stage.stage,
-        "worker": stage.worker,
-        "layers": list(stage.layers),
-        "clock_offset_seconds": stage.clock.knots[-1].offset_seconds,
-        "clock_error_seconds": stage.clock.error_seconds,
+        "process": process.number,
+        "name": process.name,
+        "ranges": [{"stage": each.stage, "layers": [*each.layers]} for each in process.ranges],
+        "clock_offset_seconds": process.clock.knots[-1].offset_seconds,
+        "clock_error_seconds": process.clock.error_seconds,
     }
 
 
-def _shares(stage: StageSpans) -> dict[str, Any]:
+def _shares(process: ProcessSpans) -> dict[str, Any]:
     return {
-        "stage": stage.stage,
-        "busy_us": 1e6 * stage.computing_seconds,
-        "waiting_us": 1e6 * stage.seconds("wait"),
-        "transferring_us": 1e6 * stage.seconds("take", "pack"),
-        "sent_bytes": sum(span.num_bytes for span in stage.spans if span.kind == "send"),
+        "process": process.number,
+        "busy_us": 1e6 * process.computing_seconds,
+        "waiting_us": 1e6 * process.seconds("wait"),
+        "transferring_us": 1e6 * process.seconds("take", "pack"),
+        "sent_bytes": sum(span.num_bytes for span in process.spans if span.kind == "send"),
     }

@@ -1,4 +1,4 @@
-"""The metrics of `StageMonitor`, computed from the totals of all stages, and the floating-point
+"""The metrics of `StageMonitor`, computed from the totals of all processes, and the floating-point
 operations that the model's matrices need per token."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..protocol.fields import ACTIONS, SpanKind, Totals
 
 @dataclass(frozen=True)
 class Window:
-    """What all stages did between two moments.
+    """What all processes did between two moments.
 
     Args:
-        totals: The totals by stage number; 0 is the coordinator.
+        totals: The totals by the number of the process; 0 is the coordinator.
         wall_seconds: The time from one moment to the other, including the time between steps.
     """
 
@@ -38,7 +38,7 @@ class Window:
 
     @property
     def step_seconds(self) -> float:
-        """The time of all steps together; each step ends when its last stage ends."""
+        """The time of all steps together; each step ends when its last process ends."""
         return max(totals.step_seconds for totals in self.totals.values())
 
     @property
@@ -46,19 +46,19 @@ class Window:
         """Whether no training happened."""
         return self.num_tokens == 0 or self.step_seconds <= 0
 
-    def computing_seconds(self, stage: int) -> float:
-        """The time that a stage spent on its actions."""
-        return sum(self.totals[stage].seconds.get(kind, 0.0) for kind in ACTIONS)
+    def computing_seconds(self, process: int) -> float:
+        """The time that a process spent on its actions."""
+        return sum(self.totals[process].seconds.get(kind, 0.0) for kind in ACTIONS)
 
     @property
     def bubble(self) -> float:
-        """The idle share of all stages' time."""
+        """The idle share of all processes' time."""
         busy = sum(map(self.computing_seconds, self.totals))
         return 1 - busy / (len(self.totals) * self.step_seconds)
 
     @property
     def bottleneck(self) -> int:
-        """The number of the stage that computed longest."""
+        """The number of the process that computed longest."""
         return max(self.totals, key=self.computing_seconds)
 
 
@@ -75,27 +75,27 @@ def _added(after: Any, before: Any) -> Any:
     return max(type(after)(0), after - before)
 
 
-def stage_metrics(window: Window, stage: int) -> dict[str, float]:
-    """The metrics of one stage; their names do not contain the stage.
+def process_metrics(window: Window, process: int) -> dict[str, float]:
+    """The metrics of one process; their names do not contain its number.
 
-    Computing, transferring and waiting add up to the step. A stage whose optimizer steps first
-    waits for the other stages. The time between two messages counts as transferring on a worker,
+    Computing, transferring and waiting add up to the step. A process whose optimizer steps first
+    waits for the others. The time between two messages counts as transferring on a worker,
     and as ``other_share`` on the coordinator, where Lightning uses it around the micro-batches.
     """
-    totals, whole = window.totals[stage], window.step_seconds
-    busy = window.computing_seconds(stage)
+    totals, whole = window.totals[process], window.step_seconds
+    busy = window.computing_seconds(process)
     packing = sum(totals.seconds.get(kind, 0.0) for kind in ("take", "pack"))
     waiting = totals.seconds.get("wait", 0.0)
     between = max(0.0, totals.step_seconds - busy - packing - waiting)
     waiting += whole - totals.step_seconds
     found = {
         "busy_share": busy / whole,
-        "transferring_share": (packing if stage == 0 else packing + between) / whole,
+        "transferring_share": (packing if process == 0 else packing + between) / whole,
         "waiting_share": waiting / whole,
         "bubble_share": 1 - busy / whole,
         "sending_share": totals.sending_seconds / whole,
     }
-    if stage == 0:
+    if process == 0:
         found["other_share"] = between / whole
     if busy > 0:
         found["tokens_per_second"] = window.num_tokens / busy
@@ -120,7 +120,7 @@ def _of_one(totals: Totals, num_steps: int) -> dict[str, float]:
 
 
 def pipeline_metrics(window: Window) -> dict[str, float]:
-    """The metrics of all stages together."""
+    """The metrics of all processes together."""
     found = {
         "tokens_per_second": window.num_tokens / window.wall_seconds,
         "bubble_share": window.bubble,

@@ -1,4 +1,4 @@
-"""A recorded training step: what every stage did and when, on the coordinator's clock.
+"""A recorded training step: what every process did and when, on the coordinator's clock.
 
 Pings put the workers' times on that clock. The coordinator asks at ``asked`` and hears the answer
 at ``heard``; the peer read its clock somewhere between. The midpoint is wrong by at most half the
@@ -11,6 +11,7 @@ The prediction of a step is what the planner's simulator plays for the same plan
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from msgspec.structs import replace
 
 from ..errors import ChannelError, PlanError
 from ..pipeline.rule import Action
-from ..plan import COORDINATOR, Plan
+from ..plan import Plan
 from ..planner.candidates import Costs
 from ..planner.feasibility import candidate_of
 from ..planner.profile import Profile
@@ -38,6 +39,7 @@ from ..planner.simulation import (
     predict,
 )
 from ..protocol.fields import ACTIONS, ClockSample, Span, SpanKind
+from .ranges import Ranges, ranges_of
 
 WINDOW_SECONDS = 1.0
 """Pings within this time share one offset: even a bad clock drifts by only 0.1 ms in it."""
@@ -111,27 +113,14 @@ def align(samples: Iterable[ClockSample], window_seconds: float = WINDOW_SECONDS
 _LETTERS: dict[SpanKind, str] = {"forward": "F", "backward": "B", "loss": "L"}
 
 
-@dataclass(frozen=True)
-class StageSpans:
-    """What one stage did in a step.
+class Spans:
+    """Sums over the spans of a process, or of one of its stages."""
 
-    Args:
-        stage: The stage's number; 0 is the coordinator.
-        worker: The worker that serves the stage.
-        layers: Half-open range.
-        spans: The spans, ordered by their starts.
-        clock: The map that converted their times to the coordinator's clock.
-    """
-
-    stage: int
-    worker: str
-    layers: tuple[int, int]
     spans: Sequence[Span]
-    clock: ClockMap = SAME_CLOCK
 
     @property
     def actions(self) -> list[Span]:
-        """The spans in which the stage computed."""
+        """The spans in which something was computed."""
         return [span for span in self.spans if span.kind in ACTIONS]
 
     def seconds(self, *kinds: SpanKind) -> float:
@@ -143,6 +132,25 @@ class StageSpans:
                 free = max(free, span.end_seconds)
         return total
 
+
+@dataclass(frozen=True)
+class ProcessSpans(Spans):
+    """What one process did in a step, in all its stages.
+
+    Args:
+        number: The number of the process; 0 is the coordinator. A worker keeps it when layers move.
+        name: The name of the process in the plan.
+        ranges: Its layers.
+        spans: The spans, ordered by their starts.
+        clock: The map that converted their times to the coordinator's clock.
+    """
+
+    number: int
+    name: str
+    ranges: Ranges
+    spans: Sequence[Span]
+    clock: ClockMap = SAME_CLOCK
+
     @property
     def computing_seconds(self) -> float:
         """The time of its actions, without the waiting and packing inside them."""
@@ -151,12 +159,30 @@ class StageSpans:
         lost = sum(_seconds(span) for span in inside if any(_is_in(span, a) for a in actions))
         return self.seconds(*ACTIONS) - lost
 
-    def name_of(self, span: Span) -> str:
-        """The short name of an action: ``2F0`` is the forward of stage 2 on micro-batch 0."""
-        if span.microbatch is None or span.kind not in _LETTERS:
-            return span.message or span.kind
-        visit = f".{span.visit}" if span.visit else ""
-        return f"{self.stage}{_LETTERS[span.kind]}{span.microbatch}{visit}"
+
+def name_of(span: Span) -> str:
+    """The short name of an action: ``2F0`` is the forward of stage 2 on micro-batch 0."""
+    if span.microbatch is None or span.kind not in _LETTERS:
+        return span.message or span.kind
+    visit = f".{span.visit}" if span.visit else ""
+    return f"{span.stage}{_LETTERS[span.kind]}{span.microbatch}{visit}"
+
+
+@dataclass(frozen=True)
+class StageSpans(Spans):
+    """What one stage did in a step, as the simulator sees it.
+
+    Args:
+        stage: The number of the stage; 0 is the coordinator's.
+        worker: The name of its process.
+        spans: The actions of the stage, and what it sent; ``peer`` is the stage that takes a
+            message, or 0 for a message that goes over the coordinator. The optimizer's step of a
+            process belongs to its first stage.
+    """
+
+    stage: int
+    worker: str
+    spans: Sequence[Span]
 
 
 @dataclass(frozen=True)
@@ -166,25 +192,25 @@ class RecordedStep:
     Args:
         step: The number of optimizer steps before it.
         start_seconds: When Lightning started its first batch.
-        stages: The coordinator, then the workers' stages.
+        processes: The coordinator, then the workers that have layers.
         num_dropped: How many spans the recorders dropped because their memory was full.
     """
 
     step: int
     start_seconds: float
-    stages: Sequence[StageSpans]
+    processes: Sequence[ProcessSpans]
     num_dropped: int = 0
 
     @property
     def first_action_seconds(self) -> float:
-        """When the first action of any stage started."""
-        starts = [span.start_seconds for stage in self.stages for span in stage.actions]
+        """When the first action of any process started."""
+        starts = [span.start_seconds for each in self.processes for span in each.actions]
         return min(starts, default=self.start_seconds)
 
     @cached_property
     def end_seconds(self) -> float:
-        """When the last action of any stage ended."""
-        ends = [span.end_seconds for stage in self.stages for span in stage.actions]
+        """When the last action of any process ended."""
+        ends = [span.end_seconds for each in self.processes for span in each.actions]
         return max(ends, default=self.start_seconds)
 
     @property
@@ -194,37 +220,71 @@ class RecordedStep:
 
     @property
     def bubble(self) -> float:
-        """The idle share of all stages' time."""
-        busy = sum(stage.computing_seconds for stage in self.stages)
-        return 1 - busy / (len(self.stages) * self.seconds) if self.seconds > 0 else 0.0
+        """The idle share of all processes' time."""
+        busy = sum(each.computing_seconds for each in self.processes)
+        return 1 - busy / (len(self.processes) * self.seconds) if self.seconds > 0 else 0.0
+
+    @cached_property
+    def stages(self) -> list[StageSpans]:
+        """The stages by their numbers."""
+        coordinator, *workers = self.processes
+        found = [StageSpans(0, coordinator.name, [*map(_to_stage, coordinator.spans)])]
+        num_stages = 1 + sum(len(each.ranges) for each in workers)
+        for process in workers:
+            for place, held in enumerate(process.ranges):
+                own = [
+                    _to_stage(span)
+                    for span in process.spans
+                    if _stage_of(span, num_stages) == held.stage
+                    or (span.kind == "optimizer" and place == 0)
+                ]
+                found.append(StageSpans(held.stage, process.name, own))
+        return sorted(found, key=lambda stage: stage.stage)
+
+
+def _stage_of(span: Span, num_stages: int) -> int | None:
+    """The stage that computed or sent; None for what belongs to no stage."""
+    if span.kind in ("forward", "backward"):
+        return span.stage
+    # The span of a message names the stage that takes it.
+    sent = span.kind == "send" and {"Activation": -1, "Gradient": 1}.get(span.message)
+    return (span.stage + sent) % num_stages if sent else None
+
+
+def _to_stage(span: Span) -> Span:
+    return replace(span, peer=span.stage) if span.peer else span
 
 
 def recorded_step(
     step: int,
     start_seconds: float,
     plan: Plan,
+    names: Mapping[int, str],
     spans: Mapping[int, Iterable[Span]],
     clocks: Mapping[int, ClockMap],
     num_dropped: int = 0,
 ) -> RecordedStep:
-    """A step from the spans of its stages, each on its stage's own clock.
+    """A step from the spans of its processes, each on the clock of its process.
 
     Args:
-        spans: The spans by stage number; spans outside the step are dropped.
-        clocks: The workers' clocks by stage number.
+        names: The names of the processes by their numbers.
+        spans: The spans by the number of the process; spans outside the step are dropped.
+        clocks: The workers' clocks by the number of the process.
     """
-    local = next((stage for stage in plan.stages if stage.is_local), None)
-    stages = [StageSpans(0, COORDINATOR, local.layers if local else (0, 0), [*spans[0]])]
-    for number, stage in enumerate(plan.remote_stages, start=1):
-        clock = clocks[number]
+    ranges = ranges_of(plan)
+    found = []
+    for number, name in sorted(names.items()):
+        clock = clocks[number] if number else SAME_CLOCK
         ours = [_on_our_clock(span, clock) for span in spans[number]]
-        stages.append(StageSpans(number, stage.worker, stage.layers, ours, clock))
-    whole = RecordedStep(step, start_seconds, stages, num_dropped)
-    cut = [_within(stage, start_seconds, whole.end_seconds) for stage in stages]
+        found.append(ProcessSpans(number, name, ranges[name], ours, clock))
+    whole = RecordedStep(step, start_seconds, found, num_dropped)
+    cut = [_within(each, start_seconds, whole.end_seconds) for each in found]
     return RecordedStep(step, start_seconds, cut, num_dropped)
 
 
 def _on_our_clock(span: Span, clock: ClockMap) -> Span:
+    if clock is SAME_CLOCK:
+        return span
     arrived = span.arrived_seconds
     return replace(
         span,
@@ -234,19 +294,19 @@ def _on_our_clock(span: Span, clock: ClockMap) -> Span:
     )
 
 
-def _within(stage: StageSpans, start: float, end: float) -> StageSpans:
-    """The stage with its spans cut to the step; a wait may start before the step or end after."""
+def _within(process: ProcessSpans, start: float, end: float) -> ProcessSpans:
+    """The process with its spans cut to the step; a wait may start before it or end after it."""
     cut = [
         replace(
             span,
             start_seconds=max(span.start_seconds, start),
             end_seconds=min(span.end_seconds, end),
         )
-        for span in stage.spans
+        for span in process.spans
         if span.end_seconds > start and span.start_seconds < end
     ]
     ordered = sorted(cut, key=lambda span: (span.start_seconds, -span.end_seconds))
-    return StageSpans(stage.stage, stage.worker, stage.layers, ordered, stage.clock)
+    return dataclasses.replace(process, spans=ordered)
 
 
 def _seconds(span: Span) -> float:
@@ -269,15 +329,15 @@ class Prediction:
             or, without a profile, the mean times of the recorded step itself. Means do not show
             why the times of one step differ.
         seconds: The duration of the step.
-        bubble: The idle share of all stages' time.
-        stages: The actions of each stage, including the optimizer's step. Their seconds count from
-            the start of the first action.
+        bubble: The idle share of all processes' time.
+        processes: The actions of each process, including the optimizer's step. Their seconds count
+            from the start of the first action.
     """
 
     source: Source
     seconds: float
     bubble: float
-    stages: Sequence[StageSpans]
+    processes: Sequence[ProcessSpans]
 
 
 def prediction_of(step: RecordedStep, plan: Plan, profile: Profile | None) -> Prediction | None:
@@ -315,20 +375,24 @@ def pipeline_of(step: RecordedStep, plan: Plan) -> Pipeline | None:
     if len(step.stages) < 2 or not is_plain or not 0 < count == _count(first, "loss"):
         return None
     last = len(step.stages) - 1
+    names = list(dict.fromkeys(stage.worker for stage in step.stages))
+    processes = [names.index(stage.worker) for stage in step.stages]
     return Pipeline(
         [_times(stage) for stage in step.stages],
         _mean(first, "loss"),
         [
-            _hop(step.stages, stage, 0 if stage.stage == last else stage.stage + 1, "Activation")
-            for stage in step.stages
+            _hop(step.stages, processes, index, 0 if index == last else index + 1, "Activation")
+            for index in range(last + 1)
         ],
         [
-            _hop(step.stages, stage, (stage.stage or last + 1) - 1, "Gradient")
-            for stage in step.stages
+            _hop(step.stages, processes, index, (index or last + 1) - 1, "Gradient")
+            for index in range(last + 1)
         ],
         count,
         min(plan.max_in_flight, count),
         plan.starts_on_worker,
+        max_started=plan.max_started,
+        processes=processes,
     )
 
 
@@ -344,19 +408,24 @@ def _count(stage: StageSpans, kind: SpanKind) -> int:
     return sum(span.kind == kind for span in stage.spans)
 
 
-def _hop(stages: Sequence[StageSpans], stage: StageSpans, peer: int, message: str) -> Hop:
+def _hop(
+    stages: Sequence[StageSpans], processes: Sequence[int], index: int, other: int, message: str
+) -> Hop:
     """The mean time of a message from a stage to another one, or over the coordinator if the
-    coordinator forwards between the two."""
-    name = f"{stage.stage} to {peer}"
-    if stage.stage and peer and _sends(stage, 0, message):
-        legs = _sends(stage, 0, message), _sends(stages[0], peer, message)
+    coordinator forwards between the two; nothing inside a process."""
+    stage, here, there = stages[index], processes[index], processes[other]
+    name = f"{here} to {there}"
+    if here == there:
+        return Hop(name, 0.0)
+    if here and there and _sends(stage, 0, message):
+        legs = _sends(stage, 0, message), _sends(stages[0], other, message)
         return Hop(name, sum(map(_mean_seconds, legs)))
-    return Hop(name, _mean_seconds(_sends(stage, peer, message)))
+    return Hop(name, _mean_seconds(_sends(stage, other, message)))
 
 
-def _sends(stage: StageSpans, peer: int, message: str) -> list[Span]:
-    """The spans in which a stage sent messages of a kind to another stage."""
-    sends = (span for span in stage.spans if span.kind == "send" and span.peer == peer)
+def _sends(stage: StageSpans, other: int, message: str) -> list[Span]:
+    """The spans in which a stage sent messages of a kind to another one, or to the coordinator."""
+    sends = (span for span in stage.spans if span.kind == "send" and span.peer == other)
     return [span for span in sends if span.message == message]
 
 
@@ -371,14 +440,20 @@ def _prediction(
     end = max((span.end_seconds for span in played.spans), default=0.0)
     spans: dict[int, list[Span]] = {stage.stage: [] for stage in step.stages}
     for action, start_seconds, end_seconds in played.spans:
-        microbatch = action.key.microbatch
-        found = Span(_kind_of(action), start_seconds, end_seconds, microbatch)
-        spans[action.stage_index].append(found)
-    for index, times in enumerate(pipeline.stages):
-        if times.optimizer_seconds > 0:
-            spans[index].append(Span("optimizer", end, end + times.optimizer_seconds))
-    stages = [StageSpans(s.stage, s.worker, s.layers, spans[s.stage]) for s in step.stages]
-    return Prediction(source, played.step_seconds, played.bubble, stages)
+        microbatch, stage = action.key.microbatch, action.stage_index
+        spans[stage].append(
+            Span(_kind_of(action), start_seconds, end_seconds, microbatch, stage=stage)
+        )
+    found = []
+    for process in step.processes:
+        stages = [each.stage for each in process.ranges] if process.number else [0]
+        own = [span for stage in stages for span in spans[stage]]
+        seconds = sum(pipeline.stages[stage].optimizer_seconds for stage in stages)
+        if seconds > 0:
+            own.append(Span("optimizer", end, end + seconds))
+        ordered = sorted(own, key=lambda span: span.start_seconds)
+        found.append(ProcessSpans(process.number, process.name, process.ranges, ordered))
+    return Prediction(source, played.step_seconds, played.bubble, found)
 
 
 def _kind_of(action: Action) -> SpanKind:

@@ -49,13 +49,18 @@ class RecordedSide:
         kind = message.recorded_as
         if kind is None or not self.recorder.is_on:
             return self.recorder.nothing
+        neighbors = self._neighbors()
+        for channel, peer in neighbors.items():
+            # A move of layers opens channels while records are taken.
+            if channel.on_sent is None:
+                observe(channel, peer, self.recorder)
         num_bytes = sum(tensor.nbytes for tensor in arrival.tensors)
         return self.recorder.span(
             kind,
             message.key,
             type(message).__name__,
             num_bytes,
-            self._neighbors().get(arrival.channel),
+            neighbors.get(arrival.channel),
             arrival.moment_seconds,
             message.stage_number,
         )

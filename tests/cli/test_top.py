@@ -16,6 +16,8 @@ from lightning_hetero.errors import WorkerUnreachable
 
 from ..conftest import worker_process
 from ..discovery.answers import answer
+from ..integration.moves import Moves
+from ..integration.shapes import SHAPES, shaped
 from ..models import TinyModule, loader, trainer
 from .command import run
 
@@ -61,6 +63,57 @@ def test_once_shows_a_run(
     assert re.search(r"1: \d to \d +\d", lines[0])
     assert all("%" in line for line in lines)
     assert len(module.losses) == 3
+
+
+def looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    workers: list[str],
+    shapes: list[str],
+) -> list[str]:
+    """What `top` shows at the end of a run whose layers move from shape to shape."""
+    plans = [shaped(workers, SHAPES[shape], 2) for shape in shapes]
+    module = Looking(monkeypatch, workers[:2])
+    moves = Moves(dict(enumerate(plans[1:], start=1)))
+    strategy = HeteroPipelineStrategy(workers[:2], plans[0])
+    run = trainer(strategy, max_steps=len(plans) + 1, callbacks=[moves])
+    run.fit(module, loader(4 * (len(plans) + 1), 4))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_all_stages_of_a_worker_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: list[str]
+) -> None:
+    lines = looked_at(monkeypatch, capsys, workers, ["turn by turn"])
+    rows = [n for n, line in enumerate(lines) if "training" in line]
+    assert [workers[0] in lines[rows[0]], workers[1] in lines[rows[1]]] == [True, True]
+    found = [
+        re.findall(r"\d: \d to \d", "\n".join(part))
+        for part in (lines[rows[0] : rows[1]], lines[rows[1] :])
+    ]
+    assert found == [["1: 0 to 0", "3: 2 to 2", "5: 4 to 4"], ["2: 1 to 1", "4: 3 to 3"]]
+
+
+def test_a_worker_that_a_move_left_without_layers_is_idle(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: list[str]
+) -> None:
+    lines = looked_at(monkeypatch, capsys, workers, ["line", "both ends"])
+    (busy,) = (line for line in lines if "training" in line)
+    (idle,) = (line for line in lines if "idle" in line)
+    assert workers[0] in busy
+    assert workers[1] in idle
+    assert "none" in idle
+    assert "%" not in idle
+
+
+def test_a_busy_share_from_before_a_move_is_not_shown_of_an_idle_worker() -> None:
+    first, second = (answer(float(n), 1.0 * n, 2.0 * n, sent=10**7 * n) for n in (1, 2))
+    busy = seen_again(seen_again(Sighting("a:1"), first), second)
+    assert busy.busy_share is not None
+    assert second.status.stage is not None
+    without = replace(second.status, stage=replace(second.status.stage, stages=[]))
+    idle = seen_again(busy, WorkerStatus(second.equipment, without))
+    assert (idle.state, idle.busy_share) == ("idle", None)
 
 
 def test_in_130_columns_nothing_is_cut() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from lightning_hetero.doctor.checks import (
@@ -58,6 +60,34 @@ def test_in_a_line_the_first_worker_gets_token_ids_and_the_last_one_sends_most()
         for worker in ("a:1", "b:1")
     )
     assert (first, last) == ((8 * 16, 0), (3000 * 16, 1000 * 16))
+
+
+@pytest.mark.parametrize(
+    ("names", "of_a", "of_b"),
+    [
+        # A worker between the coordinator's layers has all that crosses the coordinator's links.
+        ([COORDINATOR, "a:1", COORDINATOR], (4000, 4000), None),
+        (["a:1", "b:1", "a:1"], (4000, 4000), (0, 0)),
+        # The first stage is of `a`, and the last one of `b`.
+        (["a:1", "b:1", "a:1", "b:1"], (1000, 3000), (3000, 1000)),
+        (["a:1", "a:1", "b:1", COORDINATOR], (1000, 3000), (3000, 1000)),
+    ],
+)
+def test_a_link_has_what_crosses_it_under_plans_of_every_shape(
+    names: list[str], of_a: tuple[int, int], of_b: tuple[int, int] | None
+) -> None:
+    cuts = [*range(len(names)), 8]
+    stages = [StagePlan([name], span) for name, span in zip(names, pairwise(cuts), strict=True)]
+    wanted = Wanted(MEASURED, Plan(stages, micro_batches=4))
+    for worker, expected in (("a:1", of_a), ("b:1", of_b)):
+        found = against_plan(wanted, worker, links(worker, 1e12))
+        if expected is None:
+            assert found.text == "the plan has no stage on b:1"
+        elif expected == (0, 0):
+            assert "small messages" in found.text
+        else:
+            crossing = found.figures["there_bytes_per_step"], found.figures["back_bytes_per_step"]
+            assert crossing == tuple(16 * each for each in expected)
 
 
 def test_a_link_that_is_the_bottleneck_fails() -> None:

@@ -255,7 +255,7 @@ def test_a_worker_that_dies_in_mid_step_is_named_with_how_to_go_on(
             def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
                 loss = super().training_step(batch, batch_idx)
                 if batch_idx == 1:
-                    victim.process.kill()
+                    victim.session.kill()
                 return loss
 
         module, logger = Module(), CSVLogger(tmp_path)

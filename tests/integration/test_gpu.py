@@ -80,3 +80,22 @@ def test_copies_there_and_back_bring_every_number() -> None:
         del coming
         leaving.wait()
         assert leaving.tensors[0].eq(value).all()
+
+
+@pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_dropout_masks_are_those_of_the_plan_without_workers(
+    gpu_worker: str, recompute: bool
+) -> None:
+    def losses(*stages: StagePlan) -> list[float]:
+        plan = Plan(list(stages), micro_batches=4)
+        strategy = HeteroPipelineStrategy([gpu_worker], plan)
+        module = TinyModule(attention_dropout=0.3)
+        run = trainer(strategy, max_steps=NUM_STEPS, accelerator="gpu", devices=1)
+        run.fit(module, loader(12 * NUM_STEPS, 12, True))
+        return module.losses
+
+    alone = losses(StagePlan(["coordinator"], (0, 5)))
+    first, last = StagePlan(["coordinator"], (0, 2)), StagePlan(["coordinator"], (4, 5))
+    found = losses(first, StagePlan([gpu_worker], (2, 4), recompute), last)
+    assert found == pytest.approx(alone, rel=TOLERANCE)

@@ -90,7 +90,7 @@ def test_the_trace_is_whole_and_in_order(seen: Seen) -> None:
 
 
 def test_a_clock_an_hour_ahead_is_corrected_within_a_millisecond(seen: Seen) -> None:
-    _, same, ahead = seen.trace["otherData"]["stages"]
+    _, same, ahead = seen.trace["otherData"]["processes"]
     assert abs(same["clock_offset_seconds"]) < 1e-3
     assert abs(ahead["clock_offset_seconds"] - AHEAD_SECONDS) < 1e-3
     assert ahead["clock_error_seconds"] >= abs(ahead["clock_offset_seconds"] - AHEAD_SECONDS)
@@ -102,7 +102,7 @@ def test_no_tensor_is_used_before_it_was_sent(seen: Seen) -> None:
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     # Four micro-batches of two steps: three activations and three gradients each.
     assert len(begins) == len(ends) == 48
-    worst = max(stage["clock_error_seconds"] for stage in seen.trace["otherData"]["stages"])
+    worst = max(process["clock_error_seconds"] for process in seen.trace["otherData"]["processes"])
     assert all(ends[n]["ts"] > begin["ts"] - 1e6 * worst for n, begin in begins.items())
 
 
@@ -110,13 +110,13 @@ def test_the_recorded_steps_are_as_long_as_the_wall_says(seen: Seen) -> None:
     """Lightning begins before the timeline does, and goes on a little when this process is done."""
     recorded = seen.timeline.recorded
     for step in recorded:
-        here = step.stages[0].actions[-1].end_seconds - step.start_seconds
+        here = step.processes[0].actions[-1].end_seconds - step.start_seconds
         assert 0 < here <= seen.wall.seconds[step.step]
         assert here <= step.seconds
     assert [step.step for step in recorded] == [4, 5]
 
 
-def test_stages_account_for_all_of_a_step(seen: Seen) -> None:
+def test_processes_account_for_all_of_a_step(seen: Seen) -> None:
     assert len(seen.rows) == 3
     for row in seen.rows:
         for stage in (0, 1, 2):
@@ -130,7 +130,7 @@ def test_the_monitor_and_the_trace_tell_of_the_same_bubble(seen: Seen) -> None:
     """The monitor's last row is of the two steps that were recorded."""
     row, steps = seen.rows[-1], seen.timeline.recorded
     for stage in (0, 1, 2):
-        computing = sum(step.stages[stage].computing_seconds for step in steps)
+        computing = sum(step.processes[stage].computing_seconds for step in steps)
         logged = row[f"stage/{stage}/busy_share"] * row["pipeline/step_seconds"] * len(steps)
         assert logged == pytest.approx(computing, rel=0.02)
 
@@ -179,9 +179,9 @@ def test_a_step_of_several_batches_at_the_boundary(workers: list[str], tmp_path:
     run.fit(TinyModule(), loader(16, 4), loader(8, 4))
     (step,) = timeline.recorded
     assert step.step == 1, "the latest is kept, and 0 is no multiple"
-    kinds = [span.kind for span in step.stages[0].actions]
+    kinds = [span.kind for span in step.processes[0].actions]
     assert kinds == ["forward", "backward", "forward", "backward", "optimizer"]
-    kinds = [span.kind for span in step.stages[1].actions]
+    kinds = [span.kind for span in step.processes[1].actions]
     assert (kinds.count("forward"), kinds.count("backward")) == (4, 4)
     trace = json.loads((tmp_path / "timeline.json").read_text())
     assert faults_of(trace) == []

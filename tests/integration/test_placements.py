@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,27 +16,8 @@ from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule, loader, tiny_llama, trainer
 from .generation import Generating, generate
 from .moves import Moves
+from .shapes import SHAPES, Shape, shaped
 from .yardstick import NUM_LAYERS, NUM_PIECES, accumulated_run, plain_run, train
-
-# The layers of each stage, by the name of its process: C is the coordinator, a and b are workers.
-SHAPES: dict[str, list[tuple[str, int, int]]] = {
-    "both ends": [("C", 0, 1), ("a", 1, 3), ("C", 3, 5)],
-    "both ends, two workers": [("C", 0, 1), ("a", 1, 2), ("b", 2, 4), ("C", 4, 5)],
-    "a worker in two stages": [("a", 0, 2), ("b", 2, 4), ("a", 4, 5)],
-    "a worker in three stages": [(who, n, n + 1) for n, who in enumerate("Cabaa")],
-    "turn by turn": [(who, n, n + 1) for n, who in enumerate("ababa")],
-    "twice in a row": [("a", 0, 2), ("a", 2, 4), ("C", 4, 5)],
-    "line": [("C", 0, 1), ("a", 1, 3), ("b", 3, 5)],
-    "the other way round": [("b", 0, 3), ("a", 3, 5)],
-}
-
-
-def shaped(
-    workers: Sequence[str], stages: Sequence[tuple[str, int, int]], pieces: int, **options: Any
-) -> Plan:
-    names = dict(zip("Cab", ["coordinator", *workers], strict=False))
-    found = [StagePlan([names[who]], (first, end), **options) for who, first, end in stages]
-    return Plan(found, micro_batches=pieces)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
@@ -52,7 +32,7 @@ def test_weights_are_bit_equal_to_accumulation_over_the_same_micro_batches(
 
 
 @st.composite
-def any_shape(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+def any_shape(draw: st.DrawFn) -> Shape:
     cuts = sorted(draw(st.sets(st.integers(1, NUM_LAYERS - 1), max_size=4)))
     ranges = list(pairwise([0, *cuts, NUM_LAYERS]))
     names = [draw(st.sampled_from("ab")) for _ in ranges]
@@ -71,7 +51,7 @@ def any_shape(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 )
 @given(shape=any_shape(), recompute=st.booleans(), pieces=st.integers(1, 4))
 def test_any_shape_is_bit_equal_to_accumulation(
-    workers: list[str], shape: list[tuple[str, int, int]], recompute: bool, pieces: int
+    workers: list[str], shape: Shape, recompute: bool, pieces: int
 ) -> None:
     plan = shaped(workers, shape, pieces, recompute=recompute)
     piped = train(TinyModule(NUM_LAYERS), HeteroPipelineStrategy(workers, plan), padded=False)

@@ -315,15 +315,22 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def shapes(text: str) -> dict[str, torch.Size]:
-    built = build_layers(Recipe.from_json(text))
+def honest_shapes() -> dict[str, torch.Size]:
+    built = build_layers(Recipe.from_json(honest_text()))
     return {name: tensor.shape for name, tensor in built.state_dict().items()}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shapes_before() -> dict[str, torch.Size]:
+    """Of the honest recipe's tensors, before anything hostile was built in this process."""
+    return honest_shapes()
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_recipe_is_refused_without_a_connection(name: str, attempts: list[Any]) -> None:
+def test_a_hostile_recipe_is_refused_without_a_connection(
+    name: str, attempts: list[Any], shapes_before: dict[str, torch.Size]
+) -> None:
     text, expected = HOSTILE[name]
-    before = shapes(changed())
     with pytest.raises(ModelError, match=expected) as refusal:
         build_layers(Recipe.from_json(text))
     said = str(refusal.value)
@@ -333,7 +340,7 @@ def test_a_hostile_recipe_is_refused_without_a_connection(name: str, attempts: l
     assert not attempts
     assert not torch_modules._global_forward_pre_hooks
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
-    assert shapes(changed()) == before
+    assert honest_shapes() == shapes_before
 
 
 @pytest.mark.parametrize("name", IGNORED)
@@ -425,7 +432,7 @@ def test_what_building_costs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     )
     with pytest.raises(ModelError, match="more than 5000 calls of torch to build"):
         build_layers(Recipe.from_json(bomb))
-    assert shapes(changed())
+    assert honest_shapes()
 
 
 def test_a_function_of_a_layer_of_torch_is_refused_at_home_too() -> None:
@@ -458,6 +465,12 @@ def address() -> Iterator[Address]:
         yield found
 
 
+@cache
+def honest_parameters() -> list[m.ParameterSpec]:
+    layers = build_layers(Recipe.from_json(honest_text()))
+    return describe_parameters(numbered_layers(layers))
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_session_after_a_hostile_recipe_works_as_before(name: str, address: Address) -> None:
     text, expected = HOSTILE[name]
@@ -465,6 +478,5 @@ def test_a_session_after_a_hostile_recipe_works_as_before(name: str, address: Ad
     assert isinstance(refusal, m.Failure)
     with pytest.raises(ModelError, match=expected):
         raise ModelError(refusal.reason)
-    layers = numbered_layers(build_layers(Recipe.from_json(changed())))
-    answer = deploy(address, changed(), describe_parameters(layers))
+    answer = deploy(address, honest_text(), honest_parameters())
     assert isinstance(answer, m.Built)

@@ -20,6 +20,7 @@ from lightning_hetero.model.captured_outputs import CollectingHooks
 from lightning_hetero.model.hollow import HollowLayers
 from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.boundary import Activation, Gradients
+from lightning_hetero.pipeline.draws import Draws
 from lightning_hetero.pipeline.driver import Driver, MicrobatchStep, StepGradients
 from lightning_hetero.pipeline.handover import Request, Returned, surroundings_here
 from lightning_hetero.pipeline.rule import Key
@@ -94,6 +95,7 @@ class Pipeline:
         num_stages: Remote stages.
         timing: Seed of the chain's timing.
         max_started: How many micro-batches may have begun; None for as many as are in flight.
+        processes: The process of each stage; None for one each.
         training_step: What runs for each micro-batch.
     """
 
@@ -104,6 +106,7 @@ class Pipeline:
     dropout: float = 0.0
     recompute: bool = False
     max_started: int | None = None
+    processes: tuple[int, ...] | None = None
     model: Model = field(init=False)
     layers: Layers = field(init=False)
     chain: Chain = field(init=False)
@@ -114,11 +117,11 @@ class Pipeline:
         self.model = Model(self.tied, self.dropout)
         self.layers = {number: Block(self.dropout) for number in range(NUM_LAYERS)}
         stages = cut_into_stages(self.layers, self.num_stages, self.recompute, seed=11)
-        self.chain = Chain(stages, self.timing)
+        self.chain = Chain(stages, self.timing, self.processes)
         local = list(self.model.parameters())
         shared = [self.model.embedding.weight] if self.tied else []
         gradients = StepGradients(local, shared)
-        self.driver = Driver(self.chain, gradients, lambda loss: loss, seed=12)
+        self.driver = Driver(self.chain, gradients, lambda loss: loss, Draws(12))
 
     def twin(self) -> Pipeline:
         """Another one with the same weights and flags, and no history."""
@@ -209,6 +212,21 @@ def test_timing_changes_neither_losses_nor_gradients_nor_the_bound(
     num_stages: int, count: int, limit: int, timing: int
 ) -> None:
     pipeline = Pipeline(num_stages, timing)
+    assert_equals_sequential(pipeline, count, limit)
+    assert max(pipeline.chain.most_in_flight.values()) <= limit
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), min_size=2, max_size=4),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(0, 10**6),
+)
+def test_neither_does_it_matter_which_process_has_which_stages(
+    processes: list[int], count: int, limit: int, timing: int
+) -> None:
+    pipeline = Pipeline(len(processes), timing, processes=tuple(processes))
     assert_equals_sequential(pipeline, count, limit)
     assert max(pipeline.chain.most_in_flight.values()) <= limit
 
@@ -353,7 +371,7 @@ def test_a_model_may_visit_the_stages_twice(limit: int, timing: int) -> None:
 def visits_by_content(model: Model, through: Through, tokens: Tensor) -> Tensor:
     """One to three visits; the head's weights are used in between."""
     hidden = through(model.embed(tokens))
-    for _ in range(int(tokens.sum()) % 3):
+    for _ in range(int(tokens[1, 2]) % 3):  # 3, 1, 1, 2 and 3 visits
         hidden = through(hidden + model.embed(tokens) * model.loss(hidden))
     return model.loss(hidden)
 
@@ -413,12 +431,12 @@ def test_a_training_step_without_the_model_runs_too() -> None:
     assert_equals_sequential(pipeline, count=3, limit=2)
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("timing", [None, 0, 1, 2])
-def test_a_replayed_step_draws_the_same_dropout_masks(timing: int | None) -> None:
+def test_a_replayed_step_draws_the_same_dropout_masks(timing: int | None, num_stages: int) -> None:
     expected = Pipeline(dropout=0.5)
     losses = expected.run(microbatches(3), limit=1)
-    # Masks are seeded by stage, so the replay has the same stages.
-    replayed = Pipeline(2, timing, dropout=0.5, recompute=True)
+    replayed = Pipeline(num_stages, timing, dropout=0.5, recompute=True)
     torch.rand(5)
     torch.testing.assert_close(replayed.run(microbatches(3), limit=3), losses, rtol=0, atol=0)
     torch.testing.assert_close(replayed.gradients(), expected.gradients(), rtol=0, atol=0)
@@ -583,7 +601,7 @@ class ExpertsPipeline:
         chain = Chain(stages, self.timing)
         HollowLayers(chosen, self.exchange, None).hollow()  # type: ignore[arg-type]
         local = [p for p in self.model.parameters() if not p.is_meta]
-        self.driver = Driver(chain, StepGradients(local, []), lambda loss: loss, seed=1)
+        self.driver = Driver(chain, StepGradients(local, []), lambda loss: loss, Draws(1))
 
     def exchange(self, hidden: Tensor, calls: Any, collect: Any) -> Any:
         turn = current_turn()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from random import Random
 from typing import Any
 
 import pytest
@@ -224,6 +225,13 @@ def test_norm_and_factor_over_stages_are_those_of_torch_over_all(
     assert norm == pytest.approx(float(expected), rel=1e-5)
     for owner, gradient in zip(owners, gradients, strict=True):
         torch.testing.assert_close(owner.grad, torch.tensor(gradient) * factor)
+
+
+def test_a_norm_does_not_depend_on_which_stage_has_which_gradient() -> None:
+    source = Random(0)
+    norms = [source.random() for _ in range(30)]
+    orders = [source.sample(norms, len(norms)) for _ in range(50)]
+    assert {total_norm(order) for order in orders} == {total_norm(norms)}
 
 
 def test_norms_of_gradients_are_torchs() -> None:

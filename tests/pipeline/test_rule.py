@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.pipeline.rule import Action, Key, choose
+from lightning_hetero.pipeline.rule import Action, GradientOrder, Key, choose
 
 keys = st.builds(Key, st.integers(0, 5), st.integers(0, 2))
 
@@ -237,3 +237,42 @@ def test_every_schedule_ends_with_each_action_done_once(
     for line in draw_schedule(num_stages, num_microbatches, limit)[1:]:
         done = sorted(line.replace(" ", ""))
         assert done == sorted(FORWARD[:num_microbatches] + BACKWARD[:num_microbatches])
+
+
+def sent(visits: list[int], window: int) -> list[str]:
+    """The losses (as ``L0``) and the gradients (as ``0.1``) of a step in their order."""
+    order, found = GradientOrder(len(visits), window), []
+    while True:
+        loss, key = order.next_loss, order.next_gradient
+        assert loss is None or key is None
+        if loss is not None:
+            order.note_loss(visits[loss])
+            found.append(f"L{loss}")
+            if visits[loss]:
+                found.append(f"{loss}.{visits[loss] - 1}")
+        elif key is not None:
+            order.note_gradient()
+            found.append(f"{key.microbatch}.{key.visit}")
+        else:
+            return found
+
+
+def test_gradients_of_single_visits_go_in_the_order_of_the_micro_batches() -> None:
+    assert sent([1, 1, 1], 2) == ["L0", "0.0", "L1", "1.0", "L2", "2.0"]
+
+
+def test_last_visits_of_later_micro_batches_come_before_first_ones_of_earlier() -> None:
+    expected = "L0 0.1 L1 1.1 0.0 L2 2.1 1.0 2.0"
+    assert sent([2, 2, 2], 2) == expected.split()
+    assert sent([2, 2], 1) == ["L0", "0.1", "0.0", "L1", "1.1", "1.0"]
+
+
+@given(st.lists(st.integers(0, 3), max_size=6), st.integers(1, 4))
+def test_each_loss_and_each_visit_comes_once(visits: list[int], window: int) -> None:
+    found = sent(visits, window)
+    expected = [f"L{k}" for k in range(len(visits))]
+    expected += [f"{k}.{v}" for k, count in enumerate(visits) for v in range(count)]
+    assert sorted(found) == sorted(expected)
+    for k, count in enumerate(visits):
+        own = [each for each in found if each.startswith(f"{k}.")]
+        assert own == [f"{k}.{v}" for v in reversed(range(count))]

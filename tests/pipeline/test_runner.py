@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hetero.errors import ModelError, RemoteProtocolError
 from lightning_hetero.model.layer_call import LayerCall
 from lightning_hetero.pipeline.boundary import Activation, Gradients, Surroundings
 from lightning_hetero.pipeline.rule import Key
@@ -156,7 +157,7 @@ def test_gradients_of_the_last_step_stay_only_for_an_accumulating_one(accumulate
             runner.begin(2, 2, accumulate)
         give_forward(runner, Key(0), step)
         run_next(runner)
-        runner.take_gradients(step, Key(0), Gradients((ONES,)))
+        runner.take_gradients(step, 1, Key(0), Gradients((ONES,)))
         run_next(runner)
     found = weight_gradient(runner)
     assert found is not None
@@ -165,21 +166,21 @@ def test_gradients_of_the_last_step_stay_only_for_an_accumulating_one(accumulate
 
 def test_a_neighbor_may_be_a_step_ahead_of_the_coordinators_word() -> None:
     runner = begun()
-    runner.take_activation(2, Key(0), INCOMING)
+    runner.take_activation(2, 1, Key(0), INCOMING)
     runner.take_arguments(1, 1, Key(0), TRAINING)
     assert runner.next_action() is None
     runner.begin(2, 2, accumulate=False)
     assert runner.next_action() is None
-    runner.take_arguments(1, 1, Key(0), TRAINING)
+    runner.take_arguments(2, 1, Key(0), TRAINING)
     assert next_name(runner) == "1F0"
 
 
 def test_what_came_early_survives_an_abort_of_the_step_before() -> None:
     runner = begun()
-    runner.take_activation(2, Key(0), INCOMING)
+    runner.take_activation(2, 1, Key(0), INCOMING)
     runner.abort()
     runner.begin(2, 2, accumulate=False)
-    runner.take_arguments(1, 1, Key(0), TRAINING)
+    runner.take_arguments(2, 1, Key(0), TRAINING)
     assert next_name(runner) == "1F0"
 
 
@@ -220,6 +221,96 @@ def test_a_new_step_has_its_whole_bound_again() -> None:
 
 def test_a_step_may_have_another_number_for_dropout_masks() -> None:
     runner = begun(limit=1)
-    assert (runner.step, runner.stage.dropout_step) == (1, 1)
+    assert (runner.step, runner.stage(1).dropout_step) == (1, 1)
     runner.begin(2, 1, accumulate=False, dropout_step=1)
-    assert (runner.step, runner.stage.dropout_step) == (2, 1)
+    assert (runner.step, runner.stage(1).dropout_step) == (2, 1)
+
+
+def two_stages() -> Runner:
+    """Stages 1 and 3 of a pipeline in one process."""
+    stages = [
+        Stage(nn.ModuleDict({"0": nn.Linear(2, 2)}), torch.device("cpu"), number)
+        for number in (1, 3)
+    ]
+    runner = Runner(stages)
+    runner.begin(1, 2, accumulate=False)
+    return runner
+
+
+def give(runner: Runner, stage: int, key: Key) -> None:
+    runner.take_arguments(1, stage, key, TRAINING)
+    runner.take_activation(1, stage, key, INCOMING)
+
+
+def test_one_rule_chooses_among_the_actions_of_all_stages() -> None:
+    runner = two_stages()
+    for microbatch in range(3):
+        give(runner, 1, Key(microbatch))
+    assert run_all(runner) == ["1F0", "1F1"]
+    give(runner, 3, Key(0))  # a micro-batch in flight goes on, whatever the bound
+    assert run_all(runner) == ["3F0"]
+    runner.take_gradients(1, 3, Key(0), Gradients((ONES,)))
+    assert run_all(runner) == ["3B0"]
+    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    # Only now micro-batch 0 has left the process.
+    assert run_all(runner) == ["1B0", "1F2"]
+
+
+def test_a_stage_that_is_elsewhere_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match=r"stage 2, and this process has \[1, 3\]"):
+        two_stages().take_activation(1, 2, Key(0), INCOMING)
+
+
+def test_backwards_run_in_the_order_of_their_gradients() -> None:
+    runner = begun(limit=3)
+    for microbatch in range(3):
+        give_forward(runner, Key(microbatch))
+    run_all(runner)
+    for microbatch in (1, 0, 2):
+        runner.take_gradients(1, 1, Key(microbatch), Gradients((ONES,)))
+    assert run_all(runner) == ["1B1", "1B0", "1B2"]
+
+
+def test_forwards_of_a_visit_run_in_the_order_of_their_activations() -> None:
+    runner = begun(limit=3)
+    for microbatch in range(3):
+        runner.take_activation(1, 1, Key(microbatch), INCOMING)
+    for microbatch in (2, 1, 0):
+        assert runner.next_action() is None
+        runner.take_arguments(1, 1, Key(microbatch), TRAINING)
+    assert run_all(runner) == ["1F0", "1F1", "1F2"]
+
+
+def test_a_request_has_its_place_between_forwards_and_backwards() -> None:
+    runner = two_stages()
+    assert runner.has_done(0, 0, is_exact=True)
+    give(runner, 1, Key(0))
+    run_all(runner)
+    assert not runner.has_done(1, 0, is_exact=True)  # stage 3 has not
+    give(runner, 3, Key(0))
+    run_all(runner)
+    assert runner.has_done(1, 0, is_exact=True)
+    assert not runner.has_done(1, 1, is_exact=True)
+    runner.take_gradients(1, 3, Key(0), Gradients((ONES,)))
+    run_all(runner)
+    with pytest.raises(ModelError, match="behind 1 forwards and 0 backwards"):
+        runner.has_done(1, 0, is_exact=True)
+    assert runner.has_done(1, 0, is_exact=False)
+
+
+def test_after_an_abort_no_request_waits() -> None:
+    runner = two_stages()
+    assert not runner.has_done(5, 5, is_exact=True)
+    runner.abort()
+    assert runner.has_done(5, 5, is_exact=True)
+    runner.begin(2, 2, accumulate=False)
+    assert not runner.has_done(5, 5, is_exact=True)
+
+
+def test_arguments_of_a_later_step_wait_for_it() -> None:
+    runner = two_stages()
+    runner.take_arguments(2, 1, Key(0), TRAINING)
+    runner.take_activation(2, 1, Key(0), INCOMING)
+    assert runner.next_action() is None
+    runner.begin(2, 2, accumulate=False)
+    assert run_all(runner) == ["1F0"]

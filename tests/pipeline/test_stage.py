@@ -180,21 +180,24 @@ def test_each_layer_runs_in_the_mode_that_the_model_called_it_in() -> None:
     assert not torch.equal(stage.forward(Key(0), incoming, around).hidden, hidden)
 
 
-def dropout_mask(step: int = 1, key: Key = FIRST, stage_index: int = 1, seed: int = 5) -> Tensor:
-    stage = Stage(
-        layers(nn.Dropout(0.5)), torch.device("cpu"), stage_index, seed=seed, dropout_step=step
-    )
-    incoming = Activation(torch.ones(1, 64))
-    return stage.forward(key, incoming, surroundings(*plain_calls(1))).hidden
+def dropout_mask(
+    step: int = 1, key: Key = FIRST, layer: int = 1, seed: int = 5, first: int = 1, number: int = 1
+) -> Tensor:
+    """What a layer lets pass; ``first`` and ``number`` are those of its stage."""
+    held = {str(n): nn.Dropout(0.5) if n == layer else nn.Dropout(0.0) for n in range(first, 4)}
+    stage = Stage(nn.ModuleDict(held), torch.device("cpu"), number, seed=seed, dropout_step=step)
+    calls = [LayerCall(n, True, (), {}) for n in range(first, 4)]
+    return stage.forward(key, Activation(torch.ones(1, 64)), surroundings(*calls)).hidden
 
 
-def test_a_replayed_forward_draws_the_same_dropout_mask() -> None:
-    assert torch.equal(dropout_mask(), dropout_mask())
+@pytest.mark.parametrize("stage", [{}, {"number": 2}, {"first": 0, "number": 4}], ids=str)
+def test_a_replayed_forward_draws_the_same_dropout_mask_in_any_stage(stage: dict[str, Any]) -> None:
+    assert torch.equal(dropout_mask(**stage), dropout_mask())
 
 
 @pytest.mark.parametrize(
     "place",
-    [{"step": 2}, {"key": Key(1)}, {"key": Key(0, 1)}, {"stage_index": 2}, {"seed": 6}],
+    [{"step": 2}, {"key": Key(1)}, {"key": Key(0, 1)}, {"layer": 2}, {"seed": 6}],
     ids=str,
 )
 def test_every_place_draws_its_own_dropout_mask(place: dict[str, Any]) -> None:

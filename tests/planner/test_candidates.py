@@ -1,11 +1,18 @@
-"""Candidates: the plan that they are, the pipeline that they play, and how many are in flight."""
+"""Candidates: the plan that they are, the pipeline that they play, and how many are in flight.
+
+The exact splits of several orders at once.
+"""
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
-from lightning_hetero.plan import COORDINATOR, StagePlan
-from lightning_hetero.planner.candidates import Arrangement, Costs, Form, place_last
+from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
+from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs
+from lightning_hetero.planner.feasibility import candidate_of
+from lightning_hetero.planner.orders import place, place_at, place_behind
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, Part, Profile
 from lightning_hetero.planner.simulation import Hop, StageTimes
 
@@ -33,8 +40,13 @@ def costs() -> Costs:
     return Costs(cluster(), {})
 
 
+def way(*workers: str, pieces: int = 4, left: bool = False) -> Arrangement:
+    return Arrangement(costs(), workers, pieces, left)
+
+
 def test_the_pipeline_has_every_measured_time() -> None:
-    candidate = Arrangement(costs(), ["fast", "old"], 4).with_ranges([(0, 1), (1, 3), (3, 4)], 3)
+    ranges = [(0, 1), (1, 3), (3, 4), (4, 4)]
+    candidate = way("fast", "old").with_ranges(ranges, 3)
     played = candidate.pipeline
     assert played.stages[0] == StageTimes(101, 202, 12)
     assert played.stages[1] == StageTimes(20, 40, 4)
@@ -46,7 +58,7 @@ def test_the_pipeline_has_every_measured_time() -> None:
 
 
 def test_a_candidate_is_a_plan() -> None:
-    candidate = Arrangement(costs(), ["fast", "old"], 4).with_ranges([(0, 0), (0, 3), (3, 4)], 3)
+    candidate = way("fast", "old").with_ranges([(0, 0), (0, 3), (3, 4), (4, 4)], 3)
     plan = candidate.plan()
     # The device that was measured in float16 alone has to be told so.
     assert plan.stages == [
@@ -56,9 +68,8 @@ def test_a_candidate_is_a_plan() -> None:
     assert (plan.micro_batches, plan.max_in_flight) == (4, 3)
 
 
-def test_a_last_coordinator_runs_its_layers_with_the_loss() -> None:
-    ranges = [(3, 4), (0, 2), (2, 3)]
-    last = Arrangement(costs(), ["fast", "old"], 4, Form.LAST).with_ranges(ranges, 3)
+def test_a_coordinator_runs_its_last_layers_with_the_loss() -> None:
+    last = way("fast", "old").with_ranges([(0, 0), (0, 2), (2, 3), (3, 4)], 3)
     assert last.pipeline.stages[:2] == [StageTimes(1, 2, 12), StageTimes(20, 40, 4)]
     assert last.pipeline.loss_seconds == 12 + 300
     assert last.pipeline.starts_first
@@ -66,12 +77,22 @@ def test_a_last_coordinator_runs_its_layers_with_the_loss() -> None:
     assert [stage.worker for stage in last.plan().stages] == ["fast", "old", COORDINATOR]
 
 
-def test_a_line_sends_token_ids_and_gets_no_gradient() -> None:
-    ranges = [(3, 4), (0, 2), (2, 3)]
-    ring, line = (
-        Arrangement(costs(), ["fast", "old"], 4, form).with_ranges(ranges, 3)
-        for form in (Form.LAST, Form.LINE)
-    )
+def test_a_coordinator_may_have_layers_at_both_ends() -> None:
+    both = way("fast").with_ranges([(0, 1), (1, 3), (3, 4)], 3)
+    assert both.pipeline.stages == [StageTimes(101, 202, 5 + 6 + 2), StageTimes(20, 40, 4)]
+    assert both.pipeline.loss_seconds == 12 + 300
+    assert not both.pipeline.starts_first
+    assert both.process_seconds == {COORDINATOR: 303 + 312, "fast": 60}
+    assert [(stage.worker, stage.layers) for stage in both.plan().stages] == [
+        (COORDINATOR, (0, 1)),
+        ("fast", (1, 3)),
+        (COORDINATOR, (3, 4)),
+    ]
+
+
+def test_a_worker_with_the_embedding_gets_token_ids_and_sends_no_gradient() -> None:
+    ranges = [(0, 0), (0, 2), (2, 3), (3, 4)]
+    ring, line = (way("fast", "old", left=left).with_ranges(ranges, 3) for left in (False, True))
     # The start stays. The worker is ten times as fast, so the rest takes it a tenth.
     assert line.pipeline.stages[:2] == [StageTimes(1, 0, 7), StageTimes(20, 40.2, 4.5)]
     assert line.pipeline.forward_hops[1:] == ring.pipeline.forward_hops[1:]
@@ -83,22 +104,60 @@ def test_a_line_sends_token_ids_and_gets_no_gradient() -> None:
     assert line.plan().stages[0] == StagePlan(["fast"], (0, 2), embedding=True)
 
 
+def alternating(*names: str, **others: int) -> Candidate:
+    """A plan with a layer for each name in turn."""
+    stages = [StagePlan([name], (index, index + 1)) for index, name in enumerate(names)]
+    workers = [device("a", 10, 20), device("b", 1, 2)]
+    sizes = {"activation_bytes_per_sample": 20, "gradient_bytes_per_sample": 50}
+    own = coordinator([timing("layer", 1, 2), *ends(1, 2)])
+    given = profile(len(names), workers, own, (), sizes, batch_size=4)
+    return candidate_of(Plan(stages, 4, **others), given)
+
+
+def test_a_worker_with_several_stages_is_one_process() -> None:
+    candidate = alternating("a", "b", "b", "a", in_flight=2)
+    assert candidate.workers == ("a", "b")
+    assert list(candidate.pipeline.processes) == [0, 1, 2, 2, 1]
+    assert candidate.process_seconds == {COORDINATOR: 6, "a": 60, "b": 6}
+    assert candidate.need("a").in_flight == sum(
+        candidate.holder(seat).need(seat.option, *seat.layers, 2).in_flight
+        for seat in candidate.seats_of("a")
+    )
+    # Nothing travels between the two stages of b, so no medium is busy for it.
+    assert all(hop.busy_seconds == 0 for hop in candidate.pipeline.forward_hops[2:3])
+    assert set(candidate.busy_seconds_of_media) == {
+        f"{one} to {other}" for one, other in ("ab", "ba", (COORDINATOR, "a"), ("a", COORDINATOR))
+    }
+    assert [stage.worker for stage in candidate.plan().stages] == ["a", "b", "b", "a"]
+    assert candidate.step_seconds >= 4 * 60
+
+
 @pytest.mark.parametrize(
-    ("own", "form"), [((0, 1), Form.FIRST), ((0, 0), Form.FIRST), ((4, 4), Form.LINE)]
+    ("front", "behind", "left"), [(1, 0, False), (0, 0, False), (0, 0, True), (1, 1, False)]
 )
-def test_it_starts_as_the_runtime_does(own: tuple[int, int], form: Form) -> None:
-    ranges = [own, (own[1] % 4, 4)]
-    candidate = Arrangement(costs(), ["fast"], 4, form).with_ranges(ranges, 3)
+def test_it_starts_as_the_runtime_does(front: int, behind: int, left: bool) -> None:
+    ranges = [(0, front), (front, 4 - behind), (4 - behind, 4)]
+    candidate = way("fast", left=left).with_ranges(ranges, 3)
     assert candidate.pipeline.starts_first == candidate.plan().starts_on_worker
     assert candidate.pipeline.limit(0) == candidate.plan().max_started
 
 
+def test_a_simulation_may_end_early_but_its_answer_is_the_same() -> None:
+    ranges = [(0, 1), (1, 3), (3, 4), (4, 4)]
+    seconds = way("fast", "old").with_ranges(ranges, 3).step_seconds
+    tried = way("fast", "old").with_ranges(ranges, 3)
+    assert not tried.is_below(seconds / 2)
+    assert not tried.is_below(seconds)
+    assert tried.is_below(seconds * (1 + 1e-9))
+    assert tried.step_seconds == seconds
+
+
 @pytest.mark.parametrize(
-    ("may_leave", "mbits", "form"),
-    [(True, 0.1, Form.LINE), (False, 0.1, Form.LAST), (True, 1e9, Form.LAST)],
+    ("may_leave", "mbits", "leaves"),
+    [(True, 0.1, True), (False, 0.1, False), (True, 1e9, False)],
 )
 def test_the_embedding_leaves_where_the_links_gain_more_than_the_worker_loses(
-    may_leave: bool, mbits: float, form: Form
+    may_leave: bool, mbits: float, leaves: bool
 ) -> None:
     own = coordinator([*device("", 1, 2).timings, *ends(1, 2)])
     crossing = {f"{what}_bytes_per_sample": 10**6 for what in ("activation", "gradient")}
@@ -111,7 +170,8 @@ def test_the_embedding_leaves_where_the_links_gain_more_than_the_worker_loses(
         model,
         batch_size=8,
     )
-    assert place_last(Costs(given, {}), ["w"], 8)[-1].form is form
+    found = place_behind([Arrangement(Costs(given, {}), ["w"], 8)])
+    assert found[-1].embedding_left is leaves
 
 
 @pytest.mark.parametrize(("pieces", "size"), [(1, 10), (3, 4), (4, 3), (10, 1)])
@@ -126,27 +186,53 @@ def with_memory(memory_bytes: int, saved_bytes: int) -> Costs:
 
 
 def test_enough_memory_allows_two_in_flight_per_process() -> None:
-    assert [c.in_flight for c in Arrangement(with_memory(GIB, 1), ["w"], 16).place()] == [4]
+    assert [c.in_flight for c in place([Arrangement(with_memory(GIB, 1), ["w"], 16)], None)] == [4]
 
 
 def test_little_memory_tries_fewer_in_flight_and_recomputation() -> None:
-    placed = Arrangement(with_memory(2000, 200), ["w"], 16).place()
+    placed = place([Arrangement(with_memory(2000, 200), ["w"], 16)], None)
     # Four in flight keep 3200 bytes, two 1600.
-    assert [(c.in_flight, c.options[1].recompute) for c in placed] == [(4, True), (2, False)]
+    assert [(c.in_flight, c.seats[1].option.recompute) for c in placed] == [(4, True), (2, False)]
 
 
 def test_layers_that_fit_nowhere_are_not_placed() -> None:
-    assert Arrangement(with_memory(100, 200), ["w"], 16).place() == []
+    ways = [Arrangement(with_memory(100, 200), ["w"], 16)]
+    assert place(ways, None) == place(ways, 0) == place_behind(ways) == []
 
 
 def test_a_pinned_device_holds_its_layers_or_none() -> None:
     workers = [device("a", 1, 1), device("b", 1, 1)]
     pinned = Costs(profile(6, workers, batch_size=1), {"b": (1, 2)})
-    assert Arrangement(pinned, ["b", "a"], 1).place() == []
-    (candidate,) = Arrangement(
-        Costs(profile(6, workers, batch_size=1), {"b": (4, 6)}), ["a", "b"], 1
-    ).place()
-    assert candidate.ranges == [(0, 0), (0, 4), (4, 6)]
+    assert place([Arrangement(pinned, ["b", "a"], 1)], None) == []
+    pinned = Costs(profile(6, workers, batch_size=1), {"b": (4, 6)})
+    (candidate,) = place([Arrangement(pinned, ["a", "b"], 1)], None)
+    assert candidate.ranges == [(0, 0), (0, 4), (4, 6), (6, 6)]
+
+
+@pytest.mark.parametrize("front", [0, 1, 2, None])
+def test_the_coordinator_has_as_many_layers_in_front_as_asked(front: int | None) -> None:
+    own = coordinator([*device("", 1, 2).timings, *ends(0.5, 1)])
+    of = Costs(profile(9, [device("w", 1, 2)], own, batch_size=4), {})
+    candidate = place_at(Arrangement(of, ["w"], 4), 4, front)
+    assert candidate is not None
+    before, between, behind = candidate.seats
+    assert before.num_layers == (4 if front is None else front)
+    # The ends take as long as a layer.
+    assert (between.num_layers, before.num_layers + behind.num_layers) == (5, 4)
+
+
+def test_orders_at_once_are_split_as_one_by_one() -> None:
+    workers = [device(name, 1 + number, 2) for number, name in enumerate("abc")]
+    links = [Link("a", "b", 3, 1), Link("b", COORDINATOR, 1, 5)]
+    sizes = {"activation_bytes_per_sample": 4, "gradient_bytes_per_sample": 2}
+    own = coordinator([*device("", 3, 3).timings, *ends(1, 1)])
+    of = Costs(profile(9, workers, own, links, sizes, batch_size=8), {})
+    ways = [Arrangement(of, order, 8) for order in permutations("abc")]
+    for front in (None, 0, 1):
+        at_once = place(ways, front)
+        one_by_one = [candidate for each in ways for candidate in place([each], front)]
+        assert len(at_once) == 6
+        assert {c.identity for c in at_once} == {c.identity for c in one_by_one}
 
 
 @pytest.mark.parametrize(("link_seconds", "layers"), [(0.1, [6, 4]), (1000, [9, 1])])
@@ -160,8 +246,8 @@ def test_a_slow_link_leaves_only_the_sum_to_minimize(
         model_options={"activation_bytes_per_sample": 1},
         batch_size=1,
     )
-    candidate = Arrangement(Costs(thin, {}), ["a", "b"], 1).place()[0]
-    assert [end - first for first, end in candidate.ranges[1:]] == layers
+    candidate = place([Arrangement(Costs(thin, {}), ["a", "b"], 1)], None)[0]
+    assert [seat.num_layers for seat in candidate.seats[1:-1]] == layers
 
 
 def test_devices_with_equal_measurements_share_their_holder() -> None:
@@ -180,6 +266,6 @@ def test_kinds_of_layers_have_parts_of_their_own() -> None:
         model_options={"parts": parts},
         batch_size=1,
     )
-    (candidate,) = Arrangement(Costs(mixed, {}), ["w"], 1).place()
-    assert candidate.need(1).weights == 5
+    (candidate,) = place([Arrangement(Costs(mixed, {}), ["w"], 1)], None)
+    assert candidate.need("w").weights == 5
     assert candidate.pipeline.stages[1] == StageTimes(11, 11)

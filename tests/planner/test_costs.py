@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from lightning_hetero.plan import COORDINATOR
-from lightning_hetero.planner.candidates import Costs, Form
-from lightning_hetero.planner.costs import KEPT_FREE, Cost, Holder, allowed_dtypes, cost_at
+from lightning_hetero.planner.candidates import Costs
+from lightning_hetero.planner.costs import (
+    KEPT_FREE,
+    BothEnds,
+    Cost,
+    Holder,
+    Need,
+    allowed_dtypes,
+    cost_at,
+)
 from lightning_hetero.planner.profile import (
     EMBEDDING,
     HEAD,
@@ -139,11 +147,19 @@ def holder(memory_bytes: int = 2**30, **others: object) -> Holder:
     return Holder(worker, mixed_model(), size=1)
 
 
-def in_role(form: Form, index: int, own: DeviceProfile, **model: object) -> Holder:
-    """The coordinator at index 0 of a form, or else the worker."""
+def costs_with(own: DeviceProfile, **model: object) -> Costs:
     worker = device("w", 0, 0, timings=TIMINGS, base_bytes=7)
-    both = Profile(VERSION, mixed_model(**model), [own, worker])
-    return Costs(both, {}).holder(COORDINATOR if index == 0 else "w", 1, form.role(index))
+    return Costs(Profile(VERSION, mixed_model(**model), [own, worker]), {})
+
+
+def own_with(own: DeviceProfile, embedding_left: bool = False, **model: object) -> BothEnds:
+    return costs_with(own, **model).both_ends(1, embedding_left)
+
+
+def need_of(own: BothEnds, first: int, end: int, in_flight: int, again: bool = False) -> Need:
+    """The need of a coordinator that leaves these layers to the workers."""
+    front, behind = (seat.option("float32", again) for seat in (own.front, own.behind))
+    return own.need((front, behind), first, end, in_flight)
 
 
 def test_a_stage_takes_the_sum_of_its_layers() -> None:
@@ -158,7 +174,7 @@ def test_what_a_stage_without_recomputation_needs() -> None:
     need = here.need(here.option("float32", False), 0, 2, in_flight=4)
     assert (need.base, need.weights, need.gradients, need.optimizer) == (7, 500, 50, 200)
     assert need.in_flight == 4 * (10 + 20 + 3)
-    assert need.working == (50 - 20) + 2 * (3 + 2)
+    assert (need.working, need.boundaries) == (50 - 20, 2 * (3 + 2))
     assert need.total == 7 + 500 + 50 + 200 + 132 + 40
 
 
@@ -167,7 +183,17 @@ def test_what_a_stage_with_recomputation_needs() -> None:
     need = here.need(here.option("float32", True), 0, 2, in_flight=4)
     # Inputs and outputs wait; one micro-batch's graph is made anew at a time.
     assert need.in_flight == 4 * (3 + 3)
-    assert need.working == (50 - 20) + (10 + 20) + 2 * (3 + 2)
+    assert (need.working, need.boundaries) == ((50 - 20) + (10 + 20), 2 * (3 + 2))
+
+
+def test_two_stages_of_a_process_need_one_action_and_one_framework() -> None:
+    here = holder()
+    option = here.option("float32", False)
+    first, last = (here.need(option, *span, in_flight=4) for span in ((0, 1), (1, 3)))
+    both = first + last
+    assert both.base == 7
+    assert (both.weights, both.in_flight) == (600, first.in_flight + last.in_flight)
+    assert (both.working, both.boundaries) == (30, 4 * (3 + 2))
 
 
 def test_a_stages_own_dtype_may_change_the_size_of_weights() -> None:
@@ -186,22 +212,21 @@ def test_a_kind_that_was_not_measured_cannot_be_there() -> None:
 
 
 def test_the_coordinator_also_has_its_ends() -> None:
-    here = in_role(Form.FIRST, 0, ends_with(*TIMINGS), tied_gradient_bytes=30)
-    seconds = here.matrix(in_flight=1)
-    assert [seconds[0, 0], seconds[0, 1]] == [33, 36]
-    assert np.isinf(seconds[1, 2])
-    need = here.need(here.option("float32", False), 0, 1, in_flight=2)
+    own = own_with(ends_with(*TIMINGS), tied_gradient_bytes=30)
+    seconds = own.matrix(in_flight=1)
+    assert [seconds[0, 3], seconds[1, 3], seconds[3, 3]] == [33, 36, 51]
+    assert np.isinf(seconds[2, 1])
+    need = need_of(own, 1, 3, in_flight=2)
     assert (need.weights, need.gradients, need.optimizer) == (3100, 80, 260)
     assert need.in_flight == 2 * (10 + 2 * 3 + 5 + 30)
-    assert need.working == 900 + 2 * (3 + 2)
+    assert (need.working, need.boundaries) == (900, 2 * (3 + 2))
 
 
 def test_the_coordinator_recomputes_layer_by_layer() -> None:
     timings = [timing(EMBEDDING, 1, 2), timing(HEAD, 1, 2), *TIMINGS]
-    here = in_role(Form.FIRST, 0, coordinator(timings))
-    need = here.need(here.option("float32", True), 0, 3, in_flight=2)
+    need = need_of(own_with(coordinator(timings)), 3, 3, in_flight=2, again=True)
     assert need.in_flight == 2 * (3 * 3 + 2 * 3)
-    assert need.working == 50 + 2 * (3 + 2)
+    assert need.working == 50
 
 
 def ends_with(*others: Timing) -> DeviceProfile:
@@ -215,42 +240,66 @@ def ends_with(*others: Timing) -> DeviceProfile:
     )
 
 
-def test_a_last_coordinator_keeps_the_graph_of_one_micro_batch() -> None:
-    here = in_role(Form.LAST, 0, ends_with(*TIMINGS), tied_gradient_bytes=30)
-    seconds = here.matrix(in_flight=1)
-    assert [seconds[3, 3], seconds[2, 3], seconds[1, 3]] == [33, 36, 48]
-    assert np.isinf([seconds[0, 0], seconds[0, 1], seconds[1, 2]]).all()
-    need = here.need(here.option("float32", False), 1, 3, in_flight=7)
+def test_layers_behind_keep_the_graph_of_one_micro_batch() -> None:
+    own = own_with(ends_with(*TIMINGS), tied_gradient_bytes=30)
+    seconds = own.matrix(in_flight=1)
+    assert [seconds[0, 3], seconds[0, 2], seconds[0, 1]] == [33, 36, 48]
+    need = need_of(own, 0, 1, in_flight=7)
     assert (need.weights, need.gradients) == (1000 + 2000 + 400 + 100, 20 + 10 + 50)
     # The embedding's output and what comes back wait; the two layers' graph is there once.
     assert need.in_flight == 7 * (2 * 3 + 5 + 30)
-    assert need.working == (20 + 10) + 900 + 2 * (3 + 2)
-    again = here.need(here.option("float32", True), 1, 3, in_flight=7)
-    assert again.working == 2 * 3 + 900 + 2 * (3 + 2)
+    assert need.working == (20 + 10) + 900
+    assert need_of(own, 0, 1, in_flight=7, again=True).working == 2 * 3 + 900
 
 
-def test_in_a_line_the_coordinator_has_no_embedding() -> None:
-    here = in_role(Form.LINE, 0, ends_with(*TIMINGS))
+def test_layers_at_both_ends_need_what_each_end_needs() -> None:
+    own = own_with(ends_with(*TIMINGS), tied_gradient_bytes=30)
+    assert own.matrix(in_flight=1)[1, 2] == 33 + 3 + 3
+    need = need_of(own, 1, 2, in_flight=7)
+    assert (need.weights, need.gradients) == (1000 + 2000 + 2 * 100, 20 + 10 + 2 * 50)
+    # In front a graph for each micro-batch in flight, behind one at a time.
+    assert need.in_flight == 7 * (10 + 2 * 3 + 5 + 30)
+    assert (need.working, need.boundaries) == (10 + 900, 2 * (3 + 2))
+
+
+def test_the_seat_in_front_recomputes_alone_where_that_is_enough() -> None:
+    own = own_with(ends_with(*TIMINGS))
+    plain, again = (need_of(own, 2, 2, 50, again=again).total for again in (False, True))
+    memory = int(float(again) / (1 - KEPT_FREE)) + 60
+    assert memory < float(plain)
+    tight = own_with(replace(ends_with(*TIMINGS), memory_bytes=memory))
+    assert [option.recompute for option in tight.options_for(2, 2, 50)] == [True, False]
+
+
+def test_the_matrix_of_the_front_has_the_options_of_both() -> None:
+    own = own_with(ends_with(*TIMINGS))
+    front = own.front_matrix(in_flight=1)
+    assert [front[0, 3], front[1, 3], front[3, 3]] == [3, 6, 21]
+
+
+def test_without_the_embedding_the_coordinator_has_no_first_layers() -> None:
+    own = own_with(ends_with(*TIMINGS), embedding_left=True)
     # The forward before the layers is all but the embedding's.
-    assert here.matrix(in_flight=1)[2, 3] == 34
-    need = here.need(here.option("float32", False), 2, 3, in_flight=7)
+    assert own.matrix(in_flight=1)[0, 2] == 34
+    assert np.isinf(own.matrix(in_flight=1)[1, 2])
+    need = need_of(own, 0, 2, in_flight=7)
     assert (need.weights, need.gradients, need.optimizer) == (2100, 60, 220)
     # What comes back waits; nothing that was sent does, and there is one boundary.
     assert need.in_flight == 7 * 3
-    assert need.working == 10 + 900 + (3 + 2)
+    assert (need.working, need.boundaries) == (10 + 900, 3 + 2)
 
 
-def test_in_a_line_the_first_worker_has_the_embedding() -> None:
+def test_a_worker_with_the_embedding_has_its_backward() -> None:
     # It is half as fast as the coordinator, so it takes twice as long for the backward.
     halved = [timing("dense", 0.5, 1), timing("moe", 2, 4)]
-    there = in_role(Form.LINE, 1, ends_with(*halved))
+    there = costs_with(ends_with(*halved)).holder("w", 1, (EMBEDDING,))
     assert [there.matrix(1)[0, 1], there.matrix(1)[0, 3]] == [3 + 4, 18 + 4]
     assert np.isinf(there.matrix(1)[1, 2])
     assert there.ends[EMBEDDING].optimizer_seconds == 8
     need = there.need(there.option("float32", False), 0, 1, in_flight=7)
     assert (need.weights, need.gradients, need.optimizer) == (1100, 70, 240)
     assert need.in_flight == 7 * (10 + 3 + 5)
-    assert need.working == 6 + (3 + 2)
+    assert (need.working, need.boundaries) == (6, 3 + 2)
     again = there.need(there.option("float32", True), 0, 1, in_flight=7)
     assert again.in_flight == 7 * 3
 
@@ -260,7 +309,7 @@ def test_an_embedding_is_not_held_in_another_dtype() -> None:
     half = device("w", 0, 0, timings=[timing("dense", 1, 2, dtype="float16")])
     costs = Costs(Profile(VERSION, mixed_model(), [own, half]), {})
     assert costs.holder("w", 1).speed.most_layers == 1
-    assert costs.holder("w", 1, Form.LINE.role(1)).speed.most_layers == 0
+    assert costs.holder("w", 1, (EMBEDDING,)).speed.most_layers == 0
 
 
 def test_short_memory_makes_a_stage_recompute() -> None:

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_hetero.plan import Plan, StagePlan
-from lightning_hetero.planner.candidates import Candidate, Form
+from lightning_hetero.planner.candidates import Candidate
 from lightning_hetero.planner.feasibility import candidate_of, check_plan
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Part, Profile
 from lightning_hetero.planner.simulation import Hop
@@ -38,21 +39,61 @@ def test_a_plan_of_the_solver_has_no_fault() -> None:
 def test_a_plan_without_the_coordinator_is_checked_with_its_ends() -> None:
     edited = plan(("tower", 0, 5), ("laptop", 5, 6))
     assert check_plan(edited, cluster()) == []
-    assert candidate_of(edited, cluster()).names == ["coordinator", "tower", "laptop"]
+    assert candidate_of(edited, cluster()).processes == ("coordinator", "tower", "laptop")
 
 
-def test_a_plan_keeps_its_form_as_a_candidate() -> None:
-    line = Plan([StagePlan(["tower"], (0, 4), embedding=True), StagePlan(["coordinator"], (4, 6))])
-    candidate = candidate_of(line, cluster())
-    assert (candidate.form, candidate.names) == (Form.LINE, ["coordinator", "tower"])
-    assert candidate.ranges == [(4, 6), (0, 4)]
-    assert candidate.plan().stages == line.stages
-    alone = Plan([StagePlan(["tower"], (0, 6), embedding=True)])
-    assert candidate_of(alone, cluster()).ranges == [(6, 6), (0, 6)]
-    assert candidate_of(alone, cluster()).plan().stages == alone.stages
-    last = plan(("tower", 0, 5), ("coordinator", 5, 6))
-    assert candidate_of(last, cluster()).form is Form.LAST
-    assert candidate_of(plan(("coordinator", 0, 6)), cluster()).form is Form.FIRST
+SHAPES = [
+    plan(("coordinator", 0, 6)),
+    plan(("coordinator", 0, 2), ("tower", 2, 6)),
+    plan(("tower", 0, 5), ("coordinator", 5, 6)),
+    plan(("coordinator", 0, 1), ("tower", 1, 5), ("coordinator", 5, 6)),
+    plan(("tower", 0, 2), ("laptop", 2, 3), ("tower", 3, 6)),
+    plan(("tower", 0, 2), ("tower", 2, 3), ("laptop", 3, 4), ("coordinator", 4, 6)),
+    plan(("coordinator", 0, 1), ("tower", 1, 2), ("laptop", 2, 3), ("tower", 3, 6)),
+    Plan([StagePlan(["tower"], (0, 4), embedding=True), StagePlan(["coordinator"], (4, 6))]),
+    Plan([StagePlan(["tower"], (0, 6), embedding=True)]),
+    Plan(
+        [
+            StagePlan(["tower"], (0, 2), embedding=True),
+            StagePlan(["laptop"], (2, 3)),
+            StagePlan(["tower"], (3, 6)),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("given", SHAPES, ids=lambda given: str(SHAPES.index(given)))
+def test_a_plan_of_any_shape_is_predicted_as_it_is(given: Plan) -> None:
+    given.check(6, ["tower", "laptop"])
+    assert check_plan(given, cluster()) == []
+    candidate = candidate_of(given, cluster())
+    assert candidate.plan().stages == given.stages
+    assert candidate.embedding_left == any(stage.embedding for stage in given.stages)
+    # A layer takes 2 seconds everywhere, and the ends take none.
+    held = {name: sum(s.num_layers for s in candidate.seats_of(name)) for name in given.workers}
+    assert {n: s for n, s in candidate.process_seconds.items() if n != "coordinator"} == {
+        name: 2 * layers for name, layers in held.items()
+    }
+    assert candidate.step_seconds >= 8 * candidate.bottleneck_seconds
+
+
+def test_empty_stages_of_the_coordinator_change_nothing() -> None:
+    with_empty = plan(("coordinator", 0, 0), ("tower", 0, 5), ("coordinator", 5, 6))
+    without = plan(("tower", 0, 5), ("coordinator", 5, 6))
+    assert candidate_of(with_empty, cluster()).ranges == candidate_of(without, cluster()).ranges
+    assert candidate_of(with_empty, cluster()).plan().stages == without.stages
+
+
+def test_the_stages_of_a_worker_have_to_fit_together() -> None:
+    split = plan(("laptop", 0, 1), ("tower", 1, 4), ("laptop", 4, 6))
+    (fault,) = check_plan(split, cluster())
+    assert fault == "does not fit: `laptop` is 640.0 MiB short; move 1 layer."
+    at_both_ends = plan(("coordinator", 0, 4), ("laptop", 4, 5), ("coordinator", 5, 6))
+    small = cluster()
+    own = replace(small.devices[0], memory_bytes=5 * GIB)
+    tight = replace(small, devices=[own, *small.devices[1:]])
+    (fault,) = check_plan(at_both_ends, tight)
+    assert fault == "does not fit: `coordinator` is 256.0 MiB short; move 1 layer."
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
+from lightning_hetero.planner.feasibility import candidate_of
 from lightning_hetero.planner.profile import Profile
 from lightning_hetero.planner.replan import (
     SUSTAINED,
@@ -141,26 +142,114 @@ def test_a_profile_of_other_devices_is_ignored() -> None:
     assert shares(found) == [10]
 
 
+def held(plan: Plan, name: str) -> int:
+    return sum(len(stage.layer_indices) for stage in plan.stages if stage.worker == name)
+
+
 def test_with_a_profile_its_times_are_scaled() -> None:
-    # The best one: 10, 12 and, with recomputation, 12 seconds.
     measured, plan = cluster(), plan_of(3, 4, 3)
     expected = expected_seconds(plan, measured)
     assert expected == pytest.approx({COORDINATOR: 10, "a": 12, "b": 12})
     assert expected is not None
-    now = {name: StageSeconds(value) for name, value in expected.items()}
-    same = replan(plan, measured, now)
-    assert same is not None
-    assert not same.is_worth_it
-    slow = {**now, "b": StageSeconds(3 * expected["b"])}
+    slow = {name: StageSeconds(value) for name, value in expected.items()}
+    slow["b"] = StageSeconds(3 * expected["b"])
     found = replan(plan, measured, slow)
     assert found is not None
     assert found.is_worth_it
-    assert shares(found) == [4, 5, 1]
-    # What the devices take now is what is expected of the new plan.
+    assert held(found.plan, "b") == 1
+    # What the devices take now is what is expected of the new plan; b recomputes.
     assert found.profile is not None
     after = expected_seconds(found.plan, found.profile)
-    assert after is not None
-    assert after == pytest.approx({COORDINATOR: 13, "a": 15, "b": 12})
+    assert after == pytest.approx(
+        {
+            COORDINATOR: 1 + 3 * held(found.plan, COORDINATOR),
+            "a": 3 * held(found.plan, "a"),
+            "b": 12,
+        }
+    )
+    assert candidate_of(found.plan, found.profile).step_seconds == pytest.approx(
+        (1 - found.gain) * candidate_of(plan, found.profile).step_seconds
+    )
+
+
+@pytest.mark.parametrize("shares", [(3, 4, 3), (0, 5, 5), (1, 1, 8)])
+def test_a_replanned_plan_is_not_replanned_again(shares: tuple[int, int, int]) -> None:
+    plan = plan_of(*shares)
+    for _ in range(2):
+        expected = expected_seconds(plan, cluster())
+        assert expected is not None
+        now = {name: StageSeconds(value) for name, value in expected.items()}
+        found = replan(plan, cluster(), now)
+        assert found is not None
+        assert found.gain >= 0
+        plan = found.plan
+        plan.check(10, ["a", "b"])
+    assert not found.is_worth_it
+
+
+def stages_of(*stages: tuple[str, int, int]) -> Plan:
+    return Plan([StagePlan([name], (first, end)) for name, first, end in stages], 4, 3)
+
+
+TURNS = stages_of(("a", 0, 2), ("b", 2, 4), ("a", 4, 6), ("b", 6, 8), (COORDINATOR, 8, 10))
+
+
+def test_layers_move_between_the_stages_of_workers_with_several() -> None:
+    expected = expected_seconds(TURNS, cluster())
+    assert expected == pytest.approx({COORDINATOR: 7, "a": 12, "b": 12})
+    assert expected is not None
+    slow = {name: StageSeconds(value) for name, value in expected.items()}
+    slow["b"] = StageSeconds(5 * expected["b"])
+    found = replan(TURNS, cluster(), slow)
+    assert found is not None
+    assert found.is_worth_it
+    found.plan.check(10, ["a", "b"])
+    assert [stage.worker for stage in found.plan.remote_stages] == ["a", "b", "a", "b"]
+    assert held(found.plan, "b") == 2
+
+
+def test_without_a_profile_all_stages_of_a_worker_count_together() -> None:
+    times = {COORDINATOR: StageSeconds(0, 1), "a": StageSeconds(4), "b": StageSeconds(16)}
+    found = replan(TURNS, None, times)
+    assert found is not None
+    found.plan.check(10, ["a", "b"])
+    # A second a layer on a and four on b; the coordinator's two layers stay.
+    assert [held(found.plan, name) for name in ("a", "b", COORDINATOR)] == [6, 2, 2]
+    assert found.gain == pytest.approx(1 - 8 / 16)
+
+
+BOTH = stages_of((COORDINATOR, 0, 2), ("a", 2, 5), ("b", 5, 8), (COORDINATOR, 8, 10))
+
+
+def test_without_a_profile_only_the_layers_in_front_leave_the_coordinator() -> None:
+    times = {COORDINATOR: StageSeconds(8, 2), "a": StageSeconds(3), "b": StageSeconds(3)}
+    found = replan(BOTH, None, times)
+    assert found is not None
+    assert [stage.layers for stage in found.plan.stages] == [(0, 0), (0, 4), (4, 8), (8, 10)]
+    assert found.gain == pytest.approx(1 - 4 / 10)
+
+
+def test_a_coordinator_that_is_not_timed_keeps_its_layers_at_both_ends() -> None:
+    for measured in (None, cluster()):
+        found = replan(BOTH, measured, {"a": StageSeconds(3), "b": StageSeconds(30)})
+        assert found is not None
+        first, *_, last = found.plan.stages
+        assert (first.layers, last.layers) == ((0, 2), (8, 10))
+        assert held(found.plan, "b") == 1
+
+
+def test_a_coordinator_gets_layers_at_the_other_end() -> None:
+    plan = stages_of((COORDINATOR, 0, 1), ("a", 1, 5), ("b", 5, 10))
+    expected = expected_seconds(plan, cluster())
+    assert expected is not None
+    now = {name: StageSeconds(value) for name, value in expected.items()}
+    found = replan(plan, cluster(), {**now, "b": StageSeconds(9 * expected["b"])})
+    assert found is not None
+    found.plan.check(10, ["a", "b"])
+    own = [stage for stage in found.plan.stages if stage.is_local]
+    assert len(own) == 2
+    assert own[-1].layers[1] == 10
+    assert own[-1].layer_indices
 
 
 STEADY = {"coordinator": S(0.03, 0.02), "a": S(0.06), "b": S(0.08)}

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import COORDINATOR, most_started
-from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs, Form
+from lightning_hetero.planner.candidates import Arrangement, Candidate, Costs
+from lightning_hetero.planner.orders import Orders, interchangeable, place_at
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, Link, LinkSpeed, Part, Profile
 from lightning_hetero.planner.search import (
     LEAST_GAIN,
     LEAST_GAIN_IN_FLIGHT,
-    Orders,
     Search,
-    interchangeable,
 )
 from lightning_hetero.planner.simulation import Hop, Pipeline, StageTimes, simulate
 from lightning_hetero.planner.solver import Wishes, solve
@@ -167,44 +167,38 @@ def profile_of(case: Case) -> Profile:
     )
 
 
-def ways_to_cut(num_layers: int, num_stages: int, form: Form) -> Iterator[Ranges]:
-    """All splits in which only the coordinator's stage may be empty, with that first."""
-    for cuts in combinations(range(num_layers), num_stages - 1):
+def ways_to_cut(num_layers: int, num_workers: int, front: int | None) -> Iterator[Ranges]:
+    """All splits with so many of the coordinator's layers in front, or all of them."""
+    for cuts in combinations(range(num_layers + 1), num_workers + 1):
         bounds = [0, *cuts, num_layers]
-        if form is Form.FIRST:
+        if cuts[-1] == num_layers if front is None else cuts[0] == front:
             yield list(zip(bounds, bounds[1:], strict=False))
-        else:
-            ends = [num_layers - bound for bound in bounds]
-            coordinator, *others = [(a, b) for b, a in zip(ends, ends[1:], strict=False)]
-            yield [coordinator, *others[::-1]]
 
 
-def pipeline_of(
-    case: Case, order: Sequence[int], ranges: Sequence[tuple[int, int]], form: Form
-) -> Pipeline:
-    """The pipeline of the runtime; the coordinator is first in the order and in the ranges."""
-    stages, loss_seconds = [], case.end_seconds
-    for index, (number, (first, end)) in enumerate(zip(order, ranges, strict=True)):
+def pipeline_of(case: Case, order: Sequence[int], ranges: Ranges, left: bool) -> Pipeline:
+    """The pipeline of the runtime; the coordinator is first in the order, and has the first and the
+    last of the ranges."""
+    stages, last = [], case.time(0, *ranges[-1])
+    for index, (number, (first, end)) in enumerate(zip(order, ranges[:-1], strict=True)):
         time = case.time(number, first, end)
-        if number == 0 and form is not Form.FIRST:
-            loss_seconds, time = case.end_seconds + time, 0
-        has_embedding = index == (1 if form is Form.LINE else 0)
+        has_embedding = index == (1 if left else 0)
         start = case.end_seconds / 3 if number == 0 else 0
         more = case.embedding_seconds(number) if has_embedding else 0
         stages.append(StageTimes(FORWARD_SHARE * time + start, (1 - FORWARD_SHARE) * time + more))
     there = [case.hop(a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
     back = [case.hop(a, b) for a, b in zip(order, [order[-1], *order[:-1]], strict=True)]
-    if form is Form.LINE:
+    if left:
         there[0] = case.hop(order[0], order[1], share=8 / BOUNDARY_BYTES)
         back[1] = case.hop(order[1], order[0], share=0)
     limit = min(case.micro_batches, 2 * len(order)) if len(order) > 1 else 1
-    starts_first = form is not Form.FIRST or ranges[0] == (0, 0)
-    count, started = case.micro_batches, most_started(limit, form is Form.LINE)
-    return Pipeline(stages, loss_seconds, there, back, count, limit, starts_first, started)
+    starts_first = ranges[0] == (0, 0)
+    count, started, loss = case.micro_batches, most_started(limit, left), case.end_seconds + last
+    return Pipeline(stages, loss, there, back, count, limit, starts_first, started)
 
 
 def brute_force(case: Case) -> float | None:
-    """The shortest step over all subsets, orders, forms and splits with the least bottleneck.
+    """The shortest step over all subsets, orders and splits with the least bottleneck, where the
+    coordinator's layers are all in front or all behind.
 
     Of the splits with the same bottleneck and the same sum, the one with the longest step counts,
     because the search may choose any of them.
@@ -214,35 +208,39 @@ def brute_force(case: Case) -> float | None:
     for count in range(len(case.seconds)):
         for chosen in permutations(workers, count):
             order = (0, *chosen)
-            for form, tied in _splits_of_forms(case, order).items():
-                played = [simulate(pipeline_of(case, order, cut, form)) for cut in tied]
+            for left, tied in _tied_splits(case, order):
+                played = [simulate(pipeline_of(case, order, cut, left)) for cut in tied]
                 steps.append(max(each.step_seconds for each in played))
     return min(steps, default=None)
 
 
-def _splits_of_forms(case: Case, order: Sequence[int]) -> dict[Form, list[Ranges]]:
-    """The splits with the least bottleneck in each form.
+def _tied_splits(case: Case, order: Sequence[int]) -> list[tuple[bool, list[Ranges]]]:
+    """Whether the embedding has left, and the splits with the least bottleneck.
 
-    A line has the embedding on a worker. If a line is possible, the form with the coordinator last
-    counts only if its bottleneck is below that of the line.
+    If the embedding may leave, it stays before layers that are all behind only where the bottleneck
+    is smaller then.
     """
-    forms = [Form.FIRST]
+    found = [(False, _min_max_splits(case, order, None, False)[1])]
     if len(order) > 1:
-        forms += [Form.LAST, Form.LINE] if case.embedding_may_leave else [Form.LAST]
-    found = {form: _min_max_splits(case, order, form) for form in forms}
-    if Form.LINE in found and found[Form.LINE][0] <= found[Form.LAST][0]:
-        del found[Form.LAST]
-    return {form: splits for form, (_, splits) in found.items() if splits}
+        stays = _min_max_splits(case, order, 0, False)
+        leaves = math.inf, []
+        if case.embedding_may_leave:
+            leaves = _min_max_splits(case, order, 0, True)
+            found.append((True, leaves[1]))
+        if stays[0] < leaves[0]:
+            found.append((False, stays[1]))
+    return [(left, splits) for left, splits in found if splits]
 
 
-def _min_max_splits(case: Case, order: Sequence[int], form: Form) -> tuple[float, list[Ranges]]:
+def _min_max_splits(
+    case: Case, order: Sequence[int], front: int | None, left: bool
+) -> tuple[float, list[Ranges]]:
     """The least bottleneck, and the splits that have it with the least sum."""
     scored = []
-    for ranges in ways_to_cut(len(case.layers), len(order), form):
-        pairs = list(zip(order, ranges, strict=True))
-        if any(end - first > case.caps[number] for number, (first, end) in pairs):
+    for ranges in ways_to_cut(len(case.layers), len(order) - 1, front):
+        if any(count > case.caps[number] for number, count in counts_of(order, ranges)):
             continue
-        pipeline = pipeline_of(case, order, ranges, form)
+        pipeline = pipeline_of(case, order, ranges, left)
         times = [each.forward_seconds + each.backward_seconds for each in pipeline.stages]
         times[0] += pipeline.loss_seconds
         hops = [*pipeline.forward_hops, *pipeline.backward_hops] if len(order) > 1 else []
@@ -254,6 +252,12 @@ def _min_max_splits(case: Case, order: Sequence[int], form: Form) -> tuple[float
     least = min((total for each, total, _ in scored if each <= slowest), default=0) * (1 + 1e-9)
     tied = [ranges for each, total, ranges in scored if each <= slowest and total <= least]
     return slowest, tied
+
+
+def counts_of(order: Sequence[int], ranges: Ranges) -> list[tuple[int, int]]:
+    """The number of layers of each device."""
+    first, *others, last = (end - start for start, end in ranges)
+    return list(zip(order, [first + last, *others], strict=True))
 
 
 def check_against_brute_force(case: Case) -> None:
@@ -278,9 +282,9 @@ def check_against_brute_force(case: Case) -> None:
 def assert_possible(case: Case, candidate: Candidate) -> None:
     """The candidate keeps to the caps, and its own pipeline is the one that brute force plays."""
     order = [0, *(int(name[1:]) for name in candidate.workers)]
-    for number, (first, end) in zip(order, candidate.ranges, strict=True):
-        assert end - first <= case.caps[number]
-    played = simulate(pipeline_of(case, order, candidate.ranges, candidate.form))
+    for number, count in counts_of(order, candidate.ranges):
+        assert count <= case.caps[number]
+    played = simulate(pipeline_of(case, order, candidate.ranges, candidate.embedding_left))
     assert played.step_seconds == pytest.approx(candidate.step_seconds)
 
 
@@ -323,8 +327,11 @@ def test_many_workers_come_near_the_bound(num_workers: int, kinds: int) -> None:
 def test_pins_hold_among_many_workers() -> None:
     pins = {"w6": (10, 20), "w3": (40, 41), COORDINATOR: (0, 0)}
     solution = solve(many(7, 60, 7), Wishes(pins=pins))
-    spans = dict(zip(solution.chosen.names, solution.chosen.ranges, strict=True))
-    assert {name: spans[name] for name in pins} == pins
+    held = {
+        name: [seat.layers for seat in solution.chosen.seats_of(name) if seat.num_layers]
+        for name in pins
+    }
+    assert held == {"w6": [(10, 20)], "w3": [(40, 41)], COORDINATOR: []}
 
 
 def test_slow_links_between_many_are_avoided() -> None:
@@ -365,14 +372,68 @@ def test_the_search_takes_the_fewest_in_flight_that_are_nearly_fastest(
     costs = Costs(given_profile, {})
     seconds = {}
     for count in range(num_workers + 1, 3 * (num_workers + 1) + 1):
-        placed = Arrangement(costs, chosen.workers, 16, chosen.form).place_at(count)
-        assert placed is not None
-        seconds[count] = placed.step_seconds
+        own = chosen.seats[0].num_layers, chosen.seats[-1].num_layers
+        for front in {0, own[0], None}:
+            placed = place_at(Arrangement.of(replace(chosen, costs=costs)), count, front)
+            assert placed is not None
+            seconds[count] = min(placed.step_seconds, seconds.get(count, math.inf))
     limit = min(seconds.values()) * (1 + LEAST_GAIN_IN_FLIGHT)
-    assert chosen.in_flight == min(count for count in seconds if seconds[count] <= limit)
+    assert chosen.step_seconds <= limit
+    assert chosen.in_flight <= min(count for count in seconds if seconds[count] <= limit)
     assert chosen.plan().in_flight == chosen.in_flight
 
 
 def test_slower_links_want_more_in_flight() -> None:
     near, far = (solve(alike(2, hop), Wishes(micro_batches=16)).chosen for hop in (0, 8))
     assert near.in_flight < far.in_flight
+
+
+def halved(num_layers: int, head: float) -> Profile:
+    """Two devices that are alike, halves of layers, and a head."""
+    halves = device("w", 0.5 / 3, 1 / 3).timings
+    heads = [timing(HEAD, head / 3, 2 * head / 3, size=size) for size in (1, 64)]
+    embeddings = [each for each in ends() if each.part == EMBEDDING]
+    own = coordinator([*halves, *embeddings, *heads])
+    return profile(2 * num_layers, [device("w", 0.5 / 3, 1 / 3)], own, batch_size=16)
+
+
+def test_layers_at_both_ends_of_the_model_fill_the_pipeline() -> None:
+    """Eight layers in halves and a head of 0.75 layers on two equal devices: 1.91 times as fast as
+    one of them, with four in flight. With the coordinator's layers on one side it is less."""
+    chosen = solve(halved(8, 0.75), Wishes(micro_batches=16)).chosen
+    alone = 16 * 8.75
+    assert chosen.seats[0].num_layers > 0
+    assert chosen.seats[-1].num_layers > 0
+    assert alone / chosen.step_seconds >= 1.91
+    for front in (None, 0):
+        one_side = place_at(Arrangement(chosen.costs, ["w"], 16), chosen.in_flight, front)
+        assert one_side is not None
+        assert alone / one_side.step_seconds < 1.9
+
+
+BOUND = 1.06
+"""The search is no proof: the rules allow 2.5 %, and in some cases of a hundred it is more."""
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(max_workers=2, max_layers=6))
+def test_no_split_with_layers_at_both_ends_is_much_faster(case: Case) -> None:
+    chosen = solve_or_none(case)
+    workers, steps = range(1, len(case.seconds)), []
+    for count in range(1, len(case.seconds)):
+        for order in permutations(workers, count):
+            for front in range(1, len(case.layers)):
+                for ranges in ways_to_cut(len(case.layers), count, front):
+                    if all(n <= case.caps[d] for d, n in counts_of((0, *order), ranges)):
+                        played = simulate(pipeline_of(case, (0, *order), ranges, False))
+                        steps.append(played.step_seconds)
+    if steps:
+        assert chosen is not None
+        assert chosen.step_seconds <= min(steps) * BOUND
+
+
+def solve_or_none(case: Case) -> Candidate | None:
+    try:
+        return solve(profile_of(case), Wishes(micro_batches=case.micro_batches)).chosen
+    except PlanError:
+        return None

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from lightning_hetero.errors import PlanError
-from lightning_hetero.planner.candidates import Candidate, Costs
+from lightning_hetero.plan import COORDINATOR
+from lightning_hetero.planner.candidates import Candidate, Costs, Seat
 from lightning_hetero.planner.feasibility import shortages
 from lightning_hetero.planner.profile import EMBEDDING, HEAD, DeviceProfile, Part, Profile
 from lightning_hetero.planner.solver import Wishes, solve
@@ -35,11 +36,14 @@ def cluster(
 
 def candidate(of: Profile, layers: int, in_flight: int = 2) -> Candidate:
     costs = Costs(of, {})
-    options = [
-        costs.holder(name, 1).option("float32", False) for name in ("coordinator", "old-tower")
+    own = costs.both_ends(1, embedding_left=False)
+    option = costs.holder("old-tower", 1).option("float32", False)
+    seats = [
+        Seat(COORDINATOR, (0, 0), own.front.options[0], (EMBEDDING,)),
+        Seat("old-tower", (0, layers), option),
+        Seat(COORDINATOR, (layers, layers), own.behind.options[0], (HEAD,)),
     ]
-    ranges = [(0, 0), (0, layers)]
-    return Candidate(costs, ["coordinator", "old-tower"], ranges, options, 8, in_flight)
+    return Candidate(costs, seats, 8, in_flight)
 
 
 def test_a_candidate_that_fits_has_no_shortage() -> None:

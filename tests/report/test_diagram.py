@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
 from lightning_hetero.report.card import LAYERS_HEIGHT, device_lines, layer_map
 from lightning_hetero.report.diagram import diagram, mermaid
-from lightning_hetero.report.topology import Memory, Topology
+from lightning_hetero.report.topology import Memory, Place, Topology
 
-from .topologies import GIB, bare, coordinator_last, topology
+from .topologies import GIB, bare, coordinator_last, shaped, topology
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -62,8 +63,8 @@ def test_machines_have_colours_of_their_own() -> None:
 
 def test_a_name_from_elsewhere_is_only_text() -> None:
     drawn = topology(1)
-    hostile = replace(drawn.stages[0], name='<script>"&\x00', device="]]><svg onload=x>")
-    found = words(replace(drawn, title="</svg><b>", stages=[hostile]))
+    hostile = replace(drawn.workers[0], name='<script>"&\x00', device="]]><svg onload=x>")
+    found = words(replace(drawn, title="</svg><b>", workers=[hostile]))
     assert '<script>"&\N{REPLACEMENT CHARACTER}' in found
 
 
@@ -122,10 +123,10 @@ def test_workers_behind_tunnels_are_machines_of_their_own() -> None:
     places = [
         replace(place, name=f"127.0.0.1:{9998 + number}", host=host, identity=identity)
         for number, (place, host, identity) in enumerate(
-            zip(topology(3).stages, ("ada", "bob", "bob"), ("a", "b", "c"), strict=True)
+            zip(topology(3).workers, ("ada", "bob", "bob"), ("a", "b", "c"), strict=True)
         )
     ]
-    drawn = replace(topology(3), stages=places)
+    drawn = replace(topology(3), workers=places)
     root = ElementTree.fromstring(diagram(drawn))  # noqa: S314
     chips = [node.get("class") for node in root.iter(f"{SVG}circle")]
     assert chips == ["hue-0", "hue-1", "hue-2", "hue-3"]
@@ -142,9 +143,9 @@ def test_workers_behind_tunnels_are_machines_of_their_own() -> None:
 def test_processes_of_one_machine_have_one_colour() -> None:
     stages = [
         replace(place, host=host, identity="same")
-        for place, host in zip(topology(2).stages, ("ada", "container"), strict=True)
+        for place, host in zip(topology(2).workers, ("ada", "container"), strict=True)
     ]
-    drawn = replace(topology(2), stages=stages)
+    drawn = replace(topology(2), workers=stages)
     assert len(drawn.machines) == 2
 
 
@@ -169,17 +170,17 @@ def test_the_strip_of_layers_ends_with_the_bar_below_it() -> None:
 
 
 def layer_row(num_layers: int) -> str:
-    strip = layer_map((0, 3), num_layers, 0, 220)
+    strip = layer_map([(0, 3)], num_layers, 0, 220)
     return f'<svg xmlns="http://www.w3.org/2000/svg">{strip}</svg>'
 
 
 def test_mermaid_says_what_the_memory_is_for() -> None:
-    weights = replace(topology(1).stages[0], memory=Memory(24 * GIB, {"weights": GIB}))
-    shown = mermaid(replace(topology(1), stages=[weights]))
+    weights = replace(topology(1).workers[0], memory=Memory(24 * GIB, {"weights": GIB}))
+    shown = mermaid(replace(topology(1), workers=[weights]))
     assert "weights: 1.0 of 24 GiB of memory" in shown
     assert "all of training: " in shown
     unknown = replace(weights, memory=Memory(24 * GIB))
-    assert "memory of 24 GiB" in mermaid(replace(topology(1), stages=[unknown]))
+    assert "memory of 24 GiB" in mermaid(replace(topology(1), workers=[unknown]))
 
 
 @pytest.mark.parametrize("used", [0.0, 5.0, 20.0])
@@ -187,8 +188,8 @@ def test_a_memory_bar_ends_with_the_memory(used: float) -> None:
     drawn = topology(1)
     memory = Memory(10 * GIB, {"weights": used * GIB, "in flight": used * GIB})
     unmeasured = replace(drawn.coordinator, memory=None)
-    stages = [replace(drawn.stages[0], memory=memory)]
-    bars = memory_bars(replace(drawn, coordinator=unmeasured, stages=stages))
+    stages = [replace(drawn.workers[0], memory=memory)]
+    bars = memory_bars(replace(drawn, coordinator=unmeasured, workers=stages))
     ends = [float(bar.get("x", "")) + float(bar.get("width", "")) for bar in bars]
     assert max(ends, default=0.0) == pytest.approx(568 * min(2 * used / 10, 1))
 
@@ -210,7 +211,7 @@ def test_every_place_and_link_is_there() -> None:
     ]
     arrows = [line.split() for line in lines if "-->" in line]
     assert [(a[0], a[-1]) for a in arrows] == [
-        (f"stage{i}", f"stage{(i + 1) % 6}") for i in range(6)
+        (f"process{i}", f"process{(i + 1) % 6}") for i in range(6)
     ]
     assert "embedding, frozen · layers 0–2 · head, frozen · loss" in "".join(lines)
 
@@ -224,14 +225,102 @@ def test_token_ids_go_one_way() -> None:
 
 
 def test_without_measurements_links_say_nothing() -> None:
-    assert "  stage0 <--> stage1" in mermaid(bare(1)).splitlines()
+    assert "  process0 <--> process1" in mermaid(bare(1)).splitlines()
 
 
 def test_quotes_and_markup_are_codes() -> None:
     drawn = topology(1)
-    hostile = replace(drawn.stages[0], device='"]; click x "javascript:1" <b>\n%%')
+    hostile = replace(drawn.workers[0], device='"]; click x "javascript:1" <b>\n%%')
     line = next(
-        line for line in mermaid(replace(drawn, stages=[hostile])).splitlines() if "click" in line
+        line for line in mermaid(replace(drawn, workers=[hostile])).splitlines() if "click" in line
     )
     assert line.count('"') == 2
     assert "#lt;b#gt;" in line
+
+
+def arrows_of(drawn: Topology) -> list[tuple[str, str, str]]:
+    """Source, target and label of each arrow of the Mermaid text."""
+    lines = [line.strip() for line in mermaid(drawn).splitlines() if "-->" in line]
+    return [
+        (line.split()[0], line.split()[-1], "".join(re.findall('"(.*?) ·', line))) for line in lines
+    ]
+
+
+def test_a_ring_is_drawn_along_its_layers() -> None:
+    assert arrows_of(shaped("C", "b", "a", "b", "C")) == [
+        ("process0", "process1", "0 ▸ 1"),
+        ("process1", "process2", "1 ▸ 2"),
+        ("process2", "process1", "2 ▸ 3"),
+        ("process1", "process0", "3 ▸ 0"),
+    ]
+    shown = mermaid(shaped("C", "b", "a", "b", "C"))
+    assert "stage 1: layer 1, stage 3: layer 3" in shown
+    assert "embedding · layer 0 · layer 4 · head · loss" in shown
+
+
+def test_between_two_stages_of_one_process_nothing_is_sent() -> None:
+    drawn = shaped("a", "a", "b", "C")
+    assert [arrow[:2] for arrow in arrows_of(drawn)] == [
+        ("process0", "process1"),
+        ("process1", "process2"),
+        ("process2", "process0"),
+    ]
+    # Two lines for each of three links, one inside the process, and two in the legend.
+    assert len(links_of(drawn)) == 9
+
+
+def test_each_process_has_a_lane_with_a_stop_for_each_of_its_stages() -> None:
+    found = words(shaped("C", "a", "b", "a", "b", "C"))
+    for said in (
+        *("layers 0 and 5", "layers 1 and 3", "layers 2 and 4", "data ▸ embedding", "head ▸ loss"),
+        *(f"stage {number}" for number in (1, 2, 3, 4)),
+    ):
+        assert found.count(said) == 1, said
+    chips = [said for said in found if said in "012345"]
+    assert chips == ["0", "1", "2"]
+
+
+def lines_between(drawn: Topology) -> list[tuple[float, float, float, float]]:
+    """Where the lines of activations begin and end."""
+    found = []
+    for line in links_of(drawn):
+        if line.startswith("line activation-line M"):
+            numbers = [float(number) for number in re.findall(r"-?[\d.]+", line)]
+            found.append((*numbers[:2], *numbers[-2:]))
+    return found[:-1]  # without the legend's
+
+
+@pytest.mark.parametrize("names", ["Cabc", "aba", "CabcabcC", "aabC", "abababab", "CaabbaaC"])
+def test_the_lines_of_lanes_go_from_left_to_right_and_do_not_meet(names: str) -> None:
+    drawn = shaped(*names, *(["a"] if len(set(names)) == len(names) else []))
+    ways = lines_between(drawn)
+    assert len(ways) == len(drawn.hops)
+    for before, after in pairwise(ways):
+        assert before[0] < before[2] < after[0]
+
+
+def test_a_coordinator_at_both_ends_of_a_line_has_room_for_its_parts() -> None:
+    drawn = shaped("C", "a", "C")
+    found = words(drawn)
+    assert {"layer 0", "layer 2", "embedding", "head"} <= set(found)
+    root = ElementTree.fromstring(diagram(drawn))  # noqa: S314
+    pills = [
+        (float(node.get("x", "")), float(node.get("width", "")))
+        for node in root.iter(f"{SVG}rect")
+        if node.get("class") == "pill"
+    ]
+    assert len(pills) == 6
+    for (x, width), (other, _) in pairwise(sorted(pills)):
+        assert x + width < other
+
+
+@pytest.mark.parametrize("names", ["CaC", "aba"])
+def test_a_worker_without_layers_is_drawn_without_links(names: str) -> None:
+    drawn = shaped(*names)
+    idle = replace(drawn, workers=[*drawn.workers, Place("idle:1")])
+    assert words(idle).count("idle:1") == 1
+    assert "no layers" in words(idle)
+    assert arrows_of(idle) == [
+        (source, target, f"{hop.stage} ▸ {(hop.stage + 1) % len(drawn.links)}")
+        for (source, target, _), hop in zip(arrows_of(drawn), drawn.hops, strict=True)
+    ]

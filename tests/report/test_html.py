@@ -54,9 +54,12 @@ def timeline(**step: Any) -> str:
     recorded = {"step": 5, "start_us": 0.0, "end_us": 840000.0, "bubble_share": 0.38, "stages": []}
     predicted = {"source": "profile", "seconds": 0.7, "bubble_share": 0.33}
     other = {
-        "format": "lightning-hetero timeline 1",
+        "format": "lightning-hetero timeline 2",
         "steps": [recorded | {"predicted": predicted} | step],
-        "stages": [{"stage": 0, "layers": [0, 3]}, {"stage": 1, "layers": [3, 8]}],
+        "processes": [
+            {"name": "coordinator", "ranges": [{"stage": 0, "layers": [0, 3]}]},
+            {"name": "strix.local:9999", "ranges": [{"stage": 1, "layers": [3, 8]}]},
+        ],
     }
     return json.dumps({"traceEvents": [{"ph": "X"}], "otherData": other})
 
@@ -122,7 +125,7 @@ def test_the_page_needs_no_network_and_runs_nothing(run: Path) -> None:
     ("name", "sentence"),
     [
         ("metrics.csv", "the loss (log one with self.log, and give the Trainer a CSVLogger)"),
-        ("metrics.csv", "the stages and the speed (callback StageMonitor"),
+        ("metrics.csv", "the processes and the speed (callback StageMonitor"),
         ("timeline.json", "timeline and prediction (callback PipelineTimeline)"),
         ("timeline.svg", "timeline and prediction (callback PipelineTimeline)"),
     ],
@@ -143,7 +146,7 @@ def test_a_report_without_a_monitor_is_short(run: Path) -> None:
         "What stands out",
         "Topology",
         "Loss",
-        "What the stages do",
+        "What the processes do",
         "Speed",
         "Timeline of a step",
         "Plan against measurement",
@@ -310,7 +313,7 @@ def record(shares: dict[int, float], **others: Any) -> RunRecord:
 @pytest.mark.parametrize(
     ("of", "said"),
     [
-        (record({0: 0.4, 1: 0.9}), "Stage 1 (strix.local:9999) is the bottleneck"),
+        (record({0: 0.4, 1: 0.9}), "Worker 1 (strix.local:9999) is the bottleneck"),
         (record({0: 0.9, 1: 0.4}), "The coordinator is the bottleneck"),
         (record({0: 0.8, 1: 0.8}), "Nothing stands out"),
         (record({}, metrics={"loss": [(7.0, float("nan"))]}), "is not a finite number at step 7"),
@@ -328,7 +331,7 @@ def test_findings_name_what_stands_out(of: RunRecord, said: str) -> None:
 def test_a_bubble_is_blamed_on_few_pieces() -> None:
     few = RunRecord("run", {"pipeline/bubble_share": [(0.0, 0.5)]}, Plan(PLAN.stages, 4))
     many = RunRecord("run", {"pipeline/bubble_share": [(0.0, 0.5)]}, Plan(PLAN.stages, 8))
-    assert "4 micro-batches for 2 stages" in " ".join(findings(few))
+    assert "4 micro-batches for 2 processes" in " ".join(findings(few))
     assert "micro-batches" not in " ".join(findings(many))
 
 

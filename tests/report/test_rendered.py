@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_hetero.report.diagram import diagram
 
 from .chromium import FAULTS, evaluate, needs_chromium, page
-from .topologies import bare, coordinator_last, narrowed, topology
+from .topologies import bare, coordinator_last, narrowed, shaped, topology
 
 
 @needs_chromium
@@ -19,6 +19,10 @@ def test_no_text_is_cut_and_nothing_overlaps(tmp_path: Path) -> None:
         if each.num_layers
     ]
     pictures += [diagram(coordinator_last(stages)) for stages in (1, 2, 3, 4, 12)]
+    pictures += [
+        diagram(shaped(*names))
+        for names in ("CaC", "CabC", "CabcdeC", "aba", "ababa", "aabC", "CabcabcC")
+    ]
     script = f"{FAULTS} return [document.querySelectorAll('svg').length, [...new Set(faults)]];"
     assert evaluate(page(pictures), script, tmp_path) == [2 * len(pictures), []]
 

@@ -1,4 +1,4 @@
-"""The step chart: well-formed, with every action, and hatched where a stage is idle."""
+"""The step chart: well-formed, with every action, and hatched where a process is idle."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 
 from lightning_hetero.protocol.fields import Span
 from lightning_hetero.report.charts import chart_of
-from lightning_hetero.telemetry.step import RecordedStep, StageSpans, prediction_of
+from lightning_hetero.telemetry.ranges import Range
+from lightning_hetero.telemetry.step import ProcessSpans, RecordedStep, prediction_of
 
-from ..telemetry.made_up import PLAN, made_up_step, staggered_step
+from ..telemetry.made_up import PLAN, made_up_step, staggered_step, turn_by_turn
 from .chromium import FAULTS, evaluate, needs_chromium, page
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,11 +28,31 @@ def test_every_action_is_drawn_once_and_once_as_predicted() -> None:
     step = made_up_step()
     alone = titles(chart_of(step, None))
     assert [title.split(":")[0] for title in alone] == [
-        *("0F0", "0L0", "0B0", "ApplyOptimizer"),
-        *("1F0", "1B0", "ApplyOptimizer"),
+        *("coordinator", "0F0", "0L0", "0B0", "ApplyOptimizer"),
+        *("a", "1F0", "1B0", "ApplyOptimizer"),
     ]
-    assert alone[0] == "0F0: 2 s"
-    assert len(titles(chart_of(step, prediction_of(step, PLAN, None)))) == 14
+    assert alone[1] == "0F0: 2 s"
+    assert len(titles(chart_of(step, prediction_of(step, PLAN, None)))) == 18
+
+
+def texts(chart: str) -> list[str]:
+    return [text.text or "" for text in ElementTree.fromstring(chart).iter(f"{SVG}text")]
+
+
+def test_a_process_with_several_stages_has_one_row_that_names_them() -> None:
+    chart = chart_of(turn_by_turn(), None)
+    assert [title.partition(": ")[0] for title in titles(chart)] == [
+        *("coordinator", "0F0", "0L0", "0B0"),
+        *("a", "2F0", "2B0"),
+        *("b", "1F0", "3F0", "3B0", "1B0"),
+    ]
+    assert "b: stage 1: layers 1–2, stage 3: layer 4" in titles(chart)
+    # Where a row has one stage, the micro-batch is enough.
+    shown = [said for said in texts(chart) if said in ("0", "0F0", "2F0", "1F0", "3B0")]
+    assert shown == ["0", "0", "0", "0", "0", "1F0", "3B0"]
+    said = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts(chart)]
+    assert {"layers 0 and 5", "stage 2: layer 3"} <= set(said)
+    assert {"stage 1: layers 1–2,", "stage 3: layer 4"} <= set(said)
 
 
 def test_bars_stand_where_the_axis_says() -> None:
@@ -48,13 +69,16 @@ def test_bars_stand_where_the_axis_says() -> None:
 
 def test_names_are_cut_and_escaped() -> None:
     step = made_up_step()
-    stage = replace(step.stages[1], worker="<&" + "x" * 200 + ":9999")
-    chart = chart_of(RecordedStep(0, 0.0, [step.stages[0], stage]), None)
-    labels = [t.text or "" for t in ElementTree.fromstring(chart).iter(f"{SVG}text")]
-    (label,) = (text for text in labels if text.startswith("stage 1: <&"))
+    process = replace(step.processes[1], name="<&" + "x" * 200 + ":9999")
+    chart = chart_of(RecordedStep(0, 0.0, [step.processes[0], process]), None)
+    (label,) = (text for text in texts(chart) if text.startswith("<&"))
     assert label.endswith("xx:9999")
     assert "…" in label
     assert len(label) < 30
+
+
+def alone(spans: list[Span]) -> ProcessSpans:
+    return ProcessSpans(0, "coordinator", [Range(0, (0, 1))], spans)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +86,13 @@ def test_names_are_cut_and_escaped() -> None:
 )
 def test_seconds_have_no_exponents(seconds: float, shown: str) -> None:
     spans = [Span("forward", 0.0, seconds, 0)]
-    chart = chart_of(RecordedStep(0, 0.0, [StageSpans(0, "coordinator", (0, 1), spans)]), None)
+    chart = chart_of(RecordedStep(0, 0.0, [alone(spans)]), None)
     assert f"Step 0 as recorded: {shown}, bubble 0.0 %" in chart
 
 
 def test_ticks_of_time_are_round_in_a_unit_of_their_size() -> None:
     spans = [Span("forward", 0.0, 400.0, 0)]
-    chart = chart_of(RecordedStep(0, 0.0, [StageSpans(0, "coordinator", (0, 1), spans)]), None)
+    chart = chart_of(RecordedStep(0, 0.0, [alone(spans)]), None)
     shown = [t.text for t in ElementTree.fromstring(chart).iter(f"{SVG}text")]
     assert {"0 min", "2 min", "4 min", "6 min"} <= set(shown)
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import Plan, StagePlan
 from lightning_hetero.planner import profile as p
-from lightning_hetero.report.topology import Link, Speed, topology_of
+from lightning_hetero.report.topology import Link, Part, Speed, topology_of
+from lightning_hetero.telemetry.ranges import Range
 
 from ..planner.profiles import GIB, device, profile
 
@@ -41,12 +45,60 @@ def measured() -> p.Profile:
 
 def test_a_plan_alone_says_who_holds_what() -> None:
     found = topology_of(PLAN)
-    assert [place.layers for place in found.places] == [(0, 0), (0, 5), (5, 8)]
+    assert [place.ranges for place in found.places] == [
+        *((), (Range(1, (0, 5)),), (Range(2, (5, 8)),))
+    ]
+    assert found.route == [0, 1, 2, 0]
     assert [place.machine for place in found.places] == ["this machine", "fast", "this machine"]
-    assert [place.marks for place in found.stages] == [("recomputed",), ("float16",)]
+    assert [place.marks for place in found.workers] == [("recomputed",), ("float16",)]
     assert [link.activation_dtype for link in found.links] == ["int8", "int8", None]
     assert found.facts == ["4 micro-batches, at most 2 in flight"]
     assert all(place.memory is None and not place.device for place in found.places)
+
+
+ENDS_BEHIND = [Part("head"), Part("loss")]
+
+
+def turns(*names: str, **options: Any) -> Plan:
+    """A plan with a layer for each name."""
+    return Plan([StagePlan([name], (n, n + 1), **options) for n, name in enumerate(names)])
+
+
+def test_a_coordinator_at_both_ends_has_parts_before_and_behind() -> None:
+    found = topology_of(turns("coordinator", "a:1", "coordinator"))
+    before = [Part("data"), Part("embedding"), Part("layer 0", (0, 1))]
+    assert found.own_parts == (before, [Part("layer 2", (2, 3)), *ENDS_BEHIND])
+    assert found.coordinator.num_layers == 2
+    assert found.route == [0, 1, 0]
+    assert found.is_line
+
+
+def test_a_worker_with_several_stages_is_one_place() -> None:
+    found = topology_of(turns("b:1", "a:1", "b:1", "b:1", "coordinator"))
+    assert [place.name for place in found.workers] == ["b:1", "a:1"]
+    assert [held.stage for held in found.workers[0].ranges] == [1, 3, 4]
+    assert found.route == [0, 1, 2, 1, 1, 0]
+    assert [hop.is_inside for hop in found.hops] == [False, False, False, True, False]
+    assert not found.is_line
+
+
+def test_a_mark_of_some_stages_says_of_which() -> None:
+    first, *others = turns("a:1", "b:1", "a:1", "b:1", recompute=True).stages
+    found = topology_of(Plan([replace(first, recompute=False, dtype="float16"), *others]))
+    assert found.workers[0].marks == ("float16: layer 0", "recomputed: layer 2")
+    assert found.workers[1].marks == ("recomputed",)
+
+
+def test_a_profile_adds_facts_of_all_ranges_of_a_process() -> None:
+    names = ["coordinator", "fast:1", "fast:1", "local-1", "fast:1", "local-1", "fast:1"]
+    found = topology_of(replace(turns(*names, "coordinator"), micro_batches=8), measured())
+    weights = [0 if p.memory is None else p.memory.used_bytes["weights"] for p in found.places]
+    # Two layers and the embedding; four layers; two layers.
+    assert weights == [3 * GIB, 4 * GIB, 2 * GIB]
+    assert found.workers[0].marks == ("frozen",)
+    known = [hop.link.forward is not None for hop in found.hops]
+    assert known == [True, False, False, False, False, False, False]
+    assert found.hops[-1].link.backward == Speed(1e8, 0.001)
 
 
 def test_a_coordinator_with_the_last_layers_has_them_before_the_head() -> None:
@@ -56,15 +108,15 @@ def test_a_coordinator_with_the_last_layers_has_them_before_the_head() -> None:
         StagePlan(["coordinator"], (7, 8)),
     ]
     found = topology_of(Plan(stages))
-    assert found.own_parts == (["data"], ["layers", "head", "loss"])
-    assert found.stages[0].marks == ("embedding",)
+    assert found.own_parts == ([Part("data")], [Part("layer 7", (7, 8)), *ENDS_BEHIND])
+    assert found.workers[0].marks == ("embedding",)
     # Token ids are not rounded.
     assert found.links == [Link(is_one_way=True), Link(activation_dtype="int8"), Link()]
 
 
 def test_a_profile_adds_devices_memory_links_and_the_prediction() -> None:
     found = topology_of(PLAN, measured(), "tiny")
-    fast, local = found.stages
+    fast, local = found.workers
     assert (fast.device, local.device) == ("RTX 5090", "EPYC")
     assert fast.memory is not None
     assert fast.memory.total_bytes == 8 * GIB

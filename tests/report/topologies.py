@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from lightning_hetero.report.topology import Link, Memory, Place, Speed, Topology
+from lightning_hetero.plan import Plan, StagePlan
+from lightning_hetero.report.topology import (
+    Link,
+    Memory,
+    Place,
+    Speed,
+    Topology,
+    topology_of,
+)
+from lightning_hetero.telemetry.ranges import Range
 
 GIB = 2**30
 LAYERS_EACH = 5
@@ -33,13 +43,13 @@ def memory(gib: float) -> Memory:
 
 def topology(num_stages: int, coordinator_layers: int = 3) -> Topology:
     """A topology with every fact."""
-    stages = []
+    workers = []
     for number, (name, device, gib) in enumerate(WORKERS[:num_stages]):
         first = coordinator_layers + number * LAYERS_EACH
-        layers = (first, first + LAYERS_EACH)
+        ranges = (Range(number + 1, (first, first + LAYERS_EACH)),)
         marks = MARKS[number % len(MARKS)]
         host = "this machine" if name.startswith("local") else ""
-        stages.append(Place(name, host, device, layers, memory(gib), marks))
+        workers.append(Place(name, host, device, ranges, memory(gib), marks))
     return Topology(
         title="Meta-Llama-3.1-8B-Instruct with a title that goes on",
         num_layers=coordinator_layers + num_stages * LAYERS_EACH,
@@ -47,12 +57,13 @@ def topology(num_stages: int, coordinator_layers: int = 3) -> Topology:
             "coordinator",
             "this machine",
             "NVIDIA GeForce RTX 5090",
-            (0, coordinator_layers),
+            (Range(0, (0, coordinator_layers)),) if coordinator_layers else (),
             memory(31.4),
             ("recomputed",),
         ),
-        stages=stages,
-        links=[link(number) for number in range(num_stages + 1)] if stages else [],
+        workers=workers,
+        route=[*range(num_stages + 1), 0] if workers else [],
+        links=[link(number) for number in range(num_stages + 1)] if workers else [],
         facts=["8 micro-batches, at most 4 in flight", "predicted: 12,345 tokens/s, bubble 9 %"],
         frozen_ends=frozenset({"embedding", "head"}),
     )
@@ -62,14 +73,44 @@ def coordinator_last(num_stages: int) -> Topology:
     """The same with the last layers on the coordinator, and the embedding on the first worker."""
     full = topology(num_stages)
     end = full.num_layers
-    moved = [replace(p, layers=(p.layers[0] - 3, p.layers[1] - 3)) for p in full.stages]
+    moved = [replace(place, ranges=(_earlier(*place.ranges),)) for place in full.workers]
     first = replace(moved[0], marks=("embedding", *moved[0].marks))
     return replace(
         full,
-        coordinator=replace(full.coordinator, layers=(end - 3, end)),
-        stages=[first, *moved[1:]],
+        coordinator=replace(full.coordinator, ranges=(Range(0, (end - 3, end)),)),
+        workers=[first, *moved[1:]],
         links=[Link(full.links[0].forward, full.links[0].backward, is_one_way=True)]
         + [link(number) for number in range(1, num_stages + 1)],
+    )
+
+
+def _earlier(held: Range) -> Range:
+    first, end = held.layers
+    return Range(held.stage, (first - 3, end - 3))
+
+
+def shaped(*names: str, **options: Any) -> Topology:
+    """The topology of a plan with one layer for each of these names, with every fact.
+
+    ``C`` is the coordinator, and a word of small letters is a worker.
+    """
+    called = {"C": "coordinator", **{name: f"{name}:9999" for name in names if name != "C"}}
+    stages = [
+        StagePlan([called[name]], (number, number + 1), **options)
+        for number, name in enumerate(names)
+    ]
+    found = topology_of(Plan(stages), title="shaped")
+    return replace(
+        found,
+        workers=[
+            replace(place, device=device, memory=memory(gib))
+            for place, (_, device, gib) in zip(found.workers, WORKERS, strict=False)
+        ],
+        coordinator=replace(found.coordinator, device="NVIDIA RTX 5090", memory=memory(31.4)),
+        links=[
+            replace(link(number), is_one_way=each.is_one_way)
+            for number, each in enumerate(found.links)
+        ],
     )
 
 
@@ -96,7 +137,7 @@ def bare(num_stages: int) -> Topology:
         full,
         title="",
         coordinator=_bare_place(full.coordinator),
-        stages=[_bare_place(place) for place in full.stages],
+        workers=[_bare_place(place) for place in full.workers],
         links=[Link() for _ in full.links],
         facts=full.facts[:1],
         frozen_ends=frozenset(),

@@ -95,6 +95,18 @@ def test_after_a_move_some_steps_pass_before_the_next_one() -> None:
     assert len(pass_steps(told, watch, 1, 0.03, 0.12)) == 1
 
 
+@pytest.mark.parametrize(
+    ("names", "slowest"),
+    [("ab", "stage 1"), ("aba", "stage 1 and 3"), ("baa", "stage 2 and 3")],
+)
+def test_the_slowest_process_is_told_by_all_of_its_stages(names: str, slowest: str) -> None:
+    stages = [StagePlan([name], (n, n + 1)) for n, name in enumerate(names)]
+    told = Told(Plan(stages, micro_batches=2))
+    watch = watch_over(told)
+    pass_steps(told, watch, 20, 0.12, 0.03)
+    assert watch.bottleneck == slowest
+
+
 def test_a_move_that_saves_little_is_not_made(caplog: pytest.LogCaptureFixture) -> None:
     told = Told(Plan([StagePlan(["a"], (0, 1)), StagePlan(["b"], (1, 2))], micro_batches=2))
     watch = watch_over(told, moves=True)

@@ -12,7 +12,7 @@ import pytest
 from lightning_hetero.telemetry.chrome_trace import PREDICTED, trace_of
 from lightning_hetero.telemetry.step import prediction_of
 
-from .made_up import PLAN, made_up_step
+from .made_up import PLAN, made_up_step, turn_by_turn
 from .trace_faults import faults_of
 
 
@@ -29,12 +29,14 @@ def named(trace: dict[str, Any], name: str, pid: int) -> dict[str, Any]:
     return event  # type: ignore[no-any-return]
 
 
-def test_each_action_is_a_slice_of_its_stage(trace: dict[str, Any]) -> None:
+def test_each_action_is_a_slice_of_its_process(trace: dict[str, Any]) -> None:
     assert faults_of(trace) == []
     forward = named(trace, "1F0", 1)
     assert (forward["ph"], forward["cat"]) == ("X", "action")
     assert (forward["ts"], forward["dur"]) == (5e6, 2e6)
-    assert forward["args"] == {"step": 4, "kind": "forward", "microbatch": 0, "visit": 0}
+    assert forward["args"] == {
+        **{"step": 4, "kind": "forward", "stage": 1, "microbatch": 0, "visit": 0}
+    }
     assert named(trace, "0L0", 0)["args"]["kind"] == "loss"
 
 
@@ -55,6 +57,43 @@ def test_an_arrow_goes_from_a_sent_tensor_to_the_action_that_used_it(trace: dict
     ]
 
 
+def test_arrows_go_along_the_stages_of_a_plan_in_turns() -> None:
+    trace = trace_of([(turn_by_turn(), None)])
+    assert faults_of(trace) == []
+    events = trace["traceEvents"]
+    actions = {(e["pid"], e["ts"]): e["name"] for e in events if e.get("cat") == "action"}
+    ends = {e["id"]: actions[e["pid"], e["ts"]] for e in events if e["ph"] == "f"}
+    begins = [(e["pid"], e["name"], ends[e["id"]]) for e in events if e["ph"] == "s"]
+    # What `a` sends to `b` goes over the coordinator, whose own message has the arrow.
+    assert sorted(begins) == [
+        (0, "Activation", "1F0"),
+        (0, "Activation", "3F0"),
+        (0, "Gradient", "3B0"),
+        (1, "Gradient", "1B0"),
+        (2, "Activation", "0L0"),
+        (2, "Activation", "2F0"),
+        (2, "Gradient", "0B0"),
+        (2, "Gradient", "2B0"),
+    ]
+
+
+def test_processes_are_named_with_their_layers() -> None:
+    trace = trace_of([(turn_by_turn(), None)])
+    events = trace["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        "coordinator (layers 0 and 5)",
+        "a (stage 2: layer 3)",
+        "b (stage 1: layers 1–2, stage 3: layer 4)",
+    ]
+    assert trace["otherData"]["processes"][2]["ranges"] == [
+        {"stage": 1, "layers": [1, 3]},
+        {"stage": 3, "layers": [4, 5]},
+    ]
+    tracks = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
+    assert tracks[1, 3] == {"name": "sends to coordinator"}
+    assert tracks[1, 5] == {"name": "sends to b"}
+
+
 def test_the_prediction_is_in_the_trace(trace: dict[str, Any]) -> None:
     predicted = [e for e in trace["traceEvents"] if e.get("cat") == "predicted"]
     assert {e["pid"] for e in predicted} == {PREDICTED, PREDICTED + 1}
@@ -62,7 +101,7 @@ def test_the_prediction_is_in_the_trace(trace: dict[str, Any]) -> None:
     # Nothing but one micro-batch: forward 2, there 1, 2, back 1, loss 4, 1, 3, 1, 2, optimizer 1.
     assert summary["predicted"]["seconds"] == pytest.approx(18.0)
     assert summary["predicted"]["source"] == "this step's own times"
-    assert summary["stages"][1]["waiting_us"] == 14e6
+    assert summary["processes"][1]["waiting_us"] == 14e6
     assert summary["end_us"] == 21e6
 
 
@@ -89,8 +128,8 @@ def _endless(events: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "fault"),
     [
-        (_negative, "1F0 of stage 1 ends before it begins."),
-        (_overlapping, "1B0 of stage 1 begins 1000000 us before 1F0 has ended."),
+        (_negative, "1F0 of process 1 ends before it begins."),
+        (_overlapping, "1B0 of process 1 begins 1000000 us before 1F0 has ended."),
         (_backward_first, "1B0 of step 4 has no forward before it."),
         (_endless, "4 arrows begin and 3 end."),
     ],

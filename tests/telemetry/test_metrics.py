@@ -11,7 +11,7 @@ from lightning_hetero.telemetry.metrics import (
     difference,
     flops_per_token,
     pipeline_metrics,
-    stage_metrics,
+    process_metrics,
 )
 
 from ..models import VOCABULARY, tiny_llama
@@ -64,25 +64,25 @@ SHARES = ("busy_share", "transferring_share", "waiting_share")
 
 
 def test_the_shares_of_a_worker_add_up() -> None:
-    found = stage_metrics(WINDOW, 1)
+    found = process_metrics(WINDOW, 1)
     assert [found[name] for name in SHARES] == pytest.approx([0.4, 0.1, 0.5])
     assert found["bubble_share"] == pytest.approx(0.6)
 
 
 def test_the_shares_of_the_coordinator_add_up_with_the_time_of_lightning() -> None:
-    found = stage_metrics(WINDOW, 0)
+    found = process_metrics(WINDOW, 0)
     assert [found[name] for name in SHARES] == pytest.approx([0.6, 0.05, 0.25])
     assert found["other_share"] == pytest.approx(0.1)
 
 
 def test_times_are_of_a_microbatch_or_of_a_step() -> None:
-    found = stage_metrics(WINDOW, 1)
+    found = process_metrics(WINDOW, 1)
     assert (found["forward_ms"], found["backward_ms"]) == (125.0, 250.0)
     assert found["optimizer_ms"] == 500.0
     assert found["tokens_per_second"] == 200.0
     assert found["queue_depth"] == 1.5
     assert "loss_ms" not in found
-    assert stage_metrics(WINDOW, 0)["sent_bytes"] == 50.0
+    assert process_metrics(WINDOW, 0)["sent_bytes"] == 50.0
 
 
 def test_pipeline_metrics_cover_all_stages() -> None:

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from lightning_hetero.errors import ChannelError
 from lightning_hetero.protocol.fields import ClockSample, Span
-from lightning_hetero.telemetry.step import align, recorded_step
+from lightning_hetero.telemetry.step import align, name_of, pipeline_of, prediction_of
 
-from .made_up import COORDINATOR, PLAN, WORKER, made_up_step
+from .made_up import COORDINATOR, TURNS, WORKER, made_up, made_up_step, turn_by_turn
 
 
 def ping(asked: float, there: float, back: float, offset: float) -> ClockSample:
@@ -55,18 +55,18 @@ def test_without_a_ping_there_is_no_clock_map() -> None:
         align([])
 
 
-def test_a_step_ends_with_the_last_action_of_any_stage() -> None:
+def test_a_step_ends_with_the_last_action_of_any_process() -> None:
     step = made_up_step()
     assert (step.end_seconds, step.seconds) == (21.0, 21.0)
-    first, second = step.stages[1].spans[0], step.stages[1].spans[-1]
+    first, second = step.processes[1].spans[0], step.processes[1].spans[-1]
     assert (first.kind, first.start_seconds) == ("wait", 0.0)
     assert second.kind == "optimizer"
 
 
 def test_the_bubble_is_the_idle_share() -> None:
     step = made_up_step()
-    assert step.stages[0].computing_seconds == 9.0
-    assert step.stages[1].computing_seconds == 6.0
+    assert step.processes[0].computing_seconds == 9.0
+    assert step.processes[1].computing_seconds == 6.0
     assert step.bubble == pytest.approx(1 - 15 / 42)
 
 
@@ -81,11 +81,56 @@ def test_the_times_of_a_worker_are_put_on_our_clock() -> None:
         for span in WORKER
     ]
     clock = align([ClockSample(0.0, 1000.5, 1.0)])
-    step = recorded_step(4, 0.0, PLAN, {0: COORDINATOR, 1: ahead}, {1: clock})
-    assert step.stages[1].spans == made_up_step().stages[1].spans
+    step = made_up({0: COORDINATOR, 1: ahead}, clock)
+    assert step.processes[1].spans == made_up_step().processes[1].spans
 
 
 def test_waiting_inside_an_action_is_not_computing() -> None:
     spans = [Span("forward", 0, 10), Span("wait", 2, 6), Span("pack", 6, 7)]
-    step = recorded_step(0, 0.0, PLAN, {0: spans, 1: WORKER}, {1: align([ClockSample(0, 0, 0)])})
-    assert step.stages[0].computing_seconds == 5.0
+    step = made_up({0: spans, 1: WORKER})
+    assert step.processes[0].computing_seconds == 5.0
+
+
+def test_a_process_has_the_spans_of_all_its_stages_once() -> None:
+    coordinator, a, b = turn_by_turn().processes
+    assert [held.layers for held in coordinator.ranges] == [(0, 1), (5, 6)]
+    assert [(held.stage, held.layers) for held in b.ranges] == [(1, (1, 3)), (3, (4, 5))]
+    assert (a.name, [held.stage for held in a.ranges]) == ("a", [2])
+    assert [each.computing_seconds for each in (coordinator, a, b)] == [3.0, 2.0, 4.0]
+    assert turn_by_turn().bubble == pytest.approx(1 - 9 / (3 * 19))
+
+
+def test_each_stage_has_its_own_actions_and_messages() -> None:
+    stages = turn_by_turn().stages
+    assert [(stage.stage, stage.worker) for stage in stages] == [
+        *((0, "coordinator"), (1, "b"), (2, "a"), (3, "b"))
+    ]
+    for stage in stages[1:]:
+        assert [span.kind for span in stage.actions] == ["forward", "backward"]
+    # Where a message goes: to the stage, or to the coordinator, which forwards it.
+    sent = [[(s.message, s.peer) for s in stage.spans if s.kind == "send"] for stage in stages]
+    assert sent[1:] == [
+        [("Activation", 2), ("Gradient", 0)],
+        [("Activation", 0), ("Gradient", 1)],
+        [("Activation", 0), ("Gradient", 2)],
+    ]
+    assert sent[0] == [("Activation", 1), ("Activation", 3), ("Gradient", 3)]
+
+
+def test_the_times_of_each_hop_are_those_of_its_stages() -> None:
+    pipeline = pipeline_of(turn_by_turn(), TURNS)
+    assert pipeline is not None
+    assert [hop.busy_seconds for hop in pipeline.forward_hops] == [1.0, 1.0, 2.0, 1.0]
+    assert [hop.busy_seconds for hop in pipeline.backward_hops] == [1.0, 1.0, 1.0, 1.0]
+    assert [stage.forward_seconds for stage in pipeline.stages] == [1.0] * 4
+    # Numbered by the plan, in which `b` comes first.
+    assert list(pipeline.processes) == [0, 1, 2, 1]
+
+
+def test_a_worker_with_several_stages_is_predicted_as_one_process() -> None:
+    found = prediction_of(turn_by_turn(), TURNS, None)
+    assert found is not None
+    assert found.seconds == pytest.approx(18.0)
+    assert [each.name for each in found.processes] == ["coordinator", "a", "b"]
+    names = [[name_of(span) for span in each.actions] for each in found.processes]
+    assert names == [["0F0", "0L0", "0B0"], ["2F0", "2B0"], ["1F0", "3F0", "3B0", "1B0"]]

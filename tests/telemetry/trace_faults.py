@@ -13,12 +13,12 @@ _TOLERANCE_MICROSECONDS = 1.0
 
 
 def faults_of(trace: Mapping[str, Any]) -> list[str]:
-    """A sentence for each broken rule: every arrow that begins also ends, no two actions of a stage
-    overlap, and a forward comes before its backward."""
+    """A sentence for each broken rule: every arrow that begins also ends, no two actions of a
+    process overlap, and a forward comes before its backward."""
     events: Sequence[Event] = trace["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     faults = [
-        f"{event['name']} of stage {event['pid']} ends before it begins."
+        f"{event['name']} of process {event['pid']} ends before it begins."
         for event in slices
         if event["dur"] < 0
     ]
@@ -26,8 +26,8 @@ def faults_of(trace: Mapping[str, Any]) -> list[str]:
     ended = [event["id"] for event in events if event["ph"] == "f"]
     if sorted(begun) != sorted(ended) or len(set(begun)) != len(begun):
         faults.append(f"{len(begun)} arrows begin and {len(ended)} end.")
-    for stage in sorted({event["pid"] for event in slices}):
-        actions = [e for e in slices if e["pid"] == stage and e["cat"] in ("action", "predicted")]
+    for process in sorted({event["pid"] for event in slices}):
+        actions = [e for e in slices if e["pid"] == process and e["cat"] in ("action", "predicted")]
         faults += _overlaps(sorted(actions, key=lambda event: float(event["ts"])))
         faults += _wrong_order([event for event in actions if event["cat"] == "action"])
     return faults
@@ -38,7 +38,7 @@ def _overlaps(actions: Sequence[Event]) -> Iterator[str]:
         end = one["ts"] + one["dur"]
         if other["ts"] < end - _TOLERANCE_MICROSECONDS:
             yield (
-                f"{other['name']} of stage {one['pid']} begins {end - other['ts']:.0f} us before "
+                f"{other['name']} of process {one['pid']} begins {end - other['ts']:.0f} us before "
                 f"{one['name']} has ended."
             )
 

@@ -12,6 +12,7 @@ import yaml
 from lightning_hetero import cli
 
 from ..conftest import worker_process
+from ..integration.shapes import SHAPES, shaped
 from ..pretrained import save_tiny
 
 PROJECT = """
@@ -110,6 +111,29 @@ def test_workers_that_compute_right_pass_and_nothing_is_trained(
     assert left == {"config.yaml", "my_project.py"}
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_workers_of_every_shape_are_verified_stage_by_stage(
+    project: Path,
+    workers: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shape: str,
+) -> None:
+    (project / "my_project.py").write_text(PROJECT.replace("(4, attention", "(5, attention"))
+    plan = shaped(workers, SHAPES[shape], 2)
+    plan.to_yaml("plan.yaml")
+    configure(workers[:2], "plan.yaml")
+    code, shown = verify(monkeypatch, capsys)
+    assert "All workers compute what one device computes." in shown
+    assert code == 0
+    rows = [line.split() for line in shown.splitlines() if line.endswith(" ok  ")]
+    stages = [
+        (s.worker, [str(s.layers[0]), "to", str(s.layers[1] - 1)]) for s in plan.remote_stages
+    ]
+    assert [(row[0], row[1:4]) for row in rows[:-1]] == stages
+    assert rows[-1][:2] == ["all", "together"]
+
+
 @pytest.mark.parametrize("fault", [WRONG_FORWARD, WRONG_BACKWARD], ids=["forward", "backward"])
 def test_the_worker_that_computes_wrongly_is_named(
     project: Path,
@@ -128,6 +152,30 @@ def test_the_worker_that_computes_wrongly_is_named(
     assert judged[wrong.address] == judged["all"] == "WRONG"
     # Each is judged by itself: what the wrong one does is not held against those behind it.
     assert shown.count("the gradient that is furthest off") == 1
+
+
+def test_a_wrong_worker_with_several_stages_is_named_once(
+    project: Path,
+    workers: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with worker_process(before=WRONG_FORWARD) as wrong:
+        names = [wrong.address, workers[0]]
+        shaped(
+            names, [("C", 0, 1), *((who, n, n + 1) for n, who in enumerate("aba", 1))], 2
+        ).to_yaml("plan.yaml")
+        configure(names, "plan.yaml")
+        code, shown = verify(monkeypatch, capsys)
+    assert code == 1
+    assert f"{wrong.address} computed wrongly" in shown
+    assert shown.count("computed wrongly") == 1
+    judged = [line.split() for line in shown.splitlines() if " to " in line]
+    assert [(row[0], row[-1]) for row in judged[:-1]] == [
+        (wrong.address, "WRONG"),
+        (workers[0], "ok"),
+        (wrong.address, "WRONG"),
+    ]
 
 
 def test_without_a_stage_on_a_worker_there_is_nothing_to_verify(

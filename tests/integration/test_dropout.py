@@ -1,0 +1,257 @@
+"""Runs with dropout have the same bits under every plan, and under one without workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.pipeline.draws import seed_action
+
+from ..equality import differing
+from ..families import BATCH_SIZE, FamilyModule, tiny_model
+from ..models import fit, loader
+from .moves import Moves
+
+# A plan without workers is what all others are compared with.
+pytestmark = pytest.mark.filterwarnings("ignore:The plan has no stage on a worker")
+
+NUM_STEPS = 4
+COORDINATOR = "coordinator"
+
+Shares = Sequence[tuple[str, int]]
+"""Who has how many layers, in their order."""
+
+ALONE: Shares = [(COORDINATOR, 4)]
+FIRST: Shares = [(COORDINATOR, 1), ("a", 3)]
+LAST: Shares = [("a", 3), (COORDINATOR, 1)]
+BOTH_ENDS: Shares = [(COORDINATOR, 1), ("a", 2), (COORDINATOR, 1)]
+TWO_WORKERS: Shares = [("a", 1), ("b", 2), (COORDINATOR, 1)]
+TURN_BY_TURN: Shares = [("a", 1), ("b", 1), ("a", 1), ("b", 1)]
+
+
+def gpt2(**options: Any) -> PreTrainedModel:
+    # With a cache, layers here multiply keys and values of another layout, and round otherwise.
+    options["use_cache"] = False
+    return tiny_model("gpt2", embd_pdrop=0.1, resid_pdrop=0.2, attn_pdrop=0.3, **options)
+
+
+def eager_gpt2() -> PreTrainedModel:
+    return gpt2(_attn_implementation="eager")
+
+
+def checkpointed_gpt2() -> PreTrainedModel:
+    model = gpt2()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def with_adapters() -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3, init_lora_weights=False)
+    return get_peft_model(tiny_model("llama"), config)
+
+
+def mixture() -> PreTrainedModel:
+    return tiny_model("mixtral", attention_dropout=0.2, router_jitter_noise=0.3)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "gpt2": gpt2,
+    "eager": eager_gpt2,
+    "adapters": with_adapters,
+    "mixture": mixture,
+}
+
+
+def plan_of(workers: Sequence[str], shares: Shares, **options: Any) -> Plan:
+    """A plan of three micro-batches; the options are those of every stage."""
+    address = {COORDINATOR: COORDINATOR, "a": workers[0], "b": workers[-1]}
+    stages, first = [], 0
+    for name, count in shares:
+        stages.append(StagePlan([address[name]], (first, first + count), **options))
+        first += count
+    return Plan(stages, micro_batches=3)
+
+
+class Drawing(FamilyModule):
+    """Draws random numbers of its own, before its model does and behind it."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        factor = 1 + torch.rand(())
+        logits = self.model(**batch).logits
+        kept = torch.nn.functional.dropout(logits, 0.1)
+        labels = batch["labels"][:, 1:].flatten()
+        return factor * torch.nn.functional.cross_entropy(kept[:, :-1].flatten(0, 1), labels)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+
+def train(
+    model: Any, workers: Sequence[str], plan: Plan, micro_batching: Any = "step", **options: Any
+) -> Drawing:
+    strategy = HeteroPipelineStrategy(
+        list(workers), plan, micro_batching=micro_batching, loss_weighting="labels"
+    )
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True)
+    return fit(Drawing(model), strategy, data, **options)
+
+
+@cache
+def alone(name: str) -> Drawing:
+    """The run without workers."""
+    return train(MODELS[name](), [], plan_of([""], ALONE))
+
+
+def assert_same_bits(found: Drawing, expected: Drawing) -> None:
+    assert found.losses == expected.losses
+    assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize("shares", [FIRST, LAST, BOTH_ENDS, TWO_WORKERS, TURN_BY_TURN], ids=str)
+def test_a_plan_has_the_bits_of_the_one_without_workers(workers: list[str], shares: Shares) -> None:
+    model = gpt2()
+    torch.rand(3)
+    found = train(model, workers[:2], plan_of(workers[:2], shares))
+    assert_same_bits(found, alone("gpt2"))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+def test_every_kind_of_dropout_has_the_bits_of_the_run_without_workers(
+    workers: list[str], name: str
+) -> None:
+    plan = plan_of(workers[:1], BOTH_ENDS, recompute=True)
+    assert_same_bits(train(MODELS[name](), workers[:1], plan), alone(name))
+
+
+@pytest.mark.parametrize("shares", [ALONE, BOTH_ENDS], ids=str)
+def test_gradient_checkpointing_of_the_model_changes_no_bit(
+    workers: list[str], shares: Shares
+) -> None:
+    found = train(checkpointed_gpt2(), workers[:1], plan_of(workers[:1], shares))
+    assert_same_bits(found, alone("gpt2"))
+
+
+def test_masks_differ_from_step_to_step_and_from_run_to_run_with_another_seed(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Still(Drawing):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def losses(seed: int) -> list[float]:
+        model = gpt2()
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
+        strategy = HeteroPipelineStrategy(workers[:1], plan_of(workers[:1], FIRST))
+        return fit(Still(model), strategy, loader(6, 6), max_epochs=3).losses
+
+    found = [*losses(1), *losses(2)]
+    assert len(set(found)) == 6
+
+
+def test_validation_in_between_changes_no_mask(workers: list[str]) -> None:
+    module, strategy = (
+        Drawing(gpt2()),
+        HeteroPipelineStrategy(workers[:1], plan_of(workers[:1], FIRST), loss_weighting="labels"),
+    )
+    data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE, padded=True)
+    fit(module, strategy, data, loader(4, 2), val_check_interval=1, num_sanity_val_steps=1)
+    assert_same_bits(module, alone("gpt2"))
+
+
+def test_layers_that_move_and_a_user_who_seeds_change_no_mask(workers: list[str]) -> None:
+    class Seeding(pl.Callback):
+        def on_train_batch_start(self, *_args: Any) -> None:
+            torch.manual_seed(99)
+
+    plans = [plan_of(workers[:2], [("a", 1), ("b", 3)]), plan_of(workers[:2], [("a", 3), ("b", 1)])]
+    both = [(COORDINATOR, 1), ("a", 1), ("b", 1), (COORDINATOR, 1)]
+    moving = Moves({2: plans[1], 3: plan_of(workers[:2], both)})
+    found = train(gpt2(), workers[:2], plans[0], callbacks=[Seeding(), moving])
+    assert moving.moved == [2, 3]
+    assert_same_bits(found, alone("gpt2"))
+
+
+def test_a_resumed_run_goes_on_with_the_masks_of_the_run(
+    workers: list[str], tmp_path: Path
+) -> None:
+    def run(shares: Shares, epochs: int, path: Path | None = None) -> Drawing:
+        saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        return train(
+            gpt2(),
+            workers[:1],
+            plan_of(workers[:1], shares),
+            max_epochs=epochs,
+            accumulate_grad_batches=2,
+            enable_checkpointing=True,
+            callbacks=[saving],
+            **({} if path is None else {"ckpt_path": path}),
+        )
+
+    run(FIRST, 1)
+    resumed = run(LAST, 2, tmp_path / "epoch=0.ckpt")
+    expected = run(ALONE, 2)
+    assert resumed.losses == expected.losses[NUM_STEPS:]
+    assert differing(resumed, expected) == []
+
+
+def test_whole_batches_have_the_same_masks_in_every_run(workers: list[str]) -> None:
+    plan = plan_of(workers[:1], BOTH_ENDS)
+    runs = [train(gpt2(), workers[:1], plan, "boundary") for _ in range(2)]
+    assert_same_bits(*runs)
+
+
+class Looking(Drawing):
+    """Draws in its backward what a layer would that runs again there."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.drawn: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(self.look)
+        return loss
+
+    def look(self, _gradient: Tensor) -> None:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, HeteroPipelineStrategy)
+        assert strategy.deployment is not None
+        with strategy.deployment.draws.of_layer(0, (torch.ones(2),)):
+            self.drawn.append(torch.rand(2))
+
+
+def test_a_layer_that_runs_again_in_the_backward_of_a_whole_batch_draws_for_that_batch(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    strategy = HeteroPipelineStrategy(
+        workers[:1], plan_of(workers[:1], FIRST), micro_batching="boundary"
+    )
+    module = fit(Looking(gpt2()), strategy, loader(12, 6))
+    assert len(module.drawn) == 2
+    for step, drawn in enumerate(module.drawn, start=1):
+        seed_action(5, step, 0, 0, 0)
+        assert torch.equal(drawn, torch.rand(2))
+
+
+def test_whole_batches_in_one_piece_have_the_bits_of_every_plan(workers: list[str]) -> None:
+    def run(shares: Shares, model: Any) -> Drawing:
+        plan = replace(plan_of(workers[:2], shares), micro_batches=1)
+        return train(model, workers[:2], plan, "boundary")
+
+    expected = run(TWO_WORKERS, gpt2())
+    assert_same_bits(run(FIRST, gpt2()), expected)
+    assert_same_bits(run(BOTH_ENDS, checkpointed_gpt2()), expected)

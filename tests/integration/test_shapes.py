@@ -1,0 +1,264 @@
+"""Training over plans of every shape has the bits of accumulation, with all that a run may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.callbacks import StageWeightAveraging
+
+from ..equality import differing
+from ..families import FamilyModule, assert_equal_runs, fit_by_hand, fit_family, tiny_model
+from ..models import TinyModule, fit, loader, scaled_precision, trainer
+from ..qlora import in_four_bits, with_lora
+from .shapes import RING, SHAPES, Shape, shaped
+from .test_compiling import CAN_COMPILE, Rows, rows
+from .test_manual_optimization import WAYS, Manual
+
+NUM_LAYERS = 5
+BATCH_SIZE = 6
+PIECES = 3
+NUM_STEPS = 3
+
+TRIED: dict[str, Shape] = {
+    "both ends": SHAPES["both ends"],
+    "turn by turn": SHAPES["turn by turn"],
+    "ring": RING,
+}
+
+
+class Phases(TinyModule):
+    """Freezes other parameters in each step."""
+
+    FROZEN = ("layers.1", "layers.3", "layers.0")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        frozen = self.FROZEN[self.trainer.global_step % 3]
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+
+
+def lora() -> pl.LightningModule:
+    return FamilyModule(with_lora(tiny_model("llama", num_hidden_layers=NUM_LAYERS), "llama"))
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a run uses. Functions make what no two runs may share."""
+
+    module: Callable[[], pl.LightningModule] = TinyModule
+    options: Callable[[], dict[str, Any]] = dict
+    alone: Callable[[], dict[str, Any]] | None = None
+    stage: dict[str, Any] = field(default_factory=dict)
+
+
+def clipped(how: str) -> Callable[[], dict[str, Any]]:
+    return lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": how}
+
+
+def scaled() -> dict[str, Any]:
+    return {"plugins": [scaled_precision()]}
+
+
+USES = {
+    "clipping by value": Use(options=clipped("value")),
+    "accumulation": Use(options=lambda: {"accumulate_grad_batches": 2}),
+    "16-mixed": Use(options=scaled),
+    "bf16-mixed": Use(options=lambda: {"precision": "bf16-mixed"}),
+    "recompute": Use(stage={"recompute": True}),
+    "frozen by turns": Use(Phases),
+    "LoRA": Use(lora),
+    "an average": Use(
+        options=lambda: {"callbacks": [StageWeightAveraging(decay=0.7)]},
+        alone=lambda: {"callbacks": [EMAWeightAveraging(decay=0.7)]},
+    ),
+    "tied": Use(lambda: TinyModule(tie_word_embeddings=True)),
+}
+
+
+def run_over(strategy: Any, use: Use) -> pl.LightningModule:
+    module = use.module()
+    data = loader(BATCH_SIZE * NUM_STEPS * 2, BATCH_SIZE)
+    fit(module, strategy, data, max_steps=NUM_STEPS, **use.options())
+    return module
+
+
+def run_alone(use: Use) -> pl.LightningModule:
+    """Lightning alone, which accumulates over the micro-batches."""
+    options = (use.alone or use.options)()
+    pieces = PIECES * options.pop("accumulate_grad_batches", 1)
+    module = use.module()
+    data = loader(BATCH_SIZE * NUM_STEPS * 2, BATCH_SIZE // PIECES)
+    fit(module, data=data, max_steps=NUM_STEPS, accumulate_grad_batches=pieces, **options)
+    return module
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_run_has_the_bits_of_accumulation(name: str, workers: list[str]) -> None:
+    use = USES[name]
+    expected = run_alone(use)
+    assert differing(expected, use.module()) != []
+    for shape, stages in TRIED.items():
+        plan = shaped(workers, stages, PIECES, **use.stage)
+        piped = run_over(HeteroPipelineStrategy(workers[:2], plan), use)
+        assert differing(piped, expected) == [], shape
+
+
+# Lightning adds the norms in another order, so a line is the measure. At the boundary it must have
+# the coordinator's layers, which run the whole batch at once.
+AS_IN_A_LINE: dict[str, tuple[Use, dict[str, Any]]] = {
+    "clipping by norm": (Use(options=clipped("norm")), {}),
+    "boundary": (Use(), {"micro_batching": "boundary"}),
+    "boundary, clipping by norm": (Use(options=clipped("norm")), {"micro_batching": "boundary"}),
+}
+LINES = [
+    (RING, [("C", 0, 1), ("a", 1, 4), ("C", 4, 5)]),
+    (SHAPES["turn by turn"], [("a", 0, 3), ("b", 3, 5)]),
+]
+
+
+def one_each(processes: str) -> Shape:
+    """One layer for each stage."""
+    return [(who, number, number + 1) for number, who in enumerate(processes)]
+
+
+@pytest.mark.parametrize(("shape", "line"), LINES, ids=["ring", "turn by turn"])
+@pytest.mark.parametrize("name", AS_IN_A_LINE)
+def test_a_run_has_the_bits_of_a_line(
+    name: str, shape: Shape, line: Shape, workers: list[str]
+) -> None:
+    use, options = AS_IN_A_LINE[name]
+    found, expected = (
+        run_over(HeteroPipelineStrategy(workers[:2], shaped(workers, each, PIECES), **options), use)
+        for each in (shape, line)
+    )
+    assert differing(expected, use.module()) != []
+    assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize("act", WAYS, ids=lambda act: act.__name__)
+def test_manual_optimization_has_the_bits_of_a_line(act: Any, workers: list[str]) -> None:
+    def trained(processes: str) -> Manual:
+        torch.manual_seed(0)
+        plan = shaped(workers, one_each(processes), PIECES)
+        data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE)
+        return fit(Manual(act), HeteroPipelineStrategy(workers[:2], plan), data)
+
+    assert differing(trained("abab"), trained("aabb")) == []
+
+
+def test_four_bits_have_the_bits_of_accumulation(workers: list[str], tmp_path: Path) -> None:
+    def module() -> FamilyModule:
+        return FamilyModule(with_lora(in_four_bits("llama", tmp_path), "llama"))
+
+    use = Use(module)
+    expected = run_alone(use)
+    for processes in ("abaC", "CabC"):
+        plan = shaped(workers, one_each(processes), PIECES)
+        piped = run_over(HeteroPipelineStrategy(workers[:2], plan), use)
+        assert differing(piped, expected) == [], processes
+
+
+# The router's loss of a micro-batch is not that of the batch, which the first-batch check says.
+@pytest.mark.filterwarnings("ignore:The loss of the first batch")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_attention_on_one_worker_and_experts_on_the_other_have_the_bits_of_one_process(
+    recompute: bool, workers: list[str]
+) -> None:
+    """Halves in turns; each worker has a half of every layer."""
+
+    options = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+    plan = shaped(workers, one_each("ab" * 4), PIECES, recompute=recompute)
+    strategy = HeteroPipelineStrategy(workers[:2], plan, cut_layers=True)
+    piped = fit_family(tiny_model("mixtral", **options), strategy, padded=False)
+    expected = fit_by_hand(tiny_model("mixtral", **options))
+    assert differing(piped, expected) == []
+    assert_equal_runs(piped, expected)
+
+
+def rounded(workers: list[str], shape: Shape, **of_stage: Any) -> list[float]:
+    """Losses of a plan whose stages from the second to the last but one have these options."""
+    plan = shaped(workers, shape, PIECES)
+    inner = [replace(stage, **of_stage) for stage in plan.stages[1:-1]]
+    plan = replace(plan, stages=[plan.stages[0], *inner, plan.stages[-1]])
+    return fit(TinyModule(), HeteroPipelineStrategy(workers, plan)).losses
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", "int8"])
+def test_a_boundary_inside_a_process_is_not_rounded(narrow: Any, workers: list[str]) -> None:
+    options = {"activation_dtype": narrow, "gradient_dtype": narrow}
+    whole = rounded(workers, [("C", 0, 1), ("a", 1, 4), ("C", 4, 5)], **options)
+    twice = rounded(workers, [("C", 0, 1), ("a", 1, 2), ("a", 2, 4), ("C", 4, 5)], **options)
+    across = rounded(workers, [("C", 0, 1), ("a", 1, 2), ("b", 2, 4), ("C", 4, 5)], **options)
+    assert twice == whole
+    assert across != whole
+    assert across == pytest.approx(whole, rel=2e-2)
+
+
+@pytest.mark.parametrize("option", ["dtype", "activation_dtype", "gradient_dtype"])
+def test_what_one_stage_rounds_does_not_depend_on_who_has_the_others(
+    option: str, workers: list[str]
+) -> None:
+    """Stages of one worker keep their own dtypes."""
+    found = []
+    for names in (workers, [workers[0], workers[1], workers[0]]):
+        stages = [StagePlan(["coordinator"], (0, 1)), StagePlan([names[0]], (1, 2))]
+        odd: dict[str, Any] = {option: "bfloat16"}
+        stages += [StagePlan([names[1]], (2, 3)), StagePlan([names[2]], (3, 4), **odd)]
+        stages += [StagePlan(["coordinator"], (4, 5))]
+        strategy = HeteroPipelineStrategy(list(dict.fromkeys(names)), Plan(stages, PIECES))
+        found.append(fit(TinyModule(), strategy).losses)
+    assert found[0] == found[1]
+    assert (
+        found[0]
+        != fit(TinyModule(), HeteroPipelineStrategy(workers, "even", micro_batches=PIECES)).losses
+    )
+
+
+CHAIN = ["none", "both ends", "turn by turn", "halves", "ring", "none", "halves", "both ends"]
+
+
+def test_each_shape_resumes_from_the_checkpoint_of_another(
+    workers: list[str], tmp_path: Path
+) -> None:
+    """An epoch under each, and at the end the bits of a run that was never saved."""
+    halves = shaped(workers, [("C", 0, 1), ("a", 1, 4), ("b", 4, 7), ("a", 7, 9), ("C", 9, 10)], 3)
+
+    def epoch(number: int, name: str) -> TinyModule:
+        path = tmp_path / f"{number}.ckpt"
+        alone = {"max_epochs": number + 1, "accumulate_grad_batches": PIECES}
+        if name == "none":
+            run, data = trainer(**alone), loader(2 * BATCH_SIZE, BATCH_SIZE // PIECES)
+        else:
+            plan = halves if name == "halves" else shaped(workers, TRIED[name], PIECES)
+            strategy = HeteroPipelineStrategy(workers[:2], plan, cut_layers=name == "halves")
+            run, data = trainer(strategy, max_epochs=number + 1), loader(2 * BATCH_SIZE, BATCH_SIZE)
+        module = TinyModule()
+        run.fit(module, data, ckpt_path=path if number else None)
+        run.save_checkpoint(tmp_path / f"{number + 1}.ckpt")
+        return module
+
+    for number, name in enumerate(CHAIN):
+        found = epoch(number, name)
+    data = loader(2 * BATCH_SIZE, BATCH_SIZE // PIECES)
+    whole = fit(TinyModule(), data=data, max_epochs=len(CHAIN), accumulate_grad_batches=PIECES)
+    assert differing(found, whole) == []
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile has no C++ compiler here")
+def test_one_of_a_workers_stages_is_compiled(workers: list[str]) -> None:
+    plain, piped = Rows(), Rows()
+    fit(plain, data=rows())
+    stages = [
+        StagePlan([name], (n, n + 1), compile=n == 1) for n, name in enumerate(workers[:1] * 2)
+    ]
+    fit(piped, HeteroPipelineStrategy(workers[:1], Plan(stages, 2), layers="layers"), rows())
+    assert piped.losses == pytest.approx(plain.losses, rel=1e-5)

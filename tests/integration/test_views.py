@@ -1,0 +1,200 @@
+"""What a run shows of plans of every shape: the trace, the metrics, the picture and the report."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, Plan, StageMonitor
+from lightning_hetero.report.html import report
+from lightning_hetero.report.run_record import RunRecord, read_run
+
+from ..models import TinyModule, loader, trainer
+from ..telemetry.trace_faults import faults_of
+from .moves import Moves
+from .shapes import SHAPES, shaped
+from .yardstick import NUM_LAYERS
+
+PIECES = 2
+
+
+class LayerNorms(pl.Callback):
+    """The squared norms of the gradients at the last step, by the layer's number; -1 is all that
+    is no layer."""
+
+    def __init__(self) -> None:
+        self.squares: dict[int, float] = {}
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
+        self.squares = dict.fromkeys(range(-1, NUM_LAYERS), 0.0)
+        for name, parameter in pl_module.named_parameters():
+            words = name.split(".")
+            number = int(words[words.index("layers") + 1]) if "layers" in words else -1
+            gradient = parameter.grad
+            assert isinstance(gradient, Tensor)
+            self.squares[number] += float(gradient.square().sum())
+
+
+@pytest.fixture(scope="module")
+def squares() -> dict[int, float]:
+    """The squared norms of the gradients on one device at the last of two steps."""
+    norms = LayerNorms()
+    run = trainer(max_steps=2, callbacks=[norms])
+    run.fit(TinyModule(NUM_LAYERS), loader(2 * PIECES * 2, PIECES * 2))
+    return norms.squares
+
+
+def look(folder: Path, strategy: HeteroPipelineStrategy, steps: int, *callbacks: Any) -> None:
+    """Train, and record all steps in the folder."""
+    run = trainer(
+        strategy,
+        max_steps=steps,
+        callbacks=[
+            *callbacks,
+            PipelineTimeline(steps=range(steps), dirpath=folder),
+            StageMonitor(every_n_steps=1, gradient_norms=True, peak_flops=1e12),
+        ],
+        logger=CSVLogger(folder, "", ""),
+    )
+    run.fit(TinyModule(NUM_LAYERS), loader(steps * PIECES * 2, PIECES * 2))
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    with (folder / "metrics.csv").open() as file:
+        rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    return [row for row in rows if "pipeline/step_seconds" in row]
+
+
+def trace_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "timeline.json").read_text())
+    assert faults_of(found) == []
+    return found
+
+
+def names_in(plan: Plan) -> list[str]:
+    return ["coordinator", *plan.workers]
+
+
+def check_trace(trace: dict[str, Any], plan: Plan, step: int, names: list[str]) -> None:
+    """Every action is once on its process, and every tensor that was sent has an arrow."""
+    events = [e for e in trace["traceEvents"] if e.get("args", {}).get("step") == step]
+    shown = [e for e in events if e.get("cat") == "action"]
+    optimizer = {e["pid"] for e in shown if e["args"]["kind"] == "optimizer"}
+    assert optimizer == {0, *(names.index(worker) for worker in plan.workers)}
+    actions = sorted((e["pid"], e["name"]) for e in shown if e["args"]["kind"] != "optimizer")
+    expected = [(0, f"0{kind}{k}") for kind in "FLB" for k in range(PIECES)]
+    for number, stage in enumerate(plan.remote_stages, start=1):
+        process = names.index(stage.worker)
+        expected += [(process, f"{number}{kind}{k}") for kind in "FB" for k in range(PIECES)]
+    assert actions == sorted(expected)
+    times = {(e["pid"], e["ts"]) for e in shown}
+    ends = [e for e in trace["traceEvents"] if e["ph"] == "f" and (e["pid"], e["ts"]) in times]
+    way = ["coordinator", *(stage.worker for stage in plan.remote_stages), "coordinator"]
+    num_sent = sum(one != other for one, other in zip(way, way[1:], strict=False))
+    assert len(ends) == 2 * PIECES * num_sent
+
+
+def layers_of(record: RunRecord, name: str) -> list[int]:
+    return [n for held in record.ranges.get(name, ()) for n in range(*held.layers)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_run_of_every_shape_shows_who_did_what(
+    workers: list[str], tmp_path: Path, shape: str, squares: dict[int, float]
+) -> None:
+    plan = shaped(workers, SHAPES[shape], PIECES)
+    names = names_in(plan)
+    look(tmp_path, HeteroPipelineStrategy(workers[:2], plan), 2)
+    trace = trace_in(tmp_path)
+    check_trace(trace, plan, 1, names)
+    # The rules of a trace hold for predicted actions too: no process does two at a time.
+    assert all("predicted" in step for step in trace["otherData"]["steps"])
+    record, row = read_run(tmp_path), rows_of(tmp_path)[-1]
+    assert record.problems == []
+    assert record.process_numbers == [*range(len(names))]
+    assert [record.name_of(number) for number in record.process_numbers] == names
+    assert not record.has_moved_since
+    # The gradient norm of a process is that of the layers which it is said to have.
+    for number, name in enumerate(names):
+        held = layers_of(record, name) + ([-1] if number == 0 else [])
+        norm = math.sqrt(sum(squares[layer] for layer in held))
+        assert row[f"stage/{number}/gradient_norm"] == pytest.approx(norm, rel=1e-5)
+    assert 0 < row["pipeline/model_flops_utilization"] < 1
+    assert row["pipeline/bottleneck_stage"] in record.process_numbers
+    check_report(record, plan)
+
+
+def check_report(record: RunRecord, plan: Plan) -> None:
+    page = report(record)
+    for number, name in enumerate(names_in(plan)):
+        ranges = [stage.layers for stage in plan.stages if stage.worker == name]
+        held = ", ".join(f"{first} to {end - 1}" for first, end in ranges) or "none"
+        assert f"<td>{number} · {name}</td><td>{held}</td>" in "".join(page.split("\n"))
+    assert record.topology is not None
+    if len(plan.remote_stages) > len(plan.workers):
+        for number in range(1, len(plan.remote_stages) + 1):
+            assert f">stage {number}<" in record.topology
+
+
+def test_processes_keep_their_numbers_when_layers_move(workers: list[str], tmp_path: Path) -> None:
+    """`b` is left without layers, comes back before `a`, and both take turns."""
+    order = ["line", "both ends", "the other way round", "turn by turn"]
+    plans = [shaped(workers, SHAPES[shape], PIECES) for shape in order]
+    names = ["coordinator", *workers[:2]]
+    moves = Moves(dict(enumerate(plans[1:], start=1)))
+    look(tmp_path, HeteroPipelineStrategy(workers[:2], plans[0]), len(plans), moves)
+    assert moves.moved == [1, 2, 3]
+    trace = trace_in(tmp_path)
+    for step, plan in enumerate(plans):
+        check_trace(trace, plan, step, names)
+    assert all("predicted" in step for step in trace["otherData"]["steps"])
+    rows = rows_of(tmp_path)
+    for row, plan in zip(rows, plans, strict=True):
+        told = {name for name in row if name.endswith("/busy_share")}
+        assert told == {f"stage/{names.index(name)}/busy_share" for name in names_in(plan)}
+        # An idle worker's earlier steps are not counted again.
+        for number in (1, 2):
+            assert row.get(f"stage/{number}/busy_share", 0.0) <= 1.0
+
+
+def test_a_worker_without_layers_is_told_apart_from_one_with_layers(
+    workers: list[str], tmp_path: Path
+) -> None:
+    plans = [shaped(workers, SHAPES[shape], PIECES) for shape in ("line", "both ends")]
+    look(tmp_path, HeteroPipelineStrategy(workers[:2], plans[0]), 4, Moves({1: plans[1]}))
+    record = read_run(tmp_path)
+    assert [record.is_idle(number) for number in (0, 1, 2)] == [False, False, True]
+    assert sorted(record.typical_of_processes("busy_share")) == [0, 1]
+    page = "".join(report(record).split("\n"))
+    assert f"<td>2 · {workers[1]}</td><td>none since a move</td>" in page
+    assert record.topology is not None
+    assert record.topology.count(">no layers<") == 1
+    assert [each.name for each in record.recorded.processes] == ["coordinator", workers[0]]
+
+
+def test_what_goes_over_channels_that_a_move_opens_is_counted(
+    workers: list[str], tmp_path: Path
+) -> None:
+    """In the line `b` sends nothing to `a`; turn by turn it does."""
+    line, turns = (shaped(workers, SHAPES[shape], PIECES) for shape in ("line", "turn by turn"))
+    sent = []
+    for plan, moves in ((turns, {}), (line, {1: turns})):
+        folder = tmp_path / str(len(sent))
+        monitor = StageMonitor(every_n_steps=1)
+        strategy = HeteroPipelineStrategy(workers[:2], plan)
+        logger = CSVLogger(folder, "", "")
+        run = trainer(strategy, max_steps=3, callbacks=[Moves(moves), monitor], logger=logger)
+        run.fit(TinyModule(NUM_LAYERS), loader(3 * PIECES * 2, PIECES * 2))
+        last = rows_of(folder)[-1]
+        sent.append([last[f"stage/{number}/sent_bytes"] for number in (0, 1, 2)])
+    assert sent[0] == sent[1]
