@@ -53,6 +53,7 @@ from lightning_hetero.report.topology import (
     Speed,
     Topology,
 )
+from lightning_hetero.telemetry.ranges import Range
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.deadlines import Deadlines
 from lightning_hetero.transport.handshake import Identity
@@ -100,15 +101,17 @@ def example() -> Topology:
         num_layers=32,
         coordinator=Place(
             "coordinator",
+            0,
             THIS_MACHINE,
             "NVIDIA GeForce RTX 5090",
-            (0, 15),
+            (Range(0, (0, 15)),),
             memory(31.4, (0.258, 0.007, 0.649, 0.030)),
         ),
-        stages=[
-            Place(name, "", device, layers, memory(gib, shares))
-            for name, device, layers, gib, shares in _STAGES
+        workers=[
+            Place(name, number, "", device, (Range(number, layers),), memory(gib, shares))
+            for number, (name, device, layers, gib, shares) in enumerate(_STAGES, start=1)
         ],
+        route=[0, 1, 2, 3, 0],
         links=[Link(speed, speed) for speed in (wired, first, second, wired)],
         facts=[
             "32 micro-batches, at most 8 in flight",

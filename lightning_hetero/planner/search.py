@@ -115,6 +115,7 @@ class Search:
             if best is None:
                 return None
             starts = [*self._starts, *self._with_both_ends(self._starts)]
+            starts += self._around_one_worker(best.step_seconds)
             return self._without_idlers(self._descend(starts))
         placed = self._place_likely(self._choices(subsets))
         best = self._best_played(placed, math.inf, MOST_OF_MANY_PLAYED)
@@ -300,15 +301,28 @@ class Search:
         found = []
         for start in starts:
             way = replace(Arrangement.of(start), embedding_left=False)
-            placed = []
-            for front in range(1, self._costs.num_layers if way.workers else 0):
-                if way.own.front_seconds(front) * way.micro_batches >= start.step_seconds:
-                    break
-                candidate = place_at(way, start.in_flight, front, start.step_seconds)
-                placed += [] if candidate is None else [candidate]
-            best = self._best_played(placed, start.step_seconds, MOST_NEAR_PLAYED)
-            found += [] if best is None else [best]
+            found += self._at_both_ends(way, start.in_flight, start.step_seconds)
         return found
+
+    def _around_one_worker(self, below: float) -> list[Candidate]:
+        """Candidates with the coordinator at both ends of one worker. They may be the best ones
+        although the same worker gains nothing behind or before all of the coordinator's layers."""
+        found = []
+        for name, pieces in product(self.one_of_each(), self.micro_batches):
+            way = Arrangement(self._costs, [name], pieces)
+            found += self._at_both_ends(way, min(4, pieces), below)
+        return found
+
+    def _at_both_ends(self, way: Arrangement, in_flight: int, below: float) -> list[Candidate]:
+        """The best candidate of an arrangement with layers in front; none if it is not faster."""
+        placed = []
+        for front in range(1, self._costs.num_layers if way.workers else 0):
+            if way.own.front_seconds(front) * way.micro_batches >= below:
+                break
+            candidate = place_at(way, in_flight, front, below)
+            placed += [] if candidate is None else [candidate]
+        best = self._best_played(placed, below, MOST_NEAR_PLAYED)
+        return [] if best is None else [best]
 
     def _rearranged(self, best: Candidate, keeps_devices: bool) -> Iterator[Candidate]:
         """Candidates with another order, place of the embedding or number of micro-batches, or a

@@ -85,12 +85,12 @@ class CardGrid:
         )
 
 
-def card(place: Place, number: int, num_layers: int, machine: int, grid: CardGrid) -> str:
+def card(place: Place, num_layers: int, machine: int, grid: CardGrid) -> str:
     """The card of a worker, with its upper left corner at the origin."""
     inner = grid.width - 2 * PADDING
     parts = [
         rectangle(0, 0, grid.width, grid.height, "card edge", radius=12),
-        moved(PADDING, PADDING, header(place, str(number), machine, inner)),
+        moved(PADDING, PADDING, header(place, machine, inner)),
     ]
     y = PADDING + HEADER_HEIGHT
     for line, content in enumerate(device_lines(place.device, inner)):
@@ -121,7 +121,7 @@ def device_lines(device: str, width: float, most_lines: int = 2) -> list[str]:
     return wrapped(short_device(device, fits), width, 12, most_lines)
 
 
-def header(place: Place, number: str, machine: int, width: float) -> str:
+def header(place: Place, machine: int, width: float) -> str:
     """The number of the place in its machine's colour, and its name."""
     host, port = split_address(place.name)
     aside = f"{port} {place.machine_name}" if port and is_loopback(host) else port or place.host
@@ -136,7 +136,7 @@ def header(place: Place, number: str, machine: int, width: float) -> str:
         said = aside if port else f" {aside}"
         parts.append(element("tspan", escaped(said), class_="normal soft", dx=1))
     circle = element("circle", cx=12, cy=12, r=12, class_=hue(machine))
-    chip = text(12, 16.5, number, "chip", "middle")
+    chip = text(12, 16.5, str(place.number), "chip", "middle")
     return circle + chip + element("text", *parts, x=34, y=17)
 
 

@@ -157,7 +157,7 @@ class _Diagram:
             moved(
                 band.x + _BAND_PADDING,
                 band.y + _BAND_PADDING,
-                header(place, "0", self._machine(place), room),
+                header(place, self._machine(place), room),
                 moved(left - marks_width(marks), 2, marks_row(marks)) if marks else "",
             ),
         ]
@@ -236,7 +236,7 @@ class _Diagram:
     def _card(self, index: int) -> str:
         place, box = self._topology.workers[index], self._boxes[index]
         machine, num_layers = self._machine(place), self._topology.num_layers
-        return moved(box.x, box.y, card(place, index + 1, num_layers, machine, self._grid))
+        return moved(box.x, box.y, card(place, num_layers, machine, self._grid))
 
     def _machine(self, place: Place) -> int:
         return self._topology.machines.index(place.machine)
@@ -336,7 +336,7 @@ def mermaid(topology: Topology) -> str:
 
 def _lines(topology: Topology) -> Iterator[str]:
     yield "flowchart LR"
-    ids = [f"process{number}" for number in range(len(topology.places))]
+    ids = [f"process{place.number}" for place in topology.places]
     for number, machine in enumerate(topology.machines):
         name = next(p.machine_name for p in topology.places if p.machine == machine)
         yield f'  subgraph machine{number}["{_said(name)}"]'

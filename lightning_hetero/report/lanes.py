@@ -132,7 +132,7 @@ class _Lanes:
         place, y = self._topology.places[index], self._y(index)
         num_layers, machine = self._topology.num_layers, self._machine(index)
         lane = rectangle(MARGIN, y, self._inner, self._grid.height, "lane", radius=12)
-        return lane + moved(MARGIN, y, card(place, index, num_layers, machine, self._grid))
+        return lane + moved(MARGIN, y, card(place, num_layers, machine, self._grid))
 
     def _stop(self, number: int) -> str:
         index, (first, second) = self._topology.route[number], self._stops[number]

@@ -53,6 +53,7 @@ class Place:
 
     Args:
         name: The name in the plan.
+        number: The number of the process; 0 is the coordinator. A worker keeps it when layers move.
         host: The machine, if the name does not contain it.
         device: The name of the device that computes.
         ranges: Its layers; empty for a worker that has none at present.
@@ -63,6 +64,7 @@ class Place:
     """
 
     name: str
+    number: int
     host: str = ""
     device: str = ""
     ranges: Ranges = ()
@@ -271,7 +273,9 @@ def topology_of(plan: Plan, profile: Profile | None = None, title: str = "") -> 
         raise PlanError("The plan has no layers to draw; give it stages.")
     plan.check(num_layers, plan.workers)
     ranges = ranges_of(plan)
-    coordinator, *workers = (_place(name, ranges[name], plan) for name in ranges)
+    coordinator, *workers = (
+        _place(name, number, ranges[name], plan) for number, name in enumerate(ranges)
+    )
     names = [*ranges]
     route = [0, *(names.index(stage.worker) for stage in plan.remote_stages), 0]
     links = []
@@ -312,11 +316,11 @@ def with_profile(bare: Topology, plan: Plan, profile: Profile) -> Topology:
     )
 
 
-def _place(name: str, ranges: Ranges, plan: Plan) -> Place:
+def _place(name: str, number: int, ranges: Ranges, plan: Plan) -> Place:
     is_here = name == COORDINATOR or name.startswith("local-")
     stages = [stage for stage in plan.stages if stage.worker == name and stage.layer_indices]
     marks = marks_of(ranges, [_marks_of_stage(stage) for stage in stages])
-    return Place(name, THIS_MACHINE if is_here else "", ranges=ranges, marks=marks)
+    return Place(name, number, THIS_MACHINE if is_here else "", ranges=ranges, marks=marks)
 
 
 def _marks_of_stage(stage: StagePlan) -> list[str]:

@@ -398,14 +398,17 @@ def topology_here(
     """The topology of a deployment; a profile adds its measured times."""
     plan = deployment.plan
     bare = topology_of(plan, title=_title(module))
-    equipment = deployment.coordinator.connections.worker_equipment
+    connections = deployment.coordinator.connections
+    equipment = connections.worker_equipment
     placed = {place.name for place in bare.workers}
-    idle = [Place(name) for name in equipment if name not in placed]
+    numbers = {member.name: member.number for member in connections.members}
+    idle = [Place(name, numbers[name]) for name in equipment if name not in placed]
     found = replace(
         bare,
         coordinator=_coordinator(bare.coordinator, module, deployment.layers),
         workers=[
-            _worker(place, equipment[place.name], deployment) for place in [*bare.workers, *idle]
+            _worker(replace(place, number=numbers[place.name]), equipment[place.name], deployment)
+            for place in [*bare.workers, *idle]
         ],
         frozen_ends=_frozen_ends(module, deployment.layers),
     )

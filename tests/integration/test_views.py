@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,8 @@ def test_processes_keep_their_numbers_when_layers_move(workers: list[str], tmp_p
     for step, plan in enumerate(plans):
         check_trace(trace, plan, step, names)
     assert all("predicted" in step for step in trace["otherData"]["steps"])
+    record = read_run(tmp_path)
+    assert [record.name_of(number) for number in (0, 1, 2)] == names
     rows = rows_of(tmp_path)
     for row, plan in zip(rows, plans, strict=True):
         told = {name for name in row if name.endswith("/busy_share")}
@@ -165,6 +168,23 @@ def test_processes_keep_their_numbers_when_layers_move(workers: list[str], tmp_p
         # An idle worker's earlier steps are not counted again.
         for number in (1, 2):
             assert row.get(f"stage/{number}/busy_share", 0.0) <= 1.0
+
+
+def test_pictures_and_metrics_number_processes_alike(workers: list[str], tmp_path: Path) -> None:
+    """After the move the layers come to `b` first; it is still process 2."""
+    plans = [shaped(workers, SHAPES[shape], PIECES) for shape in ("line", "the other way round")]
+    look(tmp_path, HeteroPipelineStrategy(workers[:2], plans[0]), 2, Moves({1: plans[1]}))
+    drawn = (tmp_path / "architecture.mmd").read_text()
+    ids = dict(re.findall(r'(process\d)\["<b>(.*?)</b>', drawn))
+    assert ids == {"process0": "coordinator", "process1": workers[0], "process2": workers[1]}
+    arrows = [line.split() for line in drawn.splitlines() if "-->" in line]
+    assert [(arrow[0], arrow[-1]) for arrow in arrows] == [
+        ("process0", "process2"),
+        ("process2", "process1"),
+        ("process1", "process0"),
+    ]
+    trace = trace_in(tmp_path)["otherData"]["processes"]
+    assert [each["ranges"][0]["layers"] for each in trace[1:]] == [[3, 5], [0, 3]]
 
 
 def test_a_worker_without_layers_is_told_apart_from_one_with_layers(

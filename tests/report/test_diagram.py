@@ -317,8 +317,10 @@ def test_a_coordinator_at_both_ends_of_a_line_has_room_for_its_parts() -> None:
 @pytest.mark.parametrize("names", ["CaC", "aba"])
 def test_a_worker_without_layers_is_drawn_without_links(names: str) -> None:
     drawn = shaped(*names)
-    idle = replace(drawn, workers=[*drawn.workers, Place("idle:1")])
+    idle = replace(drawn, workers=[*drawn.workers, Place("idle:1", 9)])
     assert words(idle).count("idle:1") == 1
+    assert "9" in words(idle)
+    assert "process9" in mermaid(idle)
     assert "no layers" in words(idle)
     assert arrows_of(idle) == [
         (source, target, f"{hop.stage} ▸ {(hop.stage + 1) % len(drawn.links)}")

@@ -49,12 +49,13 @@ def topology(num_stages: int, coordinator_layers: int = 3) -> Topology:
         ranges = (Range(number + 1, (first, first + LAYERS_EACH)),)
         marks = MARKS[number % len(MARKS)]
         host = "this machine" if name.startswith("local") else ""
-        workers.append(Place(name, host, device, ranges, memory(gib), marks))
+        workers.append(Place(name, number + 1, host, device, ranges, memory(gib), marks))
     return Topology(
         title="Meta-Llama-3.1-8B-Instruct with a title that goes on",
         num_layers=coordinator_layers + num_stages * LAYERS_EACH,
         coordinator=Place(
             "coordinator",
+            0,
             "this machine",
             "NVIDIA GeForce RTX 5090",
             (Range(0, (0, coordinator_layers)),) if coordinator_layers else (),
