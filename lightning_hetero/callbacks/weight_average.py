@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -10,9 +12,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
+from ..coordinator.deployment import Deployment
+from ..errors import ModelError
+from ..model.tensors import is_frozen
 from ..pipeline.optimizer import AveragingAction, WeightAverages, averaged_tensors
+from ..plan import Plan
+
+Found = TypeVar("Found")
 
 
 class StageWeightAveraging(EMAWeightAveraging):
@@ -76,6 +85,60 @@ class StageWeightAveraging(EMAWeightAveraging):
             return trainer.strategy.lightning_module_state_dict()
         finally:
             self._swap(trainer)
+
+    def averages_coming_home(
+        self, trainer: pl.Trainer, deployment: Deployment, plan: Plan
+    ) -> dict[str, Tensor]:
+        """Fetch the averages of layers that this process gets under a plan, by their paths.
+
+        Raises:
+            ModelError: If an average would be lost because its parameter is frozen by now.
+        """
+        if self._averages is None:
+            return {}
+        module, leaving = trainer.lightning_module, deployment.leaving_home(plan)
+        for path, parameter in module.named_parameters():
+            if parameter in leaving and is_frozen(parameter) and path in self._averages.present:
+                raise ModelError(
+                    f"{path} was frozen after its average began, and the average of a frozen "
+                    "parameter does not move to a worker; keep its layer where it is, or freeze it "
+                    "before the run."
+                )
+        paths, coming = deployment.paths(), deployment.coming_home(plan)
+        ever = {deployment.tensors.names_of[tensor] for tensor in deployment.trained.ever}
+        buffers = {path for path, b in module.named_buffers() if b.is_floating_point()}
+        names = [n for n in coming if n in paths and (n in ever or paths[n] in buffers)]
+        found = self._averages_there(trainer, lambda: deployment.tensors.fetch(names))
+        return {paths[name]: found[name] for name in names}
+
+    def go_on(
+        self, trainer: pl.Trainer, deployment: Deployment, coming: Mapping[str, Tensor]
+    ) -> None:
+        """Go on with the averages after layers have moved.
+
+        Args:
+            trainer: The Trainer.
+            deployment: Where the layers are now.
+            coming: What `averages_coming_home` has returned.
+        """
+        if self._averages is None:
+            return
+        module, present = trainer.lightning_module, {**self._averages.present, **coming}
+        tensors = chain(module.named_parameters(), module.named_buffers())
+        here = {path: t for path, t in tensors if path in present and not t.is_meta}
+        self._averages = WeightAverages(averaged_tensors(module) | here, present)
+        self._tell_stages(trainer, "go on")
+        paths = deployment.paths().items()
+        leaving = {name: present[path] for name, path in paths if path in present}
+        self._averages_there(trainer, lambda: deployment.tensors.store(leaving))
+
+    def _averages_there(self, trainer: pl.Trainer, action: Callable[[], Found]) -> Found:
+        """Do something while the stages have their averages in the place of their weights."""
+        self._tell_stages(trainer, "swap")
+        try:
+            return action()
+        finally:
+            self._tell_stages(trainer, "swap")
 
     def begin_again(self, trainer: pl.Trainer, averages: dict[str, Any] | None) -> None:
         """Start new averages, which equal the given averages at first, or else the weights."""
@@ -153,13 +216,15 @@ class StageWeightAveraging(EMAWeightAveraging):
         _load(trainer, checkpoint["current_model_state"])
 
     def _update(self, trainer: pl.Trainer) -> None:
-        self._made().update(self._num_averaged, self._decay)
+        averages = self._made()
         self._tell_stages(trainer, "update")
+        averages.update(self._num_averaged, self._decay)
         self._num_averaged += 1
 
     def _swap(self, trainer: pl.Trainer) -> None:
-        self._made().swap()
-        self._tell_stages(trainer, "swap")
+        averages = self._made()
+        self._tell_stages(trainer, "swap")  # first: if it raises, nothing has changed here either
+        averages.swap()
 
     def _tell_stages(self, trainer: pl.Trainer, action: AveragingAction) -> None:
         """Have the stages on workers do the same with their averages."""

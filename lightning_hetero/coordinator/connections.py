@@ -511,6 +511,8 @@ class Connections:
     def _forward(self, source: Member, frame: Frame) -> bool:
         """Forward a frame of a worker, in the thread that has read it; false if it is for us."""
         message = frame.message
+        if isinstance(message, m.MovedTensor):
+            return self._forward_moved(source, frame, message.member)
         if isinstance(message, m.Activation):
             sending_stage = message.stage - 1
         elif isinstance(message, m.Gradient):
@@ -523,6 +525,13 @@ class Connections:
         most_queued = _MOST_FORWARDED + _MOST_FORWARDED_EACH * self.in_flight
         target.channel.pass_on(frame, most_queued)
         return True
+
+    def _forward_moved(self, source: Member, frame: Frame, number: int) -> bool:
+        """Forward a tensor that moves to the worker of a number; false if the two are no pair."""
+        target = next((w for w in source.cannot_reach if w.number == number), None)
+        if target is not None:
+            target.channel.pass_on(frame, _MOST_FORWARDED)
+        return target is not None
 
     def _end_of(self, lost: Member) -> HeteroError:
         """The error that ended a worker's channel; other arrivals go back into the inbox."""

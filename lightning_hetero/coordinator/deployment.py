@@ -8,21 +8,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import cached_property
-from typing import Any, NoReturn
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from itertools import chain
+from typing import NoReturn
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..errors import HeteroError, ModelError, StageFailed, WeightsLost
 from ..model.captured_outputs import CollectingHooks
 from ..model.half_layers import absent_in
 from ..model.hollow import HollowLayers, is_hollow, no_copy, remote_of
-from ..model.layer_call import LayerCall, caches_among, without_cache
+from ..model.layer_call import LayerCall
 from ..model.layers import (
     EMBEDDING_LAYER,
     DecoderLayer,
@@ -32,113 +31,28 @@ from ..model.layers import (
     find_embedding,
 )
 from ..model.lazy_weights import CheckpointWeights, weights_in_checkpoint
-from ..model.override import ForwardOverride
 from ..model.recipe import write_recipe
-from ..model.tensors import has_four_bit, is_frozen, named_tensors
+from ..model.tensors import is_frozen, named_tensors
 from ..pipeline.boundary import Collected
 from ..pipeline.draws import Draws
 from ..pipeline.handover import Request, surroundings_here
 from ..pipeline.placement import Placement
-from ..pipeline.stage import compiled
+from ..pipeline.transfers import coming_home
 from ..plan import Plan, StagePlan
-from ..protocol.messages import Equipment
 from ..protocol.tensors import DTYPES
 from .layers import (
     PlainAttributes,
     RemoteLayers,
     RemoteStage,
     changed_since_recipe,
-    obstacles_to_compiling,
     remote_stages,
 )
+from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
+from .own_layers import check_can_be_compiled, prepare_own
 from .progress import Progress
 from .session import Coordinator
 from .whole_batches import NOTHING_SAID, BatchOptions, HandOvers
-
-
-def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment: Equipment) -> None:
-    """Refuse a plan by which this process should compile layers and cannot.
-
-    Raises:
-        ModelError: With the remedy.
-    """
-    for stage in plan.stages:
-        if stage.is_local and stage.compile:
-            own = {number: layers[number].module for number in stage.layer_indices}
-            if found := obstacles_to_compiling(equipment, has_four_bit(own)):
-                raise ModelError(f"The coordinator cannot compile its layers: {' '.join(found)}")
-
-
-def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[Callable[[], None]]:
-    """Compile the coordinator's layers, and let them run again in the backward, if the plan wants
-    it. Returns functions that make the layers ordinary again."""
-    adjusted: list[Callable[[], None]] = []
-    for stage in plan.stages:
-        wanted = [(stage.compile, _Compiled), (stage.recompute, _Recomputed)]
-        for number in stage.layer_indices if stage.is_local else ():
-            overrides = [kind(layers[number].module) for is_wanted, kind in wanted if is_wanted]
-            adjusted += [override.put_on().take_off for override in overrides]
-    return adjusted
-
-
-def seed_own(layers: Mapping[int, nn.Module], draws: Draws) -> list[Callable[[], None]]:
-    """Let the coordinator's layers draw the random numbers that they would draw on a worker.
-
-    Call it after `adjust_own`: a layer that runs again below restores its generators by itself.
-
-    Args:
-        layers: The layers by their numbers.
-        draws: Knows the place in the step.
-
-    Returns:
-        Functions that make the layers ordinary again.
-    """
-    return [_Seeded(layer, number, draws).put_on().take_off for number, layer in layers.items()]
-
-
-class _Seeded(ForwardOverride):
-    """A layer's ``forward`` that draws the random numbers of its place in the step."""
-
-    def __init__(self, layer: nn.Module, number: int, draws: Draws) -> None:
-        super().__init__(layer)
-        self._number = number
-        self._draws = draws
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._draws.of_layer(self._number, (args, kwargs)):
-            return self.below(*args, **kwargs)
-
-
-class _Compiled(ForwardOverride):
-    """A layer's ``forward``, compiled where no cache grows from call to call."""
-
-    @cached_property
-    def _compiled(self) -> Callable[..., Any]:
-        return compiled(self.below)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the layer must not run what torch has compiled for the first one.
-        return {name: value for name, value in vars(self).items() if name != "_compiled"}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            args, kwargs = without_cache(args, kwargs)  # which nobody reads in a training step
-        elif caches_among(args, kwargs):
-            return self.below(*args, **kwargs)
-        return self._compiled(*args, **kwargs)
-
-
-class _Recomputed(ForwardOverride):
-    """A layer's ``forward`` that keeps its inputs only."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.below(*args, **kwargs)
-        # A second forward must not find what the first one left in a cache.
-        args, kwargs = without_cache(args, kwargs)
-        return checkpoint(self.below, *args, use_reentrant=False, **kwargs)
-
 
 _MOST_NAMES = 12
 # How often buffers are updated, and what to do about it.
@@ -160,9 +74,12 @@ class TensorsAway:
         layers: The layers on workers by their numbers.
         remote: Fetches and stores their tensors.
         weights: The checkpoint that the model is loaded from, if its weights are still there.
+        changed: Tensors that may differ from that checkpoint, because they were trained.
+        are_there: The layers that workers have already.
 
     Attributes:
         names_of: The name of each tensor on its worker.
+        changed: Tensors that may differ from the checkpoint: as given, and those that are here.
         loss: The reason why the weights are lost; None while they are not lost.
         progress: Shows how far fetches have come; None if nothing shows it.
     """
@@ -172,8 +89,11 @@ class TensorsAway:
         layers: Mapping[int, nn.Module],
         remote: RemoteLayers,
         weights: CheckpointWeights | None,
+        changed: Collection[Tensor] = (),
+        are_there: Collection[int] = (),
     ) -> None:
-        _check_weights_can_be_sent(layers, weights)
+        leaving = {number: layer for number, layer in layers.items() if number not in are_there}
+        _check_weights_can_be_sent(leaving, weights)
         self.names_of = {tensor: name for name, tensor in named_tensors(layers)}
         self.loss: WeightsLost | None = None
         self.progress: Progress | None = None
@@ -182,7 +102,8 @@ class TensorsAway:
         self._weights = weights
         self._sent = {name for name, _ in named_tensors(layers)}
         # A tensor that is here now may have been trained before layers moved.
-        self._was_here = {tensor for tensor in self.names_of if not tensor.is_meta}
+        here = (tensor for tensor in self.names_of if not tensor.is_meta)
+        self.changed = {*here, *(tensor for tensor in changed if tensor in self.names_of)}
 
     def fetch(self, names: Sequence[str]) -> dict[str, Tensor]:
         self.check_not_lost()
@@ -210,22 +131,29 @@ class TensorsAway:
         )
         return self.loss
 
-    def bring(self, trained: Collection[Tensor]) -> dict[str, Tensor]:
+    def bring(
+        self, trained: Collection[Tensor], numbers: Collection[int] | None = None
+    ) -> dict[str, Tensor]:
         """Fetch the tensors that are not in the checkpoint, or have been changed since.
 
         Args:
             trained: The tensors that train at present or ever did.
+            numbers: The layers; None for all.
         """
+        wanted = {n: layer for n, layer in self._layers.items() if numbers is None or n in numbers}
         coming = {
             name: tensor.nbytes
-            for name, tensor in named_tensors(self._layers)
-            if name in self._sent
-            and (tensor in trained or tensor in self._was_here or not self.is_on_disk(tensor))
+            for name, tensor in named_tensors(wanted)
+            if name in self._sent and not (self.is_unchanged(tensor) and tensor not in trained)
         }
         what = "Bringing the layers back"
         with closing(self._remote.progress(what, sum(coming.values()))) as progress:
             # Without a request nothing is lost when a worker is gone.
             return self._remote.fetch(list(coming), progress) if coming else {}
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether the content of a tensor is that of the checkpoint, unless it trains or did."""
+        return tensor not in self.changed and self.is_on_disk(tensor)
 
     def is_on_disk(self, tensor: Tensor) -> bool:
         """Whether the checkpoint that the model is loaded from has a tensor."""
@@ -239,7 +167,7 @@ class TensorsAway:
 class Deployment:
     """Some layers of a model live on workers from construction until `bring_back`.
 
-    When layers move, `bring_here` ends it and another one begins, with the same coordinator.
+    When layers move, another one takes its place, with the same coordinator.
 
     Args:
         root: The LightningModule.
@@ -250,6 +178,8 @@ class Deployment:
         converts_weights: Whether a stage's ``dtype`` holds for its weights too; under autocast it
             does not.
         batches: The user's options for batches.
+        before: The deployment whose place this one takes. After an error it is in its place again,
+            and if layers have begun to move, it runs no step any more.
 
     Attributes:
         tensors: The tensors of the layers on workers.
@@ -271,6 +201,7 @@ class Deployment:
         seed: int,
         converts_weights: bool = True,
         batches: BatchOptions = NOTHING_SAID,
+        before: Deployment | None = None,
     ) -> None:
         self.plan = plan
         self.coordinator = coordinator
@@ -279,12 +210,26 @@ class Deployment:
         self._root = root
         self._saving = threading.Lock()
         self._converts_weights = converts_weights
+        home = {} if before is None else before._bring_leaving(plan)
+        with nullcontext() if before is None else before._giving_way():
+            self._begin(seed, batches, before, home)
+
+    def _begin(
+        self,
+        seed: int,
+        batches: BatchOptions,
+        before: Deployment | None,
+        home: Mapping[str, Tensor],
+    ) -> None:
+        """Make the layers hollow and send them, or move them from where they were before."""
+        root, layers, plan, coordinator = self._root, self.layers, self.plan, self.coordinator
         stages = _remote_layers(root, layers, plan)
         away = {number: layer for stage in stages for number, layer in stage.items()}
         self._names = {number: layer.name for number, layer in away.items()}
         self._away = {number: layer.module for number, layer in away.items()}
         weights = weights_in_checkpoint(root)
-        self.tensors = TensorsAway(self._away, coordinator.layers, weights)
+        changed, are_there = ((), ()) if before is None else before._changed_and_away
+        self.tensors = TensorsAway(self._away, coordinator.layers, weights, changed, are_there)
         rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
         self.trained = TrainedParameters(coordinator.training, self.tensors.names_of, rounded)
         recorder = coordinator.telemetry.recorder
@@ -295,14 +240,17 @@ class Deployment:
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.connections.equipment)
         remote = remote_stages(root, stages, plan, weights, self.weights_dtype_of)
-        changed = changed_since_recipe(remote, away)
-        self._send(remote, seed)
+        differing = changed_since_recipe(remote, away)
+        if before is None:
+            self._send(remote, seed)
+        else:
+            self._move(remote, seed)
+            before._hollow.fill(home)
         self._hooks = self._hollow_out()
         self._attributes = PlainAttributes(
-            away, coordinator.connections, coordinator.layers, changed
+            away, coordinator.connections, coordinator.layers, differing
         )
-        own = _own_layers(root, layers, plan)
-        self._adjusted = [*adjust_own(layers, plan), *seed_own(own, self.draws)]
+        self._adjusted = prepare_own(root, layers, plan, self.draws)
 
     def _send(self, stages: Sequence[RemoteStage], seed: int) -> None:
         """Give the stages to their workers."""
@@ -312,6 +260,72 @@ class Deployment:
         with closing(self.coordinator.layers.progress(what, sum(sizes.values()))) as progress:
             for name in self.coordinator.layers.deploy(stages, placement, seed):
                 progress.advance(sizes[name])
+
+    def _move(self, stages: Sequence[RemoteStage], seed: int) -> None:
+        """Let the workers pass on what changes hands."""
+        tensors = {name: tensor for tensor, name in self.tensors.names_of.items()}
+        remote = self.coordinator.layers
+
+        def is_on_disk(name: str) -> bool:
+            tensor = tensors.get(name)
+            return tensor is not None and self.tensors.is_unchanged(tensor)
+
+        move = LayerMove(remote, stages, Placement.of(self.plan), seed, is_on_disk)
+        with closing(remote.progress("Moving layers", move.num_bytes)) as progress:
+            for name in move.run():
+                progress.advance(move.bytes_of(name))
+
+    def paths(self) -> dict[str, str]:
+        """The path in the module of each tensor on a worker, by its name there."""
+        tensors = chain(self._root.named_parameters(), self._root.named_buffers())
+        path_of = {id(tensor): path for path, tensor in tensors}
+        found = ((name, path_of.get(id(t))) for name, t in named_tensors(self._away))
+        return {name: path for name, path in found if path is not None}
+
+    def coming_home(self, plan: Plan) -> set[str]:
+        """The names of the tensors of layers that this process gets under another plan."""
+        numbers = coming_home(Placement.of(self.plan), Placement.of(plan))
+        return {name for name, _ in named_tensors({n: self._away[n] for n in numbers})}
+
+    def leaving_home(self, plan: Plan) -> set[Tensor]:
+        """The tensors of layers that workers get from this process under another plan."""
+        leaving = {number: layer.module for number, layer in self._leaving(plan).items()}
+        return {tensor for _, tensor in named_tensors(leaving)}
+
+    def _bring_leaving(self, plan: Plan) -> dict[str, Tensor]:
+        """Fetch what comes home under another plan; nothing has changed if it raises.
+
+        Raises:
+            WorkerError: If a worker does not send its tensors.
+            ModelError: If only some of the layers have made the latest step.
+        """
+        self.coordinator.layers.wait_for_all()
+        self.check_between_steps()
+        numbers = coming_home(Placement.of(self.plan), Placement.of(plan))
+        found = self.tensors.bring(self.trained.ever, numbers)
+        self._warn_of_buffers()
+        return found
+
+    @property
+    def _changed_and_away(self) -> tuple[set[Tensor], set[int]]:
+        """The tensors that were trained during the run, and the layers that workers have."""
+        return self.tensors.changed | self.trained.ever, {*self._away}
+
+    @contextmanager
+    def _giving_way(self) -> Iterator[None]:
+        """Inside, the layers are ordinary, and empty; after an error they are hollow again."""
+        self._release_local_layers()
+        self._hollow.release()
+        self._hooks.close()
+        try:
+            yield
+        except BaseException as error:
+            self._hooks = self._hollow_out()
+            self._adjusted = prepare_own(self._root, self.layers, self.plan, self.draws)
+            if self.coordinator.layers.holdings.placement != Placement.of(self.plan):
+                # The workers have moved, and this process has not followed.
+                self.tensors.lose(error, "continue from the last checkpoint")
+            raise
 
     def _hollow_out(self) -> ExitStack:
         """Make the layers hollow; returns their hooks on the model, which `close` removes."""
@@ -351,7 +365,8 @@ class Deployment:
     def abort(self) -> None:
         """Make every process forget the present step, after an exception in it."""
         self._hollow.forget_calls()
-        if self.coordinator.connections.lost is None:
+        is_between_plans = self.coordinator.layers.is_between_plans
+        if self.coordinator.connections.lost is None and not is_between_plans:
             self.coordinator.stages.abort_step()
 
     def weights_dtype_of(self, stage: StagePlan) -> torch.dtype | None:
@@ -373,13 +388,6 @@ class Deployment:
         """The modules of a stage, by their numbers."""
         held = layers_of_stage(self._root, self.layers, stage)
         return {number: layer.module for number, layer in held.items()}
-
-    def modules_under(self, plan: Plan) -> dict[int, nn.Module]:
-        """All modules that may be on workers under a plan, by their numbers."""
-        found = {number: layer.module for number, layer in enumerate(self.layers)}
-        for stage in plan.remote_stages:
-            found |= self.modules_of(stage)
-        return found
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -463,15 +471,15 @@ class Deployment:
 
     def _bring_what_there_is(self) -> None:
         try:
-            self.bring_here()
+            self._bring_here()
         except StageFailed:
             if self.coordinator.training.is_between_steps:
                 raise
             # The stage failed in the optimizer's step, and still hands out its weights.
-            self.bring_here()
+            self._bring_here()
 
-    def bring_here(self) -> None:
-        """Make the layers ordinary again before they move; nothing has changed if it raises.
+    def _bring_here(self) -> None:
+        """Make the layers ordinary again; nothing has changed if it raises.
 
         Raises:
             WorkerError: If a worker does not send its tensors.
@@ -486,19 +494,34 @@ class Deployment:
         self._hollow.refill(tensors)
         self._hooks.close()
 
+    def check_placed(self) -> None:
+        """Refuse a step after a move of layers has failed.
+
+        Raises:
+            ModelError: With the remedy.
+        """
+        if self.coordinator.layers.is_between_plans:
+            raise ModelError(
+                "A move of layers has failed, so the workers run no step any more. End the run, "
+                "which brings the weights home, save a checkpoint, and continue from it."
+            )
+
     def check_can_move(self, plan: Plan) -> None:
         """Refuse a plan whose layers cannot live apart, before anything has changed.
 
         Raises:
             ModelError: With the reason.
         """
-        leaving = {
+        HollowLayers(self._leaving(plan), self._exchange, self.tensors).check()
+
+    def _leaving(self, plan: Plan) -> dict[int, DecoderLayer]:
+        """The layers that workers get from this process under another plan, by their numbers."""
+        return {
             number: layer
             for stage in _remote_layers(self._root, self.layers, plan)
             for number, layer in stage.items()
             if number not in self._away
         }
-        HollowLayers(leaving, self._exchange, self.tensors).check()
 
     def _release_local_layers(self) -> None:
         for put_back in self._adjusted:
@@ -514,6 +537,7 @@ class Deployment:
     ) -> tuple[Tensor, tuple[Collected, ...]]:
         """Send the hidden states of the last hollow layer through the stages."""
         self.tensors.check_not_lost()
+        self.check_placed()
         forgotten = self._hollow.caches.take_forgotten()
         if forgotten:
             self.coordinator.stages.drop_caches(forgotten)
@@ -602,21 +626,6 @@ def _remote_layers(
     stages = [layers_of_stage(root, layers, stage) for stage in plan.remote_stages]
     check_layers_stand_alone(root, [list(stage.values()) for stage in stages])
     return stages
-
-
-def _own_layers(
-    root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan
-) -> dict[int, nn.Module]:
-    """The coordinator's layers by their numbers, with an embedding that could be on a worker."""
-    local = [stage for stage in plan.stages if stage.is_local]
-    found = {number: layers[number].module for stage in local for number in stage.layer_indices}
-    if not any(stage.embedding for stage in plan.stages):
-        with suppress(ModelError):
-            embedding = find_embedding(root, layers).module
-            # torch's own class draws nothing.
-            if type(embedding) is not nn.Embedding:
-                found[EMBEDDING_LAYER] = embedding
-    return found
 
 
 def layers_of_stage(

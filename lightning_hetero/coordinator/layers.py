@@ -1,14 +1,7 @@
-"""The coordinator's side of layers' tensors: brings them to the stages and fetches them.
-
-Tensors go to several workers at once. One tensor is read at a time, for any worker that has room.
-Each worker confirms every tensor that it has put in its place, and at most two of its tensors, or
-some more small ones, are under way: that bounds the memory that sending takes on both sides, and
-keeps every link busy.
-"""
+"""The coordinator's side of layers' tensors: brings them to the stages and fetches them."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -36,13 +29,14 @@ from ..model.tensors import (
     stored_in_four_bits,
 )
 from ..pipeline.placement import Placement
-from ..pipeline.stage_layers import Content, describe_parameters, fingerprint_of
+from ..pipeline.stage_layers import describe_parameters
 from ..plan import Dtype, Narrowing, Plan, StagePlan
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import DTYPES, dtype_name
 from .answers import HeldTensor, check_content, check_state, held_tensors
 from .connections import Connections, Member
+from .loads import Load, send_all
 from .progress import Progress, ProgressInLines, ProgressOfBytes
 
 
@@ -53,7 +47,8 @@ class RemoteStage:
     Args:
         recipe: How to build the layers.
         layers: The layers here, hollow or about to be, by their numbers.
-        contents: Reads their tensors with their states, one by one.
+        contents: Reads their tensors with their states, one by one; a collection of names as its
+            argument reads those only.
         recompute: As in the plan.
         dtype: As in the plan.
         weights_dtype: The dtype of the frozen weights on the worker; None if it is the one here.
@@ -64,7 +59,7 @@ class RemoteStage:
 
     recipe: Recipe | BlocksRecipe
     layers: Mapping[int, nn.Module]
-    contents: Callable[[], Iterator[tuple[str, Tensor, State]]]
+    contents: Callable[..., Iterator[tuple[str, Tensor, State]]]
     recompute: bool
     dtype: Dtype | None = None
     weights_dtype: torch.dtype | None = None
@@ -183,10 +178,20 @@ def remote_stages(
 
 
 def _contents(
-    layers: Mapping[int, nn.Module], weights: CheckpointWeights | None
+    layers: Mapping[int, nn.Module],
+    weights: CheckpointWeights | None,
+    names: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor, State]]:
-    """The layers' tensors, from here where they are here, else from the checkpoint."""
+    """The layers' tensors, from here where they are here, else from the checkpoint.
+
+    Args:
+        layers: The layers by their numbers.
+        weights: The checkpoint.
+        names: The names of the tensors; None for all.
+    """
     for name, tensor, state in named_contents(layers):
+        if names is not None and name not in names:
+            continue
         if tensor.is_meta and weights is not None:
             owner, leaf, _ = locate(layers, name)
             yield name, *weights.read(owner, leaf, for_worker=True)
@@ -197,134 +202,6 @@ def _contents(
 def _checkpoints_gradients(layers: dict[int, DecoderLayer]) -> bool:
     """Whether the user switched on Hugging Face's gradient checkpointing for these layers."""
     return any(getattr(layer.module, "gradient_checkpointing", False) for layer in layers.values())
-
-
-# The most that may be under way to a worker: two tensors of any size, or more small ones up to what
-# a link of 1 Gbit/s carries within 60 ms.
-MOST_UNDER_WAY = 2
-MOST_SMALL_UNDER_WAY = 64
-SMALL_BYTES = 8 * 2**20
-
-# A smaller tensor is sent at once: an offer costs as much.
-LEAST_OFFERED_BYTES = 2**14
-# A worker that has refused so many offers in a row holds tensors that were trained since.
-MOST_REFUSALS = 8
-
-
-@dataclass(eq=False)
-class Load:
-    """The tensors that one worker is to receive, and those under way to it.
-
-    Args:
-        worker: The receiver.
-        contents: Names, tensors and states, read one by one.
-        is_packed_there: Whether the worker packs a tensor of that name that comes without state;
-            it has memory for one of them at a time.
-        may_be_held: Whether the worker would hold a tensor of that name in the dtype in which it
-            is sent.
-        is_built: Whether the worker has built the layers already.
-    """
-
-    worker: Member
-    contents: Iterator[tuple[str, Tensor, State]]
-    is_packed_there: Callable[[str], bool] = lambda _name: False
-    may_be_held: Callable[[str], bool] = lambda _name: False
-    is_built: bool = False
-    _held: Collection[str] = ()
-    _is_read: bool = False
-    _num_refusals: int = 0
-    # In the order in which the worker confirms them.
-    _under_way: deque[tuple[str, Content]] = field(default_factory=deque)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the worker has confirmed everything."""
-        return self._is_read and not self._under_way
-
-    @property
-    def bytes_under_way(self) -> int:
-        """The bytes of what the worker has not confirmed yet."""
-        return sum(content.num_bytes for _, content in self._under_way)
-
-    def send_next(self) -> Iterator[str]:
-        """Read and send the next tensor, if the worker can take it; yields its name then."""
-        if not self._has_room():
-            return
-        found = next(self.contents, None)
-        if found is None:
-            self._is_read = True
-            return
-        name, tensor, state = found
-        content = Content(tensor, state)
-        if name in self._held and self._is_worth_asking(name, content):
-            self.worker.channel.send(m.OfferTensor(name, fingerprint_of(content)))
-            self._under_way.append((name, content))
-        else:
-            self._send(name, content)
-        yield name
-
-    def take(self, message: m.Message) -> None:
-        """Note an answer of the worker; other messages are ignored."""
-        if isinstance(message, m.Built):
-            self._held = {name for name in message.held if self.may_be_held(name)}
-            self.is_built = True
-        elif isinstance(message, (m.Loaded, m.OfferAnswered)) and self._is_next(message.name):
-            name, content = self._under_way.popleft()
-            if isinstance(message, m.OfferAnswered) and not message.is_taken:
-                self._num_refusals += 1
-                self._send(name, content)
-            elif isinstance(message, m.OfferAnswered):
-                self._num_refusals = 0
-
-    def _has_room(self) -> bool:
-        if not self.is_built or self._is_read:
-            return False
-        if self._under_way and self._is_sent_to_be_packed(*self._under_way[-1]):
-            return False
-        count = len(self._under_way)
-        are_small = count < MOST_SMALL_UNDER_WAY and self.bytes_under_way < SMALL_BYTES
-        return count < MOST_UNDER_WAY or are_small
-
-    def _is_sent_to_be_packed(self, name: str, content: Content) -> bool:
-        return not content.state and self.is_packed_there(name)
-
-    def _is_worth_asking(self, name: str, content: Content) -> bool:
-        if self._num_refusals >= MOST_REFUSALS or content.num_bytes < LEAST_OFFERED_BYTES:
-            return False
-        return not self._is_sent_to_be_packed(name, content)
-
-    def _is_next(self, name: str) -> bool:
-        """Whether an answer belongs to this load, and not to a request that was interrupted."""
-        return bool(self._under_way) and self._under_way[0][0] == name
-
-    def _send(self, name: str, content: Content) -> None:
-        message = m.LoadTensor(name, list(content.state))
-        self.worker.channel.send(message, content.tensor, *content.state.values())
-        self._under_way.append((name, content))
-
-
-def send_all(
-    loads: Sequence[Load], receive: Callable[[int], tuple[Member, Frame]]
-) -> Iterator[tuple[Member, str]]:
-    """Send several workers their tensors; yields the worker and the name of each tensor.
-
-    Args:
-        loads: One for each worker.
-        receive: Waits for the next message of any worker, while so many bytes are under way.
-    """
-    left = list(loads)
-    while left:
-        has_sent = False
-        for load in left:
-            for name in load.send_next():
-                has_sent = True
-                yield load.worker, name
-        left = [load for load in left if not load.is_done]
-        if left and not has_sent:
-            worker, frame = receive(sum(load.bytes_under_way for load in left))
-            for load in left:
-                if load.worker is worker:
-                    load.take(frame.message)
 
 
 def load_of(worker: Member, stages: Sequence[RemoteStage]) -> Load:
@@ -357,12 +234,14 @@ class Holdings:
         member_of: The worker of each stage.
         tensors: How the workers hold each tensor, by its name.
         owner_of: The worker of each tensor that has been sent.
+        placement: Who serves which stage.
     """
 
     stages: Mapping[int, RemoteStage] = field(default_factory=dict)
     member_of: Mapping[int, Member] = field(default_factory=dict)
     tensors: Mapping[str, HeldTensor] = field(default_factory=dict)
     owner_of: Mapping[str, Member] = field(default_factory=dict)
+    placement: Placement = Placement(())
 
     @cached_property
     def layers(self) -> dict[int, nn.Module]:
@@ -372,7 +251,32 @@ class Holdings:
 
     def stages_of(self, worker: Member) -> list[RemoteStage]:
         """The stages of one worker, in the order of their numbers."""
-        return [self.stages[number] for number in worker.stages]
+        return [self.stages[number] for number in self.placement.stages_of(worker.name)]
+
+    def deploy_message(
+        self,
+        worker: Member,
+        seed: int,
+        kept: Sequence[str] = (),
+        receivers: Collection[Member] = (),
+    ) -> m.Deploy:
+        """The request to build a worker's stages; the other arguments are as in `Deploy`."""
+        found, placement = [], self.placement
+        peers = {other.number: other for other in receivers}
+        for number in placement.stages_of(worker.name):
+            behind = self.member_of.get(placement.after(number))
+            found.append(self.stages[number].spec(number, behind.number if behind else 0))
+            if behind is not None and behind is not worker:
+                peers[behind.number] = behind
+        return m.Deploy(
+            worker.number,
+            found,
+            len(self.stages),
+            [m.PeerSpec(n, str(peer.address), peer.session) for n, peer in peers.items()],
+            seed,
+            list(kept),
+            [other.number for other in receivers],
+        )
 
     def of_stage(self, number: int) -> dict[str, HeldTensor]:
         """The tensors of one stage."""
@@ -407,14 +311,18 @@ class RemoteLayers:
         connections: The workers.
 
     Attributes:
+        connections: As given.
         holdings: The stages of the workers, and their tensors.
+        is_between_plans: Whether layers are about to move, or a move of theirs has failed: then
+            the stages run no step, and all tensors are where ``holdings`` has them.
         progress: Shows how far tensors have come.
     """
 
     def __init__(self, connections: Connections) -> None:
+        self.connections = connections
+        self.is_between_plans = False
         self.holdings = Holdings()
         self.progress: ProgressOfBytes = ProgressInLines
-        self._connections = connections
         self._buffer_updates: list[m.BuffersUpdated] = []
         connections.asides[m.BuffersUpdated] = self._on_buffers_updated
 
@@ -432,7 +340,7 @@ class RemoteLayers:
             placement: Who serves them; by default each worker serves one, in their order.
             seed: Start of all dropout masks.
         """
-        connections = self._connections
+        connections = self.connections
         if placement is None:
             names = [worker.name for worker in connections.members]
             placement = Placement.line(names, [[*stage.layers] for stage in stages])
@@ -442,30 +350,18 @@ class RemoteLayers:
             tensors.update(held_tensors(stage.layers, stage.tensor_dtypes))
         owner_of: dict[str, Member] = {}
         numbered = dict(enumerate(stages, start=1))
-        self.holdings = Holdings(numbered, connections.serving, tensors, owner_of)
+        self.holdings = Holdings(numbered, connections.serving, tensors, owner_of, placement)
         for number, stage in numbered.items():
             stage.check_can_be_held(connections.serving[number])
         for worker in list(connections.members):
-            connections.send(worker, self._deploy_message(worker, placement, seed))
+            connections.send(worker, self.holdings.deploy_message(worker, seed))
         loads = [load_of(worker, self.holdings.stages_of(worker)) for worker in connections.members]
-        for worker, name in send_all(loads, self._receive):
+        for worker, name in send_all(loads, self.receive):
             owner_of[name] = worker
             yield name
         for worker in list(connections.members):
             connections.request(worker, m.Launch())
         connections.finish(connections.workers)
-
-    def _deploy_message(self, worker: Member, placement: Placement, seed: int) -> m.Deploy:
-        """The request to build a worker's stages."""
-        serving, found = self._connections.serving, []
-        peers: dict[int, m.PeerSpec] = {}
-        for number in worker.stages:
-            behind = serving.get(placement.after(number))
-            found.append(self.holdings.stages[number].spec(number, behind.number if behind else 0))
-            if behind is not None and behind is not worker:
-                address = str(behind.address)
-                peers[behind.number] = m.PeerSpec(behind.number, address, behind.session)
-        return m.Deploy(worker.number, found, len(serving), list(peers.values()), seed)
 
     def fetch(self, names: Sequence[str], progress: Progress | None = None) -> dict[str, Tensor]:
         """Bring the content of tensors here, as new CPU tensors, and the state of 4-bit ones.
@@ -473,7 +369,7 @@ class RemoteLayers:
         Raises:
             ModelError: If no worker has a tensor of that name.
         """
-        self._connections.check_usable()
+        self.connections.check_usable()
         unknown = [name for name in names if name not in self.holdings.owner_of]
         if unknown:
             raise ModelError(
@@ -483,7 +379,7 @@ class RemoteLayers:
         found = {}
         asked = self.holdings.names_by_owner(names)
         for sender, name, content, state in self._asked_tensors(m.FetchTensors, asked):
-            with self._connections.blaming(sender):
+            with self.connections.blaming(sender):
                 check_state(self.holdings.layers, name, content, state)
             content = content.to(self.holdings.tensors[name].home_dtype)
             found.update(flatten(name, content, state))
@@ -491,14 +387,23 @@ class RemoteLayers:
                 progress.advance(content.nbytes)
         for worker, own in asked:
             if missing := [name for name in own if name not in found]:
-                with self._connections.blaming(worker):
+                with self.connections.blaming(worker):
                     raise RemoteProtocolError(f"It did not send the tensors {missing[:5]}.")
         return found
+
+    def wait_for_all(self) -> None:
+        """Wait until the workers have carried out all that was said to them before.
+
+        Raises:
+            StageFailed: If a worker's code raised in it.
+        """
+        for _ in self._asked_tensors(m.FetchTensors, [(w, []) for w in self.connections.workers]):
+            pass
 
     def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Bring gradients of remote parameters here, as new CPU tensors; a parameter without a
         gradient is left out."""
-        self._connections.check_usable()
+        self.connections.check_usable()
         asked = self.holdings.names_by_owner(names)
         answers = self._asked_tensors(m.FetchGradients, asked)
         return {name: gradient for _, name, gradient, _ in answers}
@@ -511,8 +416,8 @@ class RemoteLayers:
         """Each tensor that a worker was asked for: the worker, the name, the content, its state."""
         missing = {worker: set(own) for worker, own in asked}
         requests = [(worker, request(own)) for worker, own in asked]
-        for sender, message, tensors in self._connections.ask(requests, m.TensorContent):
-            with self._connections.blaming(sender):
+        for sender, message, tensors in self.connections.ask(requests, m.TensorContent):
+            with self.connections.blaming(sender):
                 check_content(message, tensors, missing[sender], self.holdings.tensors)
             missing[sender].remove(message.name)
             content, *parts = tensors
@@ -524,12 +429,12 @@ class RemoteLayers:
         Raises:
             ModelError: If a tensor is stored in 4 bits and comes without its state.
         """
-        self._connections.check_usable()
+        self.connections.check_usable()
         loads = [
             Load(worker, iter(self._contents_for(own, tensors)), is_built=True)
             for worker, own in self.holdings.names_by_owner(tensors)
         ]
-        for _ in send_all(loads, self._receive):
+        for _ in send_all(loads, self.receive):
             pass
 
     def _contents_for(
@@ -554,7 +459,7 @@ class RemoteLayers:
 
     def _on_buffers_updated(self, worker: Member, message: m.BuffersUpdated) -> None:
         numbers = {str(number) for number in self.holdings.layers}
-        with self._connections.blaming(worker):
+        with self.connections.blaming(worker):
             for name in message.names:
                 if name.partition(".")[0] not in numbers:
                     raise RemoteProtocolError(
@@ -562,10 +467,10 @@ class RemoteLayers:
                     )
         self._buffer_updates.append(message)
 
-    def _receive(self, num_bytes: int) -> tuple[Member, Frame]:
+    def receive(self, num_bytes: int) -> tuple[Member, Frame]:
         """Wait for the next message, with time for so many bytes to arrive."""
-        seconds = self._connections.deadlines.request_seconds
-        return self._connections.receive(seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND)
+        seconds = self.connections.deadlines.request_seconds
+        return self.connections.receive(seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
 # Adapters and tensors in 4 bits have switches of their own, which `AdapterSwitches` watches.

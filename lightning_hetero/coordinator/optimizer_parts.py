@@ -8,7 +8,7 @@ parameter that a user freezes between two steps is frozen on its stage too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Protocol
 
@@ -140,10 +140,19 @@ class OptimizerParts:
         """
         return not self._is_applying and not self._connections.has_torn_step
 
-    def state(self, optimizer: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Fetch an optimizer's state of all remote parameters, one by one, with their names."""
-        workers = self._connections.workers
-        requests = [(worker, m.FetchOptimizerState(optimizer)) for worker in workers]
+    def state(
+        self, optimizer: int, names: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Fetch an optimizer's state of remote parameters, one by one, with their names.
+
+        Args:
+            optimizer: The optimizer's number.
+            names: The parameters; None for all.
+        """
+        wanted = self._optimized[optimizer][1]
+        wanted = wanted if names is None else wanted.intersection(names)
+        asked = self.layers.holdings.names_by_owner(sorted(wanted))
+        requests = [(worker, m.FetchOptimizerState(optimizer, own)) for worker, own in asked]
         told: set[str] = set()
         for sender, message, tensors in self._connections.ask(requests, m.OptimizerState):
             name = message.parameter
@@ -166,7 +175,8 @@ class OptimizerParts:
         if held is None or self.layers.holdings.owner_of.get(name) is not worker:
             return None
         _, names = self._optimized[optimizer]
-        is_optimized = any(tensors[each].parameter is held.parameter for each in names)
+        optimized = (tensors[each].parameter for each in names if each in tensors)
+        is_optimized = any(parameter is held.parameter for parameter in optimized)
         return held.parameter if name in names or is_optimized else None
 
     def load_state(self, optimizer: int, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -369,14 +379,20 @@ class RemoteOptimizer:
             clip_gradients(gradients, clipping)
             self._parts.clip_gradients(self._number, clipping)
 
-    def remote_state(self) -> dict[str, dict[str, Any]]:
-        """The stages' optimizer state in the dtypes that the parameters have here."""
-        trained = [p for p in self._names_of if p.requires_grad]
+    def remote_state(self, names: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+        """The stages' optimizer state in the dtypes that the parameters have here.
+
+        Args:
+            names: The parameters; None for all.
+        """
+        names_of = self._names_of.items()
+        asked = [p for p, name in names_of if names is None or name in names]
+        trained = [p for p in asked if p.requires_grad]
         what = "Gathering the optimizer's state, counted by the weights that it is for"
         num_bytes = sum(parameter.nbytes for parameter in trained)
         found = {}
         with closing(self._parts.layers.progress(what, num_bytes)) as progress:
-            for name, state in self._parts.state(self._number):
+            for name, state in self._parts.state(self._number, names):
                 # A parameter that its layer has twice comes under both names, and is known by one.
                 parameter = self._parameters.get(name)
                 if parameter is not None:

@@ -281,9 +281,20 @@ class HollowLayers:
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the layers ordinary again and fill their tensors."""
+        self.fill(tensors)
+        self.release()
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill some of the layers' tensors."""
         for name, _ in list(named_tensors(self._modules)):
             if name in tensors:
                 set_tensor(self._modules, name, tensors[name], state_in(tensors, name))
+
+    def release(self) -> None:
+        """Make the layers ordinary again, as they are: empty, unless `fill` has filled them.
+
+        `hollow` makes them hollow again.
+        """
         unmark(tensor for _, tensor in named_tensors(self._modules))
         self._undo.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -214,18 +214,29 @@ def clipping_factor(max_norm: float, norm: float) -> float:
     return 1.0 if factor > 1.0 else factor
 
 
-AveragingAction = Literal["begin", "update", "swap", "adopt"]
+AveragingAction = Literal["begin", "go on", "update", "swap", "adopt"]
 
 
 class WeightAverages:
     """Running averages of tensors; at first they equal the tensors.
 
     Args:
-        tensors: Parameters and buffers of floating-point numbers.
+        tensors: Parameters and buffers of floating-point numbers, by name.
+        present: Averages that go on, by the names of their tensors.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._pairs = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    def __init__(
+        self, tensors: Mapping[str, Tensor], present: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._tensors, going_on = dict(tensors), present or {}
+        self.present = {
+            name: going_on[name].to(tensor) if name in going_on else tensor.detach().clone()
+            for name, tensor in tensors.items()
+        }
+
+    @property
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(tensor, self.present[name]) for name, tensor in self._tensors.items()]
 
     @torch.no_grad()
     def update(self, num_averaged: int, decay: float | None) -> None:
@@ -255,11 +266,11 @@ class WeightAverages:
             tensor.copy_(average)
 
 
-def averaged_tensors(module: nn.Module) -> list[Tensor]:
+def averaged_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The tensors of a module that are averaged: trained parameters and buffers held here.
 
     A frozen parameter equals its average.
     """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-    return [tensor for tensor in (*trained, *buffers) if not tensor.is_meta]
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point()]
+    return {name: tensor for name, tensor in (*trained, *buffers) if not tensor.is_meta}

@@ -3,8 +3,7 @@
 A worker keeps all tensors when a session ends. On the next `Deploy` it drops the tensors that the
 new stage cannot use. For each remaining one the coordinator sends a fingerprint; the worker drops a
 tensor whose fingerprint differs. So frozen weights are not sent again for a second run of a model,
-no weight is sent for a validation after a training, and layers that stay in place while others move
-are left alone.
+and no weight is sent for a validation after a training.
 """
 
 from __future__ import annotations

@@ -10,16 +10,19 @@ package has to know of it; see `Message`. Decoding checks every field against it
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from ..plan import Dtype
+from .bases import IdleAnswer, IdleRequest, LoadingRequest, ServingRequest, StageReport
+from .bases import InstantMessage as InstantMessage
+from .bases import MicrobatchMessage as MicrobatchMessage
+from .bases import StampedRequest as StampedRequest
 from .fields import (
     FEW,
     Bytes,
     Count,
-    Key,
     LayerNumber,
     LongSeconds,
     Moment,
@@ -50,46 +53,10 @@ from .values import LayerArguments as LayerArguments
 from .values import Slot, Value
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
-
-
-class IdleRequest(Message, frozen=True):
-    """Base of what the coordinator may ask before a stage is deployed."""
-
-    said = by(Speaker.COORDINATOR, State.IDLE)
-
-
-class IdleAnswer(Message, frozen=True):
-    """Base of what a worker answers before a stage is deployed."""
-
-    said = by(Speaker.WORKER, State.IDLE)
-
-
-class ServingRequest(Message, frozen=True):
-    """Base of what the coordinator may say to a stage that serves."""
-
-    said = by(Speaker.COORDINATOR, State.SERVING)
-
-
-class StampedRequest(ServingRequest, frozen=True, kw_only=True):
-    """Base of requests that have their place between forwards and backwards.
-
-    A worker carries one out when each of its stages has run so many ``forwards`` and ``backwards``
-    of the present step, however late or early it comes. More of them are an error if ``is_exact``.
-    """
-
-    is_exact: ClassVar[bool] = True
-    forwards: Count = 0
-    backwards: Count = 0
-
-
-class StageReport(Message, frozen=True):
-    """Base of what a stage may say while it is loaded and while it serves."""
-
-    said = by(Speaker.WORKER, State.LOADING, State.SERVING)
 
 
 class Hello(Message, Words, frozen=True, forbid_unknown_fields=False):
@@ -123,12 +90,6 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     protocol: int
     equipment: Equipment = msgspec.field(default_factory=Equipment)
     utc_seconds: LongSeconds = 0.0
-
-
-class InstantMessage(Message, frozen=True):
-    """Base of the messages that channels exchange themselves; they do not reach the inbox."""
-
-    said = by_anyone()
 
 
 class Ping(InstantMessage, frozen=True):
@@ -173,10 +134,9 @@ class NeighborLost(StageReport, Words, frozen=True):
     reason: Text
 
 
-class NeighborUnreachable(Message, Words, frozen=True):
+class NeighborUnreachable(StageReport, Words, frozen=True):
     """The worker cannot reach another one; the coordinator has to forward between the two."""
 
-    said = by(Speaker.WORKER, State.SERVING)
     member: Count
     reason: Text
 
@@ -270,14 +230,17 @@ class NotMeasured(IdleAnswer, Words, frozen=True):
 class Deploy(Message, frozen=True):
     """Build the layers of stages in place of the present ones; their tensors follow.
 
-    Workers are numbered from 1 on. A second `Deploy` keeps the channels to other workers.
+    Workers are numbered from 1 on. A second `Deploy` keeps the channels to other workers. What
+    `SendTensors` may ask for stays with the worker until `Launch`.
 
     Args:
         member: The number of the worker that receives this.
         stages: All stages of the worker, in the order of their layers; an idle one has none.
         num_stages: The number of stages of all workers.
-        peers: The workers that it sends activations to.
+        peers: The workers that it sends activations or tensors to.
         seed: Start of all dropout masks.
+        kept: The tensors that the worker has and goes on with, with their optimizer state.
+        receivers: The workers that `SendTensors` will name.
     """
 
     said = by(Speaker.COORDINATOR, State.IDLE, State.SERVING, then=State.LOADING)
@@ -287,6 +250,8 @@ class Deploy(Message, frozen=True):
     num_stages: Count
     peers: list[PeerSpec]
     seed: int
+    kept: list[Name] = []
+    receivers: list[Count] = []
 
 
 class Built(Message, frozen=True):
@@ -299,14 +264,13 @@ class Built(Message, frozen=True):
     held: list[Name] = []
 
 
-class LoadTensor(Message, frozen=True):
+class LoadTensor(LoadingRequest, frozen=True):
     """The content of one parameter or buffer.
 
     For a tensor in 4 bits the frame's other tensors are its ``state``; without state the worker
     quantizes the content itself. The worker answers each tensor with `Loaded`.
     """
 
-    said = by(Speaker.COORDINATOR, State.LOADING, State.SERVING)
     is_kept = True
     requests = "loading its weights"
     name: Name
@@ -333,6 +297,46 @@ class OfferAnswered(Message, frozen=True):
     said = by(Speaker.WORKER, State.LOADING)
     name: Name
     is_taken: bool
+
+
+class SendTensors(Message, frozen=True):
+    """Send tensors of former layers to another worker, each as a `MovedTensor`.
+
+    That worker answers each of them with `Loaded`. What was sent before and ``arrived`` is freed.
+    """
+
+    said = by(Speaker.COORDINATOR, State.LOADING)
+    requests = "sending weights to another worker"
+    names: list[Name]
+    member: Count
+    arrived: list[Name] = []
+
+
+class MovedTensor(Message, frozen=True):
+    """A tensor that comes from the worker that had it, with all that belongs to it.
+
+    Args:
+        member: The number of the worker that takes it.
+        name: As in `LoadTensor`.
+        content: The tensor.
+        state: The parts of its state in 4 bits.
+        optimizers: Its state in each optimizer, by the optimizer's number.
+        average: Its running average; None if it has none.
+    """
+
+    said = (
+        by(Speaker.UPSTREAM, State.LINKED)
+        | by(Speaker.WORKER, State.LOADING)
+        | by(Speaker.COORDINATOR, State.LOADING)
+    )
+    is_kept = True
+    requests = "loading weights of another worker"
+    member: Count
+    name: Name
+    content: Value
+    state: dict[Name, Value] = {}
+    optimizers: dict[Count, Value] = {}
+    average: Value = None
 
 
 class Launch(Message, frozen=True):
@@ -373,32 +377,6 @@ class BuffersUpdated(StageReport, Words, frozen=True):
 
     names: list[Name]
     is_again: bool
-
-
-class ForStage(Message, frozen=True, kw_only=True):
-    """Base of the messages that a stage takes; stage 0 is the coordinator's."""
-
-    said = by(Speaker.COORDINATOR, State.SERVING)
-    stage: Count = 0
-
-    @property
-    def stage_number(self) -> int:
-        """The stage that takes the message."""
-        return self.stage
-
-
-class MicrobatchMessage(ForStage, frozen=True):
-    """Base of the messages about one micro-batch and visit in a step."""
-
-    recorded_as = "take"
-    step: Count
-    microbatch: Count
-    visit: Count
-
-    @property
-    def key(self) -> Key:
-        """The micro-batch and visit that the message is about."""
-        return Key(self.microbatch, self.visit)
 
 
 class Arguments(MicrobatchMessage, frozen=True):
@@ -601,35 +579,36 @@ class Timings(StageReport, frozen=True):
     num_microbatches: Count
 
 
-class FetchOptimizerState(ServingRequest, frozen=True):
-    """Asks for an optimizer's state of every parameter of the stage."""
+class FetchOptimizerState(LoadingRequest, frozen=True):
+    """Asks for an optimizer's state of some parameters; those without state are left out."""
 
     requests = "sending its optimizer's state"
     optimizer: Count
+    parameters: list[Name]
 
 
-class OptimizerState(Message, frozen=True):
+class OptimizerState(StageReport, frozen=True):
     """The optimizer's state of one parameter, as the worker has it."""
 
-    said = by(Speaker.WORKER, State.SERVING)
     is_kept = True
     parameter: Name
     state: Value
 
 
 class AverageWeights(StampedRequest, frozen=True):
-    """Begin a running average of the stage's weights, update it with the present weights, swap the
-    two, or adopt the average as the weights.
+    """Begin a running average of the stage's weights, go on with it after layers have moved, update
+    it with the present weights, swap the two, or adopt the average as the weights.
 
+    A tensor that has come without an average begins to go on with its present content.
     Without ``decay`` every update weighs the same; ``num_averaged`` counts the updates so far.
     """
 
-    action: Literal["begin", "update", "swap", "adopt"]
+    action: Literal["begin", "go on", "update", "swap", "adopt"]
     num_averaged: Count
     decay: float | None
 
 
-class FetchTensors(ServingRequest, frozen=True):
+class FetchTensors(LoadingRequest, frozen=True):
     """Asks for the content of parameters and buffers."""
 
     requests = "sending its weights"
@@ -643,10 +622,9 @@ class FetchGradients(ServingRequest, frozen=True):
     names: list[Name]
 
 
-class TensorContent(Message, frozen=True):
+class TensorContent(StageReport, frozen=True):
     """One tensor that the coordinator asked for, with its ``state`` as in `LoadTensor`."""
 
-    said = by(Speaker.WORKER, State.SERVING)
     is_kept = True
     name: Name
     state: list[Name] = []

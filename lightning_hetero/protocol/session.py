@@ -4,8 +4,8 @@
 
     OPENING ── Hello ──▶ GREETING     OPENING ── Hello ──▶ GREETING
     GREETING ─ Welcome ▶ IDLE         GREETING ─ Welcome ▶ LINKED
-    IDLE: measuring                   LINKED: activations down, gradients up; probes of the link
-    IDLE ───── Deploy ─▶ LOADING
+    IDLE: measuring                   LINKED: activations down, gradients up; probes of the link;
+    IDLE ───── Deploy ─▶ LOADING              tensors that move, from the one that has dialled
     LOADING ── Launch ─▶ SERVING
     SERVING: steps, state, optimizer
     SERVING ── Deploy ─▶ LOADING: layers have moved

@@ -219,24 +219,34 @@ class Site:
         plan: Plan,
         layers: Sequence[DecoderLayer],
         coordinator: Coordinator,
-        seed: int | None = None,
+        before: Deployment | None = None,
     ) -> Deployment:
-        """Send layers to where a plan has them, over connections that are open.
+        """Bring layers to where a plan has them, over connections that are open.
 
         Args:
-            plan: One that fits.
-            layers: All decoder layers.
-            coordinator: Connected to the plan's workers.
-            seed: The run's seed of dropout masks; None before the run has one.
+            plan: A plan that fits the layers.
+            layers: All decoder layers of the module.
+            coordinator: Connected to the workers.
+            before: Where the layers are now, if they move.
         """
-        coordinator.serve(plan.workers, plan.coordinator_narrowing)
+        if before is None:
+            coordinator.serve(plan.workers, plan.coordinator_narrowing)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
-        seed, batches = dropout_seed() if seed is None else seed, self.options.batches
+        seed = dropout_seed() if before is None else before.draws.seed
         deployment = Deployment(
-            self.module, layers, plan, coordinator, seed, converts_weights, batches
+            self.module,
+            layers,
+            plan,
+            coordinator,
+            seed,
+            converts_weights,
+            self.options.batches,
+            before,
         )
+        if before is not None:  # a plan that is refused changes nothing
+            coordinator.serve(plan.workers, plan.coordinator_narrowing)
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment

@@ -1,4 +1,4 @@
-"""Moving layers: when to move them, how they come home, and how a failed move is undone.
+"""Moving layers: when to move them, and what moves along.
 
 `Watch` follows the stages of a run, reports when their first steps contradict the measurements and
 when their speed drifts, and finds a faster plan.
@@ -7,21 +7,17 @@ when their speed drifts, and finds a faster plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
 from ..errors import ModelError, PlanError
-from ..model.tensors import flatten, named_contents
 from ..pipeline.optimizer import beside
 from ..pipeline.placement import Placement
 from ..pipeline.recorder import Recorder
@@ -60,6 +56,7 @@ def check_move(
         )
     if deployment is None:
         raise ModelError("No layers are on workers, so there are none to move.")
+    deployment.check_placed()
     members = deployment.coordinator.connections.members
     plan.check(len(deployment.layers), [member.name for member in members])
     if not plan.workers:
@@ -87,63 +84,30 @@ def moves_layers(module: pl.LightningModule) -> bool:
     return bool(module.automatic_optimization)
 
 
-@dataclass(frozen=True)
-class AtHome:
-    """Weights and optimizer state while all of them are in this process.
-
-    Args:
-        contents: The layers' tensors by name, without those that are still in their checkpoint.
-        states: Each optimizer with the state of its parameters.
-    """
-
-    contents: Mapping[str, Tensor]
-    states: Sequence[tuple[Optimizer, Mapping[Tensor, dict[str, Any]]]]
-
-    @classmethod
-    def of(cls, modules: Mapping[int, nn.Module], optimizers: Sequence[Optimizer]) -> AtHome:
-        """The tensors of numbered layers and the state of optimizers that are in this process."""
-        contents: dict[str, Tensor] = {}
-        for name, tensor, state in named_contents(modules):
-            if not tensor.is_meta:
-                contents.update(flatten(name, tensor.detach(), state))
-        return cls(contents, [(optimizer, dict(optimizer.state)) for optimizer in optimizers])
-
-    def settle(self) -> None:
-        """Move the optimizer state that stays here to the device of its parameters."""
-        for optimizer, _ in self.states:
-            for parameter, state in optimizer.state.items():
-                optimizer.state[parameter] = {k: beside(parameter, k, v) for k, v in state.items()}
-
-    def restore(self, failed: Deployment | None) -> None:
-        """Restore the module and its optimizers after a deployment has failed."""
-        if failed is not None:
-            failed.refill(self.contents)
-        for optimizer, state in self.states:
-            optimizer.state.update(state)
-        logger.error(
-            "The layers could not be moved. All weights and optimizer state are in this process, "
-            "so that a checkpoint can be written."
-        )
+def settle(optimizer: Optimizer) -> None:
+    """Move the optimizer state that is here to the device of its parameters."""
+    for parameter, state in optimizer.state.items():
+        optimizer.state[parameter] = {k: beside(parameter, k, v) for k, v in state.items()}
 
 
 @contextmanager
-def moving_averages(trainer: pl.Trainer, bring_home: Callable[[], None]) -> Iterator[None]:
-    """Inside, layers move out from this process; the averages of their weights move along.
+def moving_averages(
+    trainer: pl.Trainer, plan: Plan, present: Callable[[], Deployment]
+) -> Iterator[None]:
+    """Inside, layers move; the averages of their weights move along.
 
     Args:
         trainer: Its callbacks average weights.
-        bring_home: Brings the layers into this process, before the block begins.
+        plan: Where the layers move to.
+        present: The deployment at the time of the call.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     found = [one for one in callbacks if isinstance(one, StageWeightAveraging)]
-    averages = [(one, one.averages(trainer)) for one in found]
-    bring_home()
-    try:
-        yield
-    finally:
-        for callback, state in averages:
-            if state is not None:
-                callback.begin_again(trainer, state)
+    before = present()
+    coming = [one.averages_coming_home(trainer, before, plan) for one in found]
+    yield
+    for callback, averages in zip(found, coming, strict=True):
+        callback.go_on(trainer, present(), averages)
 
 
 STEPS_BETWEEN_MOVES = 20

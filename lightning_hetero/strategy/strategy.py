@@ -39,7 +39,7 @@ from .arguments import StepOptions, check_arguments, warn_of_batch_statistics, w
 from .checkpoints import Checkpoints, checkpoint_io_or_ours, keeping_frozen
 from .deploy import PlanChoice, Site
 from .optimizers import clip_by_global_norm, norms_by_name
-from .replan import AtHome, check_move, moves_layers, moving_averages
+from .replan import check_move, moves_layers, moving_averages
 from .training_run import Run, RunNotes, TrainingRun, leave_pictures
 
 
@@ -323,43 +323,32 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
 
         Call it between an optimizer step and the next ``training_step``, for example in a
         callback's `on_train_batch_start`. The plan may have any of the first plan's workers, in any
-        order; one without layers stays connected. Key-value caches end.
+        order; one without layers stays connected. A layer goes straight from the worker that has it
+        to the next one, and what stays where it is is not sent. Key-value caches end.
 
         Raises:
             MisconfigurationException: Under manual optimization.
             PlanError: If the plan does not fit, or has no worker or others.
             ModelError: If layers cannot move now.
-            WorkerError: If a worker fails. The weights are in this process then, unless the worker
-                failed while it still had some.
+            WorkerError: If a worker fails. No step can run any more then. The end of the run brings
+                the weights home, except those that a lost worker had.
         """
         run = self._run
         is_inside_window = isinstance(run, TrainingRun) and run.is_inside_window
         check_move(self._module(), self.deployment, plan, is_inside_window)
         if isinstance(run, TrainingRun):
-            with moving_averages(self._module().trainer, run.bring_home):
-                self._run = None
-                self._redeploy(run, plan)
+            trainer = self._module().trainer
+            with moving_averages(trainer, plan, lambda: run.deployment):
+                run.move(plan, self.optimizers, partial(self._redeploy, plan, run.deployment))
+            leave_pictures(trainer, run.deployment, run.profile)
 
-    def _redeploy(self, run: TrainingRun, plan: Plan) -> None:
-        """Send the layers of a run out again, from home."""
-        site, before = self._site(), run.deployment
-        self._leave_weights()
-        home = AtHome.of(before.modules_under(plan), self.optimizers)
-        deployment = None
-        try:
-            seed = before.draws.seed
-            deployment = site.carry_out(plan, before.layers, before.coordinator, seed)
-            site.bring_weights_here(deployment)
-            super().model_to_device()
-            run.redeploy(deployment, self.optimizers)
-            home.settle()
-        except BaseException:
-            run.abandon()
-            home.restore(deployment)
-            before.coordinator.close()
-            raise
-        self._run = run
-        leave_pictures(self._module().trainer, deployment, run.profile)
+    def _redeploy(self, plan: Plan, before: Deployment) -> Deployment:
+        """Move the layers of a deployment to where a plan has them."""
+        site = self._site()
+        deployment = site.carry_out(plan, before.layers, before.coordinator, before)
+        site.bring_weights_here(deployment)
+        super().model_to_device()
+        return deployment
 
     def average_weights(
         self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
@@ -367,6 +356,7 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         """Have the stages update or swap the averages of their weights, for
         `StageWeightAveraging`."""
         if self.deployment is not None:
+            self.deployment.check_placed()
             self.deployment.coordinator.training.average_weights(action, num_averaged, decay)
 
     @override

@@ -49,7 +49,7 @@ from ..report.topology import Memory, Place, Topology, marks_of, topology_of, wi
 from .arguments import StepOptions, check_precision
 from .first_batch import first_batch_check
 from .optimizers import FollowedZeroGrad, RemoteSteps
-from .replan import Watch
+from .replan import Watch, settle
 from .training_step import BatchReader, BatchStep, MicrobatchedStep, WholeBatchStep
 
 
@@ -160,6 +160,7 @@ class TrainingRun(Run):
             step: Lightning's call of the user's method with these arguments.
             args: The arguments, the batch first.
         """
+        self.deployment.check_placed()
         self.is_inside_window = True
         return self._step.run(step, args)
 
@@ -215,35 +216,42 @@ class TrainingRun(Run):
                 are_weights_whole=True,
             ) from error
 
-    def abandon(self) -> None:
-        """Restore the Trainer and the optimizers after a failed move, with the layers at home."""
-        self._put_back.close()
-        self._remote_steps.detach()
+    def move(
+        self, plan: Plan, optimizers: Sequence[Optimizer], carry_out: Callable[[], Deployment]
+    ) -> None:
+        """Train on where another plan has the layers.
 
-    def bring_home(self) -> None:
-        """Bring weights and optimizer state into this process; changes nothing if it raises.
+        Args:
+            plan: The plan.
+            optimizers: All of them.
+            carry_out: Moves the layers. If it raises, the present deployment is still there.
 
         Raises:
-            WorkerError: If a worker does not return what it has.
+            WorkerError: If a worker fails.
             ModelError: If only some of the layers have made the latest step.
         """
-        optimizers = self._remote_steps.optimizers
-        states = [remote.remote_state() for remote in optimizers]
-        self.deployment.check_between_steps()
-        self.deployment.bring_here()
-        for remote, state in zip(optimizers, states, strict=True):
-            remote.take_back(state)
+        remote_optimizers = self._remote_steps.optimizers
+        home = self.deployment.coming_home(plan)
+        states = [remote.remote_state(home) for remote in remote_optimizers]
+        self.deployment = carry_out()
         self._remote_steps.detach()
-
-    def redeploy(self, deployment: Deployment, optimizers: Sequence[Optimizer]) -> None:
-        """Train on over another deployment."""
+        for remote, state in zip(remote_optimizers, states, strict=True):
+            remote.take_back(state)
+        # What leaves with a layer is here until its worker has it.
+        here = [(optimizer, dict(optimizer.state)) for optimizer in optimizers]
         # The check of the first batch belongs to the run, not to each deployment.
         batches = replace(self._options.batches, check="off")
         options = replace(self._options, batches=batches)
-        attached = self._attached(deployment, options, optimizers)
-        self.deployment = deployment
+        try:
+            attached = self._attached(self.deployment, options, optimizers)
+        except BaseException:
+            for optimizer, present in here:
+                optimizer.state.update(present)
+            raise
         self._remote_steps, self._step = attached
-        self._watch = self._watch.after_move(deployment, self._step.recorder)
+        self._watch = self._watch.after_move(self.deployment, self._step.recorder)
+        for optimizer in optimizers:
+            settle(optimizer)
 
     def _attached(
         self, deployment: Deployment, options: StepOptions, optimizers: Sequence[Optimizer]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..model.attributes import set_attributes
 from ..model.four_bit import is_four_bit, quantize, state_of
-from ..model.tensors import locate, named_tensors, narrowed, set_tensor
+from ..model.tensors import locate, named_contents, named_tensors, narrowed, set_tensor
 from ..pipeline.stage_layers import Content, build_described, numbered_layers
 from ..protocol import messages as m
 from ..protocol.tensors import TensorSpec
@@ -30,11 +30,13 @@ class StageLayers:
 
     Attributes:
         numbered: The present layers by their numbers.
+        leaving: The tensors of former layers that may still go to other processes, by name.
         handlers: What carries out each kind of message.
     """
 
     def __init__(self, coordinator: Channel, host: Host) -> None:
         self.numbered: dict[int, nn.Module] = {}
+        self.leaving: dict[str, Content] = {}
         self.handlers: dict[type, Handler] = {
             m.LoadTensor: self._on_load_tensor,
             m.OfferTensor: self._on_offer_tensor,
@@ -47,13 +49,16 @@ class StageLayers:
         self._missing: set[str] = set()
 
     def build(self, message: m.Deploy) -> tuple[list[nn.ModuleDict], list[str]]:
-        """Build the layers of stages without content.
+        """Build the layers of stages, with the content of the tensors that they go on with.
+
+        The other tensors of the layers before are `leaving`, until `check_complete`.
 
         Returns:
-            The layers of each stage, and the names of tensors that are kept here.
+            The layers of each stage, and the names of tensors that are kept from a session before.
 
         Raises:
-            ModelError: If layers cannot be built, or two stages have the same layer.
+            ModelError: If layers cannot be built, two stages have the same layer, or a tensor to
+                go on with is not here. Nothing has changed then.
         """
         built = [
             build_described(stage.recipe, stage.parameters, self._host.allowed)
@@ -62,17 +67,44 @@ class StageLayers:
         numbers = Counter(number for layers in built for number in layers)
         if twice := [number for number, count in numbers.items() if count > 1]:
             raise ModelError(f"The layers {twice[:5]} are in two stages of this worker.")
-        self.retire()
-        self.numbered = {}
+        parameters = [spec for stage in message.stages for spec in stage.parameters]
+        specs = {spec.name: spec for spec in parameters}
+        former = _contents(self.numbered)
+        if lost := [name for name in message.kept if name not in former or name not in specs]:
+            raise ModelError(
+                f"This worker cannot go on with the tensors {lost[:5]}: it lacks them."
+            )
+        has_former = bool(self.numbered)
+        self.numbered, self.leaving = {}, former
         for layers in built:
             self.numbered |= numbered_layers(layers)
-        parameters = [spec for stage in message.stages for spec in stage.parameters]
-        self._specs = {spec.name: spec for spec in parameters}
-        self._missing = set(self._specs)
-        return built, self._host.kept.restrict_to(parameters)
+        self._specs = specs
+        self._missing = set(specs)
+        for name in message.kept:
+            self._put(name, former[name])
+            del former[name]  # not before it is in its place
+        return built, [] if has_former else self._host.kept.restrict_to(parameters)
+
+    def take(self, name: str, content: Content) -> None:
+        """Put a tensor of another worker into its place.
+
+        Raises:
+            ModelError: If no such tensor is missing, or it has another shape.
+        """
+        if name not in self._missing:
+            raise ModelError(f"Another worker has sent the tensor {name!r}, which is not missing.")
+        device = self._host.device
+        state = {part: tensor.to(device) for part, tensor in content.state.items()}
+        self._put(name, Content(content.tensor.to(device), state))
+
+    def free(self, names: Iterable[str]) -> None:
+        """Drop tensors that have left."""
+        for name in names:
+            self.leaving.pop(name, None)
 
     def retire(self) -> None:
         """Drop the layers; their tensors are kept for the next ones."""
+        self.leaving = {}
         if self.numbered:
             self._host.kept.keep(self.numbered)
             self.numbered = {}
@@ -98,9 +130,7 @@ class StageLayers:
         content, *parts = (tensor.to(self._host.device) for tensor in tensors)
         state = dict(zip(message.state, parts, strict=True))
         owner, leaf, _ = locate(self.numbered, message.name)
-        if not is_four_bit(owner, leaf):
-            content = narrowed(content, self._specs[message.name].tensor.torch_dtype)
-        elif not state:
+        if is_four_bit(owner, leaf) and not state:
             content, state = quantize(owner, leaf, content)
         self._put(message.name, Content(content, state))
         self._coordinator.send(m.Loaded(message.name))
@@ -113,8 +143,7 @@ class StageLayers:
 
     def _on_fetch_tensors(self, message: m.FetchTensors, _tensors: tuple[Tensor, ...]) -> None:
         for name in message.names:
-            owner, leaf, tensor = locate(self.numbered, name)
-            state = state_of(owner, leaf)
+            tensor, state = self.content(name)
             self._coordinator.send(m.TensorContent(name, list(state)), tensor, *state.values())
             self._coordinator.wait_until_sent(MOST_COPIES)
         self._coordinator.send(m.Done())
@@ -143,7 +172,8 @@ class StageLayers:
         set_attributes(found[message.path], message.values, message.gone, self._host.allowed)
 
     def check_complete(self) -> None:
-        """Refuse to serve before all tensors have come; drop held tensors that were not offered.
+        """Refuse to serve before all tensors have come; drop held tensors that were not offered,
+        and those that have left.
 
         Raises:
             ModelError: With the names of some that are missing.
@@ -151,13 +181,34 @@ class StageLayers:
         if self._missing:
             raise ModelError(f"The tensors {sorted(self._missing)[:5]} did not come.")
         self._host.kept.forget()
+        self.leaving = {}
+
+    def content(self, name: str) -> Content:
+        """The content of a tensor, also while it is leaving."""
+        if name in self.leaving:
+            return self.leaving[name]
+        owner, leaf, tensor = locate(self.numbered, name)
+        return Content(tensor, state_of(owner, leaf))
 
     def _put(self, name: str, content: Content) -> None:
-        _, _, place = locate(self.numbered, name)
+        """Put a tensor into its place, in the dtype that it has there."""
+        owner, leaf, place = locate(self.numbered, name)
         if content.tensor.is_floating_point() != place.is_floating_point():
             raise ModelError(
                 f"The tensor {name!r} should be {TensorSpec.of(place)} and is "
                 f"{TensorSpec.of(content.tensor)}."
             )
-        set_tensor(self.numbered, name, content.tensor, content.state)
+        tensor = content.tensor
+        if not is_four_bit(owner, leaf):
+            tensor = narrowed(tensor, self._specs[name].tensor.torch_dtype)
+        set_tensor(self.numbered, name, tensor, content.state)
         self._missing.discard(name)
+
+
+def _contents(layers: Mapping[int, nn.Module]) -> dict[str, Content]:
+    """The content of layers by name."""
+    return {
+        name: Content(tensor.detach().as_subclass(Tensor), state)
+        for name, tensor, state in named_contents(layers)
+        if not tensor.is_meta
+    }

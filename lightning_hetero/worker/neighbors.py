@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..devices.copies import Copies
-from ..errors import LocalProtocolError, RemoteProtocolError, WorkerUnreachable
+from ..errors import LocalProtocolError, ModelError, RemoteProtocolError, WorkerUnreachable
 from ..protocol import messages as m
 from ..protocol.frames import Content
 from ..transport.channel import Channel, send_copied
@@ -15,9 +15,9 @@ from ..transport.connection import Traffic
 class Neighbors:
     """The channels to the other workers of the run, and which of them a stage's results go over.
 
-    A worker dials those that it sends activations to; they dial it the other way round. Gradients
-    go back over the channel that the stage's activations come by. Two workers that cannot reach
-    each other exchange both over the channel to the coordinator.
+    A worker dials those that it sends activations or tensors to; they dial it the other way round.
+    Gradients go back over the channel that the stage's activations come by. Two workers that cannot
+    reach each other exchange all of it over the channel to the coordinator.
 
     Args:
         coordinator: The channel to the coordinator.
@@ -38,23 +38,31 @@ class Neighbors:
         self._before: dict[int, Channel] = {}
 
     def expect(self, message: m.Deploy) -> None:
-        """Note who this worker is, and whom `connect` will dial."""
+        """Note who this worker is, and whom `connect` may dial."""
         self._number = message.member
         self._peers = {peer.member: peer for peer in message.peers}
         self._behind = {stage.number: stage.downstream for stage in message.stages}
         self._before = {}
 
-    def connect(self, start: Callable[[Channel], None]) -> dict[int, WorkerUnreachable]:
-        """Open the channels to the workers downstream that are not open yet, and start them.
+    @property
+    def downstream(self) -> set[int]:
+        """The numbers of the workers that stages here send their activations to."""
+        return {*self._behind.values()} - {0, self._number}
+
+    def connect(
+        self, numbers: Iterable[int], start: Callable[[Channel], None]
+    ) -> dict[int, WorkerUnreachable]:
+        """Open the channels to some peers that are not open yet, and start them.
 
         Returns:
             The errors of workers that do not answer or refuse, by their numbers. From then on the
             coordinator stands for them.
         """
         errors = {}
-        for number, peer in self._peers.items():
+        for number in numbers:
             if number in self._downstream:
                 continue
+            peer = self._peers[number]
             try:
                 channel = self._dial(peer.address, peer.session, self._number)
             except WorkerUnreachable as error:
@@ -111,6 +119,16 @@ class Neighbors:
     def comes_from_here(self, stage: int) -> bool:
         """Whether the activations for a stage come from this process."""
         return stage not in self._before
+
+    def channel_to(self, number: int) -> Channel:
+        """The channel for tensors to a worker.
+
+        Raises:
+            ModelError: If it was never dialled.
+        """
+        if number not in self._downstream:
+            raise ModelError(f"This worker was not told to connect to worker {number}.")
+        return self._downstream[number]
 
     def downstream_of(self, stage: int) -> Channel:
         """The channel for the activations of a stage."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from ..model.tensors import named_tensors
 from ..pipeline.optimizer import (
     Clipping,
     Group,
@@ -23,6 +26,38 @@ from ..transport.channel import Channel, Handler
 from .layers import MOST_COPIES, StageLayers
 
 
+@dataclass(frozen=True)
+class Belongings:
+    """What training has made of parameters besides their content.
+
+    Args:
+        states: The state of each parameter that has one, by the number of the optimizer.
+        averages: Running averages by the names of their tensors.
+    """
+
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
+    averages: dict[str, Tensor] = field(default_factory=dict)
+
+    def state_of(self, name: str) -> dict[int, Any]:
+        """The states of one parameter, by the number of the optimizer."""
+        return {number: own[name] for number, own in self.states.items() if name in own}
+
+    def restrict_to(self, names: Collection[str]) -> Belongings:
+        """What belongs to the tensors of these names."""
+        states = {
+            number: {name: state for name, state in own.items() if name in names}
+            for number, own in self.states.items()
+        }
+        return Belongings(states, {n: a for n, a in self.averages.items() if n in names})
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Drop what belongs to the tensors of these names."""
+        for name in names:
+            self.averages.pop(name, None)
+            for own in self.states.values():
+                own.pop(name, None)
+
+
 class TrainedSide:
     """Steps, clips, freezes and averages the layers' weights when the coordinator asks for it.
 
@@ -32,6 +67,7 @@ class TrainedSide:
         take_timings: Returns the time that training took since the last optimizer step.
 
     Attributes:
+        leaving: What belongs to tensors of former layers.
         handlers: What carries out each kind of message.
     """
 
@@ -44,7 +80,11 @@ class TrainedSide:
         self._coordinator = coordinator
         self._layers = layers
         self._take_timings = take_timings
-        self.train_anew()
+        self._optimizers: dict[int, StageOptimizer] = {}
+        self._averages = WeightAverages({})
+        # What belongs to tensors here, until their optimizers are built and averages go on.
+        self._awaiting = Belongings()
+        self.leaving = Belongings()
         self.handlers: dict[type, Handler] = {
             m.BuildOptimizer: self._on_build_optimizer,
             m.LoadOptimizerState: self._on_load_optimizer_state,
@@ -57,10 +97,46 @@ class TrainedSide:
             m.FetchOptimizerState: self._on_fetch_optimizer_state,
         }
 
-    def train_anew(self) -> None:
-        """Forget optimizers and averages; the layers have changed."""
-        self._optimizers: dict[int, StageOptimizer] = {}
-        self._averages = WeightAverages([])
+    def train_anew(self, kept: Collection[str]) -> None:
+        """Take optimizers and averages apart; the layers have changed.
+
+        Args:
+            kept: The tensors that the layers go on with; what belongs to the others is `leaving`.
+        """
+        former = Belongings(
+            {number: self._all_states(number) for number in self._known_optimizers()},
+            {**self._awaiting.averages, **self._averages.present},
+        )
+        self._awaiting = former.restrict_to(set(kept))
+        former.drop(kept)
+        self.leaving = former
+        self._optimizers = {}
+        self._averages = WeightAverages({})
+
+    def take(self, name: str, states: dict[int, Any], average: Tensor | None) -> None:
+        """Take what belongs to a tensor that has come from another worker."""
+        for number, state in states.items():
+            self._awaiting.states.setdefault(number, {})[name] = state
+        if average is not None:
+            self._awaiting.averages[name] = average
+
+    def forget_leaving(self) -> None:
+        """Drop what belongs to tensors that have left."""
+        self.leaving = Belongings()
+
+    def check_nothing_waits(self) -> None:
+        """Refuse a step before what has come with tensors is used.
+
+        Raises:
+            ModelError: With the names of some of these tensors.
+        """
+        waiting = {name for own in self._awaiting.states.values() for name in own}
+        waiting.update(self._awaiting.averages)
+        if waiting:
+            raise ModelError(
+                f"The optimizer's state or average of {sorted(waiting)[:5]} has come here, and no "
+                "optimizer or average that goes on with it."
+            )
 
     def _on_build_optimizer(self, message: m.BuildOptimizer, tensors: tuple[Tensor, ...]) -> None:
         groups = [Group(g.parameters, unpack(g.options, tensors)) for g in message.groups]
@@ -68,6 +144,8 @@ class TrainedSide:
         self._optimizers[message.optimizer] = StageOptimizer(
             message.class_name, defaults, groups, self._layers.parameters()
         )
+        for name, state in self._awaiting.states.pop(message.optimizer, {}).items():
+            self._optimizers[message.optimizer].load_state(name, state)
         self._coordinator.send(m.Done())
 
     def _on_load_optimizer_state(
@@ -101,10 +179,10 @@ class TrainedSide:
         self._coordinator.send(self._take_timings(message.step))
 
     def _on_average_weights(self, message: m.AverageWeights, _tensors: tuple[Tensor, ...]) -> None:
-        if message.action == "begin":
-            self._averages = WeightAverages(
-                averaged_tensors(nn.ModuleList(self._layers.numbered.values()))
-            )
+        if message.action in ("begin", "go on"):
+            present = dict(self._awaiting.averages) if message.action == "go on" else {}
+            self._awaiting.averages.clear()
+            self._averages = WeightAverages(self._averaged(present), present)
         elif message.action == "update":
             self._averages.update(message.num_averaged, message.decay)
         elif message.action == "swap":
@@ -115,12 +193,33 @@ class TrainedSide:
     def _on_fetch_optimizer_state(
         self, message: m.FetchOptimizerState, _tensors: tuple[Tensor, ...]
     ) -> None:
-        for name, state in self._optimizer(message.optimizer).state().items():
+        if message.optimizer not in self._known_optimizers():
+            raise ModelError(f"This worker has no optimizer {message.optimizer} yet.")
+        states = self._all_states(message.optimizer)
+        states.update(self.leaving.states.get(message.optimizer, {}))
+        for name in message.parameters:
+            state = states.get(name)
+            if not state:
+                continue
             packer = Packer()
             value = packer.pack(state, f"the optimizer state of {name}")
             self._coordinator.send(m.OptimizerState(name, value), *packer.tensors)
             self._coordinator.wait_until_sent(MOST_COPIES)
         self._coordinator.send(m.Done())
+
+    def _averaged(self, going_on: Collection[str]) -> dict[str, Tensor]:
+        """The tensors that are averaged: those that train, and those whose averages go on."""
+        layers = {str(number): layer for number, layer in self._layers.numbered.items()}
+        tensors = {n: t for n, t in named_tensors(self._layers.numbered) if n in going_on}
+        return averaged_tensors(nn.ModuleDict(layers)) | tensors
+
+    def _known_optimizers(self) -> set[int]:
+        return {*self._optimizers, *self._awaiting.states, *self.leaving.states}
+
+    def _all_states(self, number: int) -> dict[str, Any]:
+        """The state of each parameter in an optimizer, built or about to be."""
+        built = self._optimizers.get(number)
+        return {**self._awaiting.states.get(number, {}), **({} if built is None else built.state())}
 
     def _optimizer(self, number: int) -> StageOptimizer:
         if number not in self._optimizers:

@@ -5,6 +5,7 @@
     neighbors   the channels to the other workers
     layers      builds layers, takes their tensors, sends them
     training    steps, clips, freezes and averages
+    moves       passes tensors on to other workers as layers move, and takes theirs
     telemetry   times and records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
@@ -18,7 +19,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 
@@ -49,6 +50,7 @@ from ..transport.address import Address
 from ..transport.channel import Arrival, Channel, Handler, Inbox, of_action
 from ..transport.handshake import dial
 from .layers import StageLayers
+from .moves import MovedSide
 from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
@@ -115,6 +117,8 @@ class StageSession:
         self._recorder = self._telemetry.recorder
         take_timings = self._telemetry.take_timings
         self._training = TrainedSide(coordinator, self._layers, take_timings)
+        channel_to = self._neighbors.channel_to
+        self._moves = MovedSide(coordinator, self._layers, self._training, channel_to)
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -124,6 +128,7 @@ class StageSession:
             **self._telemetry.handlers,
             **self._training.handlers,
             **self._layers.handlers,
+            **self._moves.handlers,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.Deploy: self._on_deploy,
@@ -336,7 +341,9 @@ class StageSession:
         if self._budget is not None:
             self._budget.reserve(parameters)
         built, held = self._layers.build(message)
+        self._training.train_anew(message.kept)
         self._neighbors.expect(message)
+        self._connect(message.receivers)
         stages = zip(message.stages, built, strict=True)
         self._runner = Runner(
             [self._stage(spec, layers, message.seed) for spec, layers in stages],
@@ -348,7 +355,6 @@ class StageSession:
             for spec in message.stages
         }
         self._served = _described(self._runner.stages, self._layers.numbered)
-        self._training.train_anew()
         self._coordinator.send(m.Built(held))
 
     def _stage(self, spec: m.StageSpec, layers: nn.ModuleDict, seed: int) -> Stage:
@@ -368,9 +374,14 @@ class StageSession:
 
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.check_complete()
-        for number, error in self._neighbors.connect(self._start).items():
-            self._coordinator.send(m.NeighborUnreachable(number, str(error)[:_MOST_TEXT]))
+        self._training.forget_leaving()
+        self._connect(self._neighbors.downstream)
         self._coordinator.send(m.Done())
+
+    def _connect(self, numbers: Iterable[int]) -> None:
+        """Open the channels to other workers; tell the coordinator which are out of reach."""
+        for number, error in self._neighbors.connect(numbers, self._start).items():
+            self._coordinator.send(m.NeighborUnreachable(number, str(error)[:_MOST_TEXT]))
 
     def _start(self, channel: Channel) -> None:
         pool = self._copies.receive_pool()
@@ -384,6 +395,7 @@ class StageSession:
         return channel
 
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
+        self._training.check_nothing_waits()
         self._copies.keep_for(message.in_flight)
         self._recorder.begin_step()
         accumulate, dropout_step = message.accumulate, message.dropout_step

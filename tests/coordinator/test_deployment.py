@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from transformers import DynamicCache
 
 from lightning_hetero import from_pretrained
-from lightning_hetero.coordinator import deployment
-from lightning_hetero.coordinator.deployment import Deployment, adjust_own
+from lightning_hetero.coordinator.deployment import Deployment
 from lightning_hetero.coordinator.session import Coordinator
 from lightning_hetero.errors import ModelError, StageFailed, WeightsLost
-from lightning_hetero.model.layers import DecoderLayer, find_decoder_layers
+from lightning_hetero.model.layers import find_decoder_layers
 from lightning_hetero.pipeline.boundary import Surroundings
 from lightning_hetero.pipeline.rule import Key
 from lightning_hetero.pipeline.stage import StageCaches
@@ -199,70 +194,3 @@ def test_after_an_abort_a_cache_is_refused_and_a_new_one_works(coordinator: Coor
             model(tokens[:, :1], past_key_values=cache)
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(tokens, **options), plain.generate(tokens, **options))
-
-
-class Cached(nn.Linear):
-    """A layer that takes a cache, and tells what it was given."""
-
-    def forward(self, hidden: torch.Tensor, cache: object = None) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(hidden) + (0 if cache is None else 100)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How often what is compiled was called."""
-    found: list[str] = []
-
-    def compiled(forward: object) -> object:
-        def call(*args: object, **kwargs: object) -> object:
-            found.append("compiled")
-            return forward(*args, **kwargs)  # type: ignore[operator]
-
-        return call
-
-    monkeypatch.setattr(deployment, "compiled", compiled)
-    return found
-
-
-def adjusted_layer(recompute: bool = False) -> tuple[Cached, list[Callable[[], None]]]:
-    torch.manual_seed(0)
-    layer = Cached(2, 2)
-    plan = Plan([StagePlan(["coordinator"], (0, 1), recompute=recompute, compile=True)])
-    return layer, adjust_own([DecoderLayer("layers.0", layer)], plan)
-
-
-@pytest.mark.parametrize(("recompute", "times"), [(False, 1), (True, 2)])
-def test_a_training_step_is_compiled_without_its_cache(
-    calls: list[str], recompute: bool, times: int
-) -> None:
-    layer, adjusted = adjusted_layer(recompute)
-    hidden = torch.ones(1, 2, requires_grad=True)
-    output = layer(hidden, DynamicCache())
-    output.sum().backward()
-    assert calls == ["compiled"] * times
-    assert torch.equal(output, Cached.forward(layer, hidden))
-    for put_back in adjusted:
-        put_back()
-    assert "forward" not in vars(layer)
-    layer(hidden)
-    assert len(calls) == times
-
-
-def test_a_cache_that_is_read_is_not_compiled(calls: list[str]) -> None:
-    layer, _ = adjusted_layer()
-    with torch.no_grad():
-        assert (layer(torch.ones(1, 2), DynamicCache()) > 50).all()
-        assert calls == []
-        layer(torch.ones(1, 2))
-    assert calls == ["compiled"]
-
-
-def test_a_copy_of_a_layer_computes_with_its_own_weights(calls: list[str]) -> None:
-    layer, _ = adjusted_layer()
-    other = copy.deepcopy(layer)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-        run = partial(other, torch.ones(1, 2))
-        assert torch.equal(run(), torch.zeros(1, 2))
-    assert calls == ["compiled"]

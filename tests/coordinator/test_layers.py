@@ -1,157 +1,17 @@
-"""Tensors go to several workers at once, and only a few of them are under way."""
+"""Attributes of layers that are sent to their workers."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetero.coordinator.connections import Connections
-from lightning_hetero.coordinator.layers import (
-    MOST_REFUSALS,
-    MOST_SMALL_UNDER_WAY,
-    MOST_UNDER_WAY,
-    SMALL_BYTES,
-    Load,
-    PlainAttributes,
-    RemoteLayers,
-    send_all,
-)
+from lightning_hetero.coordinator.layers import PlainAttributes, RemoteLayers
 from lightning_hetero.errors import ModelError
 from lightning_hetero.model.layers import DecoderLayer
-from lightning_hetero.pipeline.stage_layers import Content, fingerprint_of
-from lightning_hetero.protocol import messages as m
-from lightning_hetero.protocol.frames import Frame
-
-LARGE = SMALL_BYTES // 4  # elements of float32
-State = dict[str, Tensor]
-
-
-@dataclass
-class FakeWorker:
-    """Confirms what it was sent, one thing at a time, when it is asked to."""
-
-    name: str
-    sent: list[m.Message] = field(default_factory=list)
-    answered: int = 0
-
-    @property
-    def channel(self) -> FakeWorker:
-        return self
-
-    def send(self, message: m.Message, *_tensors: Tensor) -> None:
-        self.sent.append(message)
-
-    @property
-    def is_waiting(self) -> bool:
-        return self.answered < len(self.sent)
-
-    def answer(self, takes_offers: bool = True) -> m.Message:
-        message: Any = self.sent[self.answered]
-        self.answered += 1
-        if isinstance(message, m.OfferTensor):
-            return m.OfferAnswered(message.name, takes_offers)
-        return m.Loaded(message.name)
-
-
-def tensors(count: int, elements: int) -> Iterator[tuple[str, Tensor, State]]:
-    for number in range(count):
-        yield f"{number}.weight", torch.full((1,), float(number)).expand(elements), {}
-
-
-def load(worker: FakeWorker, contents: Iterator[tuple[str, Tensor, State]], **options: Any) -> Load:
-    return Load(worker, contents, **{"is_built": True, **options})  # type: ignore[arg-type]
-
-
-def test_one_that_confirms_nothing_holds_nobody_up() -> None:
-    slow, quick = FakeWorker("slow"), FakeWorker("quick")
-    most: Counter[str] = Counter()
-
-    def receive(_num_bytes: int) -> Any:
-        for worker in (slow, quick):
-            most[worker.name] = max(most[worker.name], len(worker.sent) - worker.answered)
-        worker = quick if quick.is_waiting else slow
-        if worker is slow:
-            assert len(quick.sent) == 9
-        return worker, Frame(worker.answer())
-
-    loads = [load(slow, tensors(5, LARGE)), load(quick, tensors(9, LARGE))]
-    sent = Counter(worker.name for worker, _ in send_all(loads, receive))
-    assert sent == {"slow": 5, "quick": 9}
-    assert most == {"slow": MOST_UNDER_WAY, "quick": MOST_UNDER_WAY}
-
-
-def test_many_small_ones_are_under_way_at_once() -> None:
-    worker = FakeWorker("far away")
-    under_way: list[int] = []
-
-    def receive(num_bytes: int) -> Any:
-        under_way.append(num_bytes)
-        return worker, Frame(worker.answer())
-
-    for elements, expected in ((LARGE // 8, SMALL_BYTES), (1, 4 * MOST_SMALL_UNDER_WAY)):
-        under_way.clear()
-        assert len(list(send_all([load(worker, tensors(100, elements))], receive))) == 100
-        assert max(under_way) == expected
-
-
-def test_what_a_worker_packs_comes_alone() -> None:
-    worker = FakeWorker("packing")
-
-    def receive(_num_bytes: int) -> Any:
-        assert len(worker.sent) - worker.answered == 1
-        return worker, Frame(worker.answer())
-
-    loads = [load(worker, tensors(4, 10), is_packed_there=lambda _name: True)]
-    assert len(list(send_all(loads, receive))) == 4
-
-
-def test_nothing_is_sent_before_the_layers_are_built_and_what_is_held_is_offered() -> None:
-    worker = FakeWorker("built")
-    built = [m.Built(["0.weight", "1.weight", "unknown"])]
-
-    def receive(_num_bytes: int) -> Any:
-        if built:
-            assert worker.sent == []
-            return worker, Frame(built.pop())
-        return worker, Frame(worker.answer(takes_offers=worker.answered == 0))
-
-    contents = list(tensors(3, LARGE))
-    loads = [
-        load(worker, iter(contents), is_built=False, may_be_held=lambda name: name != "unknown")
-    ]
-    assert len(list(send_all(loads, receive))) == 3
-    said = [(type(message).__name__, getattr(message, "name", "")) for message in worker.sent]
-    assert sorted(said) == [
-        ("LoadTensor", "1.weight"),  # offered, and not the one that it holds
-        ("LoadTensor", "2.weight"),
-        ("OfferTensor", "0.weight"),
-        ("OfferTensor", "1.weight"),
-    ]
-    offer = next(message for message in worker.sent if isinstance(message, m.OfferTensor))
-    assert offer.fingerprint == fingerprint_of(Content(contents[0][1], {}))
-
-
-def test_after_several_refusals_nothing_is_offered_any_more() -> None:
-    worker = FakeWorker("trained since")
-    built = [m.Built([f"{number}.weight" for number in range(20)])]
-
-    def receive(_num_bytes: int) -> Any:
-        if built:
-            return worker, Frame(built.pop())
-        return worker, Frame(worker.answer(takes_offers=False))
-
-    loads = [load(worker, tensors(20, LARGE), is_built=False, may_be_held=lambda _name: True)]
-    assert len(list(send_all(loads, receive))) == 20
-    said = Counter(type(message).__name__ for message in worker.sent)
-    assert said["LoadTensor"] == 20
-    assert MOST_REFUSALS <= said["OfferTensor"] <= MOST_REFUSALS + MOST_UNDER_WAY
 
 
 def test_an_attribute_that_cannot_be_sent_is_named_with_its_module() -> None:

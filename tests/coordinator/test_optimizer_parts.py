@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -58,7 +58,9 @@ class FakeParts:
     def note_applied(self) -> None:
         self.said.append("applied")
 
-    def state(self, optimizer: int) -> list[tuple[str, dict[str, Any]]]:
+    def state(
+        self, optimizer: int, names: Collection[str] | None = None
+    ) -> list[tuple[str, dict[str, Any]]]:
         return list(self.states.items())
 
     def load_state(self, optimizer: int, state: Mapping[str, Any]) -> None:

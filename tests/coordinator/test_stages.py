@@ -248,8 +248,10 @@ def test_all_workers_are_asked_before_the_first_answer_is_awaited(
 def test_a_request_that_all_workers_refuse_leaves_nothing_behind(
     coordinator: Coordinator, layers: dict[int, nn.Module]
 ) -> None:
+    workers = coordinator.connections.workers
+    requests = [(worker, m.FetchOptimizerState(5, [])) for worker in workers]
     with pytest.raises(StageFailed, match="has no optimizer 5"):
-        list(coordinator.training.state(5))
+        list(coordinator.connections.ask(requests, m.OptimizerState))
     assert coordinator.connections._inbox.empty()
     names = [name for name, _ in named_tensors(layers)]
     assert coordinator.layers.fetch(names).keys() == set(names)

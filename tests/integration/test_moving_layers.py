@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroPipelineStrategy, Plan
 from lightning_hetero.callbacks import StageWeightAveraging
-from lightning_hetero.errors import ModelError, PlanError, WorkerLost
-from lightning_hetero.strategy.training_run import TrainingRun
+from lightning_hetero.coordinator.loads import PassedOn
+from lightning_hetero.errors import ModelError, PlanError, WeightsLost, WorkerLost
 
 from ..conftest import WorkerProcess, worker_process
 from ..models import TinyModule, loader, sequences, trainer
@@ -210,44 +212,88 @@ def test_a_layer_with_a_hook_does_not_leave_the_coordinator(workers: list[str]) 
         train(workers, {2: plan_of(workers, MOVES["to the right"])}, make)
 
 
-def test_a_worker_that_dies_during_a_move_is_named_and_no_weight_is_lost(
-    workers: list[str],
-    still_averaged: TinyModule,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+class Interrupting:
+    """Raises when so many tensors have come to their new workers."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, count: int, act: Callable[[], None]
+    ) -> None:
+        self.left, self.act, self.take = count, act, PassedOn.take
+        monkeypatch.setattr(PassedOn, "take", lambda *given: self(*given))
+
+    def __call__(self, passed_on: PassedOn, message: Any) -> None:
+        self.take(passed_on, message)
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+
+def test_a_worker_that_dies_during_a_move_is_named_with_the_remedy(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=99, save_on_exception=True)
-    average = StageWeightAveraging(decay=0.8)
     with worker_process() as mortal:
         chain = [workers[0], mortal.address]
-        plan = plan_of(chain, MOVES["to the left"])
 
-        bring_home = TrainingRun.bring_home
-
-        def bring_home_and_kill(run: TrainingRun) -> None:
-            bring_home(run)
+        def kill() -> None:
             mortal.process.kill()
             mortal.process.wait()
 
-        monkeypatch.setattr(TrainingRun, "bring_home", bring_home_and_kill)
+        Interrupting(monkeypatch, 4, kill)
         module = TinyModule(NUM_LAYERS)
-        with pytest.raises(WorkerLost, match=mortal.address):
-            train(
-                chain,
-                {4: plan},
-                lambda: module,
-                callbacks=(saving, average),
-                enable_checkpointing=True,
-            )
+        with pytest.raises(WorkerLost, match=mortal.address) as caught:
+            train(chain, {4: plan_of(chain, MOVES["of the workers"])}, lambda: module)
+    assert "build the module anew" in str(caught.value)
+    with pytest.raises(WeightsLost, match="have not come home"):
+        module.state_dict()
+
+
+def raise_error(error: type[BaseException]) -> None:
+    raise error("stop here")
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("count", [1, 7, 18], ids=["first", "middle", "last"])
+def test_nothing_is_lost_when_a_move_is_interrupted(
+    workers: list[str],
+    still: TinyModule,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    error: type[BaseException],
+) -> None:
+    """18 tensors move, each with its optimizer state."""
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=99, save_on_exception=True)
+    Interrupting(monkeypatch, count, partial(raise_error, error))
+    module = TinyModule(NUM_LAYERS)
+    moves = {4: plan_of(workers, MOVES["of the workers"])}
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        train(workers, moves, lambda: module, callbacks=(saving,), enable_checkpointing=True)
     monkeypatch.undo()
     resumed = TinyModule(NUM_LAYERS)
     (file,) = tmp_path.glob("*.ckpt")
-    again = trainer(
-        max_steps=NUM_STEPS, gradient_clip_val=0.05, callbacks=[StageWeightAveraging(decay=0.8)]
-    )
+    saved = torch.load(file, weights_only=True)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, saved["state_dict"][name]), name
+    again = trainer(max_steps=NUM_STEPS, gradient_clip_val=0.05)
     again.fit(resumed, remaining(), ckpt_path=file)
     resumed.losses = module.losses[:4] + resumed.losses
-    assert_same(resumed, still_averaged)
+    assert_same(resumed, still)
+
+
+def test_no_step_runs_after_a_move_that_failed(
+    workers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stubborn(Moves):
+        def on_train_batch_start(self, *given: Any) -> None:
+            with suppress(OSError):
+                super().on_train_batch_start(*given)
+
+    Interrupting(monkeypatch, 3, partial(raise_error, OSError))
+    moves = Stubborn({2: plan_of(workers, MOVES["of the workers"])})
+    strategy = HeteroPipelineStrategy(workers[:2], plan_of(workers, START))
+    run = trainer(strategy, callbacks=[moves], max_steps=4)
+    with pytest.raises(ModelError, match="A move of layers has failed"):
+        run.fit(TinyModule(NUM_LAYERS), loader(8 * 4, 8))
 
 
 # A layer takes 4 ms at least on this worker and, from the twelfth step on, three times as long.

@@ -29,9 +29,19 @@ from lightning_hetero.transport.deadlines import Deadlines
 from ..conftest import worker_process
 from ..equality import assert_close, differing, weights_of
 from ..faults.relay import relay_to
-from ..models import TinyModule, fit
+from ..models import TinyModule, fit, loader
+from .moves import Moves
 from .namespaces import new_host, reason_against_hosts
-from .yardstick import NUM_LAYERS, NUM_PIECES, TwiceModule, accumulated_run, plan_over, train
+from .yardstick import (
+    BATCH_SIZE,
+    NUM_LAYERS,
+    NUM_PIECES,
+    NUM_STEPS,
+    TwiceModule,
+    accumulated_run,
+    plan_over,
+    train,
+)
 
 FORWARDED = "cannot reach .*the coordinator forwards what passes between the two"
 
@@ -71,6 +81,23 @@ def test_weights_over_tunnels_are_bit_equal_to_accumulation(
     texts = [text for each in told if "cannot reach" in (text := str(each.message))]
     assert len(texts) == num_stages - 2
     assert all("leads to another worker than the one that was meant" in text for text in texts)
+    assert differing(piped, accumulated_run(NUM_PIECES)) == []
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{FORWARDED}")
+def test_layers_move_over_tunnels(workers: list[str]) -> None:
+    """All of them get other workers, among which are two that had no link before."""
+    with tunnels_to(workers) as ends:
+        first, second, third = ends
+        plans = [
+            plan_over(order, 4, 1, NUM_PIECES)
+            for order in (ends, [third, second, first], [second, first, third])
+        ]
+        piped = TinyModule(NUM_LAYERS)
+        moves = Moves(dict(enumerate(plans[1:], start=1)))
+        data = loader(BATCH_SIZE * NUM_STEPS, BATCH_SIZE)
+        fit(piped, HeteroPipelineStrategy(ends, plans[0]), data, callbacks=[moves])
+    assert moves.moved == [1, 2]
     assert differing(piped, accumulated_run(NUM_PIECES)) == []
 
 

@@ -95,9 +95,9 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
         "Paused Resumed",
     ),
     (workers_pair, State.LOADING): (
-        "LoadTensor OfferTensor Launch",
-        "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord NeighborLost Paused "
-        "Resumed",
+        "LoadTensor OfferTensor SendTensors MovedTensor FetchTensors FetchOptimizerState Launch",
+        "Built Loaded OfferAnswered Done Timings BuffersUpdated StageRecord MovedTensor "
+        "TensorContent OptimizerState NeighborLost NeighborUnreachable Paused Resumed",
     ),
     (workers_pair, State.SERVING): (
         "BuildOptimizer LoadOptimizerState LoadTensor BeginStep SetAttributes Arguments Activation "
@@ -110,7 +110,7 @@ ALLOWED: dict[tuple[Callable[[], Pair], State], tuple[str, str]] = {
     (workers_pair, State.CLOSED): ("", ""),
     (neighbors_pair, State.OPENING): ("Hello", ""),
     (neighbors_pair, State.GREETING): ("", "Welcome"),
-    (neighbors_pair, State.LINKED): ("Activation Probe", "Gradient ProbeAnswer"),
+    (neighbors_pair, State.LINKED): ("Activation MovedTensor Probe", "Gradient ProbeAnswer"),
     (neighbors_pair, State.CLOSED): ("", ""),
     (watchers_pair, State.OPENING): ("Hello", ""),
     (watchers_pair, State.GREETING): ("", "Welcome"),
@@ -228,7 +228,7 @@ def test_a_whole_run_of_a_coordinator_and_a_worker() -> None:
         pair.answer(m.Norms(step, {}))
         pair.ask(m.ClipGradients(step, 0, factor=0.1, value=None), m.ApplyOptimizer(step, 0, []))
     pair.answer(m.Failure("a stage failed"), m.NeighborLost(2, "gone"))
-    pair.ask(m.AbortStep(3), m.FetchTensors(["0.weight"]), m.FetchOptimizerState(0))
+    pair.ask(m.AbortStep(3), m.FetchTensors(["0.weight"]), m.FetchOptimizerState(0, []))
     pair.answer(m.TensorContent("0.weight"), m.Done())
     pair.answer(m.OptimizerState("0.weight", DictNode({})), m.Done())
     pair.ask(m.LoadOptimizerState(0, "0.weight", DictNode({})), m.LoadTensor("0.weight"))

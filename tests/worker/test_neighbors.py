@@ -59,7 +59,7 @@ def test_without_other_workers_there_is_the_coordinator() -> None:
     with channel_pair() as (_, coordinator):
         neighbors = Neighbors(coordinator.channel, nobody)
         neighbors.expect(deploy(0))
-        assert neighbors.connect(lambda _channel: None) == {}
+        assert neighbors.connect(neighbors.downstream, lambda _channel: None) == {}
         assert neighbors.downstream_of(1) is coordinator.channel
         assert neighbors.numbers == {coordinator.channel: 0}
         assert list(neighbors.traffic) == ["coordinator"]
@@ -77,7 +77,7 @@ def test_each_worker_downstream_is_dialled_once_and_stays() -> None:
         neighbors = Neighbors(coordinator.channel, dial)
         for message in (deploy(2, 1, 2), deploy(2, 6), deploy(6, 0)):
             neighbors.expect(message)
-            assert neighbors.connect(started.append) == {}
+            assert neighbors.connect(neighbors.downstream, started.append) == {}
         assert dialled == [("2:1", "session 2", 1), ("6:1", "session 6", 1)]
         assert started == [two.channel, six.channel]
         assert neighbors.downstream_of(1) is six.channel
@@ -105,9 +105,10 @@ def test_a_worker_out_of_reach_is_dialled_once_and_the_coordinator_stands_for_it
 
         neighbors = Neighbors(coordinator.channel, dial)
         neighbors.expect(deploy(2))
-        assert [*map(str, neighbors.connect(lambda _channel: None).values())] == ["no route"]
+        errors = neighbors.connect(neighbors.downstream, lambda _channel: None)
+        assert {number: str(error) for number, error in errors.items()} == {2: "no route"}
         neighbors.expect(deploy(2))  # as after layers have moved
-        assert neighbors.connect(lambda _channel: None) == {}
+        assert neighbors.connect(neighbors.downstream, lambda _channel: None) == {}
         assert dialled == ["2:1"]
         assert neighbors.downstream_of(1) is coordinator.channel
 

@@ -1,0 +1,213 @@
+"""Tensors on their way to workers: so many at once that every link is busy, and memory is bounded.
+
+Tensors go to several workers at once. One tensor is read at a time, for any worker that has room.
+Each worker confirms every tensor that it has put in its place, and at most two of its tensors, or
+some more small ones, are under way: that bounds the memory that sending takes on both sides, and
+keeps every link busy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from ..model.four_bit import State
+from ..pipeline.stage_layers import Content, fingerprint_of
+from ..protocol import messages as m
+from ..protocol.frames import Frame
+from .connections import Member
+
+# The most that may be under way to a worker: two tensors of any size, or more small ones up to what
+# a link of 1 Gbit/s carries within 60 ms.
+MOST_UNDER_WAY = 2
+MOST_SMALL_UNDER_WAY = 64
+SMALL_BYTES = 8 * 2**20
+
+# A smaller tensor is sent at once: an offer costs as much.
+LEAST_OFFERED_BYTES = 2**14
+# A worker that has refused so many offers in a row holds tensors that were trained since.
+MOST_REFUSALS = 8
+
+
+@dataclass(eq=False)
+class Load:
+    """The tensors that one worker is to receive, and those under way to it.
+
+    Args:
+        worker: The receiver.
+        contents: Names, tensors and states, read one by one.
+        is_packed_there: Whether the worker packs a tensor of that name that comes without state;
+            it has memory for one of them at a time.
+        may_be_held: Whether the worker would hold a tensor of that name in the dtype in which it
+            is sent.
+        is_built: Whether the worker has built the layers already.
+    """
+
+    worker: Member
+    contents: Iterator[tuple[str, Tensor, State]]
+    is_packed_there: Callable[[str], bool] = lambda _name: False
+    may_be_held: Callable[[str], bool] = lambda _name: False
+    is_built: bool = False
+    _held: Collection[str] = ()
+    _is_read: bool = False
+    _num_refusals: int = 0
+    # In the order in which the worker confirms them.
+    _under_way: deque[tuple[str, Content]] = field(default_factory=deque)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the worker has confirmed everything."""
+        return self._is_read and not self._under_way
+
+    @property
+    def bytes_under_way(self) -> int:
+        """The bytes of what the worker has not confirmed yet."""
+        return sum(content.num_bytes for _, content in self._under_way)
+
+    def send_next(self) -> Iterator[str]:
+        """Read and send the next tensor, if the worker can take it; yields its name then."""
+        if not self._has_room():
+            return
+        found = next(self.contents, None)
+        if found is None:
+            self._is_read = True
+            return
+        name, tensor, state = found
+        content = Content(tensor, state)
+        if name in self._held and self._is_worth_asking(name, content):
+            self.worker.channel.send(m.OfferTensor(name, fingerprint_of(content)))
+            self._under_way.append((name, content))
+        else:
+            self._send(name, content)
+        yield name
+
+    def take(self, message: m.Message) -> None:
+        """Note an answer of the worker; other messages are ignored."""
+        if isinstance(message, m.Built):
+            self._held = {name for name in message.held if self.may_be_held(name)}
+            self.is_built = True
+        elif isinstance(message, (m.Loaded, m.OfferAnswered)) and self._is_next(message.name):
+            name, content = self._under_way.popleft()
+            if isinstance(message, m.OfferAnswered) and not message.is_taken:
+                self._num_refusals += 1
+                self._send(name, content)
+            elif isinstance(message, m.OfferAnswered):
+                self._num_refusals = 0
+
+    def _has_room(self) -> bool:
+        if not self.is_built or self._is_read:
+            return False
+        if self._under_way and self._is_sent_to_be_packed(*self._under_way[-1]):
+            return False
+        count = len(self._under_way)
+        are_small = count < MOST_SMALL_UNDER_WAY and self.bytes_under_way < SMALL_BYTES
+        return count < MOST_UNDER_WAY or are_small
+
+    def _is_sent_to_be_packed(self, name: str, content: Content) -> bool:
+        return not content.state and self.is_packed_there(name)
+
+    def _is_worth_asking(self, name: str, content: Content) -> bool:
+        if self._num_refusals >= MOST_REFUSALS or content.num_bytes < LEAST_OFFERED_BYTES:
+            return False
+        return not self._is_sent_to_be_packed(name, content)
+
+    def _is_next(self, name: str) -> bool:
+        """Whether an answer belongs to this load, and not to a request that was interrupted."""
+        return bool(self._under_way) and self._under_way[0][0] == name
+
+    def _send(self, name: str, content: Content) -> None:
+        message = m.LoadTensor(name, list(content.state))
+        self.worker.channel.send(message, content.tensor, *content.state.values())
+        self._under_way.append((name, content))
+
+
+@dataclass(eq=False)
+class PassedOn:
+    """The tensors that one worker gets from others, and those under way to it.
+
+    Args:
+        worker: The worker that gets them.
+        waiting: Names, the workers that have them, and bytes.
+        send: Sends a message to a worker.
+        note_arrival: Called with each name that the worker has confirmed.
+        arrived: By the worker that had them, the tensors that it has not been told to free yet.
+    """
+
+    worker: Member
+    waiting: deque[tuple[str, Member, int]]
+    send: Callable[[Member, m.Message], None]
+    note_arrival: Callable[[str], None]
+    arrived: dict[Member, list[str]]
+    _under_way: dict[str, tuple[Member, int]] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the worker has confirmed everything."""
+        return not self.waiting and not self._under_way
+
+    @property
+    def bytes_under_way(self) -> int:
+        """The bytes of what the worker has not confirmed yet."""
+        return sum(num_bytes for _, num_bytes in self._under_way.values())
+
+    def send_next(self) -> Iterator[str]:
+        """Let the next tensor be sent, if the worker can take it; yields its name then."""
+        count = len(self._under_way)
+        are_small = count < MOST_SMALL_UNDER_WAY and self.bytes_under_way < SMALL_BYTES
+        if not self.waiting or not (count < MOST_UNDER_WAY or are_small):
+            return
+        name, source, num_bytes = self.waiting.popleft()
+        self.send(source, m.SendTensors([name], self.worker.number, self.arrived.pop(source, [])))
+        self._under_way[name] = source, num_bytes
+        yield name
+
+    def take(self, message: m.Message) -> None:
+        """Note a confirmation of the worker; other messages are ignored."""
+        if isinstance(message, m.Loaded) and message.name in self._under_way:
+            source, _ = self._under_way.pop(message.name)
+            self.arrived.setdefault(source, []).append(message.name)
+            self.note_arrival(message.name)
+
+
+class Sending(Protocol):
+    """Tensors on their way to one worker, as `Load` is."""
+
+    worker: Member
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def bytes_under_way(self) -> int: ...
+
+    def send_next(self) -> Iterator[str]: ...
+
+    def take(self, message: m.Message) -> None: ...
+
+
+def send_all(
+    loads: Sequence[Sending], receive: Callable[[int], tuple[Member, Frame]]
+) -> Iterator[tuple[Member, str]]:
+    """Send several workers their tensors; yields the worker and the name of each tensor.
+
+    Args:
+        loads: One for each worker, or several.
+        receive: Waits for the next message of any worker, while so many bytes are under way.
+    """
+    left = list(loads)
+    while left:
+        has_sent = False
+        for load in left:
+            for name in load.send_next():
+                has_sent = True
+                yield load.worker, name
+        left = [load for load in left if not load.is_done]
+        if left and not has_sent:
+            worker, frame = receive(sum(load.bytes_under_way for load in left))
+            for load in left:
+                if load.worker is worker:
+                    load.take(frame.message)

@@ -1,0 +1,196 @@
+"""The coordinator's side of a move: tensors go from the worker that has them to the next one.
+
+    before    kept: stays where it is · passed on: worker to worker · sent: from here
+    a [0,2]   0 kept by a
+    b [2,4]   2 passed on by b to a
+
+Nothing that changes hands passes through this process, and what stays is not even read. A worker
+keeps a tensor until its next worker has confirmed it. So after an error each tensor is with a
+worker, and the holdings say with which.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+from ..model.tensors import stored_in_four_bits
+from ..pipeline.placement import Placement
+from ..pipeline.transfers import transfers
+from ..protocol import messages as m
+from .answers import held_tensors
+from .connections import Member
+from .layers import Holdings, RemoteLayers, RemoteStage
+from .loads import Load, PassedOn, Sending, send_all
+
+# A parameter that trains travels with the state of its optimizer: most have two such tensors.
+_TIMES_WITH_STATE = 3
+
+
+class LayerMove:
+    """One move of layers between workers, and from this process to workers.
+
+    What comes home must have been fetched before.
+
+    Args:
+        remote: The layers that the workers hold.
+        stages: The stages on workers, in the order of their numbers.
+        placement: Who serves them.
+        seed: Start of all dropout masks.
+        is_on_disk: Whether the content of a tensor of that name is what its checkpoint has; such a
+            tensor is read again where it gets another dtype, instead of rounded twice.
+
+    Raises:
+        WorkerError: If a worker cannot hold its layers. Nothing has changed then.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteLayers,
+        stages: Sequence[RemoteStage],
+        placement: Placement,
+        seed: int,
+        is_on_disk: Callable[[str], bool],
+    ) -> None:
+        self._remote, self._seed = remote, seed
+        self._before = remote.holdings
+        self._after = _holdings(stages, placement, remote.connections.members)
+        for number, stage in self._after.stages.items():
+            stage.check_can_be_held(self._after.member_of[number])
+        self._sources = _sources(self._before, self._after, is_on_disk)
+        # While layers move: what each worker has by now.
+        self._meanwhile = dict(self._before.tensors), dict(self._before.owner_of)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensors that travel."""
+        return sum(self.bytes_of(name) for name in self._sources if not self._is_kept(name))
+
+    def bytes_of(self, name: str) -> int:
+        """The bytes of one tensor."""
+        return self._after.tensors[name].spec.num_bytes
+
+    def run(self) -> Iterator[str]:
+        """Move; yields the name of each tensor that travels. You must iterate to the end.
+
+        Raises:
+            WorkerError: If a worker fails. The tensors are where the holdings of the remote layers
+                have them then, and no step can run any more.
+        """
+        remote, connections, before = self._remote, self._remote.connections, self._before
+        workers = {*before.member_of.values(), *self._after.member_of.values()}
+        involved = [worker for worker in connections.members if worker in workers]
+        tensors, owner_of = self._meanwhile
+        remote.is_between_plans = True
+        remote.holdings = Holdings(
+            before.stages, before.member_of, tensors, owner_of, before.placement
+        )
+        placement = self._after.placement
+        stages_of = {name: placement.stages_of(name) for name in placement.workers}
+        connections.assign(stages_of)
+        connections.workers = involved  # also those that give all their layers away
+        for worker in involved:
+            connections.send(worker, self._deploy_message(worker))
+        self._wait_until_built(involved)
+        loads: list[Sending] = [*self._loads(), *self._passed_on()]
+        for _, name in send_all(loads, remote.receive):
+            yield name
+        for worker in involved:
+            connections.request(worker, m.Launch())
+        connections.finish(involved)
+        connections.assign(stages_of)
+        remote.holdings, remote.is_between_plans = self._after, False
+
+    def _deploy_message(self, worker: Member) -> m.Deploy:
+        kept = [name for name in self._names_from(worker) if self._is_kept(name)]
+        receivers = dict.fromkeys(
+            self._after.owner_of[name]
+            for name in self._names_from(worker)
+            if not self._is_kept(name)
+        )
+        return self._after.deploy_message(worker, self._seed, kept, [*receivers])
+
+    def _wait_until_built(self, workers: Collection[Member]) -> None:
+        waiting = set(workers)
+        while waiting:
+            worker, frame = self._remote.receive(0)
+            if isinstance(frame.message, m.Built):
+                waiting.discard(worker)
+                for name in self._names_from(worker):
+                    if self._is_kept(name):
+                        self._note_arrival(name)  # it may have another dtype there now
+
+    def _loads(self) -> list[Load]:
+        """What goes from this process to each worker."""
+        return [self._load_of(worker) for worker in dict.fromkeys(self._after.member_of.values())]
+
+    def _load_of(self, worker: Member) -> Load:
+        owner_of = self._after.owner_of
+        from_here = [name for name, source in self._sources.items() if source is None]
+        names = {name for name in from_here if owner_of[name] is worker}
+        stages = self._after.stages_of(worker)
+        contents = chain.from_iterable(stage.contents(names) for stage in stages)
+        is_packed_there = partial(stored_in_four_bits, self._after.layers)
+        return Load(worker, contents, is_packed_there, is_built=True)
+
+    def _passed_on(self) -> list[PassedOn]:
+        """What each worker gets from other workers."""
+        arrived: dict[Member, list[str]] = {}
+        found: dict[Member, PassedOn] = {}
+        for name, source in self._sources.items():
+            target = self._after.owner_of[name]
+            if source is None or source is target:
+                continue
+            times = _TIMES_WITH_STATE if self._after.tensors[name].is_trained else 1
+            send, note = self._remote.connections.send, self._note_arrival
+            passed_on = found.setdefault(target, PassedOn(target, deque(), send, note, arrived))
+            passed_on.waiting.append((name, source, times * self.bytes_of(name)))
+        return list(found.values())
+
+    def _note_arrival(self, name: str) -> None:
+        """Note that a tensor is with its worker under the new plan."""
+        tensors, owner_of = self._meanwhile
+        tensors[name], owner_of[name] = self._after.tensors[name], self._after.owner_of[name]
+
+    def _is_kept(self, name: str) -> bool:
+        return self._sources[name] is self._after.owner_of[name]
+
+    def _names_from(self, source: Member) -> list[str]:
+        """The tensors that come from a worker, or stay with it."""
+        return [name for name, each in self._sources.items() if each is source]
+
+
+def _holdings(
+    stages: Sequence[RemoteStage], placement: Placement, members: Sequence[Member]
+) -> Holdings:
+    """What the workers hold when all tensors of a plan have come."""
+    named = {member.name: member for member in members}
+    numbered = dict(enumerate(stages, start=1))
+    member_of = {number: named[placement.stage(number).processes[0]] for number in numbered}
+    tensors, owner_of = {}, {}
+    for number, stage in numbered.items():
+        held = held_tensors(stage.layers, stage.tensor_dtypes)
+        tensors.update(held)
+        owner_of.update(dict.fromkeys(held, member_of[number]))
+    return Holdings(numbered, member_of, tensors, owner_of, placement)
+
+
+def _sources(
+    before: Holdings, after: Holdings, is_on_disk: Callable[[str], bool]
+) -> Mapping[str, Member | None]:
+    """Where each tensor of the new stages comes from: a worker, or None for this process."""
+    source_of = {t.layer: t.source for t in transfers(before.placement, after.placement)}
+    workers = {worker.name: worker for worker in before.member_of.values()}
+    found: dict[str, Member | None] = {}
+    for name, held in after.tensors.items():
+        layer = int(name.partition(".")[0])
+        source = workers.get(source_of.get(layer, after.owner_of[name].name))
+        if source is None or before.owner_of.get(name) is not source:
+            found[name] = None  # it is new in its layer, or its layer was here
+        elif before.tensors[name].spec.dtype != held.spec.dtype and is_on_disk(name):
+            found[name] = None
+        else:
+            found[name] = source
+    return found

@@ -1,0 +1,135 @@
+"""The layers that stay with the coordinator: compiled, run again and seeded as a stage's are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import ModelError
+from ..model.layer_call import caches_among, without_cache
+from ..model.layers import EMBEDDING_LAYER, DecoderLayer, find_embedding
+from ..model.override import ForwardOverride
+from ..model.tensors import has_four_bit
+from ..pipeline.draws import Draws
+from ..pipeline.stage import compiled
+from ..plan import Plan
+from ..protocol.messages import Equipment
+from .layers import obstacles_to_compiling
+
+
+def check_can_be_compiled(layers: Sequence[DecoderLayer], plan: Plan, equipment: Equipment) -> None:
+    """Refuse a plan by which this process should compile layers and cannot.
+
+    Raises:
+        ModelError: With the remedy.
+    """
+    for stage in plan.stages:
+        if stage.is_local and stage.compile:
+            own = {number: layers[number].module for number in stage.layer_indices}
+            if found := obstacles_to_compiling(equipment, has_four_bit(own)):
+                raise ModelError(f"The coordinator cannot compile its layers: {' '.join(found)}")
+
+
+def adjust_own(layers: Sequence[DecoderLayer], plan: Plan) -> list[Callable[[], None]]:
+    """Compile the coordinator's layers, and let them run again in the backward, if the plan wants
+    it. Returns functions that make the layers ordinary again."""
+    adjusted: list[Callable[[], None]] = []
+    for stage in plan.stages:
+        wanted = [(stage.compile, _Compiled), (stage.recompute, _Recomputed)]
+        for number in stage.layer_indices if stage.is_local else ():
+            overrides = [kind(layers[number].module) for is_wanted, kind in wanted if is_wanted]
+            adjusted += [override.put_on().take_off for override in overrides]
+    return adjusted
+
+
+def seed_own(layers: Mapping[int, nn.Module], draws: Draws) -> list[Callable[[], None]]:
+    """Let the coordinator's layers draw the random numbers that they would draw on a worker.
+
+    Call it after `adjust_own`: a layer that runs again below restores its generators by itself.
+
+    Args:
+        layers: The layers by their numbers.
+        draws: Knows the place in the step.
+
+    Returns:
+        Functions that make the layers ordinary again.
+    """
+    return [_Seeded(layer, number, draws).put_on().take_off for number, layer in layers.items()]
+
+
+class _Seeded(ForwardOverride):
+    """A layer's ``forward`` that draws the random numbers of its place in the step."""
+
+    def __init__(self, layer: nn.Module, number: int, draws: Draws) -> None:
+        super().__init__(layer)
+        self._number = number
+        self._draws = draws
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._draws.of_layer(self._number, (args, kwargs)):
+            return self.below(*args, **kwargs)
+
+
+class _Compiled(ForwardOverride):
+    """A layer's ``forward``, compiled where no cache grows from call to call."""
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        return compiled(self.below)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the layer must not run what torch has compiled for the first one.
+        return {name: value for name, value in vars(self).items() if name != "_compiled"}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            args, kwargs = without_cache(args, kwargs)  # which nobody reads in a training step
+        elif caches_among(args, kwargs):
+            return self.below(*args, **kwargs)
+        return self._compiled(*args, **kwargs)
+
+
+class _Recomputed(ForwardOverride):
+    """A layer's ``forward`` that keeps its inputs only."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.below(*args, **kwargs)
+        # A second forward must not find what the first one left in a cache.
+        args, kwargs = without_cache(args, kwargs)
+        return checkpoint(self.below, *args, use_reentrant=False, **kwargs)
+
+
+def prepare_own(
+    root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan, draws: Draws
+) -> list[Callable[[], None]]:
+    """Adjust and seed the coordinator's layers; returns functions that make them ordinary again.
+
+    Args:
+        root: The LightningModule.
+        layers: All decoder layers of the module.
+        plan: The plan.
+        draws: Knows the place in the step.
+    """
+    return [*adjust_own(layers, plan), *seed_own(_own_layers(root, layers, plan), draws)]
+
+
+def _own_layers(
+    root: nn.Module, layers: Sequence[DecoderLayer], plan: Plan
+) -> dict[int, nn.Module]:
+    """The coordinator's layers by their numbers, with an embedding that could be on a worker."""
+    local = [stage for stage in plan.stages if stage.is_local]
+    found = {number: layers[number].module for stage in local for number in stage.layer_indices}
+    if not any(stage.embedding for stage in plan.stages):
+        with suppress(ModelError):
+            embedding = find_embedding(root, layers).module
+            # torch's own class draws nothing.
+            if type(embedding) is not nn.Embedding:
+                found[EMBEDDING_LAYER] = embedding
+    return found

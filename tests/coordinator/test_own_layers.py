@@ -1,0 +1,84 @@
+"""The coordinator's layers are compiled and run again as the plan says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from lightning_hetero.coordinator import own_layers
+from lightning_hetero.coordinator.own_layers import adjust_own
+from lightning_hetero.model.layers import DecoderLayer
+from lightning_hetero.plan import Plan, StagePlan
+
+
+class Cached(nn.Linear):
+    """A layer that takes a cache, and tells what it was given."""
+
+    def forward(self, hidden: torch.Tensor, cache: object = None) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(hidden) + (0 if cache is None else 100)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How often what is compiled was called."""
+    found: list[str] = []
+
+    def compiled(forward: object) -> object:
+        def call(*args: object, **kwargs: object) -> object:
+            found.append("compiled")
+            return forward(*args, **kwargs)  # type: ignore[operator]
+
+        return call
+
+    monkeypatch.setattr(own_layers, "compiled", compiled)
+    return found
+
+
+def adjusted_layer(recompute: bool = False) -> tuple[Cached, list[Callable[[], None]]]:
+    torch.manual_seed(0)
+    layer = Cached(2, 2)
+    plan = Plan([StagePlan(["coordinator"], (0, 1), recompute=recompute, compile=True)])
+    return layer, adjust_own([DecoderLayer("layers.0", layer)], plan)
+
+
+@pytest.mark.parametrize(("recompute", "times"), [(False, 1), (True, 2)])
+def test_a_training_step_is_compiled_without_its_cache(
+    calls: list[str], recompute: bool, times: int
+) -> None:
+    layer, adjusted = adjusted_layer(recompute)
+    hidden = torch.ones(1, 2, requires_grad=True)
+    output = layer(hidden, DynamicCache())
+    output.sum().backward()
+    assert calls == ["compiled"] * times
+    assert torch.equal(output, Cached.forward(layer, hidden))
+    for put_back in adjusted:
+        put_back()
+    assert "forward" not in vars(layer)
+    layer(hidden)
+    assert len(calls) == times
+
+
+def test_a_cache_that_is_read_is_not_compiled(calls: list[str]) -> None:
+    layer, _ = adjusted_layer()
+    with torch.no_grad():
+        assert (layer(torch.ones(1, 2), DynamicCache()) > 50).all()
+        assert calls == []
+        layer(torch.ones(1, 2))
+    assert calls == ["compiled"]
+
+
+def test_a_copy_of_a_layer_computes_with_its_own_weights(calls: list[str]) -> None:
+    layer, _ = adjusted_layer()
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+        run = partial(other, torch.ones(1, 2))
+        assert torch.equal(run(), torch.zeros(1, 2))
+    assert calls == ["compiled"]
