@@ -14,6 +14,9 @@ from ..transport.channel import Channel, Handler
 from .layers import MOST_COPIES, StageLayers
 from .optimizer_parts import TrainedSide
 
+# Optimizers of bitsandbytes keep a code book of so many numbers beside any parameter.
+_MOST_BESIDE = 256
+
 
 class MovedSide:
     """Sends tensors to other workers, and takes theirs, with all that belongs to them.
@@ -82,5 +85,24 @@ class MovedSide:
         self._layers.take(message.name, Content(tensor(message.content), state))
         average = None if message.average is None else tensor(message.average)
         states = {number: unpack(value, tensors) for number, value in message.optimizers.items()}
+        for found in states.values():
+            _check_state(message.name, found, tensor(message.content))
         self._training.take(message.name, states, average)
         self._coordinator.send(m.Loaded(message.name))
+
+
+def _check_state(name: str, state: object, content: Tensor) -> None:
+    """Refuse an optimizer's state that is larger than its parameter.
+
+    Raises:
+        RemoteProtocolError: With the parameter's name.
+    """
+    if not isinstance(state, dict):
+        raise RemoteProtocolError(f"The optimizer state of {name!r} came as {state!r:.60}.")
+    most = max(content.numel(), _MOST_BESIDE)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() > most:
+            raise RemoteProtocolError(
+                f"The optimizer state {key!r} of {name!r} has {value.numel()} numbers, and at most "
+                f"{most} can belong to the parameter."
+            )

@@ -198,6 +198,21 @@ def test_another_worker_can_only_fill_what_is_missing(
         worker.take(message, *tensors)
 
 
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [({"exp_avg": torch.ones(24, 17)}, "has 408 numbers"), ("state", "came as 'state'")],
+)
+def test_optimizer_state_that_cannot_belong_to_its_parameter_is_refused(
+    state: Any, reason: str
+) -> None:
+    worker, packer = OneWorker(), Packer()
+    worker.deploy([1])
+    content = packer.pack(torch.ones(24, 16))
+    message = m.MovedTensor(2, NAME, content, {}, {0: packer.pack(state)})
+    with pytest.raises(RemoteProtocolError, match=reason):
+        worker.take(message, *packer.tensors)
+
+
 def test_a_tensor_that_is_not_here_cannot_be_kept() -> None:
     worker = OneWorker()
     worker.fill([0])
