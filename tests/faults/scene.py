@@ -29,6 +29,12 @@ from ..models import TinyModule, loader, trainer
 from .namespace import THERE, Cable
 from .relay import Relay, relay_to
 
+SILENCE_SECONDS = 1.5
+QUICK = Deadlines(
+    heartbeat_seconds=0.1, silence_seconds=SILENCE_SECONDS, stop_seconds=0.5, busy_seconds=3.0
+)
+"""Deadlines of tests that wait for one to pass."""
+
 _STEP = 2
 _MICROBATCH = 1
 

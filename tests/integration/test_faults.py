@@ -19,16 +19,12 @@ from lightning_hetero.transport.deadlines import Deadlines
 
 from ..conftest import WorkerProcess, worker_process
 from ..faults.relay import relay_to
-from ..faults.scene import FAULTS, PLACES, Scene, Victim, Watcher
+from ..faults.scene import FAULTS, PLACES, QUICK, SILENCE_SECONDS, Scene, Victim, Watcher
 from ..faults.slow_worker import hold_interpreter
 from ..local_workers import local_workers
 from ..models import TinyModule, loader, trainer
 
 ROOT = Path(__file__).parents[2]
-SILENCE_SECONDS = 1.5
-QUICK = Deadlines(
-    heartbeat_seconds=0.1, silence_seconds=SILENCE_SECONDS, stop_seconds=0.5, busy_seconds=3.0
-)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -40,7 +40,7 @@ def instead(**changes: Any) -> Callable[[Any], dict[str, Any]]:
 
 
 LIES = {
-    "arguments for nobody": Lie(m.Arguments, instead(stage=9), r"stage 9, and .* has \[1, 2, 4\]"),
+    "arguments for nobody": Lie(m.Arguments, instead(stage=9), r"stage 9, and this process has \["),
     "arguments twice": Lie(
         m.Arguments,
         lambda said: {"stage": 2 if said.stage == 4 else said.stage},

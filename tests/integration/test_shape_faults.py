@@ -18,12 +18,11 @@ from lightning_hetero.errors import LinkLost, StageFailed, WeightsLost, WorkerLo
 from ..conftest import WorkerProcess, worker_process
 from ..equality import differing
 from ..faults.relay import relay_to
-from ..faults.scene import FAULTS, PLACES, Scene, Victim, Watcher
+from ..faults.scene import FAULTS, PLACES, QUICK, Scene, Victim, Watcher
 from ..models import TinyModule, fit, loader, trainer
 from .moves import Moves
 from .shapes import RING, Shape, one_each, shaped
-from .test_faults import QUICK
-from .test_tunnels import FORWARDED, tunnels_to
+from .tunnels import FORWARDED, tunnels_to
 from .yardstick import NUM_LAYERS, NUM_PIECES, accumulated_run, train
 
 TURNS = one_each("Cabab")

@@ -19,9 +19,9 @@ from ..equality import differing
 from ..families import FamilyModule, assert_equal_runs, fit_by_hand, fit_family, tiny_model
 from ..models import TinyModule, fit, loader, scaled_precision, trainer
 from ..qlora import in_four_bits, with_lora
+from .by_hand import WAYS, Manual
+from .rows import CAN_COMPILE, Rows, rows
 from .shapes import RING, SHAPES, Shape, one_each, shaped
-from .test_compiling import CAN_COMPILE, Rows, rows
-from .test_manual_optimization import WAYS, Manual
 
 NUM_LAYERS = 5
 BATCH_SIZE = 6

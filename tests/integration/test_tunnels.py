@@ -9,8 +9,7 @@ The first worker is told that its neighbor is at 127.0.0.1:9999, where it reache
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,6 @@ from lightning_hetero import HeteroPipelineStrategy
 from lightning_hetero.callbacks import PipelineProfiler, PipelineTimeline, StageMonitor
 from lightning_hetero.report.run_record import read_run
 from lightning_hetero.telemetry.step import pipeline_of
-from lightning_hetero.transport import handshake
-from lightning_hetero.transport.address import Address
-from lightning_hetero.transport.connection import SocketConnection
-from lightning_hetero.transport.deadlines import Deadlines
 
 from ..conftest import worker_process
 from ..equality import assert_close, differing, weights_of
@@ -32,6 +27,7 @@ from ..faults.relay import relay_to
 from ..models import TinyModule, fit, loader
 from .moves import Moves
 from .namespaces import new_host, reason_against_hosts
+from .tunnels import FORWARDED, tunnels_to
 from .yardstick import (
     BATCH_SIZE,
     NUM_LAYERS,
@@ -42,31 +38,6 @@ from .yardstick import (
     plan_over,
     train,
 )
-
-FORWARDED = "cannot reach .*the coordinator forwards what passes between the two"
-
-
-@contextmanager
-def tunnels_to(workers: Sequence[str]) -> Iterator[list[str]]:
-    """Addresses under which only the coordinator reaches the workers.
-
-    The address of each worker but the first is the one at which the worker before it listens.
-    """
-    ends = ["127.0.0.1:1", *workers[:-1]]
-    with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        tunnel_to = {
-            end: stack.enter_context(relay_to(worker)).address
-            for end, worker in zip(ends, workers, strict=True)
-        }
-        connect = handshake._connect
-
-        def through_tunnel(address: Address, deadlines: Deadlines) -> SocketConnection:
-            return connect(Address.parse(tunnel_to[str(address)]), deadlines)
-
-        # The workers are processes of their own, so they do not see the tunnels.
-        patch.setattr(handshake, "_connect", through_tunnel)
-        yield ends
 
 
 @pytest.mark.parametrize("num_stages", [3, 4])

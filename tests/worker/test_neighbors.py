@@ -143,7 +143,7 @@ def test_what_comes_another_way_than_its_stage_is_refused() -> None:
         dialled = {"2:1": two, "3:1": three}
         neighbors = Neighbors(coordinator, lambda address, *_: dialled[address])
         neighbors.expect(deployed)
-        neighbors.connect(lambda _channel: None)
+        neighbors.connect([2, 3], lambda _channel: None)
         neighbors.attach(upstream, 2)
         neighbors.attach(stranger, 3)
         right = [
