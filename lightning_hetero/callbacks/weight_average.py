@@ -15,11 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from ..coordinator.deployment import Deployment
-from ..errors import ModelError
-from ..model.tensors import is_frozen
 from ..pipeline.optimizer import AveragingAction, WeightAverages, averaged_tensors
-from ..plan import Plan
 
 Found = TypeVar("Found")
 
@@ -86,59 +82,26 @@ class StageWeightAveraging(EMAWeightAveraging):
         finally:
             self._swap(trainer)
 
-    def averages_coming_home(
-        self, trainer: pl.Trainer, deployment: Deployment, plan: Plan
-    ) -> dict[str, Tensor]:
-        """Fetch the averages of layers that this process gets under a plan, by their paths.
+    @property
+    def present(self) -> dict[str, Tensor] | None:
+        """The averages of what is in this process, by their paths; None before the first."""
+        return None if self._averages is None else dict(self._averages.present)
 
-        Raises:
-            ModelError: If an average would be lost because its parameter is frozen by now.
-        """
-        if self._averages is None:
-            return {}
-        module, leaving = trainer.lightning_module, deployment.leaving_home(plan)
-        for path, parameter in module.named_parameters():
-            if parameter in leaving and is_frozen(parameter) and path in self._averages.present:
-                raise ModelError(
-                    f"{path} was frozen after its average began, and the average of a frozen "
-                    "parameter does not move to a worker; keep its layer where it is, or freeze it "
-                    "before the run."
-                )
-        paths, coming = deployment.paths(), deployment.coming_home(plan)
-        ever = {deployment.tensors.names_of[tensor] for tensor in deployment.trained.ever}
-        buffers = {path for path, b in module.named_buffers() if b.is_floating_point()}
-        names = [n for n in coming if n in paths and (n in ever or paths[n] in buffers)]
-        found = self._averages_there(trainer, lambda: deployment.tensors.fetch(names))
-        return {paths[name]: found[name] for name in names}
-
-    def go_on(
-        self, trainer: pl.Trainer, deployment: Deployment, coming: Mapping[str, Tensor]
-    ) -> None:
-        """Go on with the averages after layers have moved.
-
-        Args:
-            trainer: The Trainer.
-            deployment: Where the layers are now.
-            coming: What `averages_coming_home` has returned.
-        """
-        if self._averages is None:
-            return
-        module, present = trainer.lightning_module, {**self._averages.present, **coming}
-        tensors = chain(module.named_parameters(), module.named_buffers())
-        here = {path: t for path, t in tensors if path in present and not t.is_meta}
-        self._averages = WeightAverages(averaged_tensors(module) | here, present)
-        self._tell_stages(trainer, "go on")
-        paths = deployment.paths().items()
-        leaving = {name: present[path] for name, path in paths if path in present}
-        self._averages_there(trainer, lambda: deployment.tensors.store(leaving))
-
-    def _averages_there(self, trainer: pl.Trainer, action: Callable[[], Found]) -> Found:
+    def with_averages_there(self, trainer: pl.Trainer, action: Callable[[], Found]) -> Found:
         """Do something while the stages have their averages in the place of their weights."""
         self._tell_stages(trainer, "swap")
         try:
             return action()
         finally:
             self._tell_stages(trainer, "swap")
+
+    def go_on(self, trainer: pl.Trainer, present: Mapping[str, Tensor]) -> None:
+        """Go on with these averages after layers have moved; stages go on with theirs."""
+        module = trainer.lightning_module
+        tensors = chain(module.named_parameters(), module.named_buffers())
+        here = {path: t for path, t in tensors if path in present and not t.is_meta}
+        self._averages = WeightAverages(averaged_tensors(module) | here, present)
+        self._tell_stages(trainer, "go on")
 
     def begin_again(self, trainer: pl.Trainer, averages: dict[str, Any] | None) -> None:
         """Start new averages, which equal the given averages at first, or else the weights."""

@@ -35,8 +35,9 @@ from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import DTYPES, dtype_name
 from .answers import HeldTensor, check_content, check_state, held_tensors
-from .connections import Connections, Member
+from .connections import Connections
 from .loads import Load, send_all
+from .member import Member
 from .progress import Progress, ProgressInLines, ProgressOfBytes
 
 

@@ -19,7 +19,7 @@ from ..model.four_bit import State
 from ..pipeline.stage_layers import Content, fingerprint_of
 from ..protocol import messages as m
 from ..protocol.frames import Frame
-from .connections import Member
+from .member import Member
 
 # The most that may be under way to a worker: two tensors of any size, or more small ones up to what
 # a link of 1 Gbit/s carries within 60 ms.

@@ -21,9 +21,9 @@ from ..pipeline.placement import Placement
 from ..pipeline.transfers import transfers
 from ..protocol import messages as m
 from .answers import held_tensors
-from .connections import Member
 from .layers import Holdings, RemoteLayers, RemoteStage
 from .loads import Load, PassedOn, Sending, send_all
+from .member import Member
 
 # A parameter that trains travels with the state of its optimizer: most have two such tensors.
 _TIMES_WITH_STATE = 3

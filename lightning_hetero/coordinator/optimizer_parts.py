@@ -36,8 +36,9 @@ from ..plan import StagePlan
 from ..protocol import messages as m
 from ..protocol.values import Packer, unpack
 from .answers import check_norms, check_optimizer_state
-from .connections import Connections, Member
+from .connections import Connections
 from .layers import RemoteLayers
+from .member import Member
 
 
 class Steps(Protocol):

@@ -29,8 +29,9 @@ from ..protocol.frames import Content, Frame, encode_frame
 from ..protocol.values import Digests, Packer
 from ..transport.channel import send_copied
 from .answers import DueAnswers, check_narrowed
-from .connections import Connections, Member
+from .connections import Connections
 from .layers import RemoteLayers
+from .member import Member
 
 FIRST_STAGE = 1
 """The number of the stage that takes activations from this process."""

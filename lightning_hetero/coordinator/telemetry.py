@@ -8,7 +8,8 @@ from ..pipeline.recorder import Recorder
 from ..protocol import messages as m
 from ..protocol.fields import ClockSample
 from ..transport.channel import observe
-from .connections import Connections, Member
+from .connections import Connections
+from .member import Member
 
 # So many that one of them meets no other traffic.
 _COMPARISONS = 16

@@ -43,7 +43,6 @@ from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
 from .session import Message as Message
 from .session import Speaker, State, by, by_anyone, kinds_below
-from .specs import GroupSpec as GroupSpec
 from .specs import ParameterSpec as ParameterSpec
 from .specs import PeerSpec as PeerSpec
 from .specs import StageSpec as StageSpec
@@ -533,6 +532,13 @@ class ClipGradients(StampedRequest, frozen=True):
     optimizer: Count | None
     factor: float | None
     value: float | None
+
+
+class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One parameter group of an optimizer; ``options`` is all but the parameters."""
+
+    parameters: list[Name]
+    options: Value
 
 
 class BuildOptimizer(ServingRequest, frozen=True):

@@ -1,4 +1,4 @@
-"""What messages describe: tensors, stages, other workers, groups of an optimizer."""
+"""What messages describe: tensors, stages, other workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import msgspec
 from ..plan import Dtype, WireDtype
 from .fields import Count, Name, Text
 from .tensors import TensorSpec
-from .values import Value
 
 
 class ParameterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,10 +52,3 @@ class PeerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     member: Count
     address: Name
     session: Name
-
-
-class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One parameter group of an optimizer; ``options`` is all but the parameters."""
-
-    parameters: list[Name]
-    options: Value

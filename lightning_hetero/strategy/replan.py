@@ -7,17 +7,19 @@ when their speed drifts, and finds a faster plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..callbacks.weight_average import StageWeightAveraging
 from ..coordinator.deployment import Deployment
 from ..errors import ModelError, PlanError
+from ..model.tensors import is_frozen
 from ..pipeline.optimizer import beside
 from ..pipeline.placement import Placement
 from ..pipeline.recorder import Recorder
@@ -104,10 +106,52 @@ def moving_averages(
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     found = [one for one in callbacks if isinstance(one, StageWeightAveraging)]
     before = present()
-    coming = [one.averages_coming_home(trainer, before, plan) for one in found]
+    coming = [_averages_coming_home(trainer, one, before, plan) for one in found]
     yield
     for callback, averages in zip(found, coming, strict=True):
-        callback.go_on(trainer, present(), averages)
+        _go_on(trainer, callback, present(), averages)
+
+
+def _averages_coming_home(
+    trainer: pl.Trainer, callback: StageWeightAveraging, deployment: Deployment, plan: Plan
+) -> dict[str, Tensor]:
+    """Fetch the averages of layers that this process gets under a plan, by their paths.
+
+    Raises:
+        ModelError: If an average would be lost because its parameter is frozen by now.
+    """
+    present = callback.present
+    if present is None:
+        return {}
+    module, leaving = trainer.lightning_module, deployment.leaving_home(plan)
+    for path, parameter in module.named_parameters():
+        if parameter in leaving and is_frozen(parameter) and path in present:
+            raise ModelError(
+                f"{path} was frozen after its average began, and the average of a frozen "
+                "parameter does not move to a worker; keep its layer where it is, or freeze it "
+                "before the run."
+            )
+    paths, coming = deployment.paths(), deployment.coming_home(plan)
+    ever = {deployment.tensors.names_of[tensor] for tensor in deployment.trained.ever}
+    buffers = {path for path, b in module.named_buffers() if b.is_floating_point()}
+    names = [n for n in coming if n in paths and (n in ever or paths[n] in buffers)]
+    found = callback.with_averages_there(trainer, lambda: deployment.tensors.fetch(names))
+    return {paths[name]: found[name] for name in names}
+
+
+def _go_on(
+    trainer: pl.Trainer,
+    callback: StageWeightAveraging,
+    deployment: Deployment,
+    coming: Mapping[str, Tensor],
+) -> None:
+    """Go on with averages after layers have moved, with those that have come home."""
+    if callback.present is None:
+        return
+    present = {**callback.present, **coming}
+    callback.go_on(trainer, present)
+    leaving = {name: present[p] for name, p in deployment.paths().items() if p in present}
+    callback.with_averages_there(trainer, lambda: deployment.tensors.store(leaving))
 
 
 STEPS_BETWEEN_MOVES = 20

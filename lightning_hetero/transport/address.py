@@ -47,3 +47,8 @@ class Address:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+
+def advice(address: Address) -> str:
+    """A sentence on how to find the cause, for every error of a connection to a worker."""
+    return f"`lightning-hetero doctor {address}` checks each hop of the way there."

@@ -16,7 +16,7 @@ from ..errors import ChannelError, RemoteProtocolError, TrustError, WorkerError,
 from ..protocol import messages as m
 from ..protocol.frames import Frame, OpeningReader, encode_frame
 from ..protocol.session import Role, Session, opening_session
-from .address import Address
+from .address import Address, advice
 from .channel import Channel, receive_some, send_buffers
 from .connection import Connection, SocketConnection, prepare_socket
 from .deadlines import Deadlines
@@ -113,11 +113,6 @@ def dial(
         return _dial(address, role, hello, deadlines, identity.credentials)
     except WorkerUnreachable as error:
         raise WorkerUnreachable(f"{error} {advice(address)}") from error
-
-
-def advice(address: Address) -> str:
-    """A sentence on how to find the cause, for every error of a connection to a worker."""
-    return f"`lightning-hetero doctor {address}` checks each hop of the way there."
 
 
 def _dial(

@@ -1,0 +1,64 @@
+"""A member: a worker of the run as the coordinator sees it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from ..errors import WorkerError
+from ..protocol import messages as m
+from ..protocol.values import SentConstants
+from ..transport.address import Address, advice
+from ..transport.channel import Channel
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker of the run as the coordinator sees it, and the conversation with it.
+
+    Attributes:
+        number: From 1 on; it stays when layers move.
+        session: The name of the conversation, by which a neighbor shows that it means this worker.
+        stages: The numbers of the stages that it serves, or is about to; an idle one has none.
+        loss: Why the worker is lost; None while it is not.
+        cannot_reach: The workers to which its messages are forwarded, and whose messages are
+            forwarded to it.
+        num_unanswered: Requests whose ``Done`` has not come: more than one after an interruption.
+        is_paused: Whether its owner keeps the device for another use at present.
+    """
+
+    number: int
+    name: str
+    address: Address
+    channel: Channel
+    equipment: m.Equipment
+    session: str
+    stages: tuple[int, ...] = ()
+    loss: WorkerError | None = None
+    cannot_reach: set[Member] = field(default_factory=set)
+    constants: SentConstants = field(default_factory=SentConstants)
+    # The thread that writes to the channel reads the constants too.
+    constants_lock: threading.Lock = field(default_factory=threading.Lock)
+    num_unanswered: int = 0
+    is_paused: bool = False
+
+    def forget_constants(self) -> None:
+        """Send every constant again: it is unknown which of them the worker has."""
+        with self.constants_lock:
+            self.constants.clear()
+
+    @property
+    def last_known(self) -> str:
+        """A sentence about the latest activity that the worker told; empty if it told none."""
+        activity = self.channel.peer_activity
+        return f"The last that is known of {self} is {activity}." if activity else ""
+
+    @property
+    def advice(self) -> str:
+        """A sentence on how to check the way to the worker; empty for a process of this run."""
+        return advice(self.address) if self.name == str(self.address) else ""
+
+    def __str__(self) -> str:
+        what = f"stage {' and '.join(map(str, self.stages))}" if self.stages else "the worker"
+        where = self.name if self.name == str(self.address) else f"{self.name} ({self.address})"
+        return f"{what} on {where}"
