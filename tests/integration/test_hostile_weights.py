@@ -40,7 +40,7 @@ def stage_of(model: Any) -> RemoteStage:
     first = find_decoder_layers(model)[0]
     recipe = write_recipe(model, [(0, first)])
     layers = {0: first.module}
-    return RemoteStage(recipe, layers, partial(contents, layers), recompute=False, seed=0)
+    return RemoteStage(recipe, layers, partial(contents, layers), recompute=False)
 
 
 def contents(layers: dict[int, nn.Module], **changed: Any) -> Iterator[Content]:
