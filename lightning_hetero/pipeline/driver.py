@@ -60,6 +60,8 @@ class Driver:
         draws: The coordinator's own random numbers.
         starts_first: Whether micro-batches begin as early as they may; see `choose`.
         recorder: Sums up the coordinator's own actions.
+        check_piece: Called with a micro-batch's number after each piece of its forward; it may
+            refuse what that has done.
     """
 
     stages: Stages
@@ -68,6 +70,7 @@ class Driver:
     draws: Draws
     starts_first: bool = False
     recorder: Recorder = field(default_factory=lambda: Recorder(torch.device("cpu")))
+    check_piece: Callable[[int], None] = lambda _microbatch: None
 
     def run(
         self,
@@ -217,6 +220,7 @@ class _RunningStep:
         microbatch = self._in_flight[index]
         with self.driver.draws.of(microbatch.draws), microbatch.draws.going_on():
             report = run()
+        self.driver.check_piece(index)
         if isinstance(report, Finished):
             self._finish_forward(index, report.result)
             return

@@ -209,6 +209,7 @@ class MicrobatchedStep(BatchStep):
         self._copies = coordinator.stages.copies
         self._scaling = LossScaling(self._copies)
         self._gradients = StepGradients(*_local_parameters(module))
+        self._flags = FrozenFlags(module)
         self.recorder = coordinator.telemetry.recorder
         self.recorder.take_laps()  # a former run's
         self._driver = Driver(
@@ -218,6 +219,7 @@ class MicrobatchedStep(BatchStep):
             deployment.draws,
             deployment.plan.starts_on_worker,
             self.recorder,
+            self._flags.check,
         )
 
     @override
@@ -244,6 +246,7 @@ class MicrobatchedStep(BatchStep):
             for index, microbatch in enumerate(cut.microbatches)
         ]
         plan = self._deployment.plan
+        self._flags.begin_step(len(work))
         with ExitStack() as stack:
             stack.enter_context(self._deployment.hand_overs.cut_step())
             stack.callback(stand_in(self._module, "log", log.log))
@@ -370,6 +373,47 @@ class LossScaling:
             raise ModelError(
                 f"The loss was scaled by {found:g} on its way to backward, and its gradients were "
                 f"computed for {expected:g}; scale it inside training_step, or use "
+                "micro_batching='boundary'."
+            )
+
+
+class FrozenFlags:
+    """Refuses a ``training_step`` that freezes a parameter for some micro-batches only.
+
+    Micro-batches take turns, and a parameter that is frozen when a backward reaches it gets no
+    gradient: that of an earlier micro-batch would be lost.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._named = list(module.named_parameters())
+        self._present: list[bool] | None = None
+        self._is_alone = True
+
+    def begin_step(self, num_microbatches: int) -> None:
+        """The next micro-batch is the first one of a step, and sets what holds for all."""
+        self._present, self._is_alone = None, num_microbatches == 1
+
+    def check(self, microbatch: int) -> None:
+        """Compare the flags with those of the pieces before.
+
+        Raises:
+            ModelError: With a parameter that differs, and the remedy.
+        """
+        if self._is_alone:
+            return
+        found = [parameter.requires_grad for _, parameter in self._named]
+        if self._present is None:
+            self._present = found
+        if found != self._present:
+            pairs = zip(self._named, found, self._present, strict=True)
+            name, now = next((n, flag) for (n, _), flag, before in pairs if flag != before)
+            raise ModelError(
+                f"`training_step` set requires_grad of {name} to {now} in micro-batch "
+                f"{microbatch}, while others were on their way with the opposite, so gradients "
+                "would be lost. Set it in `on_train_batch_start` or earlier, or use "
                 "micro_batching='boundary'."
             )
 

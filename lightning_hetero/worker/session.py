@@ -241,8 +241,11 @@ class StageSession:
 
     def _has_to_wait(self, message: m.Message) -> bool:
         """Whether a message comes behind forwards and backwards that have not run yet, or behind
-        another one that does. What feeds or aborts these never waits."""
-        if isinstance(message, (m.MicrobatchMessage, m.AbortStep)):
+        another one that does.
+
+        What these wait for never waits. Arguments do, so that no later forward overtakes a request.
+        """
+        if isinstance(message, (m.Activation, m.Gradient, m.AbortStep)):
             return False
         return bool(self._awaiting) or isinstance(message, m.StampedRequest)
 

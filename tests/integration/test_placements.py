@@ -11,13 +11,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero import HeteroPipelineStrategy, Plan, StagePlan
+from lightning_hetero.errors import ModelError
 
 from ..equality import TOLERANCE, assert_close, differing, weights_of
 from ..models import TinyModule, loader, tiny_llama, trainer
 from .generation import Generating, generate
 from .moves import Moves
 from .shapes import SHAPES, Shape, shaped
-from .yardstick import NUM_LAYERS, NUM_PIECES, accumulated_run, plain_run, train
+from .yardstick import (
+    NUM_LAYERS,
+    NUM_PIECES,
+    NUM_STEPS,
+    accumulated_run,
+    plain_run,
+    train,
+)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
@@ -98,3 +106,29 @@ def test_generation_has_the_bits_of_one_device(workers: list[str], shape: str) -
     found = trainer(piped).predict(Generating(model, *ways), loader(1, 1))
     assert found is not None
     assert all(torch.equal(mine, its) for mine, its in zip(found[0], expected, strict=True))
+
+
+class Toggling(TinyModule):
+    """Freezes a layer for every other micro-batch, while earlier ones are on their way."""
+
+    num_calls = 0
+
+    def __init__(self, layer: int) -> None:
+        super().__init__(NUM_LAYERS)
+        self.toggled = layer
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.model.model.layers[self.toggled].requires_grad_(self.num_calls % 2 == 0)
+        self.num_calls += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("layer", [0, 3], ids=["here", "on a worker"])
+def test_freezing_for_some_micro_batches_only_is_refused(workers: list[str], layer: int) -> None:
+    """Their gradients would be lost: on one device a micro-batch ends before the next begins."""
+    plan = shaped(workers, SHAPES["line"], NUM_PIECES)
+    strategy = HeteroPipelineStrategy(workers[:2], plan, check_first_batch="off")
+    with pytest.raises(ModelError, match=rf"layers\.{layer}\..* to False in micro-batch 1, while"):
+        train(Toggling(layer), strategy)
+    whole = HeteroPipelineStrategy(workers[:2], plan, micro_batching="boundary")
+    assert len(train(Toggling(layer), whole).losses) == NUM_STEPS
