@@ -21,13 +21,11 @@ from ..model.layer_call import result_on_meta
 from ..model.layers import EMBEDDING_LAYER
 from ..model.tensors import locate, named_tensors, stored_in_four_bits
 from ..pipeline.boundary import Activation, Gradients, Surroundings
+from ..pipeline.optimizer import MOST_BESIDE
 from ..pipeline.rule import Key
 from ..plan import WireDtype
 from ..protocol import messages as m
 from ..protocol.tensors import TensorSpec, dtype_name
-
-# Optimizers of bitsandbytes keep a code book of so many numbers beside any parameter.
-_MOST_BESIDE = 256
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ def check_optimizer_state(
 
 def _can_be_state(value: Tensor, parameter: Tensor, is_torchs: bool) -> bool:
     if not is_torchs:
-        return value.numel() <= max(parameter.numel(), _MOST_BESIDE)
+        return value.numel() <= max(parameter.numel(), MOST_BESIDE)
     return value.is_floating_point() and (value.numel() == 1 or _spreads(value, parameter))
 
 

@@ -8,7 +8,7 @@ in `asides`. Any other message is returned to the caller that waits.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -27,6 +27,7 @@ from ..errors import (
     WorkerError,
     WorkerLost,
 )
+from ..pipeline.placement import Placement
 from ..protocol import messages as m
 from ..protocol.frames import Frame
 from ..protocol.tensors import BufferPool
@@ -145,10 +146,10 @@ class Connections:
             if arrival.channel in self._by_channel:
                 self._inbox.put(arrival)
 
-    def assign(self, stages_of: Mapping[str, tuple[int, ...]]) -> None:
-        """Note the stages of each worker, by its name; workers without any are idle."""
+    def assign(self, placement: Placement) -> None:
+        """Note the stages of each worker; workers without any are idle."""
         for worker in self.members:
-            worker.stages = stages_of.get(worker.name, ())
+            worker.stages = placement.stages_of(worker.name)
         self.workers = [worker for worker in self.members if worker.stages]
         serving = [(number, worker) for worker in self.workers for number in worker.stages]
         self.serving = dict(sorted(serving, key=lambda pair: pair[0]))

@@ -345,7 +345,7 @@ class RemoteLayers:
         if placement is None:
             names = [worker.name for worker in connections.members]
             placement = Placement.line(names, [[*stage.layers] for stage in stages])
-        connections.assign({name: placement.stages_of(name) for name in placement.workers})
+        connections.assign(placement)
         tensors: dict[str, HeldTensor] = {}
         for stage in stages:
             tensors.update(held_tensors(stage.layers, stage.tensor_dtypes))

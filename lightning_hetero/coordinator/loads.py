@@ -33,6 +33,12 @@ LEAST_OFFERED_BYTES = 2**14
 MOST_REFUSALS = 8
 
 
+def _is_room_beside(count: int, num_bytes: int) -> bool:
+    """Whether another tensor may be sent while so many, of so many bytes, are under way."""
+    are_small = count < MOST_SMALL_UNDER_WAY and num_bytes < SMALL_BYTES
+    return count < MOST_UNDER_WAY or are_small
+
+
 @dataclass(eq=False)
 class Load:
     """The tensors that one worker is to receive, and those under way to it.
@@ -103,9 +109,7 @@ class Load:
             return False
         if self._under_way and self._is_sent_to_be_packed(*self._under_way[-1]):
             return False
-        count = len(self._under_way)
-        are_small = count < MOST_SMALL_UNDER_WAY and self.bytes_under_way < SMALL_BYTES
-        return count < MOST_UNDER_WAY or are_small
+        return _is_room_beside(len(self._under_way), self.bytes_under_way)
 
     def _is_sent_to_be_packed(self, name: str, content: Content) -> bool:
         return not content.state and self.is_packed_there(name)
@@ -156,9 +160,7 @@ class PassedOn:
 
     def send_next(self) -> Iterator[str]:
         """Let the next tensor be sent, if the worker can take it; yields its name then."""
-        count = len(self._under_way)
-        are_small = count < MOST_SMALL_UNDER_WAY and self.bytes_under_way < SMALL_BYTES
-        if not self.waiting or not (count < MOST_UNDER_WAY or are_small):
+        if not self.waiting or not _is_room_beside(len(self._under_way), self.bytes_under_way):
             return
         name, source, num_bytes = self.waiting.popleft()
         self.send(source, m.SendTensors([name], self.worker.number, self.arrived.pop(source, [])))

@@ -87,9 +87,7 @@ class LayerMove:
         remote.holdings = Holdings(
             before.stages, before.member_of, tensors, owner_of, before.placement
         )
-        placement = self._after.placement
-        stages_of = {name: placement.stages_of(name) for name in placement.workers}
-        connections.assign(stages_of)
+        connections.assign(self._after.placement)
         connections.workers = involved  # also those that give all their layers away
         for worker in involved:
             connections.send(worker, self._deploy_message(worker))
@@ -100,7 +98,7 @@ class LayerMove:
         for worker in involved:
             connections.request(worker, m.Launch())
         connections.finish(involved)
-        connections.assign(stages_of)
+        connections.assign(self._after.placement)
         remote.holdings, remote.is_between_plans = self._after, False
 
     def _deploy_message(self, worker: Member) -> m.Deploy:

@@ -23,6 +23,9 @@ from ..optional import bitsandbytes
 # Before the name of a class that is not one of torch.optim.
 _BITSANDBYTES = "bitsandbytes."
 
+MOST_BESIDE = 256
+"""Optimizers of bitsandbytes keep a code book of so many numbers beside any parameter."""
+
 
 @dataclass(frozen=True)
 class Clipping:

@@ -62,11 +62,9 @@ class Placement:
 
     Args:
         stages: The stages on workers, in the order of the layers.
-        local_layers: The coordinator's layers.
     """
 
     stages: tuple[PlacedStage, ...]
-    local_layers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
@@ -80,8 +78,7 @@ class Placement:
             )
             for number, each in enumerate(plan.remote_stages, start=1)
         )
-        local = [n for stage in plan.stages if stage.is_local for n in stage.layer_indices]
-        return cls(stages, tuple(local))
+        return cls(stages)
 
     @classmethod
     def line(cls, workers: Sequence[str], layers: Sequence[Sequence[int]]) -> Placement:
@@ -100,15 +97,6 @@ class Placement:
     def workers(self) -> tuple[str, ...]:
         """The processes without the coordinator."""
         return self.processes[1:]
-
-    @property
-    def last_stage(self) -> int:
-        """The number of the stage whose activations go to the coordinator."""
-        return len(self.stages)
-
-    def number_of(self, process: str) -> int:
-        """The number of a process."""
-        return self.processes.index(process)
 
     def stage(self, number: int) -> PlacedStage:
         """A stage on workers by its number."""

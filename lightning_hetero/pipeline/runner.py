@@ -151,17 +151,25 @@ class Runner:
         """Whether nothing of this step is used any more."""
         return step < self.step or (step == self.step and self._is_over)
 
-    def take_arguments(self, step: int, number: int, key: Key, surroundings: Surroundings) -> None:
-        """Take the arguments that the coordinator's model passed to a stage's layers."""
-        self._take(step, number, key, surroundings)
+    def take(self, step: int, number: int, key: Key, arrived: Content) -> None:
+        """Take what a stage's forward or backward needs.
 
-    def take_activation(self, step: int, number: int, key: Key, activation: Activation) -> None:
-        """Take hidden states from upstream of a stage, with the outputs collected so far."""
-        self._take(step, number, key, activation)
+        Arguments come from the coordinator, an activation from upstream, and gradients from
+        downstream in the order of the activation's tensors. Neighbors may learn of a new step, or
+        of an abort, earlier or later than this process: an arrival of a later step is kept until
+        that step begins.
 
-    def take_gradients(self, step: int, number: int, key: Key, gradients: Gradients) -> None:
-        """Take gradients from downstream of a stage, in the order of the activation's tensors."""
-        self._take(step, number, key, gradients)
+        Raises:
+            RemoteProtocolError: If the stage is elsewhere, or it has come before, or it is
+                gradients without a forward here.
+        """
+        if self.is_late(step):
+            return
+        inputs = self._inputs(number)
+        if step > self.step:
+            self._early.append(partial(self.take, step, number, key, arrived))
+        else:
+            inputs.take(key, arrived)
 
     def next_action(self) -> Action | None:
         """The action that the rule chooses among the ready ones of all stages."""
@@ -227,19 +235,6 @@ class Runner:
                 f"Something came for stage {number}, and this process has {list(self._of)}."
             )
         return self._of[number]
-
-    def _take(self, step: int, number: int, key: Key, arrived: Content) -> None:
-        """Keep an arrival of the present step, and one of a later step until that step begins.
-
-        Neighbors may learn of a new step, or of an abort, earlier or later than this process.
-        """
-        if self.is_late(step):
-            return
-        inputs = self._inputs(number)
-        if step > self.step:
-            self._early.append(partial(self._take, step, number, key, arrived))
-        else:
-            inputs.take(key, arrived)
 
     def _drop_gradients(self) -> None:
         for stage in self.stages:

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..errors import LocalProtocolError, RemoteProtocolError
+from ..pipeline.optimizer import MOST_BESIDE
 from ..pipeline.stage_layers import Content
 from ..protocol import messages as m
 from ..protocol.values import Packer, Value, unpack
 from ..transport.channel import Channel, Handler
 from .layers import MOST_COPIES, StageLayers
 from .optimizer_parts import TrainedSide
-
-# Optimizers of bitsandbytes keep a code book of so many numbers beside any parameter.
-_MOST_BESIDE = 256
 
 
 class MovedSide:
@@ -99,7 +97,7 @@ def _check_state(name: str, state: object, content: Tensor) -> None:
     """
     if not isinstance(state, dict):
         raise RemoteProtocolError(f"The optimizer state of {name!r} came as {state!r:.60}.")
-    most = max(content.numel(), _MOST_BESIDE)
+    most = max(content.numel(), MOST_BESIDE)
     for key, value in state.items():
         if isinstance(value, Tensor) and value.numel() > most:
             raise RemoteProtocolError(

@@ -413,18 +413,18 @@ class StageSession:
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
         read = partial(decode_arguments, message, constants=self._constants)
         surroundings = self._copies.to_device(tensors, read)
-        self._runner.take_arguments(message.step, message.stage, message.key, surroundings)
+        self._runner.take(message.step, message.stage, message.key, surroundings)
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
         layers = self._runner.stage(message.stage).layers
         if str(EMBEDDING_LAYER) in layers and tensors:
             check_token_ids(layers[str(EMBEDDING_LAYER)], tensors[0])
         activation = self._copies.to_device(tensors, partial(decode_activation, message))
-        self._runner.take_activation(message.step, message.stage, message.key, activation)
+        self._runner.take(message.step, message.stage, message.key, activation)
 
     def _on_gradient(self, message: m.Gradient, tensors: tuple[Tensor, ...]) -> None:
         gradients = self._copies.to_device(tensors, partial(decode_gradients, message))
-        self._runner.take_gradients(message.step, message.stage, message.key, gradients)
+        self._runner.take(message.step, message.stage, message.key, gradients)
 
     def _on_drop_caches(self, message: m.DropCaches, _tensors: tuple[Tensor, ...]) -> None:
         for stage in self._runner.stages:
@@ -447,13 +447,13 @@ class StageSession:
             if isinstance(content, Activation):
                 behind = (number + 1) % (self._num_stages + 1)
                 if self._neighbors.leads_here(number):
-                    self._runner.take_activation(step, behind, key, content)
+                    self._runner.take(step, behind, key, content)
                     return
                 channel = self._neighbors.downstream_of(number)
                 said = encode_activation(step, key, content, narrowing.activation_dtype, behind)
             else:
                 if self._neighbors.comes_from_here(number):
-                    self._runner.take_gradients(step, number - 1, key, content)
+                    self._runner.take(step, number - 1, key, content)
                     return
                 channel = self._neighbors.upstream_of(number)
                 said = encode_gradients(step, key, content, narrowing.gradient_dtype, number - 1)

@@ -82,17 +82,17 @@ class Chain:
             calls = [c for c in surroundings.calls if str(c.layer_index) in stage.layers]
             own = replace(surroundings, calls=calls)
             runner = self._runner(number)
-            self._post(0, number, partial(runner.take_arguments, self.step, number, key, own))
+            self._post(0, number, partial(runner.take, self.step, number, key, own))
         requires_grad = surroundings.grad_enabled and hidden.requires_grad
         incoming = Activation(hidden.detach().clone().requires_grad_(requires_grad))
-        take = self._runner(1).take_activation
+        take = self._runner(1).take
         self._post(0, 1, partial(take, self.step, 1, key, incoming))
 
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         last = len(self.stages)
         tensors = tuple(None if each is None else each.clone() for each in gradients.tensors)
         copies = replace(gradients, tensors=tensors)
-        take = self._runner(last).take_gradients
+        take = self._runner(last).take
         self._post(0, last, partial(take, self.step, last, key, copies))
 
     def receive(self) -> Returned:
@@ -170,7 +170,7 @@ class Chain:
         if number == len(self.stages):
             self._return(number, step, Returned(key, copy))
         else:
-            take = self._runner(number + 1).take_activation
+            take = self._runner(number + 1).take
             self._post(number, number + 1, partial(take, step, number + 1, key, copy))
 
     def _send_back(self, action: Action, step: int, gradients: Gradients) -> None:
@@ -178,7 +178,7 @@ class Chain:
         if number == 1:
             self._return(number, step, Returned(key, gradients))
         else:
-            take = self._runner(number - 1).take_gradients
+            take = self._runner(number - 1).take
             self._post(number, number - 1, partial(take, step, number - 1, key, gradients))
 
     def _return(self, source: int, step: int, returned: Returned) -> None:

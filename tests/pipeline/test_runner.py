@@ -36,8 +36,8 @@ def weight_gradient(runner: Runner) -> torch.Tensor | None:
 
 
 def give_forward(runner: Runner, key: Key, step: int = 1) -> None:
-    runner.take_arguments(step, 1, key, TRAINING)
-    runner.take_activation(step, 1, key, INCOMING)
+    runner.take(step, 1, key, TRAINING)
+    runner.take(step, 1, key, INCOMING)
 
 
 def next_name(runner: Runner) -> str | None:
@@ -62,10 +62,10 @@ def run_all(runner: Runner) -> list[str]:
 
 def test_a_forward_waits_for_its_activation_and_its_arguments_in_any_order() -> None:
     def arguments(runner: Runner) -> None:
-        runner.take_arguments(1, 1, Key(0), TRAINING)
+        runner.take(1, 1, Key(0), TRAINING)
 
     def activation(runner: Runner) -> None:
-        runner.take_activation(1, 1, Key(0), INCOMING)
+        runner.take(1, 1, Key(0), INCOMING)
 
     arrivals: tuple[Callable[[Runner], None], ...] = (arguments, activation)
     for first, second in itertools.permutations(arrivals):
@@ -82,7 +82,7 @@ def test_a_backward_goes_first_while_another_microbatch_is_downstream() -> None:
         give_forward(runner, Key(microbatch))
         run_next(runner)
     give_forward(runner, Key(2))
-    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    runner.take(1, 1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1B0", "1F2"]
 
 
@@ -91,7 +91,7 @@ def test_a_forward_goes_first_when_nothing_is_downstream() -> None:
     give_forward(runner, Key(0))
     run_next(runner)
     give_forward(runner, Key(1))
-    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    runner.take(1, 1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1F1", "1B0"]
 
 
@@ -100,7 +100,7 @@ def test_a_forward_beyond_the_bound_waits_for_a_backward() -> None:
     for microbatch in range(3):
         give_forward(runner, Key(microbatch))
     assert run_all(runner) == ["1F0", "1F1"]
-    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    runner.take(1, 1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1B0", "1F2"]
 
 
@@ -111,17 +111,17 @@ def test_a_second_visit_of_a_microbatch_in_flight_is_not_held_back() -> None:
     assert run_all(runner) == ["1F0"]
     give_forward(runner, Key(0, 1))
     assert run_all(runner) == ["1F0.1"]
-    runner.take_gradients(1, 1, Key(0, 1), Gradients((ONES,)))
+    runner.take(1, 1, Key(0, 1), Gradients((ONES,)))
     assert run_all(runner) == ["1B0.1"]
-    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    runner.take(1, 1, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["1B0", "1F1"]
 
 
 def test_forwards_without_a_backward_never_wait() -> None:
     runner = begun(limit=1)
     for microbatch in range(3):
-        runner.take_arguments(1, 1, Key(microbatch), EVALUATION)
-        runner.take_activation(1, 1, Key(microbatch), Activation(ONES))
+        runner.take(1, 1, Key(microbatch), EVALUATION)
+        runner.take(1, 1, Key(microbatch), Activation(ONES))
     assert run_all(runner) == ["1F0", "1F1", "1F2"]
 
 
@@ -130,7 +130,7 @@ def test_a_forward_returns_an_activation_and_a_backward_gradients() -> None:
     give_forward(runner, Key(0))
     assert next_name(runner) == "1F0"
     assert isinstance(run_next(runner), Activation)
-    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    runner.take(1, 1, Key(0), Gradients((ONES,)))
     assert next_name(runner) == "1B0"
     gradients = run_next(runner)
     assert isinstance(gradients, Gradients)
@@ -144,7 +144,7 @@ def test_a_missing_gradient_passes_on_as_missing_and_ends_the_microbatch() -> No
     give_forward(runner, Key(0))
     give_forward(runner, Key(1))
     run_next(runner)
-    runner.take_gradients(1, 1, Key(0), Gradients((None,)))
+    runner.take(1, 1, Key(0), Gradients((None,)))
     assert run_next(runner) == Gradients((None,))
     assert next_name(runner) == "1F1"
 
@@ -157,7 +157,7 @@ def test_gradients_of_the_last_step_stay_only_for_an_accumulating_one(accumulate
             runner.begin(2, 2, accumulate)
         give_forward(runner, Key(0), step)
         run_next(runner)
-        runner.take_gradients(step, 1, Key(0), Gradients((ONES,)))
+        runner.take(step, 1, Key(0), Gradients((ONES,)))
         run_next(runner)
     found = weight_gradient(runner)
     assert found is not None
@@ -166,21 +166,21 @@ def test_gradients_of_the_last_step_stay_only_for_an_accumulating_one(accumulate
 
 def test_a_neighbor_may_be_a_step_ahead_of_the_coordinators_word() -> None:
     runner = begun()
-    runner.take_activation(2, 1, Key(0), INCOMING)
-    runner.take_arguments(1, 1, Key(0), TRAINING)
+    runner.take(2, 1, Key(0), INCOMING)
+    runner.take(1, 1, Key(0), TRAINING)
     assert runner.next_action() is None
     runner.begin(2, 2, accumulate=False)
     assert runner.next_action() is None
-    runner.take_arguments(2, 1, Key(0), TRAINING)
+    runner.take(2, 1, Key(0), TRAINING)
     assert next_name(runner) == "1F0"
 
 
 def test_what_came_early_survives_an_abort_of_the_step_before() -> None:
     runner = begun()
-    runner.take_activation(2, 1, Key(0), INCOMING)
+    runner.take(2, 1, Key(0), INCOMING)
     runner.abort()
     runner.begin(2, 2, accumulate=False)
-    runner.take_arguments(2, 1, Key(0), TRAINING)
+    runner.take(2, 1, Key(0), TRAINING)
     assert next_name(runner) == "1F0"
 
 
@@ -190,13 +190,13 @@ def test_an_aborted_step_is_forgotten_with_all_that_still_comes_of_it() -> None:
     run_next(runner)
     give_forward(runner, Key(1))
     runner.abort()
-    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    runner.take(1, 1, Key(0), Gradients((ONES,)))
     give_forward(runner, Key(2))
     assert runner.next_action() is None
     assert weight_gradient(runner) is None
     runner.begin(2, 2, accumulate=True)
-    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
-    runner.take_activation(1, 1, Key(1), INCOMING)
+    runner.take(1, 1, Key(0), Gradients((ONES,)))
+    runner.take(1, 1, Key(1), INCOMING)
     assert runner.next_action() is None
 
 
@@ -204,7 +204,7 @@ def test_an_abort_drops_the_gradients_gathered_so_far() -> None:
     runner = begun()
     give_forward(runner, Key(0))
     run_next(runner)
-    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    runner.take(1, 1, Key(0), Gradients((ONES,)))
     run_next(runner)
     runner.abort()
     assert weight_gradient(runner) is None
@@ -238,8 +238,8 @@ def two_stages() -> Runner:
 
 
 def give(runner: Runner, stage: int, key: Key) -> None:
-    runner.take_arguments(1, stage, key, TRAINING)
-    runner.take_activation(1, stage, key, INCOMING)
+    runner.take(1, stage, key, TRAINING)
+    runner.take(1, stage, key, INCOMING)
 
 
 def test_one_rule_chooses_among_the_actions_of_all_stages() -> None:
@@ -249,9 +249,9 @@ def test_one_rule_chooses_among_the_actions_of_all_stages() -> None:
     assert run_all(runner) == ["1F0", "1F1"]
     give(runner, 3, Key(0))  # a micro-batch in flight goes on, whatever the bound
     assert run_all(runner) == ["3F0"]
-    runner.take_gradients(1, 3, Key(0), Gradients((ONES,)))
+    runner.take(1, 3, Key(0), Gradients((ONES,)))
     assert run_all(runner) == ["3B0"]
-    runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+    runner.take(1, 1, Key(0), Gradients((ONES,)))
     # Only now micro-batch 0 has left the process.
     assert run_all(runner) == ["1B0", "1F2"]
 
@@ -260,17 +260,17 @@ def test_what_comes_twice_is_refused() -> None:
     runner = begun()
     give_forward(runner, Key(0))
     with pytest.raises(RemoteProtocolError, match="Activation for stage 1 and micro-batch 0 came"):
-        runner.take_activation(1, 1, Key(0), INCOMING)
+        runner.take(1, 1, Key(0), INCOMING)
     run_next(runner)  # what has been used counts too
     with pytest.raises(RemoteProtocolError, match="Surroundings for stage 1 .* came twice"):
-        runner.take_arguments(1, 1, Key(0), TRAINING)
+        runner.take(1, 1, Key(0), TRAINING)
     for keeps_graph in (True, False):
-        runner.take_gradients(1, 1, Key(0), Gradients((ONES,), keeps_graph))
+        runner.take(1, 1, Key(0), Gradients((ONES,), keeps_graph))
         with pytest.raises(RemoteProtocolError, match="Gradients for stage 1 .* came twice"):
-            runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+            runner.take(1, 1, Key(0), Gradients((ONES,)))
         assert isinstance(run_next(runner), Gradients)
     with pytest.raises(RemoteProtocolError, match="Gradients for stage 1 .* came twice"):
-        runner.take_gradients(1, 1, Key(0), Gradients((ONES,)))
+        runner.take(1, 1, Key(0), Gradients((ONES,)))
     runner.begin(2, 2, accumulate=False)
     give_forward(runner, Key(0), step=2)
     assert next_name(runner) == "1F0"
@@ -280,22 +280,22 @@ def test_gradients_of_a_forward_that_never_came_are_refused() -> None:
     runner = begun()
     give_forward(runner, Key(0))
     with pytest.raises(RemoteProtocolError, match="micro-batch 0 in visit 1 came without its"):
-        runner.take_gradients(1, 1, Key(0, 1), Gradients((ONES,)))
+        runner.take(1, 1, Key(0, 1), Gradients((ONES,)))
 
 
 def test_what_comes_late_is_dropped_also_after_a_move() -> None:
     """It may be for a stage that has left."""
     runner = Runner(two_stages().stages, step=4)
     assert [runner.is_late(step) for step in (3, 4, 5)] == [True, True, False]
-    runner.take_activation(4, 2, Key(0), INCOMING)
+    runner.take(4, 2, Key(0), INCOMING)
     runner.begin(5, 2, accumulate=False)
-    runner.take_activation(4, 2, Key(0), INCOMING)
+    runner.take(4, 2, Key(0), INCOMING)
     assert runner.has_done(0, 0, is_exact=True)
 
 
 def test_a_stage_that_is_elsewhere_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match=r"stage 2, and this process has \[1, 3\]"):
-        two_stages().take_activation(1, 2, Key(0), INCOMING)
+        two_stages().take(1, 2, Key(0), INCOMING)
 
 
 def test_backwards_run_in_the_order_of_their_gradients() -> None:
@@ -304,17 +304,17 @@ def test_backwards_run_in_the_order_of_their_gradients() -> None:
         give_forward(runner, Key(microbatch))
     run_all(runner)
     for microbatch in (1, 0, 2):
-        runner.take_gradients(1, 1, Key(microbatch), Gradients((ONES,)))
+        runner.take(1, 1, Key(microbatch), Gradients((ONES,)))
     assert run_all(runner) == ["1B1", "1B0", "1B2"]
 
 
 def test_forwards_of_a_visit_run_in_the_order_of_their_activations() -> None:
     runner = begun(limit=3)
     for microbatch in range(3):
-        runner.take_activation(1, 1, Key(microbatch), INCOMING)
+        runner.take(1, 1, Key(microbatch), INCOMING)
     for microbatch in (2, 1, 0):
         assert runner.next_action() is None
-        runner.take_arguments(1, 1, Key(microbatch), TRAINING)
+        runner.take(1, 1, Key(microbatch), TRAINING)
     assert run_all(runner) == ["1F0", "1F1", "1F2"]
 
 
@@ -328,7 +328,7 @@ def test_a_request_has_its_place_between_forwards_and_backwards() -> None:
     run_all(runner)
     assert runner.has_done(1, 0, is_exact=True)
     assert not runner.has_done(1, 1, is_exact=True)
-    runner.take_gradients(1, 3, Key(0), Gradients((ONES,)))
+    runner.take(1, 3, Key(0), Gradients((ONES,)))
     run_all(runner)
     with pytest.raises(ModelError, match="behind 1 forwards and 0 backwards"):
         runner.has_done(1, 0, is_exact=True)
@@ -346,8 +346,8 @@ def test_after_an_abort_no_request_waits() -> None:
 
 def test_arguments_of_a_later_step_wait_for_it() -> None:
     runner = two_stages()
-    runner.take_arguments(2, 1, Key(0), TRAINING)
-    runner.take_activation(2, 1, Key(0), INCOMING)
+    runner.take(2, 1, Key(0), TRAINING)
+    runner.take(2, 1, Key(0), INCOMING)
     assert runner.next_action() is None
     runner.begin(2, 2, accumulate=False)
     assert run_all(runner) == ["1F0"]

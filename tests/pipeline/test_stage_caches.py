@@ -170,8 +170,8 @@ def test_a_step_keeps_caches_and_an_abort_drops_them() -> None:
     runner = Runner([stage_of(Remembering(7))])
     for step in (1, 2):
         runner.begin(step, 1, accumulate=True)
-        runner.take_arguments(step, 1, Key(0), surroundings(use(length=step - 1)))
-        runner.take_activation(step, 1, Key(0), Activation(ONE))
+        runner.take(step, 1, Key(0), surroundings(use(length=step - 1)))
+        runner.take(step, 1, Key(0), Activation(ONE))
         action = runner.next_action()
         assert action is not None
         runner.run(action)

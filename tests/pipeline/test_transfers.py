@@ -13,12 +13,12 @@ def placed(layout: str) -> Placement:
     owners: dict[str, list[int]] = {}
     for layer, name in enumerate(layout):
         owners.setdefault(name, []).append(layer)
-    local = tuple(owners.pop("C", []))
+    owners.pop("C", None)
     stages = [
         PlacedStage(number, tuple(own), (name,), (1,))
         for number, (name, own) in enumerate(owners.items(), start=1)
     ]
-    return Placement(tuple(stages), local)
+    return Placement(tuple(stages))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_what_stays_is_left_out(before: str, after: str, expected: str) -> None:
 
 
 def test_an_embedding_is_a_layer_like_the_others() -> None:
-    before = Placement((PlacedStage(1, (-1, 0), ("a",), (1,)),), (1,))
+    before = Placement((PlacedStage(1, (-1, 0), ("a",), (1,)),))
     after = Placement((PlacedStage(1, (0, 1), ("a",), (1,)),))
     assert transfers(before, after) == (
         Transfer(-1, "a", "coordinator"),
