@@ -84,19 +84,13 @@ class RemoteStage:
         if lacks:
             raise WorkerError(f"{worker} cannot hold its layers: {' '.join(lacks)}")
 
-    def spec(self, number: int, downstream: int) -> m.StageSpec:
-        """What the worker builds.
-
-        Args:
-            number: The stage's number.
-            downstream: The number of the worker of the next stage; 0 for the coordinator.
-        """
+    def spec(self, number: int) -> m.StageSpec:
+        """What a worker builds for the stage of a number."""
         return m.StageSpec(
             number=number,
             recipe=self.recipe.to_json(),
             parameters=describe_parameters(self.layers, self.tensor_dtypes),
             recompute=self.recompute,
-            downstream=downstream,
             dtype=self.dtype,
             activation_dtype=self.narrowing.activation_dtype,
             gradient_dtype=self.narrowing.gradient_dtype,
@@ -232,14 +226,14 @@ class Holdings:
 
     Args:
         stages: The stages by their numbers.
-        member_of: The worker of each stage.
+        members: The workers by their names.
         tensors: How the workers hold each tensor, by its name.
-        owner_of: The worker of each tensor that has been sent.
+        owner_of: For each tensor that has been sent, the worker that answers for it.
         placement: Who serves which stage.
     """
 
     stages: Mapping[int, RemoteStage] = field(default_factory=dict)
-    member_of: Mapping[int, Member] = field(default_factory=dict)
+    members: Mapping[str, Member] = field(default_factory=dict)
     tensors: Mapping[str, HeldTensor] = field(default_factory=dict)
     owner_of: Mapping[str, Member] = field(default_factory=dict)
     placement: Placement = Placement(())
@@ -249,6 +243,20 @@ class Holdings:
         """The layers of all stages by their numbers."""
         stages = self.stages.values()
         return {number: layer for stage in stages for number, layer in stage.layers.items()}
+
+    def holders(self, number: int) -> list[Member]:
+        """The workers of a stage, in the plan's order."""
+        return [self.members[name] for name in self.placement.stage(number).workers]
+
+    @property
+    def workers(self) -> list[Member]:
+        """The workers with a stage, in the order in which the layers come to them."""
+        return [self.members[name] for name in self.placement.workers]
+
+    def way(self, microbatch: int, is_whole: bool) -> dict[int, Member]:
+        """The worker of each stage that a micro-batch passes; see `Placement.route`."""
+        route = self.placement.route(microbatch, is_whole)
+        return {number: self.members[name] for number, name in route}
 
     def stages_of(self, worker: Member) -> list[RemoteStage]:
         """The stages of one worker, in the order of their numbers."""
@@ -262,17 +270,14 @@ class Holdings:
         receivers: Collection[Member] = (),
     ) -> m.Deploy:
         """The request to build a worker's stages; the other arguments are as in `Deploy`."""
-        found, placement = [], self.placement
+        placement = self.placement
         peers = {other.number: other for other in receivers}
-        for number in placement.stages_of(worker.name):
-            behind = self.member_of.get(placement.after(number))
-            found.append(self.stages[number].spec(number, behind.number if behind else 0))
-            if behind is not None and behind is not worker:
-                peers[behind.number] = behind
+        for source, target in placement.links:
+            if source == worker.name and target in self.members:
+                peers[self.members[target].number] = self.members[target]
         return m.Deploy(
             worker.number,
-            found,
-            len(self.stages),
+            [self.stages[number].spec(number) for number in placement.stages_of(worker.name)],
             [m.PeerSpec(n, str(peer.address), peer.session) for n, peer in peers.items()],
             seed,
             list(kept),
@@ -351,9 +356,11 @@ class RemoteLayers:
             tensors.update(held_tensors(stage.layers, stage.tensor_dtypes))
         owner_of: dict[str, Member] = {}
         numbered = dict(enumerate(stages, start=1))
-        self.holdings = Holdings(numbered, connections.serving, tensors, owner_of, placement)
+        members = {worker.name: worker for worker in connections.members}
+        self.holdings = Holdings(numbered, members, tensors, owner_of, placement)
         for number, stage in numbered.items():
-            stage.check_can_be_held(connections.serving[number])
+            for worker in self.holdings.holders(number):
+                stage.check_can_be_held(worker)
         for worker in list(connections.members):
             connections.send(worker, self.holdings.deploy_message(worker, seed))
         loads = [load_of(worker, self.holdings.stages_of(worker)) for worker in connections.members]
@@ -532,7 +539,8 @@ class PlainAttributes:
                     layer = self._layers[change.layer_index]
                     text, gone = write_change(change, layer.name)
                     message = m.SetAttributes(change.layer_index, change.path, text, gone)
-                    self._connections.send(holdings.member_of[number], message)
+                    for worker in holdings.holders(number):
+                        self._connections.send(worker, message)
         self._unsent = []
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -45,23 +46,19 @@ class Steps(Protocol):
     """The part of `RemoteStages` that optimizers need.
 
     Attributes:
-        norms_due: Parameters of the last stage that have received gradients.
+        norms_due: For each worker that has got gradients from here, the parameters that train.
     """
 
-    norms_due: set[str]
+    norms_due: dict[Member, set[str]]
 
     def present_step(self) -> int:
         """The step that gradients belong to."""
 
-    def stamp(self) -> dict[str, int]:
-        """What every stage has done in the present step."""
+    def stamp(self, worker: Member) -> dict[str, int]:
+        """What a worker's stages have done in the present step."""
 
-    def stamp_of_sent(self) -> dict[str, int]:
-        """The forwards of the present step that have been sent."""
-
-    @property
-    def last_stage(self) -> int:
-        """The number of the last stage."""
+    def stamp_of_sent(self, worker: Member) -> dict[str, int]:
+        """The forwards of the present step that were sent through a worker's stages."""
 
 
 class OptimizerParts:
@@ -123,8 +120,7 @@ class OptimizerParts:
         packer = Packer()
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
         step = self._stages.present_step()
-        message = m.ApplyOptimizer(step, optimizer, values, **self._stages.stamp())
-        self._connections.broadcast(message, *packer.tensors)
+        self._broadcast(partial(m.ApplyOptimizer, step, optimizer, values), *packer.tensors)
         self._stepping.close()
         self._stepping.enter_context(self._recorder.span("optimizer", message=APPLY))
 
@@ -194,13 +190,16 @@ class OptimizerParts:
     ) -> None:
         """Change every stage's running average of its weights; does not wait for it."""
         self._connections.check_usable()
-        message = m.AverageWeights(action, num_averaged, decay, **self._stages.stamp())
-        self._connections.broadcast(message)
+        self._broadcast(partial(m.AverageWeights, action, num_averaged, decay))
+
+    def _broadcast(self, make: Callable[..., m.Message], *tensors: Tensor) -> None:
+        """Send all workers a request that belongs behind what their stages have done."""
+        self._connections.broadcast(lambda worker: make(**self._stages.stamp(worker)), *tensors)
 
     def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
         """Freeze remote parameters, or train them, from the next forward on."""
         for worker, own in self.layers.holdings.names_by_owner(names):
-            message = m.SetTrained(own, requires_grad, **self._stages.stamp_of_sent())
+            message = m.SetTrained(own, requires_grad, **self._stages.stamp_of_sent(worker))
             self._connections.send(worker, message)
 
     def zero_gradients(self, names: Sequence[str], set_to_none: bool) -> None:
@@ -210,10 +209,10 @@ class OptimizerParts:
         neighbor, and could overtake this request.
         """
         self._connections.check_usable()
-        self._stages.norms_due = set()
+        self._stages.norms_due.clear()
         asked = self.layers.holdings.names_by_owner(names)
         for worker, own in asked:
-            message = m.ZeroGradients(own, set_to_none, **self._stages.stamp())
+            message = m.ZeroGradients(own, set_to_none, **self._stages.stamp(worker))
             self._connections.request(worker, message)
         self._connections.finish([worker for worker, _ in asked])
 
@@ -229,8 +228,7 @@ class OptimizerParts:
         """
         workers = self._connections.workers
         step = self._stages.present_step()
-        message = m.MeasureNorms(step, optimizer, **self._stages.stamp())
-        self._connections.broadcast(message)
+        self._broadcast(partial(m.MeasureNorms, step, optimizer))
 
         def answered() -> dict[str, float]:
             with self._recorder.span("wait", message="Norms"):
@@ -249,10 +247,9 @@ class OptimizerParts:
     ) -> None:
         optimized = None if optimizer is None else self._optimized[optimizer][1]
         check_norms(norms, self.layers.holdings.of(worker), optimized)
-        due = self._stages.norms_due
+        due = self._stages.norms_due.get(worker, set())
         due = due if optimized is None else due.intersection(optimized)
-        last = self._connections.serving.get(self._stages.last_stage)
-        if worker is last and due and not norms:
+        if due and not norms:
             raise RemoteProtocolError(
                 f"It received gradients and told no norm, not even that of {min(due)!r}."
             )
@@ -260,10 +257,7 @@ class OptimizerParts:
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
         """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
         step = self._stages.present_step()
-        message = m.ClipGradients(
-            step, optimizer, clipping.factor, clipping.value, **self._stages.stamp()
-        )
-        self._connections.broadcast(message)
+        self._broadcast(partial(m.ClipGradients, step, optimizer, clipping.factor, clipping.value))
 
 
 class RemoteOptimizer:

@@ -52,7 +52,7 @@ from .values import LayerArguments as LayerArguments
 from .values import Slot, Value
 
 # Every frame carries it. It grows with every change of a message.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
@@ -235,7 +235,6 @@ class Deploy(Message, frozen=True):
     Args:
         member: The number of the worker that receives this.
         stages: All stages of the worker, in the order of their layers; an idle one has none.
-        num_stages: The number of stages of all workers.
         peers: The workers that it sends activations or tensors to.
         seed: Start of all dropout masks.
         kept: The tensors that the worker has and goes on with, with their optimizer state.
@@ -246,7 +245,6 @@ class Deploy(Message, frozen=True):
     requests = "building its layers"
     member: Count
     stages: list[StageSpec]
-    num_stages: Count
     peers: list[PeerSpec]
     seed: int
     kept: list[Name] = []
@@ -379,10 +377,12 @@ class BuffersUpdated(StageReport, Words, frozen=True):
 
 
 class Arguments(MicrobatchMessage, frozen=True):
-    """What the model called a stage's layers with for one micro-batch.
+    """What the model called a stage's layers with for one micro-batch, and the micro-batch's way.
 
-    ``kept`` maps tensors of the frame to the slots in which the stage keeps them for later. A trial
-    (``is_trial``) leaves nothing behind in the layers.
+    The hidden states come from the process ``upstream`` and go to the process ``downstream``; 0 is
+    the coordinator. ``place`` counts the forwards of the same visit that the process runs in this
+    stage before. ``kept`` maps tensors of the frame to the slots in which the stage keeps them for
+    later. A trial (``is_trial``) leaves nothing behind in the layers.
     """
 
     grad_enabled: bool
@@ -391,6 +391,9 @@ class Arguments(MicrobatchMessage, frozen=True):
     calls: list[LayerArguments]
     kept: dict[Count, Slot] = {}
     is_trial: bool = False
+    upstream: Count = 0
+    downstream: Count = 0
+    place: Count = 0
 
 
 class Activation(MicrobatchMessage, frozen=True):
@@ -414,7 +417,8 @@ class Gradient(MicrobatchMessage, frozen=True):
     """The gradients of an activation on their way upstream.
 
     ``is_present`` says for each tensor of the activation whether its gradient is in the frame. With
-    ``keeps_graph`` another backward of the same activation may follow.
+    ``keeps_graph`` another backward of the same activation may follow. ``places`` has a number for
+    this stage and for each one before it: the backwards that its process runs in it before.
     """
 
     said = (
@@ -426,6 +430,7 @@ class Gradient(MicrobatchMessage, frozen=True):
     is_present: list[bool]
     keeps_graph: bool = False
     narrowed: list[Narrowed | None] = []
+    places: list[Count] = []
 
 
 class DropCaches(ServingRequest, frozen=True):

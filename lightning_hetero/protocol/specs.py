@@ -27,7 +27,6 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         recipe: What the layers are built from, as JSON.
         parameters: The tensors of the layers.
         recompute: Whether its forwards run again in the backward.
-        downstream: The number of the worker of the next stage; 0 for the coordinator.
         dtype: The dtype in which the stage computes; None for its input's.
         activation_dtype: The dtype to which the stage rounds the activations that it sends.
         gradient_dtype: The dtype to which the stage rounds the gradients that it sends.
@@ -38,7 +37,6 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recipe: Text
     parameters: list[ParameterSpec]
     recompute: bool
-    downstream: Count
     dtype: Dtype | None = None
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None

@@ -230,7 +230,7 @@ class Site:
             before: Where the layers are now, if they move.
         """
         if before is None:
-            coordinator.serve(plan.workers, plan.coordinator_narrowing)
+            coordinator.serve(plan.workers, plan.narrowings)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
@@ -246,7 +246,7 @@ class Site:
             before,
         )
         if before is not None:  # a plan that is refused changes nothing
-            coordinator.serve(plan.workers, plan.coordinator_narrowing)
+            coordinator.serve(plan.workers, plan.narrowings)
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment

@@ -108,7 +108,6 @@ class StageSession:
         self._copies = device_for(host.device).copies()
         self._inbox: Inbox = SimpleQueue()
         self._runner = Runner([])
-        self._num_stages = 0
         self._narrowings: dict[int, Narrowing] = {}
         self._constants = KeptConstants()
         self._layers = StageLayers(coordinator, host)
@@ -352,7 +351,6 @@ class StageSession:
             [self._stage(spec, layers, message.seed) for spec, layers in stages],
             self._runner.step,
         )
-        self._num_stages = message.num_stages
         self._narrowings = {
             spec.number: Narrowing(spec.activation_dtype, spec.gradient_dtype)
             for spec in message.stages
@@ -378,7 +376,7 @@ class StageSession:
     def _on_launch(self, _message: m.Launch, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.check_complete()
         self._training.forget_leaving()
-        self._connect(self._neighbors.downstream)
+        self._connect(self._neighbors.peers)
         self._coordinator.send(m.Done())
 
     def _connect(self, numbers: Iterable[int]) -> None:
@@ -400,6 +398,7 @@ class StageSession:
     def _on_begin_step(self, message: m.BeginStep, _tensors: tuple[Tensor, ...]) -> None:
         self._training.check_nothing_waits()
         self._copies.keep_for(message.in_flight)
+        self._neighbors.begin_step(message.step)
         self._recorder.begin_step()
         accumulate, dropout_step = message.accumulate, message.dropout_step
         self._runner.begin(message.step, message.in_flight, accumulate, dropout_step)
@@ -413,6 +412,9 @@ class StageSession:
     def _on_arguments(self, message: m.Arguments, tensors: tuple[Tensor, ...]) -> None:
         read = partial(decode_arguments, message, constants=self._constants)
         surroundings = self._copies.to_device(tensors, read)
+        if self._runner.is_late(message.step):
+            return
+        self._neighbors.note_way(message)
         self._runner.take(message.step, message.stage, message.key, surroundings)
 
     def _on_activation(self, message: m.Activation, tensors: tuple[Tensor, ...]) -> None:
@@ -442,22 +444,22 @@ class StageSession:
     def _route(self, action: Action, content: Activation | Gradients) -> None:
         """Send an activation to the stage behind, or gradients to the stage before."""
         step, key, number = self._runner.step, action.key, action.stage_index
-        narrowing = self._narrowings[number]
+        narrowing, neighbors = self._narrowings[number], self._neighbors
         with self._recorder.span("pack", key, type(content).__name__):
             if isinstance(content, Activation):
-                behind = (number + 1) % (self._num_stages + 1)
-                if self._neighbors.leads_here(number):
-                    self._runner.take(step, behind, key, content)
-                    return
-                channel = self._neighbors.downstream_of(number)
-                said = encode_activation(step, key, content, narrowing.activation_dtype, behind)
+                target = 0 if neighbors.is_last(step, number, key) else number + 1
+                channel = neighbors.way_down(step, number, key)
+                dtype = narrowing.activation_dtype
+                said = partial(encode_activation, step, key, content, dtype, target)
             else:
-                if self._neighbors.comes_from_here(number):
-                    self._runner.take(step, number - 1, key, content)
-                    return
-                channel = self._neighbors.upstream_of(number)
-                said = encode_gradients(step, key, content, narrowing.gradient_dtype, number - 1)
-            self._neighbors.pass_on(channel, said, self._copies)
+                target = 0 if neighbors.is_first(step, number, key) else number - 1
+                channel = neighbors.way_up(step, number, key)
+                dtype = narrowing.gradient_dtype
+                said = partial(encode_gradients, step, key, content, dtype, target)
+            if channel is None:
+                self._runner.take(step, target, key, content)
+            else:
+                neighbors.pass_on(channel, said(), self._copies)
 
 
 def _range_of(stage: Stage) -> m.StageRange:

@@ -69,7 +69,7 @@ class OneWorker:
         stage = RemoteStage(
             write_recipe(model, found), modules, partial(named_contents, modules), False
         )
-        self.layers.build(m.Deploy(1, [stage.spec(1, 0)], 1, [], 0, kept or []))
+        self.layers.build(m.Deploy(1, [stage.spec(1)], [], 0, kept or []))
         self.training.train_anew(kept or [])
         return modules
 
