@@ -54,6 +54,9 @@ from .values import Slot, Value
 # Every frame carries it. It grows with every change of a message.
 PROTOCOL_VERSION = 6
 
+# What replicas send each other.
+ReplicaContent = Literal["sums", "totals", "weights"]
+
 # Characters of a peer's own words that are shown.
 _MOST_SHOWN = 100
 
@@ -440,9 +443,13 @@ class DropCaches(ServingRequest, frozen=True):
 
 
 class AbortStep(ServingRequest, frozen=True):
-    """Drop the step: saved activations, gradients, pending actions, and all key-value caches."""
+    """Drop the step: saved activations, gradients, pending actions, and all key-value caches.
+
+    The exchanges of replicas up to ``round`` are over.
+    """
 
     step: Count
+    round: Count = 0
 
 
 class MeasureLayer(IdleRequest, frozen=True):
@@ -570,13 +577,51 @@ class LoadOptimizerState(ServingRequest, frozen=True):
 
 
 class ApplyOptimizer(StampedRequest, frozen=True):
-    """Step an optimizer with these group options."""
+    """Step an optimizer with these group options.
+
+    Replicas of which only owners step then exchange weights, which is the exchange ``round``.
+    """
 
     requests = "the optimizer's part of step {message.step}"
     recorded_as = "optimizer"
     step: Count
     optimizer: Count
     options: list[Value]
+    round: Count = 0
+
+
+class ReduceGradients(StampedRequest, frozen=True):
+    """Add up gradients with the workers that hold the same stages; exchanges are numbered."""
+
+    recorded_as = "optimizer"
+    round: Count
+
+
+class ReplicaTensors(Message, frozen=True):
+    """Gradients or weights from a worker that holds the same stage.
+
+    Args:
+        member: The number of the worker that takes it.
+        source: The number of the worker that sends it.
+        round: The number of the exchange.
+        content: ``sums`` for the owner of these parameters; ``totals`` or ``weights`` from it.
+        names: The parameters, one for each tensor.
+        is_last: Whether the sender has sent its whole part of the exchange.
+    """
+
+    said = (
+        by(Speaker.UPSTREAM, State.LINKED)
+        | by(Speaker.WORKER, State.SERVING)
+        | by(Speaker.COORDINATOR, State.SERVING)
+    )
+    is_kept = True
+    recorded_as = "optimizer"
+    member: Count
+    source: Count
+    round: Count
+    content: ReplicaContent
+    names: list[Name]
+    is_last: bool
 
 
 class Timings(StageReport, frozen=True):

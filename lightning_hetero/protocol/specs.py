@@ -31,6 +31,11 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         activation_dtype: The dtype to which the stage rounds the activations that it sends.
         gradient_dtype: The dtype to which the stage rounds the gradients that it sends.
         compile: Whether to compile the layers.
+        holders: The numbers of the processes that hold the stage, in the plan's order; none if one
+            worker alone does.
+        owners: For each of ``parameters`` the number of the process that answers for it; none if
+            one worker alone holds the stage.
+        is_split: Whether only owners step an optimizer.
     """
 
     number: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -41,6 +46,9 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None
     compile: bool = False
+    holders: list[Count] = []
+    owners: list[Count] = []
+    is_split: bool = False
 
 
 class PeerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

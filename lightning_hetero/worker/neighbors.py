@@ -127,6 +127,16 @@ class Neighbors:
             if channel is not expected or number == self._number:
                 raise self._wrong_sender("Gradient", place, channel)
 
+    def check_source(self, number: int, channel: Channel) -> None:
+        """Refuse what a replica sends under the number of another worker.
+
+        Raises:
+            RemoteProtocolError: With both numbers.
+        """
+        found = self.numbers.get(channel)
+        if found not in (number, 0):  # the coordinator passes on what cannot come straight
+            raise RemoteProtocolError(f"Worker {found} sent something as worker {number}.")
+
     def _check_activation(self, place: Place, upstream: int, channel: Channel) -> None:
         """Refuse an activation that did not come from the process of a number."""
         may_come = [other for other, number in self._upstream.items() if number == upstream]

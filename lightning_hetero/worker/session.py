@@ -6,6 +6,7 @@
     layers      builds layers, takes their tensors, sends them
     training    steps, clips, freezes and averages
     moves       passes tensors on to other workers as layers move, and takes theirs
+    replicas    adds up gradients with the workers that hold the same stages
     telemetry   times and records the actions
     trials      measures layers, optimizers and links before anything is deployed
 
@@ -54,6 +55,7 @@ from .moves import MovedSide
 from .neighbors import Neighbors
 from .optimizer_parts import TrainedSide
 from .owner import Host, RunRecord
+from .replicas import ReplicaSide
 from .telemetry import RecordedSide
 from .trials import MeasuredSide, answer_probe
 
@@ -118,6 +120,10 @@ class StageSession:
         self._training = TrainedSide(coordinator, self._layers, take_timings)
         channel_to = self._neighbors.channel_to
         self._moves = MovedSide(coordinator, self._layers, self._training, channel_to)
+        self._replicas = ReplicaSide(
+            self._layers, self._copies, self._neighbors.pass_on, channel_to
+        )
+        self._training.is_owned = self._replicas.is_owned
         self._handlers = self._handler_of_each()
 
     def _handler_of_each(self) -> dict[type, Handler]:
@@ -128,6 +134,7 @@ class StageSession:
             **self._training.handlers,
             **self._layers.handlers,
             **self._moves.handlers,
+            **self._replicas.handlers,
             m.Paused: self._on_paused,
             m.Resumed: self._on_resumed,
             m.Deploy: self._on_deploy,
@@ -139,6 +146,7 @@ class StageSession:
             m.Gradient: self._on_gradient,
             m.DropCaches: self._on_drop_caches,
             m.AbortStep: self._on_abort_step,
+            m.ApplyOptimizer: self._on_apply_optimizer,
         }
 
     def attach_upstream(self, channel: Channel, member: int) -> None:
@@ -244,13 +252,14 @@ class StageSession:
 
         What these wait for never waits. Arguments do, so that no later forward overtakes a request.
         """
-        if isinstance(message, (m.Activation, m.Gradient, m.AbortStep)):
+        if isinstance(message, (m.Activation, m.Gradient, m.AbortStep, m.ReplicaTensors)):
             return False
-        return bool(self._awaiting) or isinstance(message, m.StampedRequest)
+        is_behind = bool(self._awaiting) or self._replicas.is_waiting
+        return is_behind or isinstance(message, m.StampedRequest)
 
     def _carry_out_due(self) -> None:
         """Carry out the requests for which all forwards and backwards before them have run."""
-        while self._awaiting:
+        while self._awaiting and not self._replicas.is_waiting:
             arrival, frame = self._awaiting[0]
             message = frame.message
             if isinstance(message, m.StampedRequest):
@@ -279,6 +288,8 @@ class StageSession:
                 if self._runner.is_late(message.step):
                     return
                 self._neighbors.check_way(message, arrival.channel)
+            if isinstance(message, m.ReplicaTensors):
+                self._neighbors.check_source(message.source, arrival.channel)
             with self._telemetry.taking(arrival, message):
                 handler(message, frame.tensors)
         except SessionOver:
@@ -291,6 +302,8 @@ class StageSession:
         """Run an action and send its result on."""
         self._coordinator.activity = of_action(action, self._runner.step)
         try:
+            if action.kind == "B":
+                self._replicas.note_backward()
             if self._runner.is_training(action):
                 content = self._telemetry.run_training(self._runner, action)
             else:
@@ -345,6 +358,7 @@ class StageSession:
         built, held = self._layers.build(message)
         self._training.train_anew(message.kept)
         self._neighbors.expect(message)
+        self._replicas.expect(message)
         self._connect(message.receivers)
         stages = zip(message.stages, built, strict=True)
         self._runner = Runner(
@@ -403,6 +417,10 @@ class StageSession:
         accumulate, dropout_step = message.accumulate, message.dropout_step
         self._runner.begin(message.step, message.in_flight, accumulate, dropout_step)
 
+    def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
+        self._training.apply_optimizer(message, tensors)
+        self._replicas.follow_step(message.round)
+
     def _on_set_attributes(self, message: m.SetAttributes, _tensors: tuple[Tensor, ...]) -> None:
         self._layers.set_attributes(message)
         for stage in self._runner.stages:
@@ -432,8 +450,9 @@ class StageSession:
         for stage in self._runner.stages:
             stage.caches.drop(message.numbers)
 
-    def _on_abort_step(self, _message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
+    def _on_abort_step(self, message: m.AbortStep, _tensors: tuple[Tensor, ...]) -> None:
         self._runner.abort()
+        self._replicas.end(message.round)
         self._telemetry.take_timings(0)
 
     def _tell_of_buffers(self) -> None:
