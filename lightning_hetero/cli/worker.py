@@ -27,12 +27,12 @@ from ..discovery.mdns import announced_worker
 from ..errors import HeteroError
 from ..launch.manifests import kind_here, unit_text
 from ..model.allowed_imports import Allowed
-from ..pipeline.stage_layers import KeptTensors
 from ..transport.address import Address
 from ..transport.handshake import address_of, listen
 from ..transport.tls import Credentials, credentials_of
 from ..transport.token import FILE_VARIABLE, Token, find_token_file
 from ..worker.owner import Owner, RunRecord
+from ..worker.shelf import KeptTensors
 from ..worker.supervisor import Place, Supervisor, serve_one_session, serve_one_session_anew
 from ..worker.worker import Worker
 from .options import add_unit_option

@@ -22,7 +22,7 @@ from ..pipeline.transfers import transfers
 from ..protocol import messages as m
 from .answers import held_tensors
 from .layers import Holdings, RemoteLayers, RemoteStage
-from .loads import Load, PassedOn, Sending, send_all
+from .loads import Load, PassedOn, send_all
 from .member import Member
 
 # A parameter that trains travels with the state of its optimizer: most have two such tensors.
@@ -92,8 +92,7 @@ class LayerMove:
         for worker in involved:
             connections.send(worker, self._deploy_message(worker))
         self._wait_until_built(involved)
-        loads: list[Sending] = [*self._loads(), *self._passed_on()]
-        for _, name in send_all(loads, remote.receive):
+        for _, name in send_all([*self._loads(), *self._passed_on()], remote.receive):
             yield name
         for worker in involved:
             connections.request(worker, m.Launch())
