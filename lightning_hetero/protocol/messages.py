@@ -15,6 +15,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..plan import Dtype
+from .bases import IdleAnswer, IdleRequest, LoadingRequest, ServingRequest, StageReport
+from .bases import InstantMessage as InstantMessage
+from .bases import MicrobatchMessage as MicrobatchMessage
+from .bases import StampedRequest as StampedRequest
 from .fields import (
     FEW,
     Bytes,
@@ -37,22 +41,8 @@ from .fields import Narrowed as Narrowed
 from .fields import Sample as Sample
 from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
-from .session import (
-    IdleAnswer,
-    IdleRequest,
-    LoadingRequest,
-    ServingRequest,
-    Speaker,
-    StageReport,
-    State,
-    by,
-    by_anyone,
-    kinds_below,
-)
-from .session import InstantMessage as InstantMessage
 from .session import Message as Message
-from .session import MicrobatchMessage as MicrobatchMessage
-from .session import StampedRequest as StampedRequest
+from .session import Speaker, State, by, by_anyone, kinds_below
 from .tensors import TensorSpec
 from .values import CacheArgument as CacheArgument
 from .values import LayerArguments as LayerArguments

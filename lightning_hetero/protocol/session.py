@@ -1,4 +1,4 @@
-"""The rules of a conversation: what messages declare of themselves, and the session that checks it.
+"""The rules of a conversation: what a message declares of itself, and a session that enforces it.
 
     coordinator ─ worker              upstream worker ─ downstream worker
 
@@ -12,7 +12,7 @@
 
     watcher ─ worker: OPENING ─ Hello ▶ GREETING ─ Welcome ▶ TELLING ─ Status ▶ CLOSED
 
-Every class of messages, or one of the bases here, says who may send it in which states. `python -m
+Every class of messages, or its base, says who may send it in which states (`by`). `python -m
 tests.protocol.tables` prints the tables that follow: for each speaker and state, the messages.
 """
 
@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ..errors import LocalProtocolError, RemoteProtocolError
-from .fields import Count, Key, SpanKind, printable
+from .fields import Key, SpanKind, printable
 
 
 class State(enum.Enum):
@@ -128,80 +128,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
         fields = " ".join(f"{name}={str(value)[:60]}" for name, value in shown.items())
         return printable(f"{type(self).__name__} {fields}".rstrip())
-
-
-class IdleRequest(Message, frozen=True):
-    """Base of what the coordinator may ask before a stage is deployed."""
-
-    said = by(Speaker.COORDINATOR, State.IDLE)
-
-
-class IdleAnswer(Message, frozen=True):
-    """Base of what a worker answers before a stage is deployed."""
-
-    said = by(Speaker.WORKER, State.IDLE)
-
-
-class ServingRequest(Message, frozen=True):
-    """Base of what the coordinator may say to a stage that serves."""
-
-    said = by(Speaker.COORDINATOR, State.SERVING)
-
-
-class LoadingRequest(Message, frozen=True):
-    """Base of what the coordinator may ask while a stage is loaded and while it serves."""
-
-    said = by(Speaker.COORDINATOR, State.LOADING, State.SERVING)
-
-
-class StampedRequest(ServingRequest, frozen=True, kw_only=True):
-    """Base of requests that have their place between forwards and backwards.
-
-    A worker carries one out when each of its stages has run so many ``forwards`` and ``backwards``
-    of the present step, however late or early it comes. More of them are an error if ``is_exact``.
-    """
-
-    is_exact: ClassVar[bool] = True
-    forwards: Count = 0
-    backwards: Count = 0
-
-
-class StageReport(Message, frozen=True):
-    """Base of what a stage may say while it is loaded and while it serves."""
-
-    said = by(Speaker.WORKER, State.LOADING, State.SERVING)
-
-
-class InstantMessage(Message, frozen=True):
-    """Base of the messages that channels exchange themselves; they do not reach the inbox."""
-
-    said = by_anyone()
-
-
-class ForStage(Message, frozen=True, kw_only=True):
-    """Base of the messages that a stage takes; stage 0 is the coordinator's."""
-
-    said = by(Speaker.COORDINATOR, State.SERVING)
-    stage: Count = 0
-
-    @property
-    def stage_number(self) -> int:
-        """The stage that takes the message."""
-        return self.stage
-
-
-class MicrobatchMessage(ForStage, frozen=True):
-    """Base of the messages about one micro-batch and visit in a step."""
-
-    recorded_as = "take"
-    step: Count
-    microbatch: Count
-    visit: Count
-
-    @property
-    def key(self) -> Key:
-        """The micro-batch and visit that the message is about."""
-        return Key(self.microbatch, self.visit)
 
 
 def kinds_below(base: type[Message]) -> Iterator[type[Message]]:

@@ -274,11 +274,6 @@ class Worker:
         """Where stages compute."""
         return self._host.device
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether the worker ends with the present run."""
-        return self._is_draining
-
     def pause(self) -> None:
         """Finish the present micro-batch, then compute nothing until `resume`."""
         self._wish(m.Paused())
