@@ -92,7 +92,8 @@ class LayerMove:
         for worker in involved:
             connections.send(worker, self._deploy_message(worker))
         self._wait_until_built(involved)
-        for _, name in send_all([*self._loads(), *self._passed_on()], remote.receive):
+        loads = map(self._load_of, dict.fromkeys(self._after.member_of.values()))
+        for _, name in send_all([*loads, *self._passed_on()], remote.receive):
             yield name
         for worker in involved:
             connections.request(worker, m.Launch())
@@ -119,11 +120,8 @@ class LayerMove:
                     if self._is_kept(name):
                         self._note_arrival(name)  # it may have another dtype there now
 
-    def _loads(self) -> list[Load]:
-        """What goes from this process to each worker."""
-        return [self._load_of(worker) for worker in dict.fromkeys(self._after.member_of.values())]
-
     def _load_of(self, worker: Member) -> Load:
+        """What goes from this process to a worker."""
         owner_of = self._after.owner_of
         from_here = [name for name, source in self._sources.items() if source is None]
         names = {name for name in from_here if owner_of[name] is worker}
