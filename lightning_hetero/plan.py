@@ -19,6 +19,7 @@ COORDINATOR = "coordinator"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
+ReplicaOptimizer = Literal["each", "split"]
 
 INT8_BLOCK = 64
 """The number of int8 values that share a float32 scale, which adds 6 % to their bytes."""
@@ -34,10 +35,13 @@ BYTES_PER_NUMBER: dict[WireDtype, float] = {
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: consecutive decoder layers and the process that holds them.
+    """One stage: consecutive decoder layers and the processes that hold them.
 
     Args:
-        workers: The name of the worker that serves the stage, or ``["coordinator"]``.
+        workers: The name of the worker that serves the stage, or ``["coordinator"]``. Several
+            processes are replicas: each holds all layers of the stage and takes its share of the
+            micro-batches. The coordinator may be one of the replicas of the first stage or of the
+            last one, and then it steps the optimizer for all of them.
         layers: Half-open range of decoder layers, ``(first, end)``.
         recompute: Keep only the stage's inputs, and run its forward again in the backward.
         dtype: The dtype in which the stage computes, if it differs from Lightning's ``precision``,
@@ -51,6 +55,13 @@ class StagePlan:
         embedding: Hold the model's input embedding too: the stage receives token ids instead of
             activations and sends no gradients. Only a worker with layer 0 can hold it; else the
             coordinator does.
+        shares: For each replica, how many micro-batches of a round it takes; the sum of the shares
+            is the round. A replica with share 0 is a warm spare. None for equal shares.
+        optimizer: ``each`` lets every replica step with the sum of all gradients, so each has the
+            optimizer's whole state. ``split`` gives each replica a part of the parameters: it
+            steps these, keeps their state, and the others get the new weights. None for ``each``
+            where all replicas are workers. Where the coordinator is one, it steps all parameters,
+            and the workers get the new weights.
     """
 
     workers: list[str]
@@ -61,16 +72,33 @@ class StagePlan:
     gradient_dtype: WireDtype | None = None
     compile: bool = False
     embedding: bool = False
+    shares: list[int] | None = None
+    optimizer: ReplicaOptimizer | None = None
 
     @property
     def worker(self) -> str:
-        """The worker that serves this stage."""
+        """The first process that holds this stage."""
         return self.workers[0]
 
     @property
     def is_local(self) -> bool:
-        """Whether the stage stays with the coordinator."""
-        return COORDINATOR in self.workers
+        """Whether the stage stays with the coordinator alone."""
+        return self.workers == [COORDINATOR]
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the coordinator is a replica beside workers."""
+        return COORDINATOR in self.workers and not self.is_local
+
+    @property
+    def remote_workers(self) -> list[str]:
+        """The processes of this stage without the coordinator."""
+        return [name for name in self.workers if name != COORDINATOR]
+
+    @property
+    def present_shares(self) -> list[int]:
+        """The share of each replica, with the default filled in."""
+        return [1] * len(self.workers) if self.shares is None else self.shares
 
     @property
     def layer_indices(self) -> range:
@@ -84,6 +112,10 @@ class Narrowing:
 
     activation_dtype: WireDtype | None = None
     gradient_dtype: WireDtype | None = None
+
+
+MOST_SHARES = 4096
+"""The most micro-batches of a round, after which the order in which replicas take them repeats."""
 
 
 def most_started(max_in_flight: int, sends_token_ids: bool) -> int:
@@ -102,7 +134,8 @@ class Plan:
 
     Args:
         stages: The stages in the order of the layers. A worker may hold any number of them; the
-            coordinator may hold the first one, the last one, or both.
+            coordinator may hold the first one, the last one, or both, and may be a replica of the
+            first stage or of the last one that workers hold.
         micro_batches: The number of pieces into which a training batch is cut.
         in_flight: The most micro-batches between the start of their forward and the end of their
             backward on each process; None for two per process, enough to hide a round trip. The
@@ -121,7 +154,13 @@ class Plan:
     @property
     def workers(self) -> list[str]:
         """The workers of the stages, each once, in the order in which the layers come to them."""
-        return list(dict.fromkeys(stage.worker for stage in self.remote_stages))
+        names = (name for stage in self.remote_stages for name in stage.remote_workers)
+        return list(dict.fromkeys(names))
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several processes hold the same stage."""
+        return any(len(stage.workers) > 1 for stage in self.stages)
 
     @property
     def starts_on_worker(self) -> bool:
@@ -254,11 +293,7 @@ class Plan:
 
     def _check_workers(self, workers: Sequence[str]) -> None:
         for index, stage in enumerate(self.stages):
-            if len(stage.workers) != 1:
-                raise PlanError(
-                    f"Stage {index} names {len(stage.workers)} workers {stage.workers}; "
-                    "a stage is served by exactly one in this version."
-                )
+            _check_replicas(stage, index)
             if stage.is_local and 0 < index < len(self.stages) - 1:
                 raise PlanError(
                     f"Stage {index} is on the coordinator, which can only hold the first layers, "
@@ -276,11 +311,22 @@ class Plan:
                     f"The coordinator's stage has dtype {stage.dtype!r}; what the coordinator "
                     "computes in is Lightning's `precision`."
                 )
-            if not stage.is_local and stage.worker not in workers:
-                raise PlanError(
-                    f"Stage {index} is on {stage.worker!r}, which is none of the workers "
-                    f"{list(workers)}; name one of them or add it to `workers`."
-                )
+            for name in stage.remote_workers:
+                if name not in workers:
+                    raise PlanError(
+                        f"Stage {index} is on {name!r}, which is none of the workers "
+                        f"{list(workers)}; name one of them or add it to `workers`."
+                    )
+        self._check_hosted()
+
+    def _check_hosted(self) -> None:
+        remote = self.remote_stages
+        hosted = [number for number, stage in enumerate(remote) if stage.is_hosted]
+        if len(hosted) > 1 or any(0 < number < len(remote) - 1 for number in hosted):
+            raise PlanError(
+                f"The coordinator is a replica of the stages {hosted} of {len(remote)} that "
+                "workers hold, and it can be one of the first or of the last of them only."
+            )
 
 
 def _narrower(before: StagePlan | None, after: StagePlan | None, field: str) -> WireDtype | None:
@@ -297,6 +343,29 @@ def _check_dtypes(stage: Any, where: str) -> None:
             raise PlanError(
                 f"Unknown {field} {dtype!r} in {where}; it is one of {', '.join(known)}."
             )
+
+
+def _check_replicas(stage: StagePlan, index: int) -> None:
+    names, shares = stage.workers, stage.shares
+    if not names or len({*names}) < len(names):
+        raise PlanError(
+            f"Stage {index} names the workers {names}; name at least one, and each only once."
+        )
+    if shares is not None and (
+        len(shares) != len(names) or min(shares) < 0 or not 0 < sum(shares) <= MOST_SHARES
+    ):
+        raise PlanError(
+            f"Stage {index} has the shares {shares} for the workers {names}; write one number for "
+            f"each, 0 or more, with a sum from 1 to {MOST_SHARES}, or leave `shares` out."
+        )
+    if stage.is_hosted and (stage.optimizer == "each" or stage.embedding or stage.dtype):
+        key = "optimizer: each" if stage.optimizer == "each" else "embedding: true"
+        key = f"dtype: {stage.dtype}" if stage.dtype else key
+        raise PlanError(
+            f"Stage {index} has `{key}`, and the coordinator is one of its replicas, which keeps "
+            "the embedding, steps all parameters and computes in Lightning's `precision`. Leave "
+            "the key out, or take the coordinator from the stage."
+        )
 
 
 def _check_embedding(stage: StagePlan, index: int) -> None:

@@ -172,6 +172,9 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
         Plan.from_yaml(tmp_path / "absent.yaml")
 
 
+RANGES = [(0, 3), (3, 6)]
+
+
 def with_stage(**changes: Any) -> dict[str, Any]:
     return {"stages": [{"workers": ["a:1"], "layers": [0, 3], **changes}]}
 
@@ -194,6 +197,9 @@ def with_stage(**changes: Any) -> dict[str, Any]:
         (with_stage(layers="0, 3"), "stages[0].layers"),
         (with_stage(layers=[0, "end"]), "stages[0].layers[1]"),
         (with_stage(recompute="maybe"), "stages[0].recompute"),
+        (with_stage(shares=3), "stages[0].shares"),
+        (with_stage(shares=[1.5]), "stages[0].shares[0]"),
+        (with_stage(optimizer="all"), "optimizer"),
         ({"stages": [], 1: 2}, "Unknown key 1"),
     ],
 )
@@ -217,6 +223,10 @@ def test_a_wrong_type_is_refused_by_its_place(content: Any, fragment: str) -> No
         Plan([HERE, stage("old-tower:9999", 2, 4), stage("coordinator", 4, 6)]),
         Plan([stage(WORKERS[0], 0, 2), stage(WORKERS[1], 2, 4), stage(WORKERS[0], 4, 6)]),
         Plan([stage(WORKERS[0], 0, 2), THERE]),
+        Plan([StagePlan(WORKERS, (0, 6), shares=[2, 1], optimizer="split")]),
+        Plan([StagePlan([*WORKERS, "coordinator"], (0, 6), shares=[0, 3, 1])]),
+        Plan([HERE, StagePlan([WORKERS[0], "coordinator"], (2, 4)), stage(WORKERS[1], 4, 6)]),
+        Plan([stage(WORKERS[0], 0, 2), StagePlan(["coordinator", WORKERS[0]], (2, 6))]),
     ],
 )
 def test_a_plan_that_fits_passes(plan: Plan) -> None:
@@ -240,8 +250,43 @@ def test_a_plan_that_fits_passes(plan: Plan) -> None:
         (Plan([HERE, stage(WORKERS[0], 5, 2)]), ["Stage 1", "[5, 2]", "empty"]),
         (Plan([stage("coordinator", 0, -1)]), ["Stage 0", "[0, -1]", "empty"]),
         (Plan([stage("gone:1", 0, 6)]), ["Stage 0", "'gone:1'", *WORKERS]),
-        (Plan([StagePlan(WORKERS, (0, 6))]), ["Stage 0", "2 workers", *WORKERS]),
-        (Plan([StagePlan([], (0, 6))]), ["Stage 0", "0 workers"]),
+        (Plan([StagePlan([], (0, 6))]), ["Stage 0", "workers []", "at least one"]),
+        (
+            Plan([StagePlan([WORKERS[0], WORKERS[0]], (0, 6))]),
+            ["Stage 0", WORKERS[0], "each only once"],
+        ),
+        (Plan([StagePlan([WORKERS[0], "gone:1"], (0, 6))]), ["Stage 0", "'gone:1'", *WORKERS]),
+        *[
+            (Plan([StagePlan(WORKERS, (0, 6), shares=shares)]), ["Stage 0", str(shares), "4096"])
+            for shares in ([1], [2, -1], [0, 0], [1, 2, 3], [4000, 97])
+        ],
+        *[
+            (Plan([StagePlan([WORKERS[0], "coordinator"], (0, 6), **keys)]), ["Stage 0", said])
+            for keys, said in [
+                ({"optimizer": "each"}, "`optimizer: each`"),
+                ({"embedding": True}, "`embedding: true`"),
+                ({"dtype": "float16"}, "`dtype: float16`"),
+            ]
+        ],
+        (
+            Plan(
+                [
+                    stage(WORKERS[0], 0, 2),
+                    StagePlan([WORKERS[0], "coordinator"], (2, 4)),
+                    stage(WORKERS[1], 4, 6),
+                ]
+            ),
+            ["replica of the stages [1] of 3", "first or of the last"],
+        ),
+        (
+            Plan(
+                [
+                    StagePlan([name, "coordinator"], r)
+                    for name, r in zip(WORKERS, RANGES, strict=False)
+                ]
+            ),
+            ["replica of the stages [0, 1] of 2"],
+        ),
         (
             Plan([stage(WORKERS[0], 0, 2), stage("coordinator", 2, 4), stage(WORKERS[1], 4, 6)]),
             ["Stage 1", "coordinator", "first layers, the last ones, or both"],

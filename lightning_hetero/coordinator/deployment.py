@@ -17,7 +17,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from ..errors import HeteroError, ModelError, StageFailed, WeightsLost
+from ..errors import HeteroError, ModelError, PlanError, StageFailed, WeightsLost
 from ..model.captured_outputs import CollectingHooks
 from ..model.half_layers import absent_in
 from ..model.hollow import HollowLayers, is_hollow, no_copy, remote_of
@@ -203,6 +203,8 @@ class Deployment:
         batches: BatchOptions = NOTHING_SAID,
         before: Deployment | None = None,
     ) -> None:
+        if plan.has_replicas:
+            raise PlanError("Stages on several workers are not part of this version yet.")
         self.plan = plan
         self.coordinator = coordinator
         self.layers = layers

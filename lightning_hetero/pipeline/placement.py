@@ -11,7 +11,7 @@ and nothing is decided while a step runs. So every run adds the same numbers in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -39,6 +39,27 @@ def turns(shares: Sequence[int], count: int) -> list[int]:
     return found
 
 
+def deal(sizes: Mapping[str, int], processes: Sequence[str]) -> dict[str, str]:
+    """Deal tensors over processes, so that each owns about as many bytes.
+
+    Args:
+        sizes: The bytes of each tensor by its name. Neighbors in this order often go to the same
+            process.
+        processes: Those that hold the tensors.
+
+    Returns:
+        The owner of each tensor.
+    """
+    total, before = max(1, sum(sizes.values())), 0
+    found = {}
+    for name, size in sizes.items():
+        # The middle of the tensor decides, so that a large one goes where most of it falls.
+        place = (2 * before + size) * len(processes) // (2 * total)
+        found[name] = processes[min(place, len(processes) - 1)]
+        before += size
+    return found
+
+
 @dataclass(frozen=True)
 class PlacedStage:
     """A stage on workers.
@@ -46,7 +67,8 @@ class PlacedStage:
     Args:
         number: From 1 on, in the order of the layers.
         layers: Its layers by their numbers; the input embedding is layer -1.
-        processes: The names of the workers that hold it.
+        processes: The names of the processes that hold it; several are replicas, and one of these
+            may be the coordinator.
         shares: How many micro-batches of a round each of them runs.
     """
 
@@ -54,6 +76,32 @@ class PlacedStage:
     layers: tuple[int, ...]
     processes: tuple[str, ...]
     shares: tuple[int, ...]
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The processes without the coordinator."""
+        return tuple(name for name in self.processes if name != COORDINATOR)
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the coordinator is one of the replicas."""
+        return COORDINATOR in self.processes
+
+    @cached_property
+    def round(self) -> list[str]:
+        """Who runs each micro-batch of a round."""
+        return [self.processes[index] for index in turns(self.shares, sum(self.shares))]
+
+    @cached_property
+    def worker_round(self) -> list[str]:
+        """Who runs each micro-batch of a round that workers run alone; spares share it equally if
+        they are all there is."""
+        pairs = zip(self.processes, self.shares, strict=True)
+        shares = {name: share for name, share in pairs if name != COORDINATOR}
+        if not any(shares.values()):
+            shares = dict.fromkeys(shares, 1)
+        names = [*shares]
+        return [names[index] for index in turns([*shares.values()], sum(shares.values()))]
 
 
 @dataclass(frozen=True)
@@ -74,7 +122,7 @@ class Placement:
                 number,
                 (*([-1] if each.embedding else []), *each.layer_indices),
                 tuple(each.workers),
-                (1,) * len(each.workers),
+                tuple(each.present_shares),
             )
             for number, each in enumerate(plan.remote_stages, start=1)
         )
@@ -90,7 +138,7 @@ class Placement:
     def processes(self) -> tuple[str, ...]:
         """All processes by their numbers: the coordinator, then the workers as the layers come to
         them."""
-        workers = [name for stage in self.stages for name in stage.processes]
+        workers = [name for stage in self.stages for name in stage.workers]
         return (COORDINATOR, *dict.fromkeys(workers))
 
     @property
@@ -106,15 +154,35 @@ class Placement:
         """The numbers of the stages that a worker holds."""
         return tuple(stage.number for stage in self.stages if process in stage.processes)
 
-    def process(self, stage: int, microbatch: int) -> str:
-        """Who runs a stage on a micro-batch."""
+    def process(self, stage: int, microbatch: int, is_whole: bool = False) -> str:
+        """Who runs a stage on a micro-batch.
+
+        Args:
+            stage: The stage's number.
+            microbatch: The micro-batch's number.
+            is_whole: Whether it is a piece of a whole batch, whose layers only workers run.
+        """
         if stage == COORDINATOR_STAGE:
             return COORDINATOR
         placed = self.stage(stage)
-        if len(placed.processes) == 1:
-            return placed.processes[0]
-        place = microbatch % sum(placed.shares)
-        return placed.processes[turns(placed.shares, place + 1)[place]]
+        order = placed.worker_round if is_whole else placed.round
+        return order[microbatch % len(order)]
+
+    def route(self, microbatch: int, is_whole: bool = False) -> tuple[tuple[int, str], ...]:
+        """The stages that a micro-batch passes on workers, in their order, each with its worker;
+        the arguments are those of `process`."""
+        found = [(s.number, self.process(s.number, microbatch, is_whole)) for s in self.stages]
+        return tuple((number, name) for number, name in found if name != COORDINATOR)
+
+    @property
+    def hosted(self) -> PlacedStage | None:
+        """The stage of which the coordinator is a replica."""
+        return next((stage for stage in self.stages if stage.is_hosted), None)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several processes hold the same stage."""
+        return any(len(stage.processes) > 1 for stage in self.stages)
 
     def sequence(self, process: str, micro_batches: int) -> list[tuple[int, int]]:
         """The stages and micro-batches of a process, in the order in which each stage adds up."""
@@ -152,5 +220,6 @@ class Placement:
         return (COORDINATOR,) if found is None else found.processes
 
     def owner(self, layer: int) -> str:
-        """The holder whose result of an optimizer step counts."""
-        return self.holders(layer)[0]
+        """The holder that the layer's tensors are asked from."""
+        holders = self.holders(layer)
+        return COORDINATOR if COORDINATOR in holders else holders[0]

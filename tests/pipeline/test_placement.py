@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.pipeline.placement import PlacedStage, Placement, turns
+from lightning_hetero.pipeline.placement import PlacedStage, Placement, deal, turns
 from lightning_hetero.plan import COORDINATOR, Plan, StagePlan
 
 
@@ -117,3 +117,45 @@ def test_everyone_gets_their_share_of_each_round(shares: list[int], rounds: int)
     for begin in range(0, len(found), total):
         counts = Counter(found[begin : begin + total])
         assert [counts[index] for index in range(len(shares))] == shares
+
+
+HOSTED = Plan(
+    [
+        StagePlan(["a"], (0, 2)),
+        StagePlan(["b", "c", COORDINATOR], (2, 6), shares=[2, 0, 1]),
+    ]
+)
+
+
+def test_replicas_take_their_shares_and_pieces_of_whole_batches_stay_with_workers() -> None:
+    placement = Placement.of(HOSTED)
+    assert placement.processes == (COORDINATOR, "a", "b", "c")
+    assert [placement.process(2, k) for k in range(4)] == ["b", COORDINATOR, "b", "b"]
+    assert [placement.process(2, k, is_whole=True) for k in range(3)] == ["b", "b", "b"]
+    assert placement.route(0) == ((1, "a"), (2, "b"))
+    assert placement.route(1) == ((1, "a"),)
+    assert placement.route(1, is_whole=True) == ((1, "a"), (2, "b"))
+    assert placement.hosted is not None
+    assert placement.hosted.number == 2
+    assert placement.owner(3) == COORDINATOR
+    assert placement.holders(3) == ("b", "c", COORDINATOR)
+    assert Placement.of(LINE).hosted is None
+
+
+def test_spares_share_whole_batches_if_they_are_all_there_is() -> None:
+    stage = PlacedStage(1, (0,), ("a", "b", COORDINATOR), (0, 0, 5))
+    placement = Placement((stage,))
+    assert [placement.process(1, k) for k in range(2)] == [COORDINATOR] * 2
+    assert [placement.process(1, k, is_whole=True) for k in range(3)] == ["a", "b", "a"]
+
+
+@given(sizes=st.lists(st.integers(0, 10**6), min_size=1, max_size=30), count=st.integers(1, 5))
+def test_owners_are_dealt_by_bytes(sizes: list[int], count: int) -> None:
+    names = {f"{n}": size for n, size in enumerate(sizes)}
+    processes = [*"abcde"[:count]]
+    owners = deal(names, processes)
+    assert [*owners] == [*names]
+    owned = [sum(names[n] for n, owner in owners.items() if owner == p) for p in processes]
+    assert max(owned) <= sum(sizes) / count + max(sizes)
+    # Neighbors go to the same process.
+    assert sorted(owners.values()) == [*owners.values()]
