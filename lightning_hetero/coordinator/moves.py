@@ -22,7 +22,7 @@ from ..pipeline.transfers import transfers
 from ..protocol import messages as m
 from .answers import held_tensors
 from .layers import Holdings, RemoteLayers, RemoteStage
-from .loads import Load, PassedOn, Sending, send_all
+from .loads import Load, PassedOn, send_all
 from .member import Member
 
 # A parameter that trains travels with the state of its optimizer: most have two such tensors.
@@ -93,8 +93,8 @@ class LayerMove:
         for worker in involved:
             connections.send(worker, self._deploy_message(worker))
         self._wait_until_built(involved)
-        loads: list[Sending] = [*self._loads(), *self._passed_on()]
-        for _, name in send_all(loads, remote.receive):
+        loads = map(self._load_of, dict.fromkeys(self._after.member_of.values()))
+        for _, name in send_all([*loads, *self._passed_on()], remote.receive):
             yield name
         for worker in involved:
             connections.request(worker, m.Launch())
@@ -121,11 +121,8 @@ class LayerMove:
                     if self._is_kept(name):
                         self._note_arrival(name)  # it may have another dtype there now
 
-    def _loads(self) -> list[Load]:
-        """What goes from this process to each worker."""
-        return [self._load_of(worker) for worker in self._after.workers]
-
     def _load_of(self, worker: Member) -> Load:
+        """What goes from this process to a worker."""
         owner_of = self._after.owner_of
         from_here = [name for name, source in self._sources.items() if source is None]
         names = {name for name in from_here if owner_of[name] is worker}

@@ -43,13 +43,13 @@ from .fields import StageRange as StageRange
 from .fields import StageStatus as StageStatus
 from .session import Message as Message
 from .session import Speaker, State, by, by_anyone, kinds_below
-from .specs import ParameterSpec as ParameterSpec
-from .specs import PeerSpec as PeerSpec
-from .specs import StageSpec as StageSpec
 from .tensors import TensorSpec
 from .values import CacheArgument as CacheArgument
 from .values import LayerArguments as LayerArguments
+from .values import ParameterSpec as ParameterSpec
+from .values import PeerSpec as PeerSpec
 from .values import Slot, Value
+from .values import StageSpec as StageSpec
 
 # Every frame carries it. It grows with every change of a message.
 PROTOCOL_VERSION = 6
