@@ -49,7 +49,7 @@ from .layers import (
 )
 from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
-from .own_layers import check_can_be_compiled, prepare_own
+from .own_layers import check_can_be_compiled, is_seeded, prepare_own
 from .progress import Progress
 from .session import Coordinator
 from .whole_batches import NOTHING_SAID, BatchOptions, HandOvers
@@ -238,7 +238,7 @@ class Deployment:
         self.hand_overs = HandOvers(
             coordinator.stages, recorder, self._away, plan, batches, self._follow
         )
-        self._hollow = HollowLayers(away, self._exchange, self.tensors)
+        self._hollow = HollowLayers(away, self._exchange, self.tensors, self._pass_by)
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.connections.equipment)
         remote = remote_stages(root, stages, plan, weights, self.weights_dtype_of)
@@ -547,6 +547,11 @@ class Deployment:
         returned = self.hand_overs.exchange(request)
         self._warn_of_buffers()
         return returned.hidden, returned.collected
+
+    def _pass_by(self, number: int) -> None:
+        """Seed the code behind a hollow layer as behind one that stays here."""
+        if is_seeded(self._away[number]):
+            self.draws.pass_by(number)
 
     def _follow(self, has_backward: bool) -> None:
         """Bring the stages up to date before hidden states leave."""

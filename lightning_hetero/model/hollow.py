@@ -221,6 +221,7 @@ class HollowLayers:
         exchange: Takes the hidden states, the recorded calls and the kinds of outputs that the
             model collects; returns the hidden states behind the last layer, and those outputs.
         remote: Access to the weights for ``state_dict`` and ``load_state_dict``.
+        pass_by: Called with the number of each layer that returns a placeholder.
 
     Attributes:
         caches: The key-value caches of forwards through these layers.
@@ -228,11 +229,16 @@ class HollowLayers:
     """
 
     def __init__(
-        self, layers: Mapping[int, DecoderLayer], exchange: Exchange, remote: RemoteTensors
+        self,
+        layers: Mapping[int, DecoderLayer],
+        exchange: Exchange,
+        remote: RemoteTensors,
+        pass_by: Callable[[int], None] = lambda _number: None,
     ) -> None:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
         self._exchange = exchange
+        self._pass_by = pass_by
         with_cache = (n for n, layer in self._modules.items() if not is_second_half(layer))
         self._first_with_cache = min({*with_cache} - {EMBEDDING_LAYER}, default=0)
         self.caches = HollowCaches()
@@ -347,6 +353,7 @@ class HollowLayers:
             hidden = self._leave()
         else:
             hidden = self._records.hidden = self._behind(call, hidden, sent.device)
+            self._pass_by(number)
         return (hidden, *[None] * (length - 1)) if length else hidden
 
     def _behind(self, call: LayerCall, hidden: Tensor, device: torch.device) -> HiddenStatesAway:

@@ -218,7 +218,8 @@ class _RunningStep:
 
     def _go_on(self, index: int, run: Callable[[], HandedOver | Finished]) -> None:
         microbatch = self._in_flight[index]
-        with self.driver.draws.of(microbatch.draws), microbatch.draws.going_on():
+        with self.driver.draws.of(microbatch.draws):
+            microbatch.draws.go_on()
             report = run()
         self.driver.check_piece(index)
         if isinstance(report, Finished):
@@ -227,6 +228,7 @@ class _RunningStep:
         request: Request = report.request
         key = Key(index, len(microbatch.visits))
         microbatch.visits.append(_Visit(key, request.hidden))
+        microbatch.draws.note_hand_over(request.surroundings.calls[-1].layer_index)
         self.driver.stages.send_forward(key, request.hidden, request.surroundings)
 
     def _finish_forward(self, index: int, result: Any) -> None:
