@@ -70,6 +70,7 @@ class Connections:
         step: The number of the present step; 0 before the first one.
         in_flight: The most micro-batches in flight in the present step.
         asides: Takes messages that answer no request, by their kind.
+        num_exchanges: The exchanges of replicas that were asked for.
         has_torn_step: Whether a worker has failed inside an optimizer step.
         is_ending: Tells whether SIGTERM has asked this process to end.
 
@@ -96,6 +97,7 @@ class Connections:
             m.Resumed: self._on_resumed,
             m.NeighborUnreachable: self._on_neighbor_unreachable,
         }
+        self.num_exchanges = 0
         self.has_torn_step = False
         self.is_ending: Callable[[], bool] = lambda: False
         self._inbox: Inbox = SimpleQueue()
@@ -460,7 +462,7 @@ class Connections:
     def _forward(self, source: Member, frame: Frame) -> bool:
         """Forward a frame of a worker, in the thread that has read it; false if it is for us."""
         message = frame.message
-        if isinstance(message, m.MovedTensor):
+        if isinstance(message, (m.MovedTensor, m.ReplicaTensors)):
             return self._forward_moved(source, frame, message.member)
         if isinstance(message, m.Activation):
             sending_stage = message.stage - 1

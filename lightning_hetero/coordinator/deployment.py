@@ -203,8 +203,8 @@ class Deployment:
         batches: BatchOptions = NOTHING_SAID,
         before: Deployment | None = None,
     ) -> None:
-        if plan.has_replicas:
-            raise PlanError("Stages on several workers are not part of this version yet.")
+        if any(stage.is_hosted for stage in plan.stages):
+            raise PlanError("A coordinator beside workers is not part of this version yet.")
         self.plan = plan
         self.coordinator = coordinator
         self.layers = layers
@@ -258,8 +258,12 @@ class Deployment:
         """Give the stages to their workers."""
         placement = Placement.of(self.plan)
         sizes = {name: tensor.nbytes for name, tensor in named_tensors(self._away)}
+        num_bytes = sum(
+            len(placed.workers) * sum(tensor.nbytes for _, tensor in named_tensors(stage.layers))
+            for stage, placed in zip(stages, placement.stages, strict=True)
+        )
         what = "Sending layers to the workers"
-        with closing(self.coordinator.layers.progress(what, sum(sizes.values()))) as progress:
+        with closing(self.coordinator.layers.progress(what, num_bytes)) as progress:
             for name in self.coordinator.layers.deploy(stages, placement, seed):
                 progress.advance(sizes[name])
 

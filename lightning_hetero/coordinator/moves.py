@@ -21,7 +21,7 @@ from ..pipeline.placement import Placement
 from ..pipeline.transfers import transfers
 from ..protocol import messages as m
 from .answers import held_tensors
-from .layers import Holdings, RemoteLayers, RemoteStage
+from .layers import Holdings, RemoteLayers, RemoteStage, owners_of
 from .loads import Load, PassedOn, send_all
 from .member import Member
 
@@ -93,7 +93,7 @@ class LayerMove:
         for worker in involved:
             connections.send(worker, self._deploy_message(worker))
         self._wait_until_built(involved)
-        loads = map(self._load_of, dict.fromkeys(self._after.member_of.values()))
+        loads = map(self._load_of, self._after.workers)
         for _, name in send_all([*loads, *self._passed_on()], remote.receive):
             yield name
         for worker in involved:
@@ -168,7 +168,8 @@ def _holdings(
     for number, stage in numbered.items():
         held = held_tensors(stage.layers, stage.tensor_dtypes)
         tensors.update(held)
-        owner_of.update(dict.fromkeys(held, named[placement.stage(number).processes[0]]))
+        owners = owners_of(stage.layers, placement.stage(number))
+        owner_of.update({name: named[owner] for name, owner in owners.items()})
     return Holdings(numbered, named, tensors, owner_of, placement)
 
 

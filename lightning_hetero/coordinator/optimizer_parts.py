@@ -47,9 +47,11 @@ class Steps(Protocol):
 
     Attributes:
         norms_due: For each worker that has got gradients from here, the parameters that train.
+        has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
     """
 
     norms_due: dict[Member, set[str]]
+    has_new_gradients: bool
 
     def present_step(self) -> int:
         """The step that gradients belong to."""
@@ -96,13 +98,14 @@ class OptimizerParts:
         """Give every stage its part of an optimizer."""
         names = {name for group in groups for name in group.parameters}
         self._optimized[optimizer] = class_name, names
-        owner_of = self.layers.holdings.owner_of
+        steppers = self.layers.holdings.names_by_stepper(names)
+        stepped = {worker: {*own} for worker, own in steppers}
         for worker in self._connections.workers:
             packer = Packer()
             packed_defaults = packer.pack(dict(defaults), "An optimizer default")
             specs = [
                 m.GroupSpec(
-                    [name for name in group.parameters if owner_of.get(name) is worker],
+                    [name for name in group.parameters if name in stepped.get(worker, ())],
                     packer.pack(dict(group.options), "An optimizer option"),
                 )
                 for group in groups
@@ -119,8 +122,10 @@ class OptimizerParts:
         self._is_applying = True
         packer = Packer()
         values = [packer.pack(dict(group), "An optimizer option") for group in options]
-        step = self._stages.present_step()
-        self._broadcast(partial(m.ApplyOptimizer, step, optimizer, values), *packer.tensors)
+        self._reduce()
+        step, number = self._stages.present_step(), self._next_exchange()
+        make = partial(m.ApplyOptimizer, step, optimizer, values, number)
+        self._broadcast(make, *packer.tensors)
         self._stepping.close()
         self._stepping.enter_context(self._recorder.span("optimizer", message=APPLY))
 
@@ -182,8 +187,8 @@ class OptimizerParts:
             packer = Packer()
             value = packer.pack(dict(values), f"the optimizer state of {name}")
             message = m.LoadOptimizerState(optimizer, name, value)
-            worker = self.layers.holdings.owner_of[name]
-            self._connections.send(worker, message, *packer.tensors)
+            for worker, _ in self.layers.holdings.names_by_stepper([name]):
+                self._connections.send(worker, message, *packer.tensors)
 
     def average_weights(
         self, action: AveragingAction, num_averaged: int = 0, decay: float | None = None
@@ -192,13 +197,29 @@ class OptimizerParts:
         self._connections.check_usable()
         self._broadcast(partial(m.AverageWeights, action, num_averaged, decay))
 
+    def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Bring gradients of remote parameters here, as new CPU tensors; a parameter without a
+        gradient is left out."""
+        self._reduce()
+        return self.layers.fetch_gradients(names)
+
+    def _reduce(self) -> None:
+        """Let replicas add up their gradients before anyone looks at them; does not wait for it."""
+        if self._stages.has_new_gradients and self.layers.holdings.placement.exchanges:
+            self._broadcast(partial(m.ReduceGradients, self._next_exchange()))
+        self._stages.has_new_gradients = False
+
+    def _next_exchange(self) -> int:
+        self._connections.num_exchanges += 1
+        return self._connections.num_exchanges
+
     def _broadcast(self, make: Callable[..., m.Message], *tensors: Tensor) -> None:
         """Send all workers a request that belongs behind what their stages have done."""
         self._connections.broadcast(lambda worker: make(**self._stages.stamp(worker)), *tensors)
 
     def set_trained(self, names: Sequence[str], requires_grad: bool) -> None:
         """Freeze remote parameters, or train them, from the next forward on."""
-        for worker, own in self.layers.holdings.names_by_owner(names):
+        for worker, own in self.layers.holdings.names_by_holder(names):
             message = m.SetTrained(own, requires_grad, **self._stages.stamp_of_sent(worker))
             self._connections.send(worker, message)
 
@@ -210,7 +231,7 @@ class OptimizerParts:
         """
         self._connections.check_usable()
         self._stages.norms_due.clear()
-        asked = self.layers.holdings.names_by_owner(names)
+        asked = self.layers.holdings.names_by_holder(names)
         for worker, own in asked:
             message = m.ZeroGradients(own, set_to_none, **self._stages.stamp(worker))
             self._connections.request(worker, message)
@@ -226,6 +247,7 @@ class OptimizerParts:
 
         Before you call it you may only look at gradients here.
         """
+        self._reduce()
         workers = self._connections.workers
         step = self._stages.present_step()
         self._broadcast(partial(m.MeasureNorms, step, optimizer))
@@ -256,6 +278,7 @@ class OptimizerParts:
 
     def clip_gradients(self, optimizer: int | None, clipping: Clipping) -> None:
         """Clip the remote gradients that an optimizer would use, or all; does not wait for it."""
+        self._reduce()
         step = self._stages.present_step()
         self._broadcast(partial(m.ClipGradients, step, optimizer, clipping.factor, clipping.value))
 

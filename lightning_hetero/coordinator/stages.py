@@ -111,6 +111,7 @@ class RemoteStages:
         dropout_step: The number of the present step for dropout masks, which trials do not count.
         norms_due: For each worker that has got gradients from here, in this step or in those
             accumulated before, the parameters of its stage that train.
+        has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class RemoteStages:
         self.num_tokens = 0
         self.dropout_step = 0
         self.norms_due: dict[Member, set[str]] = {}
+        self.has_new_gradients = False
         self._connections = connections
         self._layers = layers
         self._recorder = recorder
@@ -146,6 +148,7 @@ class RemoteStages:
         keeps_gradients = accumulate or is_trial
         if not keeps_gradients:
             self.norms_due.clear()
+            self.has_new_gradients = False
         begin = partial(
             m.BeginStep, connections.step, max_in_flight, keeps_gradients, self.dropout_step
         )
@@ -175,11 +178,13 @@ class RemoteStages:
     def abort_step(self) -> None:
         """Make every stage forget the present step; never raises."""
         self.norms_due.clear()
+        self.has_new_gradients = False
         # What was under way may still come back, so its ways stay known.
         self._counts = _Counts()
         if self._connections.step > 0:
             with contextlib.suppress(HeteroError):
-                self._connections.broadcast(m.AbortStep(self._connections.step))
+                step, exchanges = self._connections.step, self._connections.num_exchanges
+                self._connections.broadcast(m.AbortStep(step, exchanges))
 
     def drop_caches(self, numbers: Sequence[int]) -> None:
         """Let every stage forget key-value caches."""
@@ -218,11 +223,16 @@ class RemoteStages:
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of a returned activation to the last stage."""
         self._due.note_backward(key)
+        self.has_new_gradients = True
         way = self._connections.ways[key]
         last = max(way)
         if way[last] not in self.norms_due and any(g is not None for g in gradients.tensors):
-            held = self._layers.holdings.of_stage(last).items()
-            self.norms_due[way[last]] = {name for name, each in held if each.is_trained}
+            holdings = self._layers.holdings
+            self.norms_due[way[last]] = {
+                name
+                for name, each in holdings.of_stage(last).items()
+                if each.is_trained and holdings.owner_of.get(name) is way[last]
+            }
         with self._recorder.span("pack", key, "Gradients"):
             dtype = self._narrowing_at(last).gradient_dtype
             ordered = replace(gradients, places=self._counts.places(way))

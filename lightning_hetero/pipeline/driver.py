@@ -13,6 +13,7 @@ so `StepGradients` hides their gradients from `zero_grad` until Lightning's own 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -143,6 +144,8 @@ class _RunningStep:
         self._results: dict[int, Any] = {}
         self._activations: dict[Key, Activation] = {}
         self._gradients: dict[Key, Gradients] = {}
+        # The visits whose gradients are away, in the order in which they were sent.
+        self._sent_back: deque[Key] = deque()
         self._not_started = set(range(len(self.work)))
         self._losses_have_graphs: list[bool] = []
         self._threads = TurnThreads()
@@ -182,8 +185,9 @@ class _RunningStep:
         first = [min(self._not_started)] if self._not_started else []
         ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in first]
         ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]
-        # In the order in which they have come, so that sums have one order.
-        ready += [Action(COORDINATOR_STAGE, "B", key) for key in list(self._gradients)[:1]]
+        # In the order in which they were sent, so that sums have one order.
+        if self._sent_back and self._sent_back[0] in self._gradients:
+            ready.append(Action(COORDINATOR_STAGE, "B", self._sent_back[0]))
         return ready
 
     def _kind_of(self, action: Action) -> ActionKind:
@@ -274,7 +278,7 @@ class _RunningStep:
     def _backward(self, key: Key) -> None:
         """Run the backward of the piece before a hand-over, whose gradient has come."""
         index = key.microbatch
-        gradients = self._gradients.pop(key)
+        gradients = self._gradients.pop(self._sent_back.popleft())
         gradients.land()
         gradient = gradients.tensors[0]
         visit = self._in_flight[index].visits.pop()
@@ -301,6 +305,7 @@ class _RunningStep:
             return
         gradients = Gradients(tuple(leaf.grad for leaf in visits[-1].leaves))
         visits[-1].leaves = ()
+        self._sent_back.append(visits[-1].key)
         self.driver.stages.send_backward(visits[-1].key, gradients)
 
     def _end(self, index: int) -> None:

@@ -29,8 +29,8 @@ from .layers import StageLayers
 # What one frame carries at most: so many tensors, and bytes unless one tensor has more.
 _MOST_TENSORS = 256
 _MOST_BYTES = 2**25
-# How far a replica may be ahead of another one: it asks for the next exchange when one has ended.
-_MOST_AHEAD = 2
+# How many exchanges a replica may be ahead of another one, which waits for its part of each.
+_MOST_AHEAD = 1
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ class ReplicaSide:
         """New gradients are about to come: a total here must not be added to another time."""
         if self._is_reduced:
             self._is_reduced = False
-            for name, parameter in self._parameters(lambda _, owner: owner != self._number):
-                del name
+            for _, parameter in self._parameters(lambda _, owner: owner != self._number):
                 parameter.grad = None
 
     def follow_step(self, number: int) -> None:
@@ -143,7 +142,8 @@ class ReplicaSide:
         part = message.round, message.content, message.source
         if message.round < self._round:
             return
-        if message.round > self._round + _MOST_AHEAD or part in self._whole:
+        ahead = {number for number, *_ in (*self._parts, part) if number > self._round}
+        if len(ahead) > _MOST_AHEAD or part in self._whole:
             raise RemoteProtocolError(
                 f"Worker {message.source} sent {message.content} of exchange {message.round}, and "
                 f"exchange {self._round} is the last one here."

@@ -61,7 +61,9 @@ LIES = {
         m.Gradient, instead(stage=2), "Gradient for stage 2 came from the coordinator"
     ),
     "a stamp of the past": Lie(
-        m.ApplyOptimizer, instead(forwards=0), r"belongs behind 0 forwards and \d backwards of step 2"
+        m.ApplyOptimizer,
+        instead(forwards=0),
+        r"belongs behind 0 forwards and \d backwards of step 2",
     ),
     "a stamp that never comes true": Lie(
         m.BeginStep,
