@@ -48,16 +48,21 @@ class Steps(Protocol):
     Attributes:
         norms_due: For each worker that has got gradients from here, the parameters that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
+        on_last_backward: Called when all gradients before an optimizer's step have been sent.
     """
 
     norms_due: dict[Member, set[str]]
     has_new_gradients: bool
+    on_last_backward: Callable[[], None]
 
     def present_step(self) -> int:
         """The step that gradients belong to."""
 
     def stamp(self, worker: Member) -> dict[str, int]:
         """What a worker's stages have done in the present step."""
+
+    def stamp_of_all(self, worker: Member) -> dict[str, int]:
+        """What was sent through a worker's stages in the present step."""
 
     def stamp_of_sent(self, worker: Member) -> dict[str, int]:
         """The forwards of the present step that were sent through a worker's stages."""
@@ -91,6 +96,7 @@ class OptimizerParts:
         self._stepping = ExitStack()
         # The class name of each optimizer, and the names of its parameters.
         self._optimized: dict[int, tuple[str, set[str]]] = {}
+        stages.on_last_backward = self._reduce
 
     def build(
         self, optimizer: int, class_name: str, defaults: Mapping[str, Any], groups: Sequence[Group]
@@ -204,9 +210,10 @@ class OptimizerParts:
         return self.layers.fetch_gradients(names)
 
     def _reduce(self) -> None:
-        """Let replicas add up their gradients before anyone looks at them; does not wait for it."""
+        """Let replicas add up their gradients when what was sent has run; does not wait for it."""
         if self._stages.has_new_gradients and self.layers.holdings.placement.exchanges:
-            self._broadcast(partial(m.ReduceGradients, self._next_exchange()))
+            number, stamp = self._next_exchange(), self._stages.stamp_of_all
+            self._connections.broadcast(lambda worker: m.ReduceGradients(number, **stamp(worker)))
         self._stages.has_new_gradients = False
 
     def _next_exchange(self) -> int:

@@ -112,6 +112,8 @@ class RemoteStages:
         norms_due: For each worker that has got gradients from here, in this step or in those
             accumulated before, the parameters of its stage that train.
         has_new_gradients: Whether gradients have been sent since replicas have added up theirs.
+        is_before_step: Whether an optimizer steps behind the present batch.
+        on_last_backward: Called when all gradients of such a batch have been sent.
     """
 
     def __init__(
@@ -123,6 +125,8 @@ class RemoteStages:
         self.dropout_step = 0
         self.norms_due: dict[Member, set[str]] = {}
         self.has_new_gradients = False
+        self.is_before_step = False
+        self.on_last_backward: Callable[[], None] = lambda: None
         self._connections = connections
         self._layers = layers
         self._recorder = recorder
@@ -163,6 +167,11 @@ class RemoteStages:
         behind it."""
         counts = self._counts
         return {"forwards": counts.returned[worker], "backwards": counts.gone_back[worker]}
+
+    def stamp_of_all(self, worker: Member) -> dict[str, int]:
+        """What was sent through a worker's stages in the present step, forwards and backwards."""
+        counts = self._counts
+        return {"forwards": counts.sent[worker], "backwards": counts.sent_back[worker]}
 
     def stamp_of_sent(self, worker: Member) -> dict[str, int]:
         """The forwards of the present step that were sent through a worker's stages, for requests
@@ -238,6 +247,11 @@ class RemoteStages:
             ordered = replace(gradients, places=self._counts.places(way))
             content = encode_gradients(self._connections.step, key, ordered, dtype, stage=last)
             send_copied(way[last].channel, content, self.copies)
+
+    def note_last_backward(self) -> None:
+        """All gradients of the step have been sent."""
+        if self.is_before_step:
+            self.on_last_backward()
 
     def _narrowing_at(self, boundary: int) -> Narrowing:
         """The rounding behind a stage; 0 is the boundary behind this process's first layers."""
@@ -323,11 +337,13 @@ class _Counts:
 
     Attributes:
         sent: The forwards that were sent through each worker's stages.
+        sent_back: The backwards that were sent through them.
         returned: Those that have returned to this process.
         gone_back: The backwards that have returned.
     """
 
     sent: Counter[Member] = field(default_factory=Counter)
+    sent_back: Counter[Member] = field(default_factory=Counter)
     returned: Counter[Member] = field(default_factory=Counter)
     gone_back: Counter[Member] = field(default_factory=Counter)
     # By worker, stage and visit; by worker and stage.
@@ -356,4 +372,5 @@ class _Counts:
         counted = [(worker, number) for number, worker in sorted(way.items(), reverse=True)]
         found = tuple(self._backwards[each] for each in counted)
         self._backwards.update(counted)
+        self.sent_back.update(way.values())
         return found

@@ -262,6 +262,8 @@ class _RunningStep:
                 self._send_gradients(key.microbatch)
             else:
                 return
+            if order.is_done:
+                self.driver.stages.note_last_backward()
 
     def _run_loss_backward(self, index: int, loss: Tensor | None) -> None:
         if loss is None or (factor := self._in_flight[index].loss_factor()) <= 0:

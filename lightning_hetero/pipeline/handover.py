@@ -57,6 +57,9 @@ class Stages(Protocol):
     def send_backward(self, key: Key, gradients: Gradients) -> None:
         """Send the gradients of an activation that has come back to the last stage."""
 
+    def note_last_backward(self) -> None:
+        """All gradients of the step have been sent."""
+
     def receive(self) -> Returned:
         """Wait for the next activation or gradients to come back."""
 

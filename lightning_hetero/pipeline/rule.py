@@ -126,6 +126,11 @@ class GradientOrder:
         oldest = next(iter(self._open))
         return Key(oldest, self._open[oldest] - 1)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to be sent."""
+        return self._num_begun == self.num_microbatches and not self._open
+
     def note_loss(self, num_visits: int) -> None:
         """Note that the backward of `next_loss` has run, and that the gradients of the last of its
         visits go to the stages right behind it."""

@@ -6,14 +6,17 @@ them in the plan's order of the workers, and sends back what the stage's optimiz
     each     a ─ sums ─▶ owner ─ totals ─▶ a       every replica steps by itself
     split    a ─ sums ─▶ owner ─ weights ─▶ a      the owner steps; then its weights follow
 
-The sums do not depend on who comes first. Where the coordinator is one of the replicas, it owns all
-parameters, fetches the gradients and stores the weights, and nothing of this happens.
+The sums do not depend on who comes first. Those of a layer leave as soon as the last backward has
+left it, while the layers before it still compute. Where the coordinator is one of the replicas, it
+owns all parameters, fetches the gradients and stores the weights, and nothing of this happens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +94,9 @@ class ReplicaSide:
         self._is_reduced = False
         self._parts: dict[_Part, dict[str, Tensor]] = {}
         self._whole: set[_Part] = set()
+        # What has been sent of the next sums: the state of each gradient, and those still together.
+        self._early: dict[str, tuple[int, int]] = {}
+        self._batch: dict[str, Tensor] = {}
 
     def expect(self, message: m.Deploy) -> None:
         """Note which stages other workers hold too, and who owns their parameters."""
@@ -123,6 +129,8 @@ class ReplicaSide:
     def end(self, number: int) -> None:
         """Forget the exchanges up to one of this number."""
         self._round, self._waits_for = max(self._round, number), None
+        self._early.clear()
+        self._batch.clear()
         self._forget_parts()
 
     def note_backward(self) -> None:
@@ -131,6 +139,36 @@ class ReplicaSide:
             self._is_reduced = False
             for _, parameter in self._parameters(lambda _, owner: owner != self._number):
                 parameter.grad = None
+
+    @contextmanager
+    def sending_early(self, number: int) -> Iterator[None]:
+        """Inside, the last backward before an exchange runs; sums leave layer by layer."""
+        if not self._shared or number <= self._round:
+            yield
+            return
+        with ExitStack() as hooks:
+            for name, parameter in self._parameters(lambda _, owner: owner != self._number):
+                if parameter.requires_grad:
+                    push = partial(self._push, number, name)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(push).remove)
+            yield
+        self._send_batch(number)
+
+    def _push(self, number: int, name: str, parameter: Tensor) -> None:
+        """Send the sums of a layer when those of the next one come."""
+        layer = name.partition(".")[0]
+        if any(other.partition(".")[0] != layer for other in self._batch):
+            self._send_batch(number)
+        if parameter.grad is not None:
+            self._batch[name] = parameter.grad
+
+    def _send_batch(self, number: int) -> None:
+        batch, self._batch = self._batch, {}
+        owners = {self._owner_of[name] for name in batch}
+        for owner in sorted(owners):
+            own = {name: tensor for name, tensor in batch.items() if self._owner_of[name] == owner}
+            self._send(owner, number, "sums", own, is_last=False)
+        self._early.update({name: _state(tensor) for name, tensor in batch.items()})
 
     def follow_step(self, number: int) -> None:
         """Send the weights that this worker has stepped to the others, and wait for theirs."""
@@ -160,10 +198,10 @@ class ReplicaSide:
         found = self._parts.setdefault(part, {})
         for name, tensor in zip(message.names, tensors, strict=True):
             parameter = self._expected(message, name)
-            if name in found or TensorSpec.of(tensor) != TensorSpec.of(parameter):
+            if TensorSpec.of(tensor) != TensorSpec.of(parameter):
                 raise RemoteProtocolError(
                     f"Worker {message.source} sent {TensorSpec.of(tensor)} as {message.content} of "
-                    f"{name!r}, which is {TensorSpec.of(parameter)} here, or sent it twice."
+                    f"{name!r}, which is {TensorSpec.of(parameter)} here."
                 )
             found[name] = tensor.to(parameter.device)
         if message.is_last:
@@ -254,14 +292,22 @@ class ReplicaSide:
             channels.append(channel)
             batches = [*_batches(self._tensors_for(other, content))]
             for index, batch in enumerate(batches):
-                is_last = index == len(batches) - 1
-                message = m.ReplicaTensors(
-                    other, self._number, self._round, content, [*batch], is_last
-                )
-                self._pass_on(channel, (message, [*batch.values()]), self._copies)
+                self._send(other, self._round, content, batch, index == len(batches) - 1)
+        self._early.clear()
         # What has been queued may change in place when the next request is carried out.
         for channel in channels:
             channel.wait_until_sent(0)
+
+    def _send(
+        self,
+        other: int,
+        number: int,
+        content: m.ReplicaContent,
+        batch: Mapping[str, Tensor],
+        is_last: bool,
+    ) -> None:
+        message = m.ReplicaTensors(other, self._number, number, content, [*batch], is_last)
+        self._pass_on(self._channel_to(other), (message, [*batch.values()]), self._copies)
 
     def _tensors_for(self, other: int, content: m.ReplicaContent) -> Iterator[tuple[str, Tensor]]:
         """What another worker gets from here: gradients of what it owns, or content of what this
@@ -272,10 +318,14 @@ class ReplicaSide:
             return owned_by == owner and other in shared.holders and _has_part(shared, content)
 
         for name, parameter in self._parameters(is_wanted):
-            if content == "weights" and parameter.requires_grad:
-                yield name, parameter.detach()
-            elif content != "weights" and parameter.grad is not None:
-                yield name, parameter.grad
+            gradient = parameter.grad
+            if content == "weights":
+                if parameter.requires_grad:
+                    yield name, parameter.detach()
+            elif gradient is not None:
+                has_left = content == "sums" and self._early.get(name) == _state(gradient)
+                if not has_left:
+                    yield name, gradient
 
     def _owned_in(self, shared: _Shared) -> Iterator[tuple[str, nn.Parameter]]:
         return self._parameters(lambda each, owner: each is shared and owner == self._number)
@@ -294,6 +344,11 @@ class ReplicaSide:
         """Drop what has come for exchanges that are over."""
         self._parts = {part: each for part, each in self._parts.items() if part[0] >= self._round}
         self._whole = {part for part in self._whole if part[0] >= self._round}
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """What tells that a gradient has changed."""
+    return id(tensor), tensor._version
 
 
 def _has_part(shared: _Shared, content: m.ReplicaContent) -> bool:

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
 
@@ -304,15 +305,24 @@ class StageSession:
         try:
             if action.kind == "B":
                 self._replicas.note_backward()
-            if self._runner.is_training(action):
-                content = self._telemetry.run_training(self._runner, action)
-            else:
-                content = self._runner.run(action)
+            with self._sending_early(action):
+                if self._runner.is_training(action):
+                    content = self._telemetry.run_training(self._runner, action)
+                else:
+                    content = self._runner.run(action)
             self._tell_of_buffers()
             self._route(action, content)
         except BaseException as error:
             several = len(self._runner.stages) > 1
             self._report(error, where=f" (in stage {action.stage_index})" if several else "")
+
+    def _sending_early(self, action: Action) -> AbstractContextManager[None]:
+        """Inside, gradients leave for their owners, if this is the last backward before that."""
+        message = self._awaiting[0][1].message if self._awaiting else None
+        if action.kind != "B" or not isinstance(message, m.ReduceGradients):
+            return nullcontext()
+        is_last = self._runner.has_done(message.forwards, message.backwards - 1, is_exact=False)
+        return self._replicas.sending_early(message.round) if is_last else nullcontext()
 
     def _report(
         self, error: BaseException, in_optimizer_step: bool = False, where: str = ""
