@@ -19,6 +19,8 @@ from lightning_hetero import HeteroPipelineStrategy
 
 from ..models import TinyModule, fit, loader
 
+SCRIPT = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
+
 
 def say(text: str) -> None:
     """Say something, and wait for a line."""
@@ -65,7 +67,3 @@ def main(folder: str, *workers: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     strategy = HeteroPipelineStrategy(list(workers), "even", micro_batches=3)
     train(strategy, f"{folder}/cut", num_calls=2)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
