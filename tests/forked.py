@@ -62,9 +62,10 @@ class Forked:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self) -> int:
-        self._process.join()
-        assert self._process.exitcode is not None
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"Process {self.pid} has not ended within {timeout} s.")
         return self._process.exitcode
 
     def kill(self) -> None:
@@ -97,15 +98,16 @@ class ForkedScript(Forked):
         """Close the input and wait for the end; returns what the process still said.
 
         Raises:
-            TimeoutError: If the process has not ended after so many seconds; it is killed.
+            TimeoutError: If the process has not ended after so many seconds. It is killed.
         """
         self.stdin.close()
         with ThreadPoolExecutor(2) as pool:
             output, errors = pool.submit(self.stdout.read), pool.submit(self.stderr.read)
-            self._process.join(timeout)
-            if self.poll() is None:
+            try:
+                self.wait(timeout)
+            except TimeoutError:
                 self.kill()
-                raise TimeoutError(f"The script has not ended within {timeout} s.")
+                raise
             return output.result(), errors.result()
 
     def close(self) -> None:
