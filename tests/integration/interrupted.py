@@ -67,3 +67,7 @@ def main(folder: str, *workers: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     strategy = HeteroPipelineStrategy(list(workers), "even", micro_batches=3)
     train(strategy, f"{folder}/cut", num_calls=2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
