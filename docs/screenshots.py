@@ -39,8 +39,8 @@ from lightning_hetero import (
     StageMonitor,
     StagePlan,
 )
-from lightning_hetero.cli.top import table
-from lightning_hetero.discovery.status import Sighting, WorkerStatus, ask_status, seen_again
+from lightning_hetero.cli.top import Sighting, seen_again, table
+from lightning_hetero.discovery.find import WorkerStatus, ask_status
 from lightning_hetero.report.diagram import diagram
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import read_run

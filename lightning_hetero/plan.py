@@ -187,13 +187,6 @@ class Plan:
         ]
 
     @property
-    def coordinator_narrowing(self) -> Narrowing:
-        """The rounding of what the coordinator sends: activations to the first remote stage,
-        gradients to the last one."""
-        narrowings = self.narrowings
-        return Narrowing(narrowings[0].activation_dtype, narrowings[-1].gradient_dtype)
-
-    @property
     def stage_narrowings(self) -> list[Narrowing]:
         """The rounding of what each remote stage sends: activations downstream, gradients
         upstream."""

@@ -49,7 +49,7 @@ from .layers import (
 )
 from .moves import LayerMove
 from .optimizer_parts import TrainedParameters
-from .own_layers import check_can_be_compiled, prepare_hosted, prepare_own
+from .own_layers import check_can_be_compiled, is_seeded, prepare_hosted, prepare_own
 from .progress import Progress
 from .replicas import HostedReplicas
 from .session import Coordinator
@@ -201,8 +201,6 @@ class Deployment:
         batches: BatchOptions = NOTHING_SAID,
         before: Deployment | None = None,
     ) -> None:
-        if any(len(stage.remote_workers) > 1 for stage in plan.stages):
-            raise PlanError("Stages on several workers are not part of this version yet.")
         self.plan = plan
         self.coordinator = coordinator
         self.layers = layers
@@ -244,7 +242,12 @@ class Deployment:
             coordinator.stages, recorder, self._away, plan, batches, self._follow
         )
         self._hollow = HollowLayers(
-            away, self._exchange, self.tensors, hosted, lambda: self._attributes.follow()
+            away,
+            self._exchange,
+            self.tensors,
+            self._pass_by,
+            hosted,
+            lambda: self._attributes.follow(),
         )
         self._hollow.check()  # before any weight travels
         check_can_be_compiled(layers, plan, coordinator.connections.equipment)
@@ -270,8 +273,12 @@ class Deployment:
         """Give the stages to their workers."""
         placement = Placement.of(self.plan)
         sizes = {name: tensor.nbytes for name, tensor in named_tensors(self._away)}
+        num_bytes = sum(
+            len(placed.workers) * sum(tensor.nbytes for _, tensor in named_tensors(stage.layers))
+            for stage, placed in zip(stages, placement.stages, strict=True)
+        )
         what = "Sending layers to the workers"
-        with closing(self.coordinator.layers.progress(what, sum(sizes.values()))) as progress:
+        with closing(self.coordinator.layers.progress(what, num_bytes)) as progress:
             for name in self.coordinator.layers.deploy(stages, placement, seed):
                 progress.advance(sizes[name])
 
@@ -571,6 +578,11 @@ class Deployment:
         returned = self.hand_overs.exchange(request)
         self._warn_of_buffers()
         return returned.hidden, returned.collected
+
+    def _pass_by(self, number: int) -> None:
+        """Seed the code behind a hollow layer as behind one that stays here."""
+        if is_seeded(self._away[number]):
+            self.draws.pass_by(number)
 
     def _follow(self, has_backward: bool) -> None:
         """Bring the stages up to date before hidden states leave."""

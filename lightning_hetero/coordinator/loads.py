@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from ..model.four_bit import State
-from ..pipeline.stage_layers import Content, fingerprint_of
+from ..model.tensors import Content
 from ..protocol import messages as m
 from ..protocol.frames import Frame
+from ..protocol.tensors import fingerprint_of
 from .member import Member
 
 # The most that may be under way to a worker: two tensors of any size, or more small ones up to what
@@ -85,7 +85,7 @@ class Load:
         name, tensor, state = found
         content = Content(tensor, state)
         if name in self._held and self._is_worth_asking(name, content):
-            self.worker.channel.send(m.OfferTensor(name, fingerprint_of(content)))
+            self.worker.channel.send(m.OfferTensor(name, fingerprint_of(content.parts)))
             self._under_way.append((name, content))
         else:
             self._send(name, content)
@@ -175,24 +175,8 @@ class PassedOn:
             self.note_arrival(message.name)
 
 
-class Sending(Protocol):
-    """Tensors on their way to one worker, as `Load` is."""
-
-    worker: Member
-
-    @property
-    def is_done(self) -> bool: ...
-
-    @property
-    def bytes_under_way(self) -> int: ...
-
-    def send_next(self) -> Iterator[str]: ...
-
-    def take(self, message: m.Message) -> None: ...
-
-
 def send_all(
-    loads: Sequence[Sending], receive: Callable[[int], tuple[Member, Frame]]
+    loads: Sequence[Load | PassedOn], receive: Callable[[int], tuple[Member, Frame]]
 ) -> Iterator[tuple[Member, str]]:
     """Send several workers their tensors; yields the worker and the name of each tensor.
 

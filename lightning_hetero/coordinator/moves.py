@@ -21,8 +21,8 @@ from ..pipeline.placement import Placement
 from ..pipeline.transfers import transfers
 from ..protocol import messages as m
 from .answers import held_tensors
-from .layers import Holdings, RemoteLayers, RemoteStage
-from .loads import Load, PassedOn, Sending, send_all
+from .layers import Holdings, RemoteLayers, RemoteStage, owners_of
+from .loads import Load, PassedOn, send_all
 from .member import Member
 
 # A parameter that trains travels with the state of its optimizer: most have two such tensors.
@@ -58,7 +58,8 @@ class LayerMove:
         self._before = remote.holdings
         self._after = _holdings(stages, placement, remote.connections.members)
         for number, stage in self._after.stages.items():
-            stage.check_can_be_held(self._after.member_of[number])
+            for worker in self._after.holders(number):
+                stage.check_can_be_held(worker)
         self._sources = _sources(self._before, self._after, is_on_disk)
         # While layers move: what each worker has by now.
         self._meanwhile = dict(self._before.tensors), dict(self._before.owner_of)
@@ -80,20 +81,20 @@ class LayerMove:
                 have them then, and no step can run any more.
         """
         remote, connections, before = self._remote, self._remote.connections, self._before
-        workers = {*before.member_of.values(), *self._after.member_of.values()}
+        workers = {*before.workers, *self._after.workers}
         involved = [worker for worker in connections.members if worker in workers]
         tensors, owner_of = self._meanwhile
         remote.is_between_plans = True
         remote.holdings = Holdings(
-            before.stages, before.member_of, tensors, owner_of, before.placement
+            before.stages, before.members, tensors, owner_of, before.placement
         )
         connections.assign(self._after.placement)
         connections.workers = involved  # also those that give all their layers away
         for worker in involved:
             connections.send(worker, self._deploy_message(worker))
         self._wait_until_built(involved)
-        loads: list[Sending] = [*self._loads(), *self._passed_on()]
-        for _, name in send_all(loads, remote.receive):
+        loads = map(self._load_of, self._after.workers)
+        for _, name in send_all([*loads, *self._passed_on()], remote.receive):
             yield name
         for worker in involved:
             connections.request(worker, m.Launch())
@@ -120,11 +121,8 @@ class LayerMove:
                     if self._is_kept(name):
                         self._note_arrival(name)  # it may have another dtype there now
 
-    def _loads(self) -> list[Load]:
-        """What goes from this process to each worker."""
-        return [self._load_of(worker) for worker in dict.fromkeys(self._after.member_of.values())]
-
     def _load_of(self, worker: Member) -> Load:
+        """What goes from this process to a worker."""
         owner_of = self._after.owner_of
         from_here = [name for name, source in self._sources.items() if source is None]
         names = {name for name in from_here if owner_of[name] is worker}
@@ -166,13 +164,13 @@ def _holdings(
     """What the workers hold when all tensors of a plan have come."""
     named = {member.name: member for member in members}
     numbered = dict(enumerate(stages, start=1))
-    member_of = {number: named[placement.stage(number).processes[0]] for number in numbered}
     tensors, owner_of = {}, {}
     for number, stage in numbered.items():
         held = held_tensors(stage.layers, stage.tensor_dtypes)
         tensors.update(held)
-        owner_of.update(dict.fromkeys(held, member_of[number]))
-    return Holdings(numbered, member_of, tensors, owner_of, placement)
+        owners = owners_of(stage.layers, placement.stage(number))
+        owner_of.update({name: named[owner] for name, owner in owners.items()})
+    return Holdings(numbered, named, tensors, owner_of, placement)
 
 
 def _sources(
@@ -180,7 +178,7 @@ def _sources(
 ) -> Mapping[str, Member | None]:
     """Where each tensor of the new stages comes from: a worker, or None for this process."""
     source_of = {t.layer: t.source for t in transfers(before.placement, after.placement)}
-    workers = {worker.name: worker for worker in before.member_of.values()}
+    workers = {worker.name: worker for worker in before.workers}
     found: dict[str, Member | None] = {}
     for name, held in after.tensors.items():
         layer = int(name.partition(".")[0])

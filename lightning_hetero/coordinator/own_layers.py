@@ -68,6 +68,15 @@ def seed_own(layers: Mapping[int, nn.Module], draws: Draws) -> list[Callable[[],
     return [_Seeded(layer, number, draws).put_on().take_off for number, layer in layers.items()]
 
 
+def is_seeded(layer: nn.Module) -> bool:
+    """Whether the calls of a layer, and the code behind them, draw from streams of their own.
+
+    torch's own embedding draws nothing: the code around it draws from one stream, wherever the
+    embedding is.
+    """
+    return type(layer) is not nn.Embedding
+
+
 class _Seeded(ForwardOverride):
     """A layer's ``forward`` that draws the random numbers of its place in the step."""
 
@@ -146,7 +155,6 @@ def _own_layers(
     if not any(stage.embedding for stage in plan.stages):
         with suppress(ModelError):
             embedding = find_embedding(root, layers).module
-            # torch's own class draws nothing.
-            if type(embedding) is not nn.Embedding:
+            if is_seeded(embedding):
                 found[EMBEDDING_LAYER] = embedding
     return found

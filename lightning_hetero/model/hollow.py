@@ -256,6 +256,7 @@ class HollowLayers:
         exchange: Takes the hidden states, the recorded calls and the kinds of outputs that the
             model collects; returns the hidden states behind the last layer, and those outputs.
         remote: Access to the weights for ``state_dict`` and ``load_state_dict``.
+        pass_by: Called with the number of each layer that returns a placeholder.
         kept: The numbers of the layers that keep their weights, the first or the last of the run.
         follow: Called before kept layers run here.
 
@@ -269,12 +270,14 @@ class HollowLayers:
         layers: Mapping[int, DecoderLayer],
         exchange: Exchange,
         remote: RemoteTensors,
+        pass_by: Callable[[int], None] = lambda _number: None,
         kept: Collection[int] = (),
         follow: Callable[[], None] = lambda: None,
     ) -> None:
         self._layers = layers
         self._modules = {number: layer.module for number, layer in layers.items()}
         self._exchange = exchange
+        self._pass_by = pass_by
         self._kept = {n: layer for n, layer in self._modules.items() if n in kept}
         self._emptied = {n: layer for n, layer in self._modules.items() if n not in kept}
         self._follow = follow
@@ -434,6 +437,7 @@ class HollowLayers:
             hidden = self._leave()
         else:
             hidden = self._records.hidden = self._behind(call, hidden, sent.device)
+            self._pass_by(number)
         return (hidden, *[None] * (length - 1)) if length else hidden
 
     def _behind(self, call: LayerCall, hidden: Tensor, device: torch.device) -> HiddenStatesAway:

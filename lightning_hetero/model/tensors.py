@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,23 @@ def named_tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor
             yield f"{number}.{name}", parameter
         for name, buffer in layer.named_buffers(remove_duplicate=False):
             yield f"{number}.{name}", buffer
+
+
+class Content(NamedTuple):
+    """A tensor, with its state if it is stored in 4 bits."""
+
+    tensor: Tensor
+    state: State
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The tensor, under an empty name, and the tensors of its state by their names."""
+        return {"": self.tensor, **self.state}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor and its state."""
+        return sum(part.nbytes for part in self.parts.values())
 
 
 def named_contents(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor, State]]:

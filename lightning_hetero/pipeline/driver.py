@@ -172,8 +172,8 @@ class _RunningStep:
         self._results: dict[int, Any] = {}
         self._activations: dict[Key, Activation] = {}
         self._gradients: dict[Key, Gradients] = {}
-        # The visits whose gradients come back, in the order in which their backwards run.
-        self._coming: deque[Key] = deque()
+        # The visits whose gradients are away, in the order in which they were sent.
+        self._sent_back: deque[Key] = deque()
         self._not_started = set(range(len(self.work)))
         self._losses_have_graphs: list[bool] = []
         self._threads = TurnThreads()
@@ -219,8 +219,8 @@ class _RunningStep:
         ready = [Action(COORDINATOR_STAGE, "F", Key(index)) for index in self._startable()]
         ready += [Action(COORDINATOR_STAGE, "F", key) for key in self._activations]
         # In the order in which they were sent, so that sums have one order.
-        if self._coming and self._coming[0] in self._gradients:
-            ready.append(Action(COORDINATOR_STAGE, "B", self._coming[0]))
+        if self._sent_back and self._sent_back[0] in self._gradients:
+            ready.append(Action(COORDINATOR_STAGE, "B", self._sent_back[0]))
         index = self._order.next_loss
         if index is not None and index in self._losses:
             key = Key(index, len(self._in_flight[index].visits))
@@ -278,7 +278,8 @@ class _RunningStep:
     def _go_on(self, index: int, run: Callable[[], HandedOver | Finished]) -> None:
         microbatch = self._in_flight[index]
         where = self._where(index, partial(self._enter, index))
-        with where, self.driver.draws.of(microbatch.draws), microbatch.draws.going_on():
+        with where, self.driver.draws.of(microbatch.draws):
+            microbatch.draws.go_on()
             report = run()
         self.driver.check_piece(index)
         if isinstance(report, Finished):
@@ -287,6 +288,7 @@ class _RunningStep:
         request: Request = report.request
         key = Key(index, len(microbatch.visits))
         microbatch.visits.append(_Visit(key, request.hidden))
+        microbatch.draws.note_hand_over(request.surroundings.calls[-1].layer_index)
         self.driver.stages.send_forward(key, request.hidden, request.surroundings)
 
     def _where(
@@ -355,7 +357,7 @@ class _RunningStep:
         if index in self._losses:
             self._go_back(chosen=index)
             return
-        gradients = self._gradients.pop(self._coming.popleft())
+        gradients = self._gradients.pop(self._sent_back.popleft())
         gradients.land()
         gradient = gradients.tensors[0]
         visit = self._in_flight[index].visits.pop()
@@ -383,7 +385,7 @@ class _RunningStep:
         visit = visits[-1]
         gradients = Gradients(tuple(leaf.grad for leaf in visit.leaves))
         visit.leaves = ()
-        self._coming.append(visit.key)
+        self._sent_back.append(visit.key)
         if visit.is_here:
             self._gradients[visit.key] = gradients
         else:

@@ -232,7 +232,7 @@ class Site:
         """
         self._check_hosted(plan)
         if before is None:
-            coordinator.serve(plan.workers, plan.coordinator_narrowing)
+            coordinator.serve(plan.workers, plan.narrowings)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
         # Under autocast, weights keep their dtype.
         converts_weights = autocast_dtype(self.module.trainer.precision_plugin) is None
@@ -248,7 +248,7 @@ class Site:
             before,
         )
         if before is not None:  # a plan that is refused changes nothing
-            coordinator.serve(plan.workers, plan.coordinator_narrowing)
+            coordinator.serve(plan.workers, plan.narrowings)
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment

@@ -182,7 +182,7 @@ class WholeBatchStep(BatchStep):
         with (
             self._deployment.hand_overs.batch_of(self._reader.count(batch, rest)),
             self._deployment.hand_overs.whole_batch_step(num_pieces, self._accumulates),
-            draws.of(draws.microbatch(step, 0)),
+            draws.of(draws.whole_batch(step)),
         ):
             result = training_step()
         self._deployment.check_forward_finished()

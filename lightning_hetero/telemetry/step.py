@@ -91,7 +91,7 @@ class ClockMap:
 SAME_CLOCK = ClockMap([Knot(0.0, 0.0, 0.0)])
 
 
-def align(samples: Iterable[ClockSample], window_seconds: float = WINDOW_SECONDS) -> ClockMap:
+def align(samples: Iterable[ClockSample]) -> ClockMap:
     """The clock map that the pings of one peer give.
 
     Raises:
@@ -99,7 +99,7 @@ def align(samples: Iterable[ClockSample], window_seconds: float = WINDOW_SECONDS
     """
     groups: list[list[Knot]] = []
     for knot in sorted(map(Knot.of, samples), key=lambda knot: knot.moment_seconds):
-        if not groups or knot.moment_seconds - groups[-1][0].moment_seconds > window_seconds:
+        if not groups or knot.moment_seconds - groups[-1][0].moment_seconds > WINDOW_SECONDS:
             groups.append([])
         groups[-1].append(knot)
     if not groups:

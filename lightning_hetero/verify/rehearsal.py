@@ -32,7 +32,7 @@ from ..pipeline.tolerance import (
     tolerance,
     worst_gradient,
 )
-from ..plan import COORDINATOR, Narrowing, Plan, StagePlan
+from ..plan import COORDINATOR, Plan, StagePlan
 from ..profiler.dry_run import (
     NoSample,
     SampleBatch,
@@ -145,7 +145,7 @@ class Observer:
         }
         if deployment is not None:
             trained = [name for p, name in deployment.tensors.names_of.items() if p.requires_grad]
-            found |= deployment.coordinator.layers.fetch_gradients(trained)
+            found |= deployment.coordinator.training.fetch_gradients(trained)
         return found
 
 
@@ -247,7 +247,7 @@ class Rehearsal:
     def _step_away(self, observer: Observer, plan: Plan) -> Observed:
         names = plan.workers
         with closing(self.site.connect(names, self.layers, plan)) as coordinator:
-            coordinator.serve(names, Narrowing())
+            coordinator.serve(names)
             away = {n: layer.module for s in plan.remote_stages for n, layer in self._held(s)}
             # The copies come from this process: a worker's memory may be the fault.
             kept = _copies_of(away)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from ..model.attributes import set_attributes
 from ..model.four_bit import is_four_bit, quantize, state_of
-from ..model.tensors import locate, named_contents, named_tensors, narrowed, set_tensor
-from ..pipeline.stage_layers import Content, build_described, numbered_layers
+from ..model.tensors import Content, locate, named_contents, named_tensors, narrowed, set_tensor
+from ..pipeline.stage_layers import build_described, numbered_layers
 from ..protocol import messages as m
 from ..protocol.tensors import TensorSpec
 from ..transport.channel import Channel, Handler

@@ -68,6 +68,7 @@ class TrainedSide:
 
     Attributes:
         leaving: What belongs to tensors of former layers.
+        is_owned: Whether this worker answers for a parameter, which replicas share.
         handlers: What carries out each kind of message.
     """
 
@@ -80,6 +81,7 @@ class TrainedSide:
         self._coordinator = coordinator
         self._layers = layers
         self._take_timings = take_timings
+        self.is_owned: Callable[[str], bool] = lambda _name: True
         self._optimizers: dict[int, StageOptimizer] = {}
         self._averages = WeightAverages({})
         # What belongs to tensors here, until their optimizers are built and averages go on.
@@ -92,7 +94,6 @@ class TrainedSide:
             m.ZeroGradients: self._on_zero_gradients,
             m.MeasureNorms: self._on_measure_norms,
             m.ClipGradients: self._on_clip_gradients,
-            m.ApplyOptimizer: self._on_apply_optimizer,
             m.AverageWeights: self._on_average_weights,
             m.FetchOptimizerState: self._on_fetch_optimizer_state,
         }
@@ -165,7 +166,8 @@ class TrainedSide:
         self._coordinator.send(m.Done())
 
     def _on_measure_norms(self, message: m.MeasureNorms, _tensors: tuple[Tensor, ...]) -> None:
-        gradients = self._gradients(message.optimizer)
+        found = self._gradients(message.optimizer).items()
+        gradients = {name: gradient for name, gradient in found if self.is_owned(name)}
         norms = dict(zip(gradients, gradient_norms([*gradients.values()]), strict=True))
         self._coordinator.send(m.Norms(message.step, norms))
 
@@ -173,7 +175,8 @@ class TrainedSide:
         gradients = [*self._gradients(message.optimizer).values()]
         clip_gradients(gradients, Clipping(message.factor, message.value))
 
-    def _on_apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
+    def apply_optimizer(self, message: m.ApplyOptimizer, tensors: tuple[Tensor, ...]) -> None:
+        """Step an optimizer, and tell the coordinator how long training took."""
         options = [unpack(value, tensors) for value in message.options]
         self._optimizer(message.optimizer).step(options)
         self._coordinator.send(self._take_timings(message.step))

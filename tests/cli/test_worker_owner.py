@@ -17,7 +17,7 @@ import pytest
 from lightning_hetero import cli
 from lightning_hetero.cli.worker import line_of
 from lightning_hetero.errors import WorkerError
-from lightning_hetero.launch.manifests import Kind, unit_text
+from lightning_hetero.launch.local import ServiceManager, unit_text
 from lightning_hetero.protocol import messages as m
 from lightning_hetero.transport.address import Address
 from lightning_hetero.transport.handshake import Identity, dial
@@ -181,7 +181,9 @@ def test_systemd_takes_the_unit(tmp_path: Path, words: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["systemd", "launchd"])
 @pytest.mark.parametrize("text", ["a\nExecStart=other", "\x00", "\x7f"])
-def test_no_control_character_gets_into_a_file_of_the_system(kind: Kind, text: str) -> None:
+def test_no_control_character_gets_into_a_file_of_the_system(
+    kind: ServiceManager, text: str
+) -> None:
     for command, folder, environment in (
         ([text], "/", {}),
         (["worker"], text, {}),

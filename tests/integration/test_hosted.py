@@ -63,7 +63,7 @@ def run_over(workers: list[str], plan: Plan, use: Use) -> pl.LightningModule:
     data = loader(BATCH_SIZE * NUM_STEPS * use.accumulate, BATCH_SIZE)
     return fit(
         use.module(),
-        HeteroPipelineStrategy(workers[:1], plan),
+        HeteroPipelineStrategy(plan.workers, plan),
         data,
         max_steps=NUM_STEPS,
         accumulate_grad_batches=use.accumulate,
@@ -139,6 +139,40 @@ def test_a_run_has_the_bits_of_one_device_that_adds_in_groups(
     plan = hosted_plan(workers, **use.plan, **use.stage)
     expected = run_alone(plan, use)
     assert differing(expected, use.module()) != []
+    assert differing(run_over(workers, plan, use), expected) == []
+
+
+BESIDE: dict[str, list[tuple[str, int, int]]] = {
+    "behind a worker": [("b", 0, 2), ("aC", 2, 5)],
+    "before a worker": [("Ca", 0, 3), ("b", 3, 5)],
+    "between own layers": [("C", 0, 1), ("aC", 1, 4), ("C", 4, 5)],
+    "own layers, behind a worker": [("C", 0, 1), ("b", 1, 2), ("aC", 2, 4), ("C", 4, 5)],
+    "own layers, before a worker": [("C", 0, 1), ("aC", 1, 2), ("b", 2, 4), ("C", 4, 5)],
+    "a worker before and at the replica": [("a", 0, 2), ("aC", 2, 5)],
+    "two workers beside": [("aCb", 0, 5)],
+    "behind replicas": [("ab", 0, 2), ("aC", 2, 5)],
+    "before replicas": [("aC", 0, 3), ("ab", 3, 5)],
+}
+"""The processes and layers of each stage: C is the coordinator, a and b are workers."""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [Use(), Use(lambda: TinyModule(tie_word_embeddings=True)), Use(lora)],
+    ids=["", "tied", "LoRA"],
+)
+@pytest.mark.parametrize("name", BESIDE)
+def test_replicas_beside_other_stages_have_the_bits_of_their_groups(
+    name: str, use: Use, workers: list[str]
+) -> None:
+    named = dict(zip("Cab", ["coordinator", *workers], strict=False))
+    shares = {1: None, 2: [2, 1], 3: [1, 2, 1]}
+    stages = [
+        StagePlan([named[one] for one in who], (first, end), shares=shares[len(who)])
+        for who, first, end in BESIDE[name]
+    ]
+    plan = Plan(stages, micro_batches=PIECES)
+    expected = run_alone(plan, use)
     assert differing(run_over(workers, plan, use), expected) == []
 
 

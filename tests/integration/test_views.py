@@ -18,8 +18,8 @@ from lightning_hetero import HeteroPipelineStrategy, PipelineTimeline, Plan, Sta
 from lightning_hetero.report.html import report
 from lightning_hetero.report.run_record import RunRecord, read_run
 
+from ..callbacks.trace_faults import faults_of
 from ..models import TinyModule, loader, trainer
-from ..telemetry.trace_faults import faults_of
 from .moves import Moves
 from .shapes import SHAPES, shaped
 from .yardstick import NUM_LAYERS

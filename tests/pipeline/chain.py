@@ -77,7 +77,9 @@ class Chain:
         for process, runner in self.runners.items():
             self._links[COORDINATOR, process].append(runner.abort)
 
-    def send_forward(self, key: Key, hidden: Tensor, surroundings: Surroundings) -> None:
+    def send_forward(
+        self, key: Key, hidden: Tensor, surroundings: Surroundings, is_whole: bool = False
+    ) -> None:
         for number, stage in self.stages.items():
             calls = [c for c in surroundings.calls if str(c.layer_index) in stage.layers]
             own = replace(surroundings, calls=calls)

@@ -19,7 +19,7 @@ from .examples import example
 
 HELLO = m.Hello(m.PROTOCOL_VERSION, "coordinator", "run")
 WELCOME = m.Welcome(m.PROTOCOL_VERSION)
-DEPLOY = m.Deploy(1, [], 0, [], seed=0)
+DEPLOY = m.Deploy(1, [], [], seed=0)
 
 MESSAGES = [example(kind) for kind in m.KINDS]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from lightning_hetero.telemetry.chrome_trace import Event
+from lightning_hetero.callbacks.timeline import Event
 
 # The clocks of two machines may differ by a hundredth of this.
 _TOLERANCE_MICROSECONDS = 1.0
