@@ -76,6 +76,7 @@ class TensorsAway:
         remote: Fetches and stores their tensors.
         weights: The checkpoint that the model is loaded from, if its weights are still there.
         changed: Tensors that may differ from that checkpoint, because they were trained.
+        kept: The numbers of layers that workers have too and that keep their weights here.
 
     Attributes:
         names_of: The name of each tensor on its worker.
@@ -90,11 +91,13 @@ class TensorsAway:
         remote: RemoteLayers,
         weights: CheckpointWeights | None,
         changed: Collection[Tensor] = (),
+        kept: Collection[int] = (),
     ) -> None:
         self.names_of = {tensor: name for name, tensor in named_tensors(layers)}
         self.loss: WeightsLost | None = None
         self.progress: Progress | None = None
         self._layers = layers
+        self._kept = kept
         self._remote = remote
         self._weights = weights
         self._sent = {name for name, _ in named_tensors(layers)}
@@ -122,9 +125,10 @@ class TensorsAway:
     def lose(self, error: BaseException, remedy: str) -> WeightsLost:
         """Note that the weights cannot be fetched; returns the error to raise."""
         cause = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
+        kept = f" Those of {describe_layers(self._kept)} are here." if self._kept else ""
         self.loss = WeightsLost(
-            f"The weights of {describe_layers(self._layers)} have not come home from the workers. "
-            f"{cause} Build the module anew and {remedy}."
+            f"The weights of {describe_layers(self._layers)} have not come home from the workers."
+            f"{kept} {cause} Build the module anew and {remedy}."
         )
         return self.loss
 
@@ -233,7 +237,7 @@ class Deployment:
         check_weights_can_be_sent(
             {n: layer for n, layer in self._away.items() if n not in are_there}, weights
         )
-        self.tensors = TensorsAway(self._empty, coordinator.layers, weights, changed)
+        self.tensors = TensorsAway(self._empty, coordinator.layers, weights, changed, hosted)
         rounded = [s for s in plan.remote_stages if self.weights_dtype_of(s) is not None]
         names_of = {tensor: name for name, tensor in named_tensors(self._away)}
         self.trained = TrainedParameters(coordinator.training, names_of, rounded)
@@ -588,7 +592,7 @@ class Deployment:
         """Bring the stages up to date before hidden states leave."""
         self._attributes.follow()
         if self.hosted is not None:
-            self.hosted.follow()
+            self.hosted.follow(is_trial=self.hand_overs.are_trials)
         if has_backward:
             self.trained.follow()
 

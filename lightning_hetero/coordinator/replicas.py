@@ -120,13 +120,16 @@ class HostedReplicas:
         averages of their own, which are not those of the whole stage."""
         self._stale.update(name for name, t in self._present() if t.is_floating_point())
 
-    def follow(self) -> None:
+    def follow(self, is_trial: bool = False) -> None:
         """Send the workers what has changed here; the next hidden states find it there.
 
         Does not wait: the layers' arguments come behind it over the same connection, and no forward
         begins without them.
+
+        Args:
+            is_trial: Whether the hidden states belong to a trial within a step.
         """
-        is_in_turn = current_turn() is not None
+        is_in_turn = is_trial or current_turn() is not None
         if self._was_in_turn not in (None, is_in_turn):
             # Averages may take the place of weights for an evaluation. What is written through
             # `.data` leaves no trace.
