@@ -328,7 +328,7 @@ class Holdings:
 
     def names_by_holder(self, names: Iterable[str]) -> list[tuple[Member, list[str]]]:
         """The workers that hold some of these tensors, each with their names."""
-        return self._grouped(names, self.holders_of.__getitem__)
+        return self._grouped(names, self.holders_of.__getitem__, self._hosted)
 
     def names_by_stepper(self, names: Iterable[str]) -> list[tuple[Member, list[str]]]:
         """The workers that step some of these parameters, each with their names."""
@@ -354,12 +354,22 @@ class Holdings:
         split = [stage for stage in self.stages.values() if stage.is_split]
         return {name for stage in split for name, _ in named_tensors(stage.layers)}
 
+    @cached_property
+    def _hosted(self) -> set[str]:
+        """The tensors for which the coordinator answers, though workers hold them too."""
+        placed = self.placement.hosted
+        hosted = {} if placed is None else self.stages[placed.number].layers
+        return {name for name, _ in named_tensors(hosted)}
+
     def _grouped(
-        self, names: Iterable[str], workers_of: Callable[[str], Iterable[Member]]
+        self,
+        names: Iterable[str],
+        workers_of: Callable[[str], Iterable[Member]],
+        also: Collection[str] = (),
     ) -> list[tuple[Member, list[str]]]:
         found: dict[Member, list[str]] = {}
         for name in dict.fromkeys(names):
-            for worker in workers_of(name) if name in self.owner_of else ():
+            for worker in workers_of(name) if name in self.owner_of or name in also else ():
                 found.setdefault(worker, []).append(name)
         return sorted(found.items(), key=lambda item: item[0].number)
 
@@ -482,10 +492,17 @@ class RemoteLayers:
     def fetch_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Bring gradients of remote parameters here, as new CPU tensors; a parameter without a
         gradient is left out."""
-        self.connections.check_usable()
         asked = self.holdings.names_by_owner(names)
-        answers = self._asked_tensors(m.FetchGradients, asked)
-        return {name: gradient for _, name, gradient, _ in answers}
+        return {name: gradient for _, name, gradient in self.gradients_of(asked)}
+
+    def gradients_of(
+        self, asked: Sequence[tuple[Member, list[str]]]
+    ) -> Iterator[tuple[Member, str, Tensor]]:
+        """Bring the gradients that some workers have of parameters of these names; yields each
+        with the worker and the name."""
+        self.connections.check_usable()
+        for worker, name, gradient, _ in self._asked_tensors(m.FetchGradients, asked):
+            yield worker, name, gradient
 
     def _asked_tensors(
         self,

@@ -286,6 +286,11 @@ class HandOvers:
         finally:
             self._trial_is_cut = None
 
+    @property
+    def are_trials(self) -> bool:
+        """Whether the present hand-overs leave nothing behind."""
+        return self._trial_is_cut is not None
+
     @contextmanager
     def cut_step(self) -> Iterator[None]:
         """Inside, every hand-over belongs to a micro-batch's turn."""

@@ -25,6 +25,7 @@ from ..coordinator.deployment import Deployment, imports_of
 from ..coordinator.progress import progress_of_bytes
 from ..coordinator.session import Coordinator
 from ..coordinator.workers import Fleet
+from ..errors import PlanError
 from ..model.layers import DecoderLayer, other_layer_lists
 from ..model.lazy_weights import bring_here, weights_in_checkpoint
 from ..plan import Plan, StagePlan
@@ -229,6 +230,7 @@ class Site:
             coordinator: Connected to the workers.
             before: Where the layers are now, if they move.
         """
+        self._check_hosted(plan)
         if before is None:
             coordinator.serve(plan.workers, plan.narrowings)
         coordinator.layers.progress = partial(progress_of_bytes, self.module.trainer)
@@ -250,6 +252,24 @@ class Site:
         self._announce_layers(layers)
         self._announce_plan(plan)
         return deployment
+
+    def _check_hosted(self, plan: Plan) -> None:
+        """Refuse a training in which this process could not be a replica.
+
+        Raises:
+            PlanError: With the remedy.
+        """
+        hosted = [stage for stage in plan.stages if stage.is_hosted]
+        is_training = self.module.trainer.state.fn is TrainerFn.FITTING
+        if not hosted or not is_training or self._cuts_step:
+            return
+        kind = "manual optimization" if not self.module.automatic_optimization else "'boundary'"
+        raise PlanError(
+            f"The plan has layers {list(hosted[0].layers)} on {' and '.join(hosted[0].workers)}, "
+            f"and under {kind} this process runs none of them: training_step runs once for the "
+            "whole batch, whose hidden states all go to workers. Take the coordinator from the "
+            "stage, or use automatic optimization with `micro_batching='step'`."
+        )
 
     def bring_weights_here(self, deployment: Deployment | None) -> None:
         """Read the weights that this process needs, if they are still in their checkpoint."""
@@ -323,7 +343,13 @@ class Site:
         for number, stage in enumerate(plan.remote_stages, start=1):
             first, end = stage.layers
             also = "the input embedding and " if stage.embedding else ""
-            rank_zero_info(f"stage {number}: {also}layers {first} to {end - 1} on {stage.worker}")
+            who = stage.worker
+            if len(stage.workers) > 1:
+                shares = zip(stage.workers, stage.present_shares, strict=True)
+                parts = ", ".join(f"{share} to {name}" for name, share in shares)
+                who = f"{len(stage.workers)} processes; of every {sum(stage.present_shares)} "
+                who += f"micro-batches {parts}"
+            rank_zero_info(f"stage {number}: {also}layers {first} to {end - 1} on {who}")
             if stage.dtype == "float16" and scaler is None:
                 rank_zero_info(
                     f"stage {number} computes in float16 without loss scaling, so that gradients "

@@ -215,6 +215,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
             )
         site.bring_weights_here(self.deployment)
         super().model_to_device()
+        if self.deployment is not None and self.deployment.hosted is not None:
+            self.deployment.hosted.note_present()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -362,6 +364,8 @@ class HeteroPipelineStrategy(SingleDeviceStrategy):
         if self.deployment is not None:
             self.deployment.check_placed()
             self.deployment.coordinator.training.average_weights(action, num_averaged, decay)
+            if self.deployment.hosted is not None:
+                self.deployment.hosted.note_averages()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -137,6 +137,8 @@ class TrainingRun(Run):
         self._remote_steps, self._step = self._attached(deployment, options, optimizers)
         self._watch = Watch(deployment, measured, self._step.recorder, moves)
         self._put_back = let_callbacks_be_copied(module.trainer)
+        if deployment.hosted is not None:
+            self._put_back.callback(deployment.hosted.attach(optimizers).close)
         stages = deployment.coordinator.stages
         figures = TrainingFigures(
             module.trainer, lambda: stages.num_tokens, lambda: self._watch.bottleneck

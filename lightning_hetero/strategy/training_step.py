@@ -40,6 +40,7 @@ from ..pipeline.results import (
     weighted_mean,
 )
 from .arguments import FirstCheck, StepOptions, scaler_of
+from .optimizers import steps_behind_batch
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,7 @@ class MicrobatchedStep(BatchStep):
             deployment.plan.starts_on_worker,
             self.recorder,
             self._flags.check,
+            deployment.hosted,
         )
 
     @override
@@ -253,11 +255,17 @@ class MicrobatchedStep(BatchStep):
             stack.enter_context(self._deployment.hand_overs.cut_step())
             stack.callback(stand_in(self._module, "log", log.log))
             stack.enter_context(metrics.gathering(self._module))
+            if self._deployment.hosted is not None:
+                stack.enter_context(self._deployment.hosted.step())
             results = self._driver.run(
                 step, work, plan.max_in_flight, accumulates, plan.max_started, has_begun
             )
         log.publish(self._module.log)
-        return self._merge(results, weights.all, shares.all, scale)
+        merged = self._merge(results, weights.all, shares.all, scale)
+        if merged is None:
+            # There is no backward, and gradients of earlier batches may wait on the workers.
+            self._add_gradients()
+        return merged
 
     @property
     def _adds_up(self) -> bool:
@@ -336,6 +344,13 @@ class MicrobatchedStep(BatchStep):
         """Publish the gradients when Lightning runs its backward."""
         self._scaling.note(gradient, loss_scale)
         self._gradients.publish()
+        self._add_gradients()
+
+    def _add_gradients(self) -> None:
+        """Add up the sums of all replicas before the optimizer steps."""
+        hosted = self._deployment.hosted
+        if hosted is not None and steps_behind_batch(self._module.trainer):
+            hosted.add_gradients(self._deployment.trained.ever)
 
 
 class LossScaling:

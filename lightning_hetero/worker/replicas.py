@@ -106,7 +106,8 @@ class ReplicaSide:
             pairs = zip(stage.parameters, stage.owners, strict=True) if stage.owners else ()
             owner_of = {spec.name: owner for spec, owner in pairs}
             self._owner_of |= owner_of
-            if len(stage.holders) > 1:
+            # 0 is the coordinator, which then adds up itself.
+            if len(stage.holders) > 1 and 0 not in stage.holders:
                 self._shared.append(_Shared(stage.holders, owner_of, stage.is_split))
         self.end(self._round)
         self._is_reduced = False

@@ -44,7 +44,7 @@ def adjusted_layer(recompute: bool = False) -> tuple[Cached, list[Callable[[], N
     torch.manual_seed(0)
     layer = Cached(2, 2)
     plan = Plan([StagePlan(["coordinator"], (0, 1), recompute=recompute, compile=True)])
-    return layer, adjust_own([DecoderLayer("layers.0", layer)], plan)
+    return layer, adjust_own([DecoderLayer("layers.0", layer)], plan.stages)
 
 
 @pytest.mark.parametrize(("recompute", "times"), [(False, 1), (True, 2)])

@@ -128,6 +128,7 @@ def fit_padded_in_groups(module: TinyModule, plan: Plan, batches: Iterable[Any])
         pieces = split_batch(batch, plan.micro_batches)
         counts = [int(counted_labels(piece)) for piece in pieces]
         loss = 0.0
+        optimizer.zero_grad()
         for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
             own, weight = module.model(**piece).loss, count / sum(counts)
             own.backward(torch.full_like(own, weight))
