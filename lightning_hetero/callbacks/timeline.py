@@ -22,7 +22,7 @@ from ..pipeline.placement import COORDINATOR_STAGE
 from ..plan import Plan
 from ..protocol.fields import ACTIONS, Span
 from ..report.charts import chart_of
-from ..telemetry.ranges import stages_as_text
+from ..telemetry.ranges import Range, stages_as_text
 from ..telemetry.step import (
     Prediction,
     ProcessSpans,
@@ -314,10 +314,15 @@ def _process(process: ProcessSpans) -> dict[str, Any]:
     return {
         "process": process.number,
         "name": process.name,
-        "ranges": [{"stage": each.stage, "layers": [*each.layers]} for each in process.ranges],
+        "ranges": [_range(each) for each in process.ranges],
         "clock_offset_seconds": process.clock.knots[-1].offset_seconds,
         "clock_error_seconds": process.clock.error_seconds,
     }
+
+
+def _range(held: Range) -> dict[str, Any]:
+    found: dict[str, Any] = {"stage": held.stage, "layers": [*held.layers]}
+    return found if held.share is None else {**found, "share": [*held.share]}
 
 
 def _shares(process: ProcessSpans) -> dict[str, Any]:
